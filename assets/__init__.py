@@ -1,0 +1,1 @@
+"""What exists: the Dagster assets, their checks, jobs, schedules and sensors."""

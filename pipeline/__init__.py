@@ -1,0 +1,1 @@
+"""How Latentline works: plain Python and torch, without Dagster."""

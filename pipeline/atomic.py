@@ -1,0 +1,55 @@
+"""Files that appear whole: temp file in the same folder, fsync, rename."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+TEMP_SUFFIX = ".tmp"
+"""Of every file that is still being written; nothing finished ends so."""
+
+
+def temp_beside(path: Path) -> Path:
+    """A new name in `path`'s folder that no other process or thread will choose.
+
+    It is short whatever the length of `path`'s name, so that a name at the file system's limit can be
+    written too.
+    """
+    return path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}")
+
+
+def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Replace `path` with what `write` puts into the binary file it is given; makes the parent folders.
+
+    A reader sees the old file or the new one, never a part. When anything fails, `path` is as it was, the
+    temp file is gone, and the first error is the one raised.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temp = temp_beside(path)
+    try:
+        with temp.open("xb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temp.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temp.unlink()
+        raise
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`, as `write_through`."""
+    write_through(path, lambda file: file.write(data))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text` in UTF-8, as `write_through`."""
+    write_bytes(path, text.encode("utf-8"))

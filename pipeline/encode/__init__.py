@@ -1,0 +1,1 @@
+"""Filling the store: VAE latents and text embeddings."""

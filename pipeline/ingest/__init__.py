@@ -1,0 +1,1 @@
+"""From folders of files to a table of validated samples."""

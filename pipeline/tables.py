@@ -1,0 +1,223 @@
+"""The Parquet tables between the stages: their schemas, and reading and writing them whole.
+
+Tables carry facts, one row a sample; tensors are in the store. Rows are joined by `sample_id` or key, never
+by position.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from pipeline.atomic import write_through
+from pipeline.errors import TableError
+
+Columns = dict[str, Any]
+"""Column name to Polars type; a name in `NULLABLE` may hold nulls."""
+
+_ID: Columns = {"sample_id": pl.String, "dataset": pl.String, "path": pl.String}
+_CONTENT: Columns = {"content_hash": pl.String, "height": pl.Int32, "width": pl.Int32}
+_GEOMETRY: Columns = {
+    "bucket": pl.String,
+    "resized_height": pl.Int32,
+    "resized_width": pl.Int32,
+    "crop_top": pl.Int32,
+    "crop_left": pl.Int32,
+    "target_height": pl.Int32,
+    "target_width": pl.Int32,
+}
+_ENTRY: Columns = {
+    "key": pl.String,
+    "dtype": pl.String,
+    "entry_bytes": pl.Int64,
+    "entry_mtime_ns": pl.Int64,
+    "entry_ctime_ns": pl.Int64,
+    "entry_inode": pl.Int64,
+}
+
+SCHEMAS: dict[str, Columns] = {
+    "raw_images": {
+        **_ID,
+        **_CONTENT,
+        "file_bytes": pl.Int64,
+        "mtime_ns": pl.Int64,
+        "ctime_ns": pl.Int64,
+        "inode": pl.Int64,
+        "scanned_ns": pl.Int64,
+        "format": pl.String,
+        "mode": pl.String,
+        "channels": pl.Int32,
+        "orientation": pl.Int32,
+    },
+    "validated_dataset": {
+        **_ID,
+        **_CONTENT,
+        "file_bytes": pl.Int64,
+        "caption": pl.String,
+        "caption_from": pl.String,
+    },
+    "aspect_buckets": {**_ID, **_CONTENT, **_GEOMETRY, "crop_loss": pl.Float64, "scale": pl.Float64},
+    "vae_latents": {
+        **_ID,
+        **_CONTENT,
+        **_GEOMETRY,
+        "latent_channels": pl.Int32,
+        "latent_height": pl.Int32,
+        "latent_width": pl.Int32,
+        **_ENTRY,
+    },
+    "text_embeddings": {**_ID, "caption": pl.String, "num_tokens": pl.Int32, "num_cut": pl.Int32, **_ENTRY},
+    "trained_lora": {
+        **_ID,
+        **_CONTENT,
+        "bucket": pl.String,
+        "latent_key": pl.String,
+        "text_key": pl.String,
+        "times_seen": pl.Int32,
+    },
+}
+"""Of each asset. `height` and `width` are the original size, after EXIF orientation; `path` is relative to
+the dataset, as the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels;
+`scale` is resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized
+area that is cut off; `entry_*` are the stat of the store entry when it was last verified."""
+
+REJECTED: Columns = {
+    **_ID,
+    "stage": pl.String,
+    "reason": pl.String,
+    "detail": pl.String,
+    "fix": pl.String,
+    "content_hash": pl.String,
+}
+"""One row a rejected sample; `reason` is a code such as `empty_file`."""
+
+NULLABLE = {"content_hash"}
+"""Of REJECTED only: a file that could not be read has no hash."""
+
+ASSETS = tuple(SCHEMAS)
+"""In the order of the graph."""
+
+
+def empty(asset: str) -> pl.DataFrame:
+    """A table of `asset` without rows; `asset` may be "rejected"."""
+    return pl.DataFrame(schema=_columns(asset))
+
+
+def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
+    """Rows as a table of `asset` (or "rejected"), sorted by `sample_id`.
+
+    Raises:
+        TableError: A column is missing, unknown, or of another type.
+    """
+    try:
+        table = pl.DataFrame(rows, schema=_columns(asset), strict=True)
+    except (TypeError, ValueError, pl.exceptions.PolarsError) as err:
+        raise _schema_error(asset, f"rows of {asset}", str(err)) from err
+    return table.sort("sample_id")
+
+
+def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
+    """The table itself, when it is what the asset's Pandera schema says.
+
+    Raises:
+        TableError: With the first failure cases.
+    """
+    import pandera.errors
+    import pandera.polars as pa
+
+    nullable = NULLABLE if asset == "rejected" else set[str]()
+    columns = {name: pa.Column(kind, nullable=name in nullable) for name, kind in _columns(asset).items()}
+    unique = ["sample_id", "stage"] if asset == "rejected" else ["sample_id"]
+    schema = pa.DataFrameSchema(columns, strict=True, ordered=True, unique=unique)
+    try:
+        return schema.validate(table, lazy=True)
+    except (pandera.errors.SchemaError, pandera.errors.SchemaErrors) as err:
+        raise _schema_error(asset, where, str(err)) from err
+
+
+class Tables:
+    """The tables of one recipe, below `output_dir/tables`."""
+
+    def __init__(self, output_dir: Path) -> None:
+        """Nothing is read or made yet."""
+        self.folder = output_dir / "tables"
+
+    def path(self, asset: str) -> Path:
+        """Where the table of `asset` lies; `asset` may be "rejected"."""
+        return self.folder / f"{asset}.parquet"
+
+    def read(self, asset: str) -> pl.DataFrame:
+        """The table as last written.
+
+        Raises:
+            TableError: It is missing, unreadable, or of another schema.
+        """
+        path = self.path(asset)
+        if not path.is_file():
+            fix = f"materialize {asset} first: dagster job execute -m assets.definitions -j <recipe>_cache"
+            raise TableError(f"there is no table of {asset}", where=str(path), fix=fix)
+        try:
+            table = pl.read_parquet(path)
+        except (OSError, pl.exceptions.PolarsError) as err:
+            fix = f"delete the file and materialize {asset} again"
+            raise TableError(f"the table cannot be read: {err}", where=str(path), fix=fix) from err
+        return validated(asset, table, str(path))
+
+    def read_previous(self, asset: str) -> pl.DataFrame | None:
+        """The table of an earlier run, as a memory of what is known already.
+
+        None when there is none, or it is damaged or of an older schema: then everything is looked at anew.
+        """
+        try:
+            return self.read(asset)
+        except TableError:
+            return None
+
+    def write(self, asset: str, table: pl.DataFrame) -> Path:
+        """Replace the table atomically, sorted by `sample_id`.
+
+        Returns:
+            The file's path.
+
+        Raises:
+            TableError: The table is not what the asset's schema says; nothing is written.
+        """
+        path = self.path(asset)
+        rows = validated(asset, table, f"what {asset} wanted to write to {path}").sort("sample_id")
+        write_through(path, rows.write_parquet)
+        return path
+
+    def write_rejected(self, stage: str, rows: pl.DataFrame) -> None:
+        """Replace the rows of `stage`, then compose `rejected.parquet` from those of all stages.
+
+        Each stage has a file of its own below `tables/rejected`, so that two runs at once never undo each
+        other's rows: whoever composes last has read all of them.
+        """
+        part = self.folder / "rejected" / f"{stage}.parquet"
+        checked = validated("rejected", rows, f"what {stage} wanted to reject")
+        write_through(part, checked.sort("sample_id").write_parquet)
+        parts = [self.folder / "rejected" / f"{asset}.parquet" for asset in ASSETS]
+        rows_of_all = [pl.read_parquet(file) for file in parts if file.is_file()]
+        write_through(self.path("rejected"), pl.concat(rows_of_all).write_parquet)
+
+    def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
+        """All rejected rows, or those of one stage; without rows when nothing was ever rejected.
+
+        Raises:
+            TableError: The file is unreadable or of another schema.
+        """
+        if not self.path("rejected").is_file():
+            return empty("rejected")
+        rows = self.read("rejected")
+        return rows if stage is None else rows.filter(pl.col("stage") == stage)
+
+
+def _columns(asset: str) -> Columns:
+    return REJECTED if asset == "rejected" else SCHEMAS[asset]
+
+
+def _schema_error(asset: str, where: str, detail: str) -> TableError:
+    fix = f"delete the table and materialize {asset} again; if it comes back, report it as a defect"
+    return TableError(f"this is no table of {asset}: {detail}", where=where, fix=fix)

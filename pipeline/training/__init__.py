@@ -1,0 +1,1 @@
+"""From complete caches to a trained LoRA."""

@@ -1,0 +1,1 @@
+"""With what the assets work: table IO, and the launcher of GPU processes."""
