@@ -1,0 +1,54 @@
+# Two commands on a fresh machine with Python 3.11+: `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+DEMO   := configs/demo.yaml
+PYTEST_WORKERS ?= 2
+
+export PYTHONUTF8 := 1
+export DO_NOT_TRACK := 1
+
+.PHONY: help demo test check ui format clean install
+
+help:
+	@echo "make demo    install, make the offline model and photographs, run the whole job demo_train on the CPU"
+	@echo "make test    the whole test suite"
+	@echo "make check   format, lint, types, import layers"
+	@echo "make ui      the Dagster UI on http://127.0.0.1:3000"
+	@echo "make format  rewrite the sources in the project's format"
+
+install: $(VENV)/installed
+
+# torch first and by its exact pin, so that no other package chooses a build of it.
+$(VENV)/installed: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	touch $@
+
+demo: install
+	$(BIN)/python -m demo.photographs data/demo
+	$(BIN)/python -m demo.tiny_model models/tiny-sd
+	$(BIN)/dagster job execute -m assets.definitions -j demo_train
+	$(BIN)/python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
+
+test: install
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+check: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/basedpyright
+	$(BIN)/lint-imports
+
+format: install
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+ui: install
+	mkdir -p .dagster
+	DAGSTER_HOME="$(CURDIR)/.dagster" $(BIN)/dagster dev -w workspace.yaml --host 127.0.0.1 --port 3000
+
+clean:
+	rm -rf .cache data/demo models/tiny-sd outputs/demo
