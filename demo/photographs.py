@@ -1,4 +1,4 @@
-"""The demo's dataset: 24 crops of the photographs bundled with scikit-image, each with a caption written for it.
+"""The demo's dataset: 24 crops of photographs bundled with scikit-image, with captions written for them.
 
     python -m demo.photographs data/demo
 
@@ -151,6 +151,5 @@ def write_photographs(folder: Path) -> int:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    print(
-        f"demo photographs: {write_photographs(target)} files written to {target}, {len(SHOTS)} pictures in all"
-    )
+    number = write_photographs(target)
+    print(f"demo photographs: {len(SHOTS)} pictures with captions in {target}, {number} files written now")

@@ -2,8 +2,8 @@
 
     python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
 
-Nothing of Latentline is imported: diffusers alone reads what was written. Exit status 1 when the picture is the same
-with and without the LoRA.
+Nothing of Latentline is imported: diffusers alone reads what was written. Exit status 1 when the picture is
+the same with and without the LoRA.
 """
 
 import sys
@@ -33,7 +33,7 @@ def main(base: Path, lora: Path, output: Path) -> int:
     pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     before = draw(pipe)
-    pipe.load_lora_weights(lora)
+    pipe.load_lora_weights(str(lora))
     after = draw(pipe)
     for name, picture in (("before", before), ("after", after)):
         pipe.image_processor.numpy_to_pil(picture[None])[0].save(output / f"{name}.png")
