@@ -109,13 +109,14 @@ def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
     """Rows as a table of `asset` (or "rejected"), sorted by `sample_id`.
 
     Raises:
-        TableError: A column is missing, unknown, or of another type.
+        TableError: A column is missing or of another type.
     """
+    where = f"rows made for {asset}"
     try:
         table = pl.DataFrame(rows, schema=_columns(asset), strict=True)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as err:
-        raise _schema_error(asset, f"rows of {asset}", str(err)) from err
-    return table.sort("sample_id")
+        raise _schema_error(asset, where, str(err)) from err
+    return validated(asset, table, where).sort("sample_id")
 
 
 def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:

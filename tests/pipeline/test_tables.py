@@ -1,0 +1,116 @@
+"""Tables are read and written whole, in their schema, sorted by sample_id."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+
+from pipeline.errors import TableError
+from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame
+
+VALUES = {
+    pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    pl.Int32: st.integers(-(2**31), 2**31 - 1),
+    pl.Int64: st.integers(-(2**63), 2**63 - 1),
+    pl.Float64: st.floats(allow_nan=False),
+}
+
+
+def rows_of(asset: str) -> st.SearchStrategy[list[dict[str, Any]]]:
+    row = st.fixed_dictionaries({name: VALUES[kind] for name, kind in SCHEMAS[asset].items()})
+    return st.lists(row, max_size=8, unique_by=lambda made: made["sample_id"])
+
+
+def rejection(sample_id: str, stage: str, content_hash: str | None = None) -> dict[str, Any]:
+    return {
+        "sample_id": sample_id,
+        "dataset": "d",
+        "path": "p",
+        "stage": stage,
+        "reason": "empty_file",
+        "detail": "0 bytes",
+        "fix": "delete it",
+        "content_hash": content_hash,
+    }
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_what_is_written_is_read_back_in_the_order_of_sample_id(
+    asset: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    tables = Tables(tmp_path_factory.mktemp("out"))
+    table = pl.DataFrame(data.draw(rows_of(asset)), schema=SCHEMAS[asset])
+    tables.write(asset, table)
+    assert_frame_equal(tables.read(asset), table.sort("sample_id"))
+
+
+def test_a_missing_table_names_its_path_and_the_job_that_makes_it(tmp_path: Path) -> None:
+    with pytest.raises(TableError, match="no table of vae_latents") as caught:
+        Tables(tmp_path).read("vae_latents")
+    assert "vae_latents.parquet" in caught.value.where
+    assert "_cache" in caught.value.fix
+
+
+def test_L06_a_torn_table_is_an_error_that_names_the_file_and_is_no_memory(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    path = tables.write("aspect_buckets", empty("aspect_buckets"))
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(TableError) as caught:
+        tables.read("aspect_buckets")
+    assert str(path) in str(caught.value)
+    assert tables.read_previous("aspect_buckets") is None
+
+
+def test_a_table_of_another_schema_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    with pytest.raises(TableError, match="aspect_buckets"):
+        tables.write("aspect_buckets", empty("raw_images"))
+    assert not tables.folder.exists()
+
+
+def test_two_rows_of_one_sample_are_refused(tmp_path: Path) -> None:
+    row = dict.fromkeys(SCHEMAS["text_embeddings"], 1) | {
+        name: "same" for name, kind in SCHEMAS["text_embeddings"].items() if kind == pl.String
+    }
+    with pytest.raises(TableError, match="same"):
+        Tables(tmp_path).write("text_embeddings", frame("text_embeddings", [row, row]))
+
+
+def test_a_row_with_a_missing_column_or_a_wrong_type_is_an_error() -> None:
+    with pytest.raises(TableError):
+        frame("rejected", [rejection("d/a", "raw_images") | {"reason": None}])
+    with pytest.raises(TableError):
+        frame("trained_lora", [dict.fromkeys(SCHEMAS["trained_lora"], "x")])
+
+
+def test_each_stage_owns_its_rejected_rows(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    tables.write_rejected("raw_images", frame("rejected", [rejection("d/a", "raw_images")]))
+    tables.write_rejected("vae_latents", frame("rejected", [rejection("d/b", "vae_latents", "ff")]))
+    tables.write_rejected("raw_images", frame("rejected", [rejection("d/c", "raw_images")]))
+    assert sorted(tables.read_rejected()["sample_id"]) == ["d/b", "d/c"]
+    assert tables.read_rejected("vae_latents")["sample_id"].to_list() == ["d/b"]
+
+
+def test_O07_stages_that_reject_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    barrier = threading.Barrier(len(ASSETS))
+
+    def reject(stage: str) -> None:
+        barrier.wait()
+        for _ in range(20):
+            tables.write_rejected(stage, frame("rejected", [rejection("d/" + stage, stage)]))
+
+    threads = [threading.Thread(target=reject, args=(stage,)) for stage in ASSETS]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(tables.read_rejected()["stage"]) == sorted(ASSETS)
