@@ -1,0 +1,274 @@
+"""The training plan: which samples meet in which optimizer step, as an ordinary sequence of exact length.
+
+A plan is a pure function of (samples, seed, batch size, accumulation, world size). It knows neither tensors
+nor time, so it is computed on the CPU before anything is launched, is equal in every process, and a resume is
+an index into it.
+
+The words used here, from the inside out:
+
+    slot          one sample in its place of a step's global batch; seeds the noise
+    share         the slots of one rank in one micro-step, at most `batch_size`
+    micro-batch   the shares of all ranks: one forward and backward on each rank; one bucket
+    step          up to `gradient_accumulation` micro-batches, then the optimizer
+    epoch         each sample as often as its `repeats` say; never shares a step with the next epoch
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from pipeline.errors import TrainingError
+
+PARTIAL_POLICY = "partial"
+"""What becomes of the samples that do not fill a bucket's last micro-batch: they form a smaller one."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSample:
+    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, `repeats` is >= 1."""
+
+    sample_id: str
+    bucket: str
+    repeats: int = 1
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What decides a plan beside the samples.
+
+    Attributes:
+        steps: Optimizer steps in all, >= 1.
+        batch_size: Samples a process in one micro-step, >= 1.
+        gradient_accumulation: Micro-steps in a full step, >= 1.
+        num_processes: The world size, >= 1.
+        caption_dropout: Share of the slots that see the empty caption, in [0, 1].
+        seed: Of shuffle and dropout.
+    """
+
+    steps: int
+    batch_size: int
+    gradient_accumulation: int
+    num_processes: int
+    caption_dropout: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One sample in its place of a step.
+
+    Attributes:
+        sample_id: Which sample.
+        index: Place in the step's global batch, counted over micro-batches and ranks; it does not depend on
+            how the batch is split over them.
+        epoch: From 0.
+        occurrence: Which of the sample's repeats in this epoch, from 0.
+        drop_caption: Whether the empty caption stands in for its own.
+        weight: 1.0, or 0.0 for the stand-in of a rank that has no sample in this micro-step.
+    """
+
+    sample_id: str
+    index: int
+    epoch: int
+    occurrence: int
+    drop_caption: bool
+    weight: float = 1.0
+
+
+MicroBatch = tuple[tuple[Slot, ...], ...]
+"""One share a rank, in rank order; none is empty, all from one bucket."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One optimizer step.
+
+    Attributes:
+        step: From 0.
+        epoch: From 0.
+        micro_batches: 1 to `gradient_accumulation` of them.
+        num_samples: Slots of weight 1 over all micro-batches and ranks; the step's loss is a mean over them.
+    """
+
+    step: int
+    epoch: int
+    micro_batches: tuple[MicroBatch, ...]
+    num_samples: int
+
+    def slots(self) -> list[Slot]:
+        """The slots of weight 1, by index."""
+        return [slot for micro in self.micro_batches for share in micro for slot in share if slot.weight > 0]
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw:
+    """A sample's one appearance in an epoch."""
+
+    sample_id: str
+    occurrence: int
+
+
+class TrainingPlan(Sequence[StepPlan]):
+    """All optimizer steps of a run; `plan[i]` costs one epoch's shuffle at most, and the last one is kept."""
+
+    def __init__(self, samples: Iterable[PlanSample], settings: PlanSettings) -> None:
+        """Check the inputs; nothing is shuffled yet.
+
+        Raises:
+            TrainingError: There is no sample, a sample_id stands there twice, or a setting is out of range.
+        """
+        self.settings = settings
+        self.samples = tuple(sorted(samples, key=lambda sample: sample.sample_id))
+        _require_usable(self.samples, settings)
+        self._capacity = settings.batch_size * settings.num_processes
+        sizes: Counter[str] = Counter()
+        for sample in self.samples:
+            sizes[sample.bucket] += sample.repeats
+        self._bucket_sizes = dict(sorted(sizes.items()))
+        micro_batches = sum(-(-size // self._capacity) for size in sizes.values())
+        self.steps_per_epoch = -(-micro_batches // settings.gradient_accumulation)
+        self._epoch: tuple[int, list[list[_Draw]]] = (-1, [])
+
+    def __len__(self) -> int:
+        """The number of optimizer steps, exactly."""
+        return self.settings.steps
+
+    @overload
+    def __getitem__(self, index: int) -> StepPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[StepPlan]: ...
+    def __getitem__(self, index: int | slice) -> StepPlan | list[StepPlan]:
+        """The step of that number, or those of a slice."""
+        if isinstance(index, slice):
+            return [self._step(number) for number in range(*index.indices(len(self)))]
+        number = index + len(self) if index < 0 else index
+        if not 0 <= number < len(self):
+            raise IndexError(f"step {index} of a plan of {len(self)} steps")
+        return self._step(number)
+
+    def iterate(self, start: int = 0) -> Iterator[tuple[int, StepPlan]]:
+        """(step, batch) from `start` to the end; nothing when `start` is the length."""
+        for number in range(start, len(self)):
+            yield number, self._step(number)
+
+    def times_seen(self) -> dict[str, int]:
+        """How often each sample is trained on over the whole plan, by sample_id; 0 for never."""
+        whole, rest = divmod(len(self), self.steps_per_epoch)
+        seen = {sample.sample_id: sample.repeats * whole for sample in self.samples}
+        for number in range(len(self) - rest, len(self)):
+            for slot in self._step(number).slots():
+                seen[slot.sample_id] += 1
+        return seen
+
+    def numbers(self) -> dict[str, int | float | str]:
+        """Facts for the log and the report, all of one epoch but `epochs` and `steps`."""
+        capacity = self._capacity
+        micro_batches = sum(-(-size // capacity) for size in self._bucket_sizes.values())
+        draws = sum(self._bucket_sizes.values())
+        return {
+            "steps": len(self),
+            "epochs": round(len(self) / self.steps_per_epoch, 3),
+            "steps_per_epoch": self.steps_per_epoch,
+            "draws_per_epoch": draws,
+            "micro_batches_per_epoch": micro_batches,
+            "partial_micro_batches": sum(size % capacity > 0 for size in self._bucket_sizes.values()),
+            "global_batch_size": capacity * self.settings.gradient_accumulation,
+            "filled": round(draws / (micro_batches * capacity), 3),
+            "partial_policy": PARTIAL_POLICY,
+        }
+
+    def _step(self, number: int) -> StepPlan:
+        epoch, place = divmod(number, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._shuffled(epoch))
+        window = self.settings.gradient_accumulation
+        groups = self._epoch[1][place * window : (place + 1) * window]
+        micro_batches: list[MicroBatch] = []
+        index = 0
+        for group in groups:
+            slots = [self._slot(draw, index + at, epoch) for at, draw in enumerate(group)]
+            micro_batches.append(_shares(slots, self.settings.num_processes))
+            index += len(group)
+        return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
+
+    def _slot(self, draw: _Draw, index: int, epoch: int) -> Slot:
+        chance = _hash(self.settings.seed, "dropout", draw.sample_id, epoch, draw.occurrence) / 2**64
+        return Slot(
+            sample_id=draw.sample_id,
+            index=index,
+            epoch=epoch,
+            occurrence=draw.occurrence,
+            drop_caption=chance < self.settings.caption_dropout,
+        )
+
+    def _shuffled(self, epoch: int) -> list[list[_Draw]]:
+        """An epoch's micro-batches, in order.
+
+        Samples are shuffled inside their bucket, which also rotates who is in the partial micro-batch; then
+        the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order.
+        """
+        seed = self.settings.seed
+        draws: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
+        for sample in self.samples:
+            for occurrence in range(sample.repeats):
+                order = _hash(seed, "sample", sample.sample_id, epoch, occurrence)
+                draws[sample.bucket].append((order, sample.sample_id, occurrence))
+        turns: list[tuple[int, str]] = []
+        batches: dict[str, Iterator[list[_Draw]]] = {}
+        for bucket in self._bucket_sizes:
+            mixed = [_Draw(sample_id, occurrence) for _, sample_id, occurrence in sorted(draws[bucket])]
+            starts = range(0, len(mixed), self._capacity)
+            batches[bucket] = iter([mixed[start : start + self._capacity] for start in starts])
+            turns += [(_hash(seed, "turn", bucket, epoch, turn), bucket) for turn in range(len(starts))]
+        return [next(batches[bucket]) for _, bucket in sorted(turns)]
+
+
+def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
+    """The slots split over the ranks, in order, sizes differing by one at most.
+
+    A rank without a slot gets the first one with weight 0: it takes part in forward, backward and the
+    exchange of gradients, and changes nothing.
+    """
+    small, larger = divmod(len(slots), num_ranks)
+    shares: list[tuple[Slot, ...]] = []
+    start = 0
+    for rank in range(num_ranks):
+        stop = start + small + (rank < larger)
+        shares.append(tuple(slots[start:stop]) or (_stand_in(slots[0]),))
+        start = stop
+    return tuple(shares)
+
+
+def _stand_in(slot: Slot) -> Slot:
+    return Slot(slot.sample_id, slot.index, slot.epoch, slot.occurrence, slot.drop_caption, weight=0.0)
+
+
+def _hash(*parts: int | str) -> int:
+    """64 bits that depend on each part and its place, equal on every machine."""
+    text = "\0".join(str(part) for part in parts)
+    digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> None:
+    if not samples:
+        raise TrainingError(
+            "there is no sample to train on",
+            where="the tables of vae_latents and text_embeddings",
+            fix="see tables/rejected.parquet for why all of them were rejected",
+        )
+    twice = [name for name, times in Counter(sample.sample_id for sample in samples).items() if times > 1]
+    if twice:
+        fix = "materialize vae_latents again; if it comes back, report it as a defect"
+        raise TrainingError(f"{len(twice)} sample ids stand there twice", where=twice[0], fix=fix)
+    counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
+    if min(counts) < 1 or min(sample.repeats for sample in samples) < 1:
+        fix = "give steps, batch_size, gradient_accumulation, num_processes and repeats of at least 1"
+        raise TrainingError(f"a count below 1 in {settings}", where="training", fix=fix)
+    if not 0.0 <= settings.caption_dropout <= 1.0:
+        what = f"caption dropout {settings.caption_dropout} is no share"
+        raise TrainingError(what, where="text.caption_dropout", fix="use a number from 0 to 1")
