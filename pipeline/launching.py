@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.errors import LaunchError
+import pipeline.errors
+from pipeline.errors import LatentlineError, LaunchError
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -16,6 +21,12 @@ CPU_THREADS_PER_PROCESS = 2
 """Fixed, because the number of threads decides the last bits of a convolution on the CPU."""
 
 OUTPUT_TAIL_LINES = 20
+
+ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
+"""Names the file in which a launched process leaves the `LatentlineError` that it ended with."""
+
+PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
+"""Holds the id of the process that a launched process must not outlive."""
 
 
 class Launch(Protocol):
@@ -29,7 +40,9 @@ class Launch(Protocol):
             order: A JSON file that tells the module what to do; results come back as files beside it.
 
         Raises:
-            LaunchError: A process exited with another status than 0; the text quotes the end of its output.
+            LatentlineError: The one that the module ended with, as it was raised there.
+            LaunchError: A process exited with another status than 0 for any other reason; the text quotes the
+                end of its output.
         """
         ...
 
@@ -37,14 +50,32 @@ class Launch(Protocol):
 def launch_command(settings: AccelerateSettings, module: str, order: Path) -> list[str]:
     """The argument list of `accelerate launch` for one machine, every default spelled out.
 
-    Spelled out, because otherwise accelerate reads the user's own configuration file, which is no part of the
-    recipe.
+    A configuration file of our own is named, because otherwise accelerate reads the user's, which is no part
+    of the recipe. Whether there is a GPU is found out by the launched process, which has torch.
     """
     command = [sys.executable, "-m", "pipeline.entrypoints.launch"]
+    command += ["--config_file", str(Path(__file__).parent / "entrypoints" / "accelerate.yaml")]
     command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
+    command += ["--main_process_port", "0"]  # 0: any free one, so that two launches never meet
     command += ["--mixed_precision", settings.mixed_precision, "--dynamo_backend", "no"]
     command += ["--num_cpu_threads_per_process", str(CPU_THREADS_PER_PROCESS)]
+    command += ["--multi_gpu"] if settings.num_processes > 1 else []
     return [*command, "-m", module, str(order)]
+
+
+def launch_environment(error_file: Path) -> dict[str, str]:
+    """The environment of a launched process: ours, with the project importable from any working directory."""
+    root = str(Path(__file__).resolve().parents[1])
+    inherited = os.environ.get("PYTHONPATH", "")
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{root}{os.pathsep}{inherited}" if inherited else root,
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONUTF8": "1",
+        "TOKENIZERS_PARALLELISM": "false",  # silences a warning about forks; captions are encoded one by one
+        ERROR_FILE_VARIABLE: str(error_file),
+        PARENT_VARIABLE: str(os.getpid()),
+    }
 
 
 class LocalLaunch:
@@ -56,18 +87,58 @@ class LocalLaunch:
 
     def __call__(self, module: str, order: Path) -> None:
         """As `Launch`."""
-        command = launch_command(self._settings, module, order)
-        done = subprocess.run(
-            command, capture_output=True, text=True, encoding="utf-8", errors="replace", check=False
-        )
-        if done.returncode != 0:
-            raise launch_error(module, done.returncode, (done.stdout + done.stderr).splitlines())
+        with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
+            error_file = Path(folder) / "error.json"
+            done = subprocess.run(
+                launch_command(self._settings, module, order),
+                env=launch_environment(error_file),
+                capture_output=True,
+                text=True,
+                encoding="utf-8",
+                errors="replace",
+                check=False,
+            )
+            if done.returncode != 0:
+                output = (done.stdout + done.stderr).splitlines()
+                raise launch_error(module, done.returncode, output=output, error_file=error_file)
 
 
-def launch_error(module: str, status: int, output: list[str]) -> LaunchError:
-    """The error for a launched module that exited with `status`, quoting the end of what it printed."""
+def launch_error(module: str, status: int, *, output: list[str], error_file: Path) -> LatentlineError:
+    """What a launch that ended with `status` is reported as.
+
+    Args:
+        module: The entry module.
+        status: Exit status, or minus the number of the signal that ended the process.
+        output: Lines that the processes printed; the last `OUTPUT_TAIL_LINES` are quoted.
+        error_file: Where a launched process leaves its own error; need not exist.
+
+    Returns:
+        The error that the module itself ended with, when it left one; otherwise a `LaunchError`.
+    """
+    if error_file.is_file():
+        parts = json.loads(error_file.read_text(encoding="utf-8"))
+        kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
+        return kind(parts["what"], where=parts["where"], fix=parts["fix"])
     tail = "\n".join(output[-OUTPUT_TAIL_LINES:]) or "(nothing was printed)"
-    fix = f"the last lines it printed were:\n{tail}"
     return LaunchError(
-        f"{module} ended with exit status {status}", where=f"accelerate launch -m {module}", fix=fix
+        f"{module} ended {describe_status(status)}",
+        where=f"accelerate launch -m {module}",
+        fix=f"{_advice(status)}; the last lines it printed were:\n{tail}",
     )
+
+
+def describe_status(status: int) -> str:
+    """An exit status in words: "with exit status 1", "by signal SIGKILL"."""
+    number = -status if status < 0 else status - 128
+    try:
+        return f"by signal {signal.Signals(number).name}"
+    except ValueError:
+        return f"with exit status {status}"
+
+
+def _advice(status: int) -> str:
+    if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
+        return "the system killed it, most often because memory ran out: lower batch_size or resolution"
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
+        return "something stopped it: start the job again, it goes on where it was"
+    return "mend what it says and start the job again; what is finished is kept"

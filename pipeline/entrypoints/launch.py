@@ -1,8 +1,73 @@
-"""`accelerate launch` in a process that ends when the process that started it ends."""
+"""`accelerate launch` in a process that ends with the process that started it, and takes its workers along.
+
+The chain is Dagster's step, this process, one worker a rank. Whatever ends one ends those that follow:
+
+    the step is killed      the kernel sends this process a SIGTERM, and the watch below sees the parent gone
+    this process is killed  the kernel sends each worker a SIGTERM (`guard.end_with_parent` in `reporter`)
+    SIGTERM to this one     is passed on to the workers, which write a checkpoint; their status becomes ours
+"""
 
 from __future__ import annotations
 
-from accelerate.commands.launch import main
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import FrameType
+
+from pipeline.entrypoints.guard import end_with_parent, parent_is_gone
+from pipeline.launching import PARENT_VARIABLE
+from pipeline.process_tree import ProcessTree
+
+ORPHAN_GRACE_S = 4.0
+"""What workers have for a checkpoint once nobody waits for them any more."""
+
+WATCH_INTERVAL_S = 0.5
+
+
+def launch() -> int:
+    """Run accelerate's launcher with this process's arguments, and give the first failed worker's status.
+
+    A worker that a signal ended counts as 128 plus the signal's number, as in a shell.
+    """
+    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+    end_with_parent()
+    if parent:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    signal.signal(signal.SIGTERM, _pass_on)
+    import torch  # only now: the imports take seconds, in which the parent may die
+    from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not torch.cuda.is_available():
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # else several processes without a GPU ask for NCCL
+    try:
+        main()
+    except subprocess.CalledProcessError as err:
+        return err.returncode if err.returncode > 0 else 128 - err.returncode
+    except SignalException as err:
+        return 128 + err.sigval
+    except ChildFailedError as err:
+        _, first = err.get_first_failure()
+        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+    return 0
+
+
+def _pass_on(number: int, _frame: FrameType | None) -> None:
+    for process in ProcessTree(os.getpid()).members():
+        if process.pid != os.getpid():
+            process.send_signal(number)
+
+
+def _watch(parent: int) -> None:
+    while not parent_is_gone(parent):
+        time.sleep(WATCH_INTERVAL_S)
+    ProcessTree(os.getpid()).stop_below(grace_s=ORPHAN_GRACE_S)
+    os._exit(128 + signal.SIGTERM)
+
 
 if __name__ == "__main__":
-    main()
+    sys.exit(launch())
