@@ -1,0 +1,66 @@
+"""The model families that can be trained, one file each, found by a base model's `model_index.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.errors import FamilyError
+from pipeline.families.base import (
+    Conditions,
+    EncodedCaption,
+    Family,
+    ModelPart,
+    Posterior,
+    Prediction,
+    Shapes,
+    Use,
+)
+from pipeline.families.files import read_json
+from pipeline.families.sd import StableDiffusion
+
+FAMILIES: tuple[type[Family], ...] = (StableDiffusion,)
+"""In the order in which they are listed to users."""
+
+__all__ = [
+    "FAMILIES",
+    "Conditions",
+    "EncodedCaption",
+    "Family",
+    "ModelPart",
+    "Posterior",
+    "Prediction",
+    "Shapes",
+    "Use",
+    "detect",
+    "family_class",
+]
+
+
+def family_class(folder: Path) -> type[Family]:
+    """The family whose pipeline class `folder/model_index.json` names; no other file is read.
+
+    Raises:
+        FamilyError: The class belongs to no family here; the text lists those that exist.
+        ModelError: There is no readable `model_index.json`.
+    """
+    index = folder / "model_index.json"
+    named = read_json(index).get("_class_name")
+    for family in FAMILIES:
+        if named in family.pipeline_classes:
+            return family
+    known = ", ".join(f"{family.name} ({'/'.join(family.pipeline_classes)})" for family in FAMILIES)
+    raise FamilyError(
+        f"the base model's pipeline class {named!r} belongs to no family that Latentline knows",
+        where=f"{index}, _class_name",
+        fix=f"set model.base to a model of one of these families: {known}",
+    )
+
+
+def detect(folder: Path) -> Family:
+    """The family of the diffusers folder, ready to answer from its configurations; imports no torch.
+
+    Raises:
+        FamilyError: As `family_class`, or a configuration asks for what the family cannot do.
+        ModelError: A file that the family needs is missing or unreadable.
+    """
+    return family_class(folder)(folder)

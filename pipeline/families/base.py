@@ -1,0 +1,233 @@
+"""What the rest of Latentline asks of a model family: a subclass says all that is particular to one.
+
+Letters of shapes: B samples, T tokens, D embedding width, C latent channels, h and w latent edges, H and W
+pixel edges. Importing this module imports no torch: methods that need it import it when they are called.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor, nn
+
+    from pipeline.geometry import Size
+
+Use = Literal["latents", "text", "denoiser"]
+"""What a part of the base model decides: latents, text embeddings, or the training itself."""
+
+Shapes: TypeAlias = dict[str, tuple[int, ...]]
+"""Tensor name to shape, of one sample."""
+
+Conditions: TypeAlias = "Mapping[str, Tensor]"
+"""What the denoiser is told beside the latent: `text_embedding` (B, T, D), where the family has one
+`pooled_text_embedding` (B, D), and of every family `original_size_hw`, `crop_top_left` and `target_size_hw`,
+each an int tensor (B, 2); a family takes what it needs."""
+
+Prediction = Literal["epsilon", "v_prediction"]
+"""What the denoiser predicts."""
+
+
+@dataclass(frozen=True)
+class ModelPart:
+    """Files of the base model that decide an artifact's bytes.
+
+    Attributes:
+        role: What the part is in its family, such as "vae"; not a path.
+        configs: JSON files whose meaning counts; names, paths and package versions in them do not.
+        contents: Files whose bytes count.
+    """
+
+    role: str
+    configs: tuple[Path, ...]
+    contents: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The VAE's answer: a diagonal Gaussian over raw latents, both float32 of shape (B, C, h, w)."""
+
+    mean: Tensor
+    std: Tensor
+
+
+@dataclass(frozen=True)
+class EncodedCaption:
+    """One caption as the denoiser sees it.
+
+    Attributes:
+        tensors: By the names and shapes of `Family.text_shapes`, in the encoders' dtype.
+        num_tokens: Tokens of the whole caption, start and end marks included, padding not.
+        num_cut: How many of those the encoder cannot take; 0 when the caption fits.
+        cut_from: Index of the caption's first character that is cut; None when it fits.
+    """
+
+    tensors: dict[str, Tensor]
+    num_tokens: int
+    num_cut: int
+    cut_from: int | None
+
+
+class Family(ABC):
+    """A base model of one family, in a local diffusers folder.
+
+    Methods above the line "torch side" read only configurations; those below import torch and diffusers.
+    A `dtype` is "float16", "bfloat16" or "float32"; a `device` is what `torch.device` takes.
+    """
+
+    name: ClassVar[str]
+    """As users read it."""
+
+    pipeline_classes: ClassVar[tuple[str, ...]]
+    """Values of `_class_name` in `model_index.json` that belong to the family."""
+
+    components: ClassVar[tuple[str, ...]]
+    """Subfolders that are used; no others are downloaded or loaded."""
+
+    latent_method: ClassVar[str]
+    """Names how pixels become latents. Part of each latent's key: a new name when the result changes."""
+
+    text_method: ClassVar[str]
+    """Names how captions become embeddings. Part of each text key: a new name when the result changes."""
+
+    def __init__(self, folder: Path) -> None:
+        """Remember the folder, which holds `model_index.json`; nothing is read yet."""
+        self.folder = folder
+
+    @abstractmethod
+    def size_multiple(self) -> int:
+        """Pixels: target sizes must be multiples of it in both directions."""
+
+    @abstractmethod
+    def latent_shape(self, target: Size) -> tuple[int, int, int]:
+        """(C, h, w) of the latent of one image of `target` size in pixels."""
+
+    @abstractmethod
+    def text_shapes(self) -> Shapes:
+        """Of one caption: `text_embedding` (T, D), and `pooled_text_embedding` (D,) where the family has one."""
+
+    @abstractmethod
+    def max_length(self) -> int:
+        """T: tokens that the encoders take, start and end marks included."""
+
+    @abstractmethod
+    def prediction_type(self) -> Prediction:
+        """What the denoiser predicts, as the scheduler's configuration says."""
+
+    @abstractmethod
+    def parts(self, use: Use) -> tuple[ModelPart, ...]:
+        """The parts of the base model that decide the bytes of `use`, in a fixed order.
+
+        Raises:
+            ModelError: A file of them is missing.
+        """
+
+    @abstractmethod
+    def kohya_key(self, module: str) -> str:
+        """The denoiser's module as kohya's LoRA files name it, without `.lora_down.weight` and the like.
+
+        Args:
+            module: Dotted path in the diffusers denoiser, such as `mid_block.attentions.0.proj_in`.
+        """
+
+    @abstractmethod
+    def comfyui_key(self, module: str) -> str:
+        """The denoiser's module by the original code base's name, as ComfyUI's generic LoRA keys have it.
+
+        Raises:
+            FamilyError: The module has no such name.
+        """
+
+    @abstractmethod
+    def lora_targets(self) -> list[str]:
+        """Endings of the modules that get an adapter, for `peft.LoraConfig.target_modules`."""
+
+    # torch side
+
+    @abstractmethod
+    def load_vae(self, dtype: str, device: str) -> nn.Module:
+        """The VAE, frozen, in evaluation mode."""
+
+    @abstractmethod
+    def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
+        """The raw latents of `pixels`.
+
+        Args:
+            vae: From `load_vae`.
+            pixels: Float tensor (B, 3, H, W) in [-1, 1], on any device; moved to the VAE's device and dtype.
+        """
+
+    @abstractmethod
+    def normalise(self, raw_latent: Tensor) -> Tensor:
+        """The latent: `raw_latent` (B, C, h, w) after the VAE's shift and scaling, about unit variance."""
+
+    @abstractmethod
+    def load_text_encoders(self, dtype: str, device: str) -> Any:
+        """Tokenizers and encoders, frozen; what `encode_caption` takes, and opaque to everyone else."""
+
+    @abstractmethod
+    def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
+        """What the family's diffusers pipeline makes of one prompt."""
+
+    @abstractmethod
+    def load_denoiser(self, dtype: str, device: str) -> nn.Module:
+        """The network that training adapts, frozen, in evaluation mode."""
+
+    @abstractmethod
+    def load_noise_scheduler(self) -> Any:
+        """A training scheduler with the base model's noise schedule."""
+
+    @abstractmethod
+    def draw_timesteps(self, scheduler: Any, uniform: Tensor) -> Tensor:
+        """The timesteps (B,) for `uniform` (B,), float64 in [0, 1)."""
+
+    @abstractmethod
+    def add_noise(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """The noisy latent (B, C, h, w) at `timesteps` (B,)."""
+
+    @abstractmethod
+    def target(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """What `predict` should return, (B, C, h, w): the loss compares the two."""
+
+    @abstractmethod
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """The denoiser's answer (B, C, h, w) to `noisy` (B, C, h, w) at `timesteps` (B,)."""
+
+    @abstractmethod
+    def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
+        """The diffusers pipeline without its text encoders, for `draw`; silent, without a safety checker.
+
+        Args:
+            denoiser: Used as it is, adapter and all; None loads the base model's own.
+            dtype: Of what is loaded.
+            device: Where it draws.
+        """
+
+    @abstractmethod
+    def draw(
+        self,
+        pipeline: Any,
+        text: Mapping[str, Tensor],
+        empty_text: Mapping[str, Tensor],
+        *,
+        size: Size,
+        steps: int,
+        seed: int,
+    ) -> Image.Image:
+        """One picture of `size` pixels for one caption's tensors; the same for the same seed on one device.
+
+        Args:
+            pipeline: From `load_pipeline`.
+            text: The caption's tensors, by the names and shapes of `text_shapes`.
+            empty_text: The empty caption's, for guidance.
+            size: Multiples of `size_multiple`.
+            steps: Denoising steps, at least 1.
+            seed: Of the first noise, drawn on the CPU.
+        """

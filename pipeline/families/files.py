@@ -1,0 +1,88 @@
+"""Reading a diffusers folder without torch: configurations, and which weight file a load would take."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+from pipeline.errors import ModelError
+
+_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
+"""Names under which diffusers and transformers keep a component's weights."""
+
+_TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_CONTENTS = ("tokenizer.json", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`.
+
+    Raises:
+        ModelError: The file is missing, unreadable, or holds no JSON object.
+    """
+    fix = "set model.base to a complete diffusers folder, or a Hub id; download the model again if it was cut"
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise ModelError(f"the base model has no {path.name}", where=str(path), fix=fix) from err
+    except (OSError, ValueError) as err:
+        raise ModelError(f"a file of the base model is unreadable: {err}", where=str(path), fix=fix) from err
+    if not isinstance(value, dict):
+        raise ModelError("a file of the base model holds no JSON object", where=str(path), fix=fix)
+    return cast("dict[str, Any]", value)
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The weight files that a load of the component in `folder` reads, sorted; with their index if sharded.
+
+    As diffusers and transformers do, `*.safetensors` is preferred to `*.bin`. Variants such as `*.fp16.*` are
+    never taken.
+
+    Raises:
+        ModelError: There are none, or a shard of the index is missing.
+    """
+    for suffix in ("safetensors", "bin"):
+        for stem in _STEMS:
+            single = folder / f"{stem}.{suffix}"
+            if single.is_file():
+                return (single,)
+            index = folder / f"{stem}.{suffix}.index.json"
+            if index.is_file():
+                return (index, *_shards(index))
+    raise ModelError(
+        "a component of the base model has no weights",
+        where=str(folder),
+        fix=f"it needs one of {', '.join(stem + '.safetensors' for stem in _STEMS)} (or .bin, or shards with "
+        "their index); files with a variant in their name, such as fp16, must be renamed",
+    )
+
+
+def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """(configurations, vocabularies) of the tokenizer in `folder`, those that exist.
+
+    Raises:
+        ModelError: There is no vocabulary.
+    """
+    configs = tuple(folder / name for name in _TOKENIZER_CONFIGS if (folder / name).is_file())
+    contents = tuple(folder / name for name in _TOKENIZER_CONTENTS if (folder / name).is_file())
+    if not contents:
+        raise ModelError(
+            "the base model's tokenizer has no vocabulary",
+            where=str(folder),
+            fix=f"it needs at least one of {', '.join(_TOKENIZER_CONTENTS)}",
+        )
+    return configs, contents
+
+
+def _shards(index: Path) -> tuple[Path, ...]:
+    names = sorted(set(cast("dict[str, str]", read_json(index).get("weight_map", {})).values()))
+    shards = tuple(index.parent / name for name in names)
+    missing = [str(shard) for shard in shards if not shard.is_file()]
+    if missing or not shards:
+        raise ModelError(
+            f"the weight index names files that do not exist: {', '.join(missing) or 'it is empty'}",
+            where=str(index),
+            fix="download the model again",
+        )
+    return shards
