@@ -15,7 +15,7 @@ def write_tiny_model(folder: Path) -> bool:
     """
     if (folder / "model_index.json").exists():
         return False
-    from pipeline.families.sd import make_tiny
+    from pipeline.families.tiny import make_tiny
 
     make_tiny(folder)
     return True
