@@ -1,0 +1,41 @@
+"""The recipe: one YAML file that declares a dataset, a model and a training, validated strictly."""
+
+from __future__ import annotations
+
+from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+from pipeline.recipe.schema import (
+    AccelerateSettings,
+    BucketSettings,
+    CaptionSettings,
+    CheckSettings,
+    DatasetSettings,
+    Dtype,
+    LatentSettings,
+    LoraSettings,
+    ModelSettings,
+    RecacheSettings,
+    Recipe,
+    TextSettings,
+    TrainingSettings,
+)
+
+__all__ = [
+    "AccelerateSettings",
+    "BucketSettings",
+    "CaptionSettings",
+    "CheckSettings",
+    "DatasetSettings",
+    "Dtype",
+    "LatentSettings",
+    "LoraSettings",
+    "ModelSettings",
+    "RecacheSettings",
+    "Recipe",
+    "TextSettings",
+    "TrainingSettings",
+    "load_recipe",
+    "load_recipes",
+    "project_root",
+    "recipe_from_mapping",
+    "recipes_dir",
+]

@@ -1,0 +1,176 @@
+"""A YAML document as plain data, with the line of every key and list item, and every flaw of its YAML."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+KeyPath = tuple[str | int, ...]
+"""From the top: keys and list indices, such as ("datasets", 0, "path")."""
+
+_PLAIN = ("bool", "int", "float", "null", "str")
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """Something wrong with the document at `path`, in `line` (from 1)."""
+
+    path: KeyPath
+    line: int
+    what: str
+    fix: str
+
+
+@dataclass
+class Document:
+    """A parsed YAML document.
+
+    Attributes:
+        data: Mappings, lists, text, numbers, booleans and None; None for an empty or unreadable document.
+        lines: The line, from 1, in which each key or list item stands; `()` is the document itself.
+        flaws: What is wrong with the document as YAML, in the order of its lines.
+    """
+
+    data: Any = None
+    lines: dict[KeyPath, int] = field(default_factory=lambda: {(): 1})
+    flaws: list[Flaw] = field(default_factory=list)
+
+    def line(self, path: KeyPath) -> int:
+        """The line of `path`, or of the nearest section above it that is in the document."""
+        while path not in self.lines:
+            path = path[:-1]
+        return self.lines[path]
+
+
+def parse(text: str) -> Document:
+    """`text` as a document; never raises for what a file can hold."""
+    document = Document()
+    try:
+        nodes: list[Node | None] = list(_yaml().compose_all(text))
+    except YAMLError as error:
+        document.flaws.append(_syntax_flaw(error, text))
+        return document
+    except RecursionError:
+        document.flaws.append(
+            Flaw((), 1, "lists or mappings are nested too deeply", "use the recipe's sections")
+        )
+        return document
+    if len(nodes) > 1 and nodes[1] is not None:
+        line = nodes[1].start_mark.line + 1
+        document.flaws.append(Flaw((), line, "a second YAML document starts here", "write one recipe a file"))
+    if nodes and nodes[0] is not None:
+        document.data = _Reader(document).value(nodes[0], ())
+    return document
+
+
+def dotted(path: KeyPath) -> str:
+    """`path` as a person writes it: datasets[0].captions.from."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True)
+
+
+def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
+    """The flaw of a document that cannot be parsed; nothing after it can be looked at."""
+    line, problem = 1, str(error)
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark is not None else 1
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+    elif (position := getattr(error, "position", None)) is not None:
+        line = text.count("\n", 0, position) + 1
+        problem = f"character {ord(text[position]):#x} cannot stand in YAML: {getattr(error, 'reason', '')}"
+    fix = "correct this line first: what follows it cannot be read before"
+    if "\\t" in problem:
+        fix = "indent with spaces: YAML takes no tabs there"
+    return Flaw((), line, f"not valid YAML: {' '.join(problem.split())}", fix)
+
+
+class _Reader:
+    """Turns composed nodes into plain data, filling in a document's lines and flaws."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._open: set[int] = set()
+        self._scalars = SafeConstructor(loader=_yaml())
+
+    def value(self, node: Node, path: KeyPath) -> Any:
+        """The plain data of `node`, which stands at `path`."""
+        self._document.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        if id(node) in self._open:
+            self._flaw(path, node, "an alias leads back into itself", "write the values out")
+            return None
+        self._open.add(id(node))
+        try:
+            if isinstance(node, SequenceNode):
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, MappingNode):
+                return self._mapping(node, path)
+        finally:
+            self._open.discard(id(node))
+        raise AssertionError(f"ruamel.yaml composed an unknown node {type(node)}")
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in self._pairs(node):
+            if not isinstance(key_node, ScalarNode):
+                self._flaw(path, key_node, "a key is a list or a mapping", "use text as the key")
+                continue
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in values:
+                first = self._document.lines[here]
+                self._flaw(here, key_node, f"{key} is given twice, first in line {first}", "keep one of them")
+                continue
+            self._document.lines[here] = key_node.start_mark.line + 1
+            values[key] = self.value(value_node, here)
+        return values
+
+    def _pairs(self, node: MappingNode) -> Iterator[tuple[Node, Node]]:
+        """The pairs of `node`, and after them those that `<<` merges in and `node` does not set itself."""
+        merged: list[Node] = []
+        own: set[str] = set()
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                merged += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+            else:
+                own.add(str(key_node.value))
+                yield key_node, value_node
+        for source in merged:
+            if not isinstance(source, MappingNode):
+                self._flaw((), source, "<< merges something that is no mapping", "name an anchored mapping")
+            elif id(source) in self._open:
+                self._flaw((), source, "<< leads back into itself", "write the values out")
+            else:
+                for key_node, value_node in source.value:
+                    if str(key_node.value) not in own:
+                        own.add(str(key_node.value))
+                        yield key_node, value_node
+
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        kind = str(node.tag).removeprefix(_TAG)
+        if kind == "timestamp" and node.style is None:
+            return str(node.value)
+        if kind not in _PLAIN:
+            self._flaw(path, node, f"the tag {node.tag} is not known", "remove it")
+            return None
+        try:
+            return self._scalars.construct_object(node)
+        except (YAMLError, ValueError) as error:
+            self._flaw(path, node, f"{str(node.value)[:40]} is no value: {error}", "write a plain value")
+            return None
+
+    def _flaw(self, path: KeyPath, node: Node, what: str, fix: str) -> None:
+        self._document.flaws.append(Flaw(path, node.start_mark.line + 1, what, fix))

@@ -1,0 +1,298 @@
+"""What a recipe may say: strict, frozen models, one for each section of the YAML file.
+
+A value is never converted into another type: `"False"` is no boolean and `1.0` no count. The descriptions are
+what editors show (configs/recipe.schema.json is made from them) and what the reference page is made of.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from pipeline.checks.names import GATES
+from pipeline.recipe.cron import check_cron
+from pipeline.recipe.rules import (
+    Broken,
+    check_encoding,
+    check_gate,
+    check_path,
+    check_suffix,
+    divisible,
+    raise_broken,
+    repeated_names,
+)
+
+Dtype = Literal["float16", "bfloat16", "float32"]
+ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is full.")]
+RecipePath = Annotated[Path, BeforeValidator(check_path)]
+Encoding = Annotated[str, AfterValidator(check_encoding)]
+Suffix = Annotated[str, AfterValidator(check_suffix)]
+Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
+
+NAME_PATTERN = r"^[A-Za-z0-9_]+$"
+"""Of a recipe: it becomes part of asset, job and file names."""
+
+MAX_EDGE_PX = 16_384
+
+
+class Settings(BaseModel):
+    """Base of every section: unknown keys are errors, nothing is converted, nothing changes afterwards."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        serialize_by_alias=True,
+        protected_namespaces=(),
+    )
+
+
+class CaptionSettings(Settings):
+    """Where the captions of one dataset come from."""
+
+    from_: Literal["sidecar", "filename", "fixed"] = Field(
+        default="sidecar",
+        alias="from",
+        description="sidecar: a text file beside each image, named as the image with `suffix`. "
+        "filename: the image's name without its suffix. fixed: `text` for every image.",
+    )
+    suffix: Suffix = Field(
+        default=".txt", description="Of sidecar files, with its dot: photo.jpg is captioned by photo.txt."
+    )
+    text: str | None = Field(
+        default=None, min_length=1, description="The caption of every image, with `from: fixed` only."
+    )
+    encoding: Encoding = Field(default="utf-8", description="Of sidecar files; a byte order mark wins.")
+    fallback_encoding: Encoding | None = Field(
+        default=None,
+        description="Tried for sidecar files that `encoding` cannot decode, such as cp1252; null: they close "
+        "the gate captions_decodable.",
+    )
+
+    @model_validator(mode="after")
+    def _text_goes_with_fixed(self) -> CaptionSettings:
+        if self.from_ == "fixed" and self.text is None:
+            broken = Broken("text", "captions are fixed, and there is no text", "set text to the caption")
+            raise_broken([broken], involves=("from", "text"))
+        if self.from_ != "fixed" and self.text is not None:
+            fix = "set from: fixed, or remove text"
+            broken = Broken("text", f"text has no effect with from: {self.from_}", fix)
+            raise_broken([broken], involves=("from", "text"))
+        return self
+
+
+class DatasetSettings(Settings):
+    """One folder of images with their captions; it is only ever read."""
+
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_-]+$",
+        description="Unique in the recipe; the first part of each sample_id. Letters, digits, _ and -.",
+    )
+    path: RecipePath = Field(
+        description="The folder, searched with its subfolders. Relative to the project root."
+    )
+    captions: CaptionSettings = Field(
+        default_factory=lambda: CaptionSettings.model_validate({}),
+        description="Where the captions come from.",
+    )
+    repeats: int = Field(
+        default=1,
+        ge=1,
+        description="How often training sees each image in one epoch; cached once all the same.",
+    )
+
+
+class ModelSettings(Settings):
+    """The base model that the LoRA is trained for."""
+
+    base: str = Field(
+        min_length=1,
+        description="A Hub id (owner/name) or a local diffusers folder, relative to the project root. "
+        "The model family is read from it.",
+    )
+    revision: str | None = Field(
+        default=None, min_length=1, description="Branch, tag or commit of a Hub id; null: its main branch."
+    )
+
+
+class BucketSettings(Settings):
+    """The sizes that images are scaled and cropped to."""
+
+    resolution: int = Field(
+        default=1024,
+        ge=8,
+        le=MAX_EDGE_PX,
+        description="Pixel budget of a bucket, as the edge of a square: 1024 means 1024x1024 or as many "
+        "pixels in another aspect ratio. A multiple of step.",
+    )
+    step: int = Field(
+        default=64,
+        ge=1,
+        le=MAX_EDGE_PX,
+        description="Bucket edges are multiples of this many pixels; small steps crop less, in more buckets.",
+    )
+    max_aspect_ratio: float = Field(
+        default=3.0,
+        ge=1.0,
+        description="No bucket is longer than this many times its short edge, lying or standing.",
+    )
+
+    @model_validator(mode="after")
+    def _resolution_is_divisible(self) -> BucketSettings:
+        broken = divisible(self.resolution, self.step)
+        if broken is not None:
+            raise_broken([broken], involves=("resolution", "step"))
+        return self
+
+
+class LatentSettings(Settings):
+    """How images become latents; each of these is part of a latent's key."""
+
+    dtype: Dtype = Field(default="float16", description="Number format on disk.")
+    compute_dtype: Dtype = Field(
+        default="float32", description="Number format the VAE computes in; float32 never overflows."
+    )
+    posterior: Literal["sample", "mean"] = Field(
+        default="sample",
+        description="sample: one draw from the VAE's posterior, the same each time. mean: its mean.",
+    )
+    background: tuple[ColourLevel, ColourLevel, ColourLevel] = Field(
+        default=(255, 255, 255), description="Red, green, blue behind transparent pixels."
+    )
+
+
+class TextSettings(Settings):
+    """How captions become text embeddings."""
+
+    caption_dropout: float = Field(
+        default=0.1,
+        ge=0.0,
+        le=1.0,
+        description="Share of training samples that see the empty caption instead.",
+    )
+    dtype: Dtype = Field(default="float16", description="Number format on disk.")
+    compute_dtype: Dtype = Field(default="float32", description="Number format the encoders compute in.")
+
+
+class LoraSettings(Settings):
+    """The size of the adapter."""
+
+    rank: int = Field(default=16, ge=1, le=4096, description="Inner dimension of each adapter matrix.")
+    alpha: float = Field(
+        default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
+    )
+
+
+class TrainingSettings(Settings):
+    """How the LoRA is trained; each of these is part of the run's fingerprint."""
+
+    steps: int = Field(default=1000, ge=1, description="Optimizer steps.")
+    batch_size: int = Field(default=1, ge=1, description="Samples a process takes in one forward pass.")
+    gradient_accumulation: int = Field(default=1, ge=1, description="Forward passes in one optimizer step.")
+    learning_rate: float = Field(default=1e-4, gt=0.0, description="After warm-up, before any decay.")
+    optimizer: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="What the learning rate does after warm-up: stay, or go down to zero."
+    )
+    warmup_steps: int = Field(
+        default=0, ge=0, description="Steps in which the learning rate rises from zero; at most steps."
+    )
+    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
+    seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")
+    checkpoint_every: int = Field(default=250, ge=1, description="Steps between two checkpoints.")
+    sample_every: int = Field(
+        default=250, ge=0, description="Steps between two sets of preview pictures; 0: none."
+    )
+    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(), description="Prompts of the preview pictures; empty: the first captions are used."
+    )
+    lora: LoraSettings = Field(default_factory=LoraSettings, description="The size of the adapter.")
+
+    @model_validator(mode="after")
+    def _warmup_fits(self) -> TrainingSettings:
+        if self.warmup_steps > self.steps:
+            what = f"warmup_steps {self.warmup_steps} is more than steps {self.steps}"
+            fix = f"use at most {self.steps}, or raise training.steps"
+            raise_broken([Broken("warmup_steps", what, fix)], involves=("warmup_steps", "steps"))
+        return self
+
+
+class AccelerateSettings(Settings):
+    """What `accelerate launch` is given."""
+
+    num_processes: int = Field(default=1, ge=1, description="Processes, one a GPU.")
+    mixed_precision: Literal["no", "fp16", "bf16"] = Field(
+        default="no", description="Number format of forward and backward passes; LoRA weights stay float32."
+    )
+
+
+class CheckSettings(Settings):
+    """How strict the gates are."""
+
+    max_rejected_fraction: float = Field(
+        default=0.05, ge=0.0, le=1.0, description="A gate closes above this share of rejected samples."
+    )
+    allow: tuple[Gate, ...] = Field(
+        default=(), description="Gates opened knowingly, by the check's name: they then warn and do not stop."
+    )
+
+
+class RecacheSettings(Settings):
+    """When the cache is brought up to date without being asked."""
+
+    cron: Annotated[str, AfterValidator(check_cron)] | None = Field(
+        default="0 3 * * *", description="When the schedule runs: five cron fields, or null for no schedule."
+    )
+    on_change: bool = Field(
+        default=True,
+        description="Whether a sensor starts the cache job when images or captions have changed.",
+    )
+    enabled: bool = Field(default=False, description="The one switch for the schedule and the sensor.")
+
+
+class RecipeFile(Settings):
+    """A Latentline recipe: from images and captions to a trained LoRA."""
+
+    datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(repeated_names)] = Field(
+        min_length=1, description="Folders of images with captions; they are only ever read."
+    )
+    cache_dir: RecipePath = Field(
+        default=Path(".cache/latentline"),
+        description="Holds latents and text embeddings; recipes may share one. Relative to the project root.",
+    )
+    output_dir: RecipePath = Field(
+        description="Holds tables, reports, runs and the LoRA of this recipe. Relative to the project root."
+    )
+    model: ModelSettings = Field(description="The base model that the LoRA is trained for.")
+    buckets: BucketSettings = Field(
+        default_factory=BucketSettings, description="The sizes that images are scaled and cropped to."
+    )
+    latents: LatentSettings = Field(default_factory=LatentSettings, description="How images become latents.")
+    text: TextSettings = Field(
+        default_factory=TextSettings, description="How captions become text embeddings."
+    )
+    training: TrainingSettings = Field(
+        default_factory=TrainingSettings, description="How the LoRA is trained."
+    )
+    accelerate: AccelerateSettings = Field(
+        default_factory=AccelerateSettings, description="What `accelerate launch` is given."
+    )
+    checks: CheckSettings = Field(default_factory=CheckSettings, description="How strict the gates are.")
+    recache: RecacheSettings = Field(
+        default_factory=RecacheSettings,
+        description="When the cache is brought up to date without being asked.",
+    )
+
+
+class Recipe(RecipeFile):
+    """A recipe as loaded: with its name, its file, and absolute paths.
+
+    Paths are as written, joined to the project root; links and `..` in them are not resolved.
+    `Recipe.model_validate_json(recipe.model_dump_json())` gives an equal recipe.
+    """
+
+    name: str = Field(pattern=NAME_PATTERN, description="The file's stem.")
+    source: Path = Field(description="The YAML file.")
