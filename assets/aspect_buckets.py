@@ -1,0 +1,33 @@
+"""aspect_buckets: the size each image is scaled and cropped to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+
+from assets.isolation import require_isolated
+from assets.last_words import failures_stated
+from assets.naming import asset_key, asset_settings
+from assets.publishing import publish
+from pipeline.recipe import Recipe
+
+DESCRIPTION = (
+    "The bucket of each image: how it is scaled and cropped, as a pure function of its size and the settings."
+)
+
+
+def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
+    """The geometry of every sample."""
+    ins = {"validated": AssetIn(key=asset_key(recipe, "validated_dataset"))}
+
+    @asset(**asset_settings(recipe, "aspect_buckets", DESCRIPTION), ins=ins, kinds={"polars"})
+    def bucketed(context: AssetExecutionContext, validated: Any) -> Iterator[Output[Any]]:
+        from pipeline.buckets import assign_buckets
+
+        with failures_stated():
+            require_isolated(context.run_id, recipe)
+            result = assign_buckets(recipe, validated, log=context.log.info)
+            output = publish(recipe, "aspect_buckets", result)
+        yield output
+
+    return bucketed

@@ -1,0 +1,93 @@
+"""The asset checks: one step an asset, apart from the asset itself, so that checks can run alone.
+
+A gate is a blocking check with severity ERROR: its step fails, and nothing downstream runs. The pipeline's
+`checks.<asset>.run` decides; here its findings become Dagster's results.
+"""
+
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from dagster import (
+    AssetCheckExecutionContext,
+    AssetCheckResult,
+    AssetChecksDefinition,
+    AssetCheckSeverity,
+    AssetCheckSpec,
+    AssetKey,
+    MetadataValue,
+    multi_asset_check,
+)
+
+from assets.last_words import failures_stated
+from assets.naming import asset_key
+from assets.publishing import report_metadata, table_metadata
+from pipeline.checks.names import SPECS
+from pipeline.errors import GateClosedError
+from pipeline.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pipeline.checks.base import Finding
+
+MAX_NAMED_ROWS = 5
+"""Of a closed gate in the text that the terminal shows; the check's metadata has more."""
+
+
+def asset_checks(recipe: Recipe) -> list[AssetChecksDefinition]:
+    """One step of checks for each asset of `recipe`."""
+    return [_checks_of(recipe, asset) for asset in SPECS]
+
+
+def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
+    key = asset_key(recipe, asset)
+    specs = [
+        AssetCheckSpec(spec.name, asset=key, description=spec.description, blocking=spec.gate)
+        for spec in SPECS[asset]
+    ]
+
+    @multi_asset_check(name=f"{recipe.name}__{asset}__checks", specs=specs, can_subset=True)
+    def run_checks(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
+        from pipeline.checks.base import CheckContext
+        from pipeline.tables import Tables
+
+        selected = {check.name for check in context.selected_asset_check_keys}
+        with failures_stated():
+            run = import_module(f"pipeline.checks.{asset}").run
+            findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
+            chosen = [finding for finding in findings if finding.name in selected]
+            yield from (_result(key, finding) for finding in chosen)
+            _require_open(key, [finding for finding in chosen if finding.closes])
+
+    return run_checks
+
+
+def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
+    where = {"rows": table_metadata(finding.rows)} if finding.rows else {}
+    fix = {"fix": MetadataValue.text(finding.fix)} if finding.fix else {}
+    text = finding.summary if finding.passed else f"{finding.summary}\nfix: {finding.fix}"
+    return AssetCheckResult(
+        asset_key=key,
+        check_name=finding.name,
+        passed=finding.passed,
+        severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
+        description=text,
+        metadata={**report_metadata(finding.numbers), **where, **fix},
+    )
+
+
+def _require_open(key: AssetKey, closed: "Sequence[Finding]") -> None:
+    """Fail the step with what, where and fix of each closed gate; Dagster itself would only count them."""
+    if not closed:
+        return
+    fixes = [f"{finding.name}: {finding.fix}" for finding in closed]
+    raise GateClosedError(
+        "\n".join(f"{finding.name}: {finding.summary}" for finding in closed),
+        where="\n".join([f"asset {key.to_user_string()}", *(row for f in closed for row in _named_rows(f))]),
+        fix="\n".join(fixes),
+    )
+
+
+def _named_rows(finding: "Finding") -> list[str]:
+    rows = [", ".join(f"{name}={value}" for name, value in row.items()) for row in finding.rows]
+    more = int(finding.numbers.get("num_rows", len(rows))) - MAX_NAMED_ROWS
+    return rows[:MAX_NAMED_ROWS] + ([f"and {more} more"] if more > 0 else [])

@@ -1,0 +1,41 @@
+"""The composition root: every recipe's graph, the resources that they share, and how jobs run.
+
+Loaded by `dagster job execute -m assets.definitions` and by workspace.yaml; tests use `build_definitions`.
+Nothing here or below may import torch, diffusers, transformers or accelerate.
+"""
+
+from collections.abc import Sequence
+
+from dagster import Definitions, in_process_executor
+
+from assets.last_words import keep
+from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
+from assets.recipe_graph import recipe_graph
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, load_recipes
+from resources.launcher import AccelerateLauncher
+from resources.tables import TableIOManager
+
+
+def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
+    """The definitions of `recipes`, all in one code location."""
+    output_dirs = {recipe.name: str(recipe.output_dir) for recipe in recipes}
+    shared = Definitions(
+        resources={
+            TABLES_RESOURCE: TableIOManager(output_dirs=output_dirs),
+            LAUNCHER_RESOURCE: AccelerateLauncher(),
+        },
+        executor=in_process_executor,
+    )
+    return Definitions.merge(shared, *(recipe_graph(recipe) for recipe in recipes))
+
+
+def _load() -> Definitions:
+    try:
+        return build_definitions(load_recipes())
+    except RecipeError as err:
+        keep(f"{type(err).__name__}: {err}")
+        raise
+
+
+defs = _load()

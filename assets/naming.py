@@ -1,0 +1,55 @@
+"""What the assets of one recipe are called, and the settings that all of them share."""
+
+import hashlib
+from typing import TypedDict
+
+from dagster import AssetKey
+
+from pipeline.recipe import Recipe
+
+TABLES_RESOURCE = "tables"
+LAUNCHER_RESOURCE = "launcher"
+
+RECIPE_TAG = "latentline/recipe"
+"""On each run of a recipe's jobs, so that schedule and sensor see whether one is under way."""
+
+_DECIDED_BY: dict[str, set[str]] = {
+    "raw_images": {"datasets"},
+    "validated_dataset": {"datasets"},
+    "aspect_buckets": {"buckets", "model"},
+    "vae_latents": {"latents", "model"},
+    "text_embeddings": {"text", "model", "training"},
+    "trained_lora": {"training", "accelerate", "text", "model", "datasets"},
+}
+"""Sections of the recipe that decide an asset's content beside its inputs: its code version."""
+
+
+def asset_key(recipe: Recipe, asset: str) -> AssetKey:
+    """`<recipe>/<asset>`."""
+    return AssetKey([recipe.name, asset])
+
+
+class AssetSettings(TypedDict):
+    """Arguments of `@asset`."""
+
+    key: AssetKey
+    group_name: str
+    description: str
+    io_manager_key: str
+    code_version: str
+
+
+def asset_settings(recipe: Recipe, asset: str, description: str) -> AssetSettings:
+    """The arguments of `@asset` that follow from recipe and name."""
+    return {
+        "key": asset_key(recipe, asset),
+        "group_name": recipe.name,
+        "description": description,
+        "io_manager_key": TABLES_RESOURCE,
+        "code_version": _code_version(recipe, asset),
+    }
+
+
+def _code_version(recipe: Recipe, asset: str) -> str:
+    settings = recipe.model_dump_json(include=_DECIDED_BY[asset])
+    return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]

@@ -1,0 +1,96 @@
+"""What Dagster keeps of a materialization: the table, its data version, and numbers worth looking at."""
+
+import hashlib
+import html
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from dagster import (
+    DataVersion,
+    MetadataValue,
+    Output,
+    TableColumn,
+    TableMetadataValue,
+    TableRecord,
+    TableSchema,
+)
+
+from pipeline.recipe import Recipe
+from pipeline.reports import Report, StageResult, write_report
+
+VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
+"""Stat values, of sources and (with `entry_`) of store entries: they may differ where the content doesn't."""
+
+MAX_REASONS = 20
+MAX_PREVIEW_ROWS = 20
+
+
+def publish(recipe: Recipe, asset: str, result: StageResult) -> Output[Any]:
+    """The asset's output: writes its rejected rows and its report, and describes the table.
+
+    The data version is a hash of what the table says, so that making the same table again leaves everything
+    downstream as fresh as it was.
+    """
+    from pipeline.tables import Tables
+
+    Tables(recipe.output_dir).write_rejected(asset, result.rejected)
+    report = write_report(recipe.output_dir, asset, result.report)
+    metadata: dict[str, Any] = {
+        **report_metadata(result.report),
+        "report": MetadataValue.path(str(report)),
+        "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
+        "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
+    }
+    return Output(result.table, metadata=metadata, data_version=DataVersion(content_version(result.table)))
+
+
+def content_version(table: Any) -> str:
+    """16 hex digits over a Polars table without `VOLATILE_COLUMNS`; the order of its rows counts."""
+    kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
+    return hashlib.sha256(table.select(kept).write_csv().encode("utf-8")).hexdigest()[:16]
+
+
+def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:
+    """Numbers as numeric metadata, which Dagster plots over time; anything else as text or JSON."""
+    return {name: _value(value) for name, value in report.items() if value is not None}
+
+
+def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
+    """Rows as a table; a column that any row has, in the order met; what a row lacks is empty text."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    records = [TableRecord({name: _cell(row.get(name)) for name in names}) for row in rows]
+    return MetadataValue.table(records, schema=TableSchema([TableColumn(name) for name in names]))
+
+
+def escaped(text: str) -> str:
+    """`text` such that Markdown shows it as it is, on one line: file names and captions come from outside."""
+    plain = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
+
+
+def _rejected_funnel(result: StageResult) -> str:
+    numbers = " → ".join(
+        f"{name} {result.report[name]}" for name in ("in", "kept", "rejected") if name in result.report
+    )
+    if result.rejected.is_empty():
+        return f"{numbers}\n\nnothing was rejected"
+    counts = result.rejected["reason"].value_counts(sort=True).head(MAX_REASONS).to_dicts()
+    lines = [f"| {escaped(row['reason'])} | {row['count']} |" for row in counts]
+    return "\n".join([numbers, "", "| reason | samples |", "|---|---|", *lines])
+
+
+def _value(value: Any) -> MetadataValue[Any]:
+    if isinstance(value, bool):
+        return MetadataValue.bool(value)
+    if isinstance(value, int):
+        return MetadataValue.int(value)
+    if isinstance(value, float):
+        return MetadataValue.float(value)
+    return MetadataValue.text(value) if isinstance(value, str) else MetadataValue.json(value)
+
+
+def _cell(value: Any) -> str | int | float | bool:
+    if value is None:
+        return ""
+    return value if isinstance(value, str | int | float | bool) else str(value)

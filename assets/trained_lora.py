@@ -1,0 +1,38 @@
+"""trained_lora: the LoRA, trained from the cache alone."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+
+from assets.isolation import require_isolated
+from assets.last_words import failures_stated
+from assets.naming import asset_key, asset_settings
+from assets.publishing import publish
+from pipeline.recipe import Recipe
+from resources.launcher import AccelerateLauncher
+
+DESCRIPTION = (
+    "The LoRA in three layouts, trained from the cache under accelerate; a finished, unchanged run is kept."
+)
+
+
+def trained_lora(recipe: Recipe) -> AssetsDefinition:
+    """The trained adapter; what it was trained on is its table."""
+    names = {"latents": "vae_latents", "text": "text_embeddings"}
+    ins = {name: AssetIn(key=asset_key(recipe, upstream)) for name, upstream in names.items()}
+
+    @asset(**asset_settings(recipe, "trained_lora", DESCRIPTION), ins=ins, kinds={"pytorch", "huggingface"})
+    def trained(
+        context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
+    ) -> Iterator[Output[Any]]:
+        from pipeline.training.run import train_lora
+
+        with failures_stated():
+            require_isolated(context.run_id, recipe)
+            launch = launcher.bind(context, recipe.accelerate)
+            result = train_lora(recipe, latents, text, launch=launch, log=context.log.info)
+            output = publish(recipe, "trained_lora", result)
+        yield output
+
+    return trained

@@ -1,0 +1,40 @@
+"""vae_latents: the store entry of each image's latent."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+
+from assets.isolation import require_isolated
+from assets.last_words import failures_stated
+from assets.naming import asset_key, asset_settings
+from assets.publishing import publish
+from pipeline.recipe import Recipe
+from resources.launcher import AccelerateLauncher
+
+DESCRIPTION = (
+    "Each image's latent in the store, by a key of all that decides its bytes; only missing ones are encoded."
+)
+
+
+def vae_latents(recipe: Recipe) -> AssetsDefinition:
+    """The cached latents; a child process encodes what is missing, and none is started when nothing is."""
+    ins = {"buckets": AssetIn(key=asset_key(recipe, "aspect_buckets"))}
+
+    @asset(**asset_settings(recipe, "vae_latents", DESCRIPTION), ins=ins, kinds={"pytorch"})
+    def cached(
+        context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
+    ) -> Iterator[Output[Any]]:
+        from pipeline.encode.latents import cache_latents
+
+        from pipeline.tables import Tables
+
+        with failures_stated():
+            require_isolated(context.run_id, recipe)
+            launch = launcher.bind(context, recipe.accelerate)
+            tables = Tables(recipe.output_dir)
+            result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
+            output = publish(recipe, "vae_latents", result)
+        yield output
+
+    return cached

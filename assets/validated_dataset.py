@@ -1,0 +1,33 @@
+"""validated_dataset: every image that decodes, with its caption."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+
+from assets.isolation import require_isolated
+from assets.last_words import failures_stated
+from assets.naming import asset_key, asset_settings
+from assets.publishing import publish
+from pipeline.recipe import Recipe
+
+DESCRIPTION = "Each image decoded once, with its caption; what cannot be used is rejected with a reason."
+
+
+def validated_dataset(recipe: Recipe) -> AssetsDefinition:
+    """The images and captions that can be trained on."""
+    ins = {"raw": AssetIn(key=asset_key(recipe, "raw_images"))}
+
+    @asset(**asset_settings(recipe, "validated_dataset", DESCRIPTION), ins=ins, kinds={"polars"})
+    def validated(context: AssetExecutionContext, raw: Any) -> Iterator[Output[Any]]:
+        from pipeline.ingest.validate import validate
+
+        from pipeline.tables import Tables
+
+        with failures_stated():
+            require_isolated(context.run_id, recipe)
+            result = validate(recipe, raw, Tables(recipe.output_dir), log=context.log.info)
+            output = publish(recipe, "validated_dataset", result)
+        yield output
+
+    return validated

@@ -1,0 +1,41 @@
+"""The IO manager of the tables: outputs become Parquet files, inputs are read from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dagster import ConfigurableIOManager, InputContext, OutputContext
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from pipeline.tables import Tables
+
+
+class TableIOManager(ConfigurableIOManager):
+    """Tables below each recipe's `output_dir/tables`, replaced atomically, checked against their schemas.
+
+    Asset keys are `<recipe>/<asset>`; the first part chooses the folder.
+
+    Attributes:
+        output_dirs: `output_dir` by recipe name.
+    """
+
+    output_dirs: dict[str, str]
+
+    def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
+        """Replace the asset's table; raises `TableError` when it is not what the schema says."""
+        tables, asset = self._tables(context.asset_key.path)
+        context.add_output_metadata({"table": str(tables.write(asset, obj)), "rows": obj.height})
+
+    def load_input(self, context: InputContext) -> pl.DataFrame:
+        """The upstream asset's table as last written; raises `TableError` when there is none."""
+        tables, asset = self._tables(context.asset_key.path)
+        return tables.read(asset)
+
+    def _tables(self, key: object) -> tuple[Tables, str]:
+        from pipeline.tables import Tables
+
+        recipe, asset = list(key)  # pyright: ignore[reportArgumentType] - a sequence of two names
+        return Tables(Path(self.output_dirs[recipe])), asset
