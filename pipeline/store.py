@@ -1,0 +1,288 @@
+"""The content-addressed store of tensors: one immutable safetensors file for each key.
+
+An entry lies at `root/<kind>/<key[:2]>/<key>.safetensors`; `entry_format` says what is in it.
+An entry appears whole and is never changed: it is written under a temporary name, made durable, and linked to
+its name, which only one of several writers can do. Nothing here relies on a lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat as stat_module
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from pipeline.atomic import temp_beside
+from pipeline.entry_format import (
+    DATA_START,
+    Array,
+    EntrySpec,
+    Kind,
+    TensorSpec,
+    WrongEntryError,
+    parse,
+    read_header,
+    serialise,
+    stated_tensors,
+)
+from pipeline.errors import StoreError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
+
+SUFFIX = ".safetensors"
+DISPLACED_SUFFIX = ".displaced"
+"""Of a folder that stood in an entry's place: it is moved aside, never deleted."""
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+@dataclass(frozen=True)
+class EntryStat:
+    """What the file system says of an entry's file; as long as it stays the same, so does the content."""
+
+    num_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+
+
+@dataclass(frozen=True)
+class EntryState:
+    """What `Store.check` found.
+
+    Attributes:
+        status: "valid", "missing" or "wrong".
+        reason: Of "wrong": one sentence without the path; empty otherwise.
+        stat: Of the file that was looked at; None when missing, or when the place holds no file.
+        metadata: Of an entry that was read whole and is valid; None when its stat was trusted.
+    """
+
+    status: Literal["valid", "missing", "wrong"]
+    reason: str = ""
+    stat: EntryStat | None = None
+    metadata: dict[str, Any] | None = None
+
+    @property
+    def valid(self) -> bool:
+        """True where the entry can be used."""
+        return self.status == "valid"
+
+
+class Store:
+    """Entries below one folder, which any number of recipes, projects and processes may share."""
+
+    def __init__(self, root: Path) -> None:
+        """Nothing is read or made yet."""
+        self.root = root
+
+    def path(self, spec: EntrySpec) -> Path:
+        """Where the entry lies, whether or not it is there."""
+        return self.root / spec.kind / spec.key[:2] / f"{spec.key}{SUFFIX}"
+
+    def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
+        """Whether the entry is there and right.
+
+        A file whose stat equals `trusted` is taken for what it was when that was recorded. Any other is read
+        whole: size, header, shapes, dtypes, key, checksum, and every value finite.
+
+        Raises:
+            StoreError: The file or its folder may not be read.
+        """
+        path = self.path(spec)
+        try:
+            state = _regular_stat(path)
+            if trusted is not None and state == trusted and state.num_bytes == spec.file_bytes:
+                return EntryState("valid", stat=state)
+            raw, state = _read_whole(path)
+            _, metadata = parse(spec, raw, verify=True)
+        except FileNotFoundError:
+            return EntryState("missing")
+        except WrongEntryError as wrong:
+            return EntryState("wrong", str(wrong), _stat_or_none(path))
+        except OSError as err:
+            raise _access_error(path, err, "read") from err
+        return EntryState("valid", stat=state, metadata=metadata)
+
+    def header_shapes(self, spec: EntrySpec) -> dict[str, TensorSpec]:
+        """The shapes and dtypes that the entry's own header states; no data is read.
+
+        Raises:
+            StoreError: The entry is missing, or has no readable header.
+        """
+        path = self.path(spec)
+        try:
+            _regular_stat(path)
+            with path.open("rb") as file:
+                header = read_header(file.read(DATA_START))
+        except WrongEntryError as wrong:
+            raise _entry_error(path, str(wrong)) from wrong
+        except OSError as err:
+            raise _access_error(path, err, "read") from err
+        return stated_tensors(header)
+
+    def read(self, spec: EntrySpec) -> dict[str, Array]:
+        """The entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
+
+        Size, header, key, shapes and dtypes are checked on every call; the checksum is `check`'s affair.
+
+        Raises:
+            StoreError: The entry is missing, or not what `spec` says.
+        """
+        path = self.path(spec)
+        try:
+            raw, _ = _read_whole(path)
+            arrays, _ = parse(spec, raw, verify=False)
+        except WrongEntryError as wrong:
+            raise _entry_error(path, str(wrong)) from wrong
+        except OSError as err:
+            raise _access_error(path, err, "read") from err
+        return arrays
+
+    def read_torch(self, spec: EntrySpec) -> dict[str, torch.Tensor]:
+        """The entry's tensors for torch, on the CPU, in the dtype they are stored in; as `read`."""
+        import torch
+
+        tensors: dict[str, torch.Tensor] = {}
+        for name, array in self.read(spec).items():
+            tensor = torch.from_numpy(array.copy())
+            tensors[name] = tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+        return tensors
+
+    def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
+        """Put the entry in its place, unless a valid one is there: the first valid entry wins.
+
+        What is in its place and not valid is replaced; a folder there is moved aside.
+
+        Args:
+            spec: What the entry must be.
+            tensors: Arrays of the specified shapes and dtypes, bfloat16 as uint16 bits; every value finite.
+            metadata: JSON-serialisable and the same whenever and wherever the entry is made.
+
+        Returns:
+            True if this call's entry is the one in place, False if a valid one was there first.
+
+        Raises:
+            StoreError: The disk is full, or the place cannot be written.
+            ValueError: The tensors are not what `spec` says, or the header does not fit.
+        """
+        raw = serialise(spec, tensors, metadata)
+        path = self.path(spec)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            return self._place(spec, path, raw)
+        except OSError as err:
+            if err.errno in _DISK_FULL:
+                raise StoreError(
+                    f"the disk is full: an entry of {len(raw)} bytes cannot be written",
+                    where=str(path),
+                    fix="free some space there or set cache_dir to another disk, and start again: what is in "
+                    "the cache stays valid",
+                ) from err
+            raise _access_error(path, err, "written") from err
+
+    def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
+        temp = temp_beside(path)
+        try:
+            with temp.open("xb") as file:
+                file.write(raw)
+                file.flush()
+                os.fsync(file.fileno())
+            while not _link(temp, path):
+                if self.check(spec).valid:
+                    return False
+                self._take_away(spec, path)
+            return True
+        finally:
+            with suppress(FileNotFoundError):
+                temp.unlink()
+
+    def _take_away(self, spec: EntrySpec, path: Path) -> None:
+        """Free the place of a wrong entry.
+
+        Between looking and moving, another process may have put a valid entry there: what was moved is looked
+        at again, and put back if it is good.
+        """
+        aside = temp_beside(path)
+        try:
+            path.rename(aside)
+        except FileNotFoundError:
+            return
+        if aside.is_dir() and not aside.is_symlink():
+            aside.rename(aside.with_name(f"{path.stem}{aside.stem}{DISPLACED_SUFFIX}"))
+            return
+        try:
+            parse(spec, _read_whole(aside)[0], verify=True)
+        except (WrongEntryError, OSError):
+            aside.unlink()
+            return
+        _link(aside, path)
+        with suppress(FileNotFoundError):
+            aside.unlink()
+
+
+def _read_whole(path: Path) -> tuple[bytes, EntryStat]:
+    """The file's bytes, and its stat before they were read."""
+    _regular_stat(path)
+    with path.open("rb") as file:
+        state = _entry_stat(os.fstat(file.fileno()))
+        return file.read(), state
+
+
+def _regular_stat(path: Path) -> EntryStat:
+    found = path.stat()
+    if not stat_module.S_ISREG(found.st_mode):
+        kind = "a folder" if stat_module.S_ISDIR(found.st_mode) else "something that is no file"
+        raise WrongEntryError(f"{kind} is in its place")
+    return _entry_stat(found)
+
+
+def _stat_or_none(path: Path) -> EntryStat | None:
+    try:
+        return _regular_stat(path)
+    except (OSError, WrongEntryError):
+        return None
+
+
+def _entry_stat(found: os.stat_result) -> EntryStat:
+    return EntryStat(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+
+
+def _link(temp: Path, path: Path) -> bool:
+    """Give `temp`'s file the name `path` too; False when something has that name.
+
+    Where the file system knows no links, a rename does it. Two writers at the same moment then both rename,
+    and the later entry stands: both are valid.
+    """
+    try:
+        os.link(temp, path)
+    except FileExistsError:
+        return False
+    except OSError as err:
+        if err.errno not in _NO_LINKS:
+            raise
+        if os.path.lexists(path):
+            return False
+        temp.replace(path)
+    return True
+
+
+def _access_error(path: Path, err: OSError, done: str) -> StoreError:
+    fix = "start the cache job again: it makes what is missing"
+    if not isinstance(err, FileNotFoundError):
+        fix = "see that cache_dir lies on a working disk and may be read and written by this user"
+    return StoreError(f"a cache entry cannot be {done}: {err.strerror or err}", where=str(path), fix=fix)
+
+
+def _entry_error(path: Path, reason: str) -> StoreError:
+    fix = "start the cache job again: it replaces the entry"
+    return StoreError(f"a cache entry is damaged: {reason}", where=str(path), fix=fix)
