@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from pipeline.fingerprints import ModelPart
+from pipeline.geometry import Size
+
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
-
-    from pipeline.geometry import Size
 
 Use = Literal["latents", "text", "denoiser"]
 """What a part of the base model decides: latents, text embeddings, or the training itself."""
@@ -31,21 +32,6 @@ each an int tensor (B, 2); a family takes what it needs."""
 
 Prediction = Literal["epsilon", "v_prediction"]
 """What the denoiser predicts."""
-
-
-@dataclass(frozen=True)
-class ModelPart:
-    """Files of the base model that decide an artifact's bytes.
-
-    Attributes:
-        role: What the part is in its family, such as "vae"; not a path.
-        configs: JSON files whose meaning counts; names, paths and package versions in them do not.
-        contents: Files whose bytes count.
-    """
-
-    role: str
-    configs: tuple[Path, ...]
-    contents: tuple[Path, ...]
 
 
 @dataclass(frozen=True)
@@ -109,7 +95,7 @@ class Family(ABC):
 
     @abstractmethod
     def text_shapes(self) -> Shapes:
-        """Of one caption: `text_embedding` (T, D), and `pooled_text_embedding` (D,) where the family has one."""
+        """Of one caption: `text_embedding` (T, D); `pooled_text_embedding` (D,) where the family has one."""
 
     @abstractmethod
     def max_length(self) -> int:
@@ -146,6 +132,10 @@ class Family(ABC):
     @abstractmethod
     def lora_targets(self) -> list[str]:
         """Endings of the modules that get an adapter, for `peft.LoraConfig.target_modules`."""
+
+    @abstractmethod
+    def modelspec_architecture(self) -> str:
+        """The base model's name in the ModelSpec metadata of LoRA files, without "/lora"."""
 
     # torch side
 

@@ -16,19 +16,18 @@ from pipeline.families.base import (
     Conditions,
     EncodedCaption,
     Family,
-    ModelPart,
     Posterior,
     Prediction,
     Shapes,
     Use,
 )
 from pipeline.families.files import read_json, tokenizer_files, weight_files
+from pipeline.fingerprints import ModelPart
+from pipeline.geometry import Size, latent_size
 
 if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
-
-    from pipeline.geometry import Size
 
 _GUIDANCE_SCALE = 7.5
 _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.+)")
@@ -63,8 +62,8 @@ class StableDiffusion(Family):
 
     def latent_shape(self, target: Size) -> tuple[int, int, int]:
         """(C, h, w), each edge divided by the VAE's factor."""
-        channels = int(self._vae_config["latent_channels"])
-        return channels, target.height // self._factor, target.width // self._factor
+        edges = latent_size(target, self._factor)
+        return int(self._vae_config["latent_channels"]), edges.height, edges.width
 
     def text_shapes(self) -> Shapes:
         """`text_embedding` (T, D): always padded to T, as the model was trained."""
@@ -104,6 +103,12 @@ class StableDiffusion(Family):
     def _network(self, role: str) -> ModelPart:
         folder = self.folder / role
         return ModelPart(role, (folder / "config.json",), weight_files(folder))
+
+    def modelspec_architecture(self) -> str:
+        """SD 2.x is known by its wider text embeddings, and its 768 px models by their v-prediction."""
+        if self._unet_config.get("cross_attention_dim") != 1024:
+            return "stable-diffusion-v1"
+        return "stable-diffusion-v2-" + ("512" if self.prediction_type() == "epsilon" else "768-v")
 
     def kohya_key(self, module: str) -> str:
         """`lora_unet_` and the path with underscores."""

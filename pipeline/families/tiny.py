@@ -17,9 +17,9 @@ _TEXT_WIDTH = 32
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _WORDS = (
     "a the of on in at and with an is to over under from by for near photo photograph picture closeup "
-    "portrait landscape black white red green blue yellow brown small large old young cat coffee cup astronaut "
-    "rocket camera moon surface brick wall grass gravel coins page text clock eye cell field sky water flower woman "
-    "man"
+    "portrait landscape black white red green blue yellow brown small large old young cat coffee cup "
+    "astronaut rocket camera moon surface brick wall grass gravel coins page text clock eye cell field sky "
+    "water flower woman man"
 )
 """Become one token each; any other word is spelled with bytes."""
 
