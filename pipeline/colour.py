@@ -1,0 +1,168 @@
+"""From any Pillow mode to 8-bit sRGB: depth, palettes, transparency and colour profiles.
+
+palette -> colours;  I, F, I;16 -> 8 bits;  embedded profile -> sRGB;  transparency -> over a background
+"""
+
+from __future__ import annotations
+
+import io
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageCms
+
+Background = tuple[int, int, int]
+"""Red, green and blue, 0 to 255, of what shows through transparent pixels."""
+
+_PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
+"""A profile's colour space to the Pillow mode that it describes."""
+
+_SIXTEEN_BITS = 65_535
+
+
+def to_srgb(image: Image.Image, background: Background) -> Image.Image:
+    """The image in mode RGB, 8 bits a channel, sRGB, without transparency; its size is unchanged.
+
+    Grey levels of more than 8 bits are scaled, not clipped. An embedded profile is converted by relative
+    colorimetric intent with black point compensation; one that does not fit the image's colours is ignored,
+    as viewers do. Transparency is laid over `background`, which is in sRGB.
+    """
+    profile = image.info.get("icc_profile")
+    colours, alpha = _split_alpha(image)
+    rgb = _convert_profile(_eight_bits(colours), profile)
+    if alpha is None:
+        return rgb
+    return Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
+
+
+def changes_colours(image: Image.Image) -> bool:
+    """True where the image carries a profile that `to_srgb` converts from, other than sRGB itself."""
+    profile = image.info.get("icc_profile")
+    if not profile:
+        return False
+    mode = {"P": "RGB", "PA": "RGB"}.get(image.mode, image.mode.rstrip("Aa") or image.mode)
+    return _transform(profile, _profile_mode(mode, profile)) is not None
+
+
+def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
+    """The colours without transparency, and the opacity as mode L; None where all is opaque."""
+    if image.mode == "P":
+        image = image.convert("RGBA" if image.has_transparency_data else "RGB")
+    elif image.mode.startswith("I;16") and "transparency" in image.info:
+        opaque = np.asarray(image) != image.info["transparency"]
+        return image, Image.fromarray(opaque.astype(np.uint8) * 255)
+    elif image.mode in {"1", "L", "RGB"} and "transparency" in image.info:
+        image = image.convert("RGBA" if image.mode == "RGB" else "LA")
+    elif image.mode in {"PA", "RGBa", "La"}:
+        image = image.convert("LA" if image.mode == "La" else "RGBA")
+    if image.mode not in {"RGBA", "LA"}:
+        return image, None
+    alpha = image.getchannel("A")
+    colours = image.convert("RGB") if image.mode == "RGBA" else image.getchannel("L")
+    colours.info = image.info
+    return colours, None if alpha.getextrema() == (255, 255) else alpha
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Mode L of the deep grey modes I;16, I and F and of bilevel images; other modes as they are."""
+    if image.mode == "1":
+        return image.convert("L")
+    if not (image.mode.startswith("I") or image.mode == "F"):
+        return image
+    levels = np.asarray(image).astype(np.float64)
+    if image.mode.startswith("I;16"):
+        low, high = 0.0, float((1 << _bits(image)) - 1)
+    else:
+        low, high = _range(levels)
+    scaled = np.clip((levels - low) * (255.0 / (high - low)), 0.0, 255.0)
+    return Image.fromarray(np.floor(scaled + 0.5).astype(np.uint8))
+
+
+def _bits(image: Image.Image) -> int:
+    """Bits a sample that an I;16 image really has: 16, or the 12 of some TIFF files."""
+    tags: Any = getattr(image, "tag_v2", {})
+    return 12 if tags.get(258, (16,))[0] == 12 else 16
+
+
+def _range(levels: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """What is black and what is white in levels whose file does not say.
+
+    White is the smallest of 1 (fractions only), 255, 65,535 and 2^31 - 1 that holds all levels. Where some
+    are below zero, black is the lowest level and white the highest.
+    """
+    if not np.isfinite(levels).all():
+        raise ValueError("the image holds levels that are not finite numbers")
+    lowest, highest = float(levels.min()), float(levels.max())
+    if lowest < 0:
+        return lowest, max(highest, lowest + 1.0)
+    fractions = bool((levels != np.floor(levels)).any()) or highest <= 1.0
+    whites = [1.0] * fractions + [255.0, float(_SIXTEEN_BITS), float(2**31 - 1)]
+    return 0.0, next((white for white in whites if highest <= white), highest)
+
+
+def _convert_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
+    if image.mode == "LAB":
+        lab = ImageCms.createProfile("LAB")
+        return _applied(ImageCms.buildTransform(lab, ImageCms.createProfile("sRGB"), "LAB", "RGB"), image)
+    if not profile:
+        return image.convert("RGB")
+    mode = _profile_mode(image.mode, profile)
+    transform = _transform(profile, mode)
+    if transform is None:
+        return image.convert("RGB")
+    return _applied(transform, image if image.mode == mode else image.convert(mode))
+
+
+def _applied(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image.Image:
+    converted = ImageCms.applyTransform(image, transform)
+    assert converted is not None  # it is only None where the image is changed in place
+    return converted
+
+
+@lru_cache(maxsize=256)
+def _profile_mode(mode: str, profile: bytes) -> str:
+    """The mode in which the profile can be applied to an image of `mode`; empty where it does not fit.
+
+    An RGB profile fits grey images too (cameras write it), but no profile of inks fits an image of lights.
+    """
+    try:
+        opened: Any = ImageCms.getOpenProfile(io.BytesIO(profile))
+    except (OSError, ImageCms.PyCMSError):
+        return ""
+    wanted = _PROFILE_MODES.get(opened.profile.xcolor_space.strip(), "")
+    fits = {"L": ("L", "RGB"), "1": ("L", "RGB"), "CMYK": ("CMYK",)}.get(mode, ("RGB",))
+    return wanted if wanted in fits else ""
+
+
+@lru_cache(maxsize=64)
+def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
+    """The conversion to sRGB; None where the profile is unusable, or changes no level by more than one."""
+    if not mode:
+        return None
+    try:
+        transform = ImageCms.buildTransform(
+            ImageCms.getOpenProfile(io.BytesIO(profile)),
+            ImageCms.createProfile("sRGB"),
+            mode,
+            "RGB",
+            ImageCms.Intent.RELATIVE_COLORIMETRIC,
+            ImageCms.Flags.BLACKPOINTCOMPENSATION,
+        )
+    except (OSError, ImageCms.PyCMSError):
+        return None
+    if mode == "CMYK":
+        return transform
+    probe = _probe(mode)
+    change = np.asarray(_applied(transform, probe)).astype(int) - np.asarray(probe.convert("RGB"))
+    return transform if np.abs(change).max() > 1 else None
+
+
+def _probe(mode: str) -> Image.Image:
+    """An image of all grey levels, or of an even grid of 17 levels a channel."""
+    if mode == "L":
+        return Image.fromarray(np.arange(256, dtype=np.uint8).reshape(1, 256))
+    levels = np.linspace(0, 255, 17).round().astype(np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1)
+    return Image.fromarray(grid.reshape(17, 289, 3))
