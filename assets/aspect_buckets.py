@@ -25,7 +25,7 @@ def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
         from pipeline.buckets import assign_buckets
 
         with failures_stated():
-            require_isolated(context.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             result = assign_buckets(recipe, validated, log=context.log.info)
             output = publish(recipe, "aspect_buckets", result)
         yield output

@@ -29,8 +29,8 @@ def raw_images(recipe: Recipe) -> AssetsDefinition:
         from pipeline.tables import Tables
 
         with failures_stated():
-            yield isolation_result(context.run_id, recipe)
-            require_isolated(context.run_id, recipe)
+            yield isolation_result(context.run.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
             output = publish(recipe, "raw_images", result)
         yield output

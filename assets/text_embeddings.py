@@ -26,11 +26,10 @@ def text_embeddings(recipe: Recipe) -> AssetsDefinition:
         context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
     ) -> Iterator[Output[Any]]:
         from pipeline.encode.text import cache_text
-
         from pipeline.tables import Tables
 
         with failures_stated():
-            require_isolated(context.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             launch = launcher.bind(context, recipe.accelerate)
             tables = Tables(recipe.output_dir)
             result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)

@@ -29,7 +29,7 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
         from pipeline.training.run import train_lora
 
         with failures_stated():
-            require_isolated(context.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             launch = launcher.bind(context, recipe.accelerate)
             result = train_lora(recipe, latents, text, launch=launch, log=context.log.info)
             output = publish(recipe, "trained_lora", result)

@@ -26,11 +26,10 @@ def vae_latents(recipe: Recipe) -> AssetsDefinition:
         context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
     ) -> Iterator[Output[Any]]:
         from pipeline.encode.latents import cache_latents
-
         from pipeline.tables import Tables
 
         with failures_stated():
-            require_isolated(context.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             launch = launcher.bind(context, recipe.accelerate)
             tables = Tables(recipe.output_dir)
             result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)

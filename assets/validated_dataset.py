@@ -25,7 +25,7 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
         from pipeline.tables import Tables
 
         with failures_stated():
-            require_isolated(context.run_id, recipe)
+            require_isolated(context.run.run_id, recipe)
             result = validate(recipe, raw, Tables(recipe.output_dir), log=context.log.info)
             output = publish(recipe, "validated_dataset", result)
         yield output

@@ -8,8 +8,9 @@ import sys
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from dagster import (
     ConfigurableResource,
     PipesTempFileContextInjector,
     PipesTempFileMessageReader,
+    PreviewWarning,
     open_pipes_session,
 )
 
@@ -62,11 +64,19 @@ class AccelerateLauncher(ConfigurableResource):
 
 @contextmanager
 def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
-    with open_pipes_session(
-        context=context,
-        context_injector=PipesTempFileContextInjector(),
-        message_reader=PipesTempFileMessageReader(),
-    ) as session:
+    """Environment variables that connect a launched process to `context`'s log."""
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            # Dagster's session itself reads what Dagster calls deprecated or in preview
+            warnings.simplefilter("ignore", DeprecationWarning)
+            warnings.simplefilter("ignore", PreviewWarning)
+            session = stack.enter_context(
+                open_pipes_session(
+                    context=context,
+                    context_injector=PipesTempFileContextInjector(),
+                    message_reader=PipesTempFileMessageReader(),
+                )
+            )
         yield session.get_bootstrap_env_vars()
 
 

@@ -1,0 +1,165 @@
+"""Real launches: accelerate below Dagster, stopped in each way that a step can end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
+
+from pipeline.errors import LaunchError, TrainingError
+from pipeline.recipe import AccelerateSettings
+from resources.launcher import AccelerateLauncher
+
+ROOT = Path(__file__).resolve().parents[2]
+
+ENTRY = """
+import json, os, pathlib, signal, sys, time
+from pipeline.entrypoints.pipes import rank, reporter
+from pipeline.errors import TrainingError
+
+with reporter() as report:
+    order = json.loads(pathlib.Path(sys.argv[1]).read_text())
+    here = pathlib.Path(sys.argv[1]).parent
+    report.info(f"rank {rank()} of {os.environ.get('WORLD_SIZE', '1')} is up")
+    if order["do"] == "raise":
+        raise TrainingError("loss is NaN", where="step 3", fix="lower the learning rate")
+    if order["do"] == "crash":
+        print("the last words of a crash", file=sys.stderr)
+        os._exit(9)
+    if order["do"] == "sleep":
+        def stop(*_):
+            (here / f"checkpoint-{rank()}").touch()
+            sys.exit(143)
+        signal.signal(signal.SIGTERM, stop)
+        (here / f"pid-{rank()}").write_text(str(os.getpid()))
+        time.sleep(300)
+"""
+
+STEP = """
+import sys
+from pathlib import Path
+from dagster import AssetExecutionContext, asset, materialize
+from pipeline.recipe import AccelerateSettings
+from resources.launcher import AccelerateLauncher
+
+@asset
+def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
+    settings = AccelerateSettings(num_processes=int(sys.argv[2]))
+    launcher.bind(context, settings)("entry_under_test", Path(sys.argv[1]))
+
+materialize([work], resources={"launcher": AccelerateLauncher(grace_s=10)})
+"""
+
+
+@pytest.fixture(autouse=True)
+def entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "entry_under_test.py").write_text(ENTRY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+
+
+def order(folder: Path, do: str) -> Path:
+    file = folder / "order.json"
+    file.write_text(json.dumps({"do": do}), encoding="utf-8")
+    return file
+
+
+def launch_in_process(file: Path) -> tuple[list[str], Exception | None]:
+    """Messages in Dagster's log, and the error that the launch raised."""
+    caught: list[Exception] = []
+
+    @asset
+    def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
+        try:
+            launcher.bind(context, AccelerateSettings())("entry_under_test", file)
+        except Exception as err:
+            caught.append(err)
+        yield Output(1)
+
+    with DagsterInstance.ephemeral() as instance:
+        result = materialize([work], resources={"launcher": AccelerateLauncher()}, instance=instance)
+        messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
+    return messages, caught[0] if caught else None
+
+
+def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.05)
+
+
+def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def start_step(file: Path, num_processes: int) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+    step = subprocess.Popen(
+        [sys.executable, "-c", STEP, str(file), str(num_processes)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    pids = [file.parent / f"pid-{rank}" for rank in range(num_processes)]
+    until(lambda: all(pid.is_file() and pid.read_text() != "" for pid in pids))
+    processes = below(step)
+    assert {int(pid.read_text()) for pid in pids} < {process.pid for process in processes}
+    return step, processes
+
+
+def test_what_a_worker_says_is_in_dagsters_log_and_a_good_launch_returns(tmp_path: Path) -> None:
+    messages, error = launch_in_process(order(tmp_path, "return"))
+    assert error is None
+    assert "rank 0 of 1 is up" in messages
+
+
+def test_L08_an_error_of_a_worker_arrives_whole(tmp_path: Path) -> None:
+    _, error = launch_in_process(order(tmp_path, "raise"))
+    assert isinstance(error, TrainingError)
+    assert (error.what, error.where, error.fix) == ("loss is NaN", "step 3", "lower the learning rate")
+
+
+def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Path) -> None:
+    _, error = launch_in_process(order(tmp_path, "crash"))
+    assert isinstance(error, LaunchError)
+    assert "exit status 9" in error.what
+    assert "the last words of a crash" in error.fix
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(tmp_path: Path, number: int) -> None:
+    num_processes = 1 if number == signal.SIGINT else 2
+    step, processes = start_step(order(tmp_path, "sleep"), num_processes)
+    step.send_signal(number)
+    step.wait(60)
+    assert alive(processes) == []
+    assert [(tmp_path / f"checkpoint-{rank}").is_file() for rank in range(num_processes)] == [
+        True
+    ] * num_processes
+
+
+def test_R12_a_killed_step_takes_its_processes_along_after_a_checkpoint(tmp_path: Path) -> None:
+    step, processes = start_step(order(tmp_path, "sleep"), 1)
+    step.kill()
+    step.wait(60)
+    until(lambda: alive(processes) == [], seconds=10)
+    assert (tmp_path / "checkpoint-0").is_file()
+
+
+def test_R12_workers_end_when_accelerate_itself_is_killed(tmp_path: Path) -> None:
+    step, processes = start_step(order(tmp_path, "sleep"), 1)
+    launcher = psutil.Process(int((tmp_path / "pid-0").read_text())).parent()
+    assert launcher is not None
+    launcher.kill()
+    assert step.wait(60) != 0
+    assert alive(processes) == []
+    assert (tmp_path / "checkpoint-0").is_file()
