@@ -1,0 +1,80 @@
+"""The command line of a launch, and what a failed one is reported as."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import LaunchError, TrainingError
+from pipeline.launching import (
+    OUTPUT_TAIL_LINES,
+    describe_status,
+    launch_command,
+    launch_environment,
+    launch_error,
+)
+from pipeline.recipe import AccelerateSettings
+
+
+def value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_one_process_is_no_multi_gpu_launch_and_two_are() -> None:
+    one = launch_command(AccelerateSettings(), "pipeline.entrypoints.train", Path("order.json"))
+    two = launch_command(AccelerateSettings(num_processes=2, mixed_precision="bf16"), "m", Path("o"))
+    assert "--multi_gpu" not in one
+    assert "--multi_gpu" in two
+    assert (value(two, "--num_processes"), value(two, "--mixed_precision")) == ("2", "bf16")
+    assert one[-3:] == ["-m", "pipeline.entrypoints.train", "order.json"]
+
+
+def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
+    command = launch_command(AccelerateSettings(), "m", Path("o"))
+    assert Path(value(command, "--config_file")).is_file()
+
+
+def test_threads_are_fixed_because_they_decide_the_last_bits() -> None:
+    assert value(launch_command(AccelerateSettings(), "m", Path("o")), "--num_cpu_threads_per_process") == "2"
+
+
+def test_a_launched_process_knows_its_parent_and_finds_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    variables = launch_environment(tmp_path / "error.json")
+    root = Path(__file__).resolve().parents[2]
+    assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    assert variables["LATENTLINE_PARENT_PID"] == str(os.getpid())
+
+
+def test_the_error_that_a_process_left_is_the_one_reported(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"kind": "TrainingError", "what": "a", "where": "b", "fix": "c"}), "utf-8")
+    error = launch_error("m", 1, output=["noise"], error_file=file)
+    assert isinstance(error, TrainingError)
+    assert (error.what, error.where, error.fix) == ("a", "b", "c")
+
+
+def test_otherwise_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
+    lines = [f"line {number}" for number in range(OUTPUT_TAIL_LINES + 5)]
+    error = launch_error("m", 7, output=lines, error_file=tmp_path / "none")
+    assert isinstance(error, LaunchError)
+    assert error.what == "m ended with exit status 7"
+    assert "line 4\n" not in error.fix
+    assert "line 5\n" in error.fix
+    assert "line 24" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(1, "with exit status 1"), (-9, "by signal SIGKILL"), (143, "by signal SIGTERM")]
+)
+def test_a_status_is_told_in_words(status: int, words: str) -> None:
+    assert describe_status(status) == words
+
+
+def test_a_process_that_was_killed_is_explained_by_memory(tmp_path: Path) -> None:
+    assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix

@@ -1,0 +1,80 @@
+"""The fingerprint of a dataset's listing, O04."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.listing import listing_fingerprint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "inner").mkdir(parents=True)
+    for name in ("a.jpg", "a.txt", "inner/b.jpg"):
+        (tmp_path / "data" / name).write_bytes(b"0123")
+    return tmp_path / "data"
+
+
+def state(path: Path) -> str:
+    return listing_fingerprint([path])
+
+
+def test_the_same_listing_has_the_same_fingerprint(folder: Path) -> None:
+    assert state(folder) == state(folder)
+
+
+def test_O04_an_old_file_moved_in_is_a_change(folder: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old.jpg"
+    old.write_bytes(b"x")
+    os.utime(old, (1, 1))
+    before = state(folder)
+    old.rename(folder / "old.jpg")
+    assert state(folder) != before
+
+
+def test_O04_an_edit_of_equal_size_with_its_old_time_restored_is_a_change(folder: Path) -> None:
+    before, about = state(folder), (folder / "a.jpg").stat()
+    (folder / "a.jpg").write_bytes(b"3210")
+    os.utime(folder / "a.jpg", ns=(about.st_atime_ns, about.st_mtime_ns))
+    assert state(folder) != before
+
+
+@pytest.mark.parametrize("name", ["a.txt", "inner/b.jpg"])
+def test_captions_and_files_in_subfolders_count_and_so_does_their_loss(folder: Path, name: str) -> None:
+    before = state(folder)
+    (folder / name).unlink()
+    assert state(folder) != before
+
+
+def test_names_that_begin_with_a_dot_do_not_count(folder: Path) -> None:
+    before = state(folder)
+    (folder / ".DS_Store").write_bytes(b"x")
+    (folder / ".hidden").mkdir()
+    (folder / ".hidden" / "c.jpg").write_bytes(b"x")
+    assert state(folder) == before
+
+
+def test_I19_a_link_that_leads_back_ends_and_a_dangling_one_counts(folder: Path) -> None:
+    before = state(folder)
+    (folder / "loop").symlink_to(folder)
+    assert state(folder) == before
+    (folder / "nowhere.jpg").symlink_to(folder / "missing")
+    assert state(folder) != before
+
+
+def test_a_file_that_moves_from_one_dataset_to_the_next_is_a_change(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    (one / "a.jpg").write_bytes(b"x")
+    before = listing_fingerprint([one, two])
+    (one / "a.jpg").rename(two / "a.jpg")
+    assert listing_fingerprint([one, two]) != before
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        state(tmp_path / "missing")
