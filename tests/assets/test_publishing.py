@@ -1,0 +1,85 @@
+"""Metadata and data versions of a materialization."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from dagster import FloatMetadataValue, IntMetadataValue, TableMetadataValue
+
+from assets.publishing import content_version, escaped, publish, report_metadata, table_metadata
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.reports import StageResult, report_path
+from pipeline.tables import SCHEMAS, Tables, frame
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
+        "output_dir": tmp_path / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping("flowers", values)
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    """A row of raw_images: empty text and ones, but for `changes`."""
+    blank = {name: "" if kind == pl.String else 1 for name, kind in SCHEMAS["raw_images"].items()}
+    return {**blank, "sample_id": "photos/a.jpg", **changes}
+
+
+def result(rejected: list[dict[str, Any]], counts: dict[str, int]) -> StageResult:
+    table = frame("raw_images", [row()])
+    return StageResult(table, frame("rejected", rejected), {"samples": 1, "seconds": 0.5, **counts})
+
+
+def test_another_stat_is_the_same_data_version_and_other_content_is_another() -> None:
+    version = content_version(frame("raw_images", [row()]))
+    assert (
+        content_version(frame("raw_images", [row(mtime_ns=9, ctime_ns=9, inode=9, scanned_ns=9)])) == version
+    )
+    assert content_version(frame("raw_images", [row(content_hash="bb")])) != version
+    assert content_version(frame("raw_images", [row(width=21)])) != version
+
+
+def test_the_stat_of_a_store_entry_is_no_part_of_the_data_version() -> None:
+    one = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [1], "entry_inode": [1], "entry_bytes": [5]})
+    two = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [2], "entry_inode": [3], "entry_bytes": [5]})
+    assert content_version(one) == content_version(two)
+
+
+def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> None:
+    rejected = {"sample_id": "photos/b.jpg", "dataset": "photos", "path": "b.jpg", "stage": "raw_images"}
+    why = {"reason": "empty_file", "detail": "0 bytes", "fix": "copy it again", "content_hash": None}
+    counts = {"in": 2, "kept": 1, "rejected": 1}
+    output = publish(recipe, "raw_images", result([{**rejected, **why}], counts))
+    assert report_path(recipe.output_dir, "raw_images").is_file()
+    assert Tables(recipe.output_dir).read_rejected("raw_images")["reason"].to_list() == ["empty_file"]
+    funnel = output.metadata["rejected_by_reason"].value
+    assert "in 2 → kept 1 → rejected 1" in str(funnel)
+    assert "| empty\\_file | 1 |" in str(funnel)
+
+
+def test_counters_are_numbers_that_dagster_plots() -> None:
+    metadata = report_metadata({"samples": 3, "seconds": 0.5, "sizes": {"a": 1}, "nothing": None})
+    assert isinstance(metadata["samples"], IntMetadataValue)
+    assert isinstance(metadata["seconds"], FloatMetadataValue)
+    assert "nothing" not in metadata
+
+
+def test_rows_that_lack_a_column_and_values_of_any_type_make_a_table() -> None:
+    value = table_metadata([{"a": 1, "b": None}, {"c": Path("x")}])
+    assert isinstance(value, TableMetadataValue)
+    assert [column.name for column in value.schema.columns] == ["a", "b", "c"]
+    assert [dict(record.data) for record in value.records] == [
+        {"a": 1, "b": "", "c": ""},
+        {"a": "", "b": "", "c": "x"},
+    ]
+
+
+def test_I18_names_cannot_break_out_of_markdown() -> None:
+    text = escaped("a|b`c\n<script>[x](y)*")
+    assert text == "a\\|b\\`c &lt;script&gt;\\[x\\]\\(y\\)\\*"
