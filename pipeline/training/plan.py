@@ -15,13 +15,13 @@ The words used here, from the inside out:
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from pipeline.errors import TrainingError
+from pipeline.training.seeding import hash_bits
 
 PARTIAL_POLICY = "partial"
 """What becomes of the samples that do not fill a bucket's last micro-batch: they form a smaller one."""
@@ -196,7 +196,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
 
     def _slot(self, draw: _Draw, index: int, epoch: int) -> Slot:
-        chance = _hash(self.settings.seed, "dropout", draw.sample_id, epoch, draw.occurrence) / 2**64
+        chance = hash_bits(64, self.settings.seed, "dropout", draw.sample_id, epoch, draw.occurrence) / 2**64
         return Slot(
             sample_id=draw.sample_id,
             index=index,
@@ -215,7 +215,7 @@ class TrainingPlan(Sequence[StepPlan]):
         draws: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
         for sample in self.samples:
             for occurrence in range(sample.repeats):
-                order = _hash(seed, "sample", sample.sample_id, epoch, occurrence)
+                order = hash_bits(64, seed, "sample", sample.sample_id, epoch, occurrence)
                 draws[sample.bucket].append((order, sample.sample_id, occurrence))
         turns: list[tuple[int, str]] = []
         batches: dict[str, Iterator[list[_Draw]]] = {}
@@ -223,7 +223,9 @@ class TrainingPlan(Sequence[StepPlan]):
             mixed = [_Draw(sample_id, occurrence) for _, sample_id, occurrence in sorted(draws[bucket])]
             starts = range(0, len(mixed), self._capacity)
             batches[bucket] = iter([mixed[start : start + self._capacity] for start in starts])
-            turns += [(_hash(seed, "turn", bucket, epoch, turn), bucket) for turn in range(len(starts))]
+            turns += [
+                (hash_bits(64, seed, "turn", bucket, epoch, turn), bucket) for turn in range(len(starts))
+            ]
         return [next(batches[bucket]) for _, bucket in sorted(turns)]
 
 
@@ -245,13 +247,6 @@ def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
 
 def _stand_in(slot: Slot) -> Slot:
     return Slot(slot.sample_id, slot.index, slot.epoch, slot.occurrence, slot.drop_caption, weight=0.0)
-
-
-def _hash(*parts: int | str) -> int:
-    """64 bits that depend on each part and its place, equal on every machine."""
-    text = "\0".join(str(part) for part in parts)
-    digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> None:

@@ -1,0 +1,76 @@
+"""The folder of one training run: where things lie in it, and its metrics.
+
+`logs/metrics.jsonl` is only ever appended to. A run that resumes, or is asked for fewer steps, may write a
+step again; the last line of a step is the one that counts.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Metrics = dict[str, Any]
+"""`step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`."""
+
+
+def run_folder(output_dir: Path, run: str) -> Path:
+    """`output_dir/runs/<run>`."""
+    return output_dir / "runs" / run
+
+
+@dataclass(frozen=True)
+class RunLayout:
+    """The paths below `output_dir/runs/<run>`; nothing is read or made."""
+
+    folder: Path
+
+    @property
+    def facts(self) -> Path:
+        """What the run's id is the hash of, in words."""
+        return self.folder / "run.json"
+
+    @property
+    def result(self) -> Path:
+        """What the launched processes say they did."""
+        return self.folder / "result.json"
+
+    @property
+    def finished(self) -> Path:
+        """The marker of a finished run: the result, and the hash of each exported file."""
+        return self.folder / "finished.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by whoever trains the run."""
+        return self.folder / "lock"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder a checkpoint."""
+        return self.folder / "checkpoints"
+
+    @property
+    def exported(self) -> Path:
+        """The LoRA files of this run, before they are published."""
+        return self.folder / "lora"
+
+    @property
+    def metrics(self) -> Path:
+        """A line for each step."""
+        return self.folder / "logs" / "metrics.jsonl"
+
+
+def read_metrics(path: Path, num_steps: int) -> list[Metrics]:
+    """The last line of each step below `num_steps` that has one, by step; torn lines are passed over."""
+    if not path.is_file():
+        return []
+    by_step: dict[int, Metrics] = {}
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            metrics = json.loads(line)
+            by_step[int(metrics["step"])] = metrics
+        except (ValueError, KeyError, TypeError):
+            continue
+    return [by_step[step] for step in sorted(by_step) if step < num_steps]

@@ -1,0 +1,111 @@
+"""The adapter: low-rank weights that peft puts beside the frozen base weights of the denoiser."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from pipeline.errors import TrainingError
+from pipeline.training.seeding import hash_bits
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
+    from pipeline.recipe import LoraSettings
+
+ADAPTER = "default"
+"""peft's name of the adapter that is trained."""
+
+
+def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> LoraConfig:
+    """Freeze the denoiser and put a fresh adapter on the targeted modules.
+
+    The new weights are float32 whatever the base's dtype (FAILURES R10), drawn from `seed`; the delta weights
+    are zero. Global random state is left as it was.
+
+    Args:
+        denoiser: A diffusers model; changed in place.
+        settings: Rank and alpha.
+        targets: Module name endings, as peft takes them.
+        seed: Of the down matrices.
+
+    Returns:
+        The configuration that was used.
+
+    Raises:
+        TrainingError: No module has one of the names.
+    """
+    denoiser.requires_grad_(False)
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=cast("int", settings.alpha),
+        target_modules=targets,
+        init_lora_weights=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(hash_bits(32, seed, "lora"))
+        try:
+            denoiser.add_adapter(config, adapter_name=ADAPTER)
+        except ValueError as err:
+            fix = f"the family's targets are {', '.join(targets)}; report this base model"
+            where = type(denoiser).__name__
+            raise TrainingError(f"no module takes the adapter: {err}", where=where, fix=fix) from err
+    for weight in trainable_weights(denoiser):
+        weight.data = weight.data.float()
+    return config
+
+
+def trainable_weights(denoiser: nn.Module) -> list[nn.Parameter]:
+    """The adapter's weights, in the model's order; everything else is frozen."""
+    return [weight for weight in denoiser.parameters() if weight.requires_grad]
+
+
+def adapter_state(denoiser: nn.Module) -> dict[str, Tensor]:
+    """The adapter's weights by peft's names ("<module>.lora_A.weight"): float32 copies on the CPU."""
+    state = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+    return {
+        name: weight.detach().float().cpu().clone().contiguous() for name, weight in sorted(state.items())
+    }
+
+
+def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Put back what `adapter_state` gave.
+
+    Raises:
+        TrainingError: A weight is missing, unknown, or of another shape.
+    """
+    have = {name: tuple(weight.shape) for name, weight in adapter_state(denoiser).items()}
+    given = {name: tuple(weight.shape) for name, weight in state.items()}
+    if have != given:
+        names = sorted(name for name in {*have, *given} if have.get(name) != given.get(name))
+        fix = "delete the checkpoint; if it comes back, report it as a defect"
+        what = f"{len(names)} weights are not those of this adapter, the first is {names[0]}"
+        raise TrainingError(what, where="the saved adapter", fix=fix)
+    set_peft_model_state_dict(denoiser, dict(state), adapter_name=ADAPTER)
+
+
+def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+    """(name, module) of each module with an adapter, in the model's order."""
+    for name, module in denoiser.named_modules():
+        if isinstance(module, LoraLayer):
+            yield name, module
+
+
+def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
+    """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name."""
+    deltas: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, module in lora_modules(denoiser):
+            if adapter in module.lora_A:
+                deltas[name] = _delta(module, adapter).float().cpu()
+    return deltas
+
+
+def _delta(module: LoraLayer, adapter: str) -> Tensor:
+    # peft's base class does not declare it; each of its layers has it.
+    return cast("Any", module).get_delta_weight(adapter)
