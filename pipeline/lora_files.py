@@ -1,0 +1,150 @@
+"""The LoRA files that a run leaves: their names, their keys in each layout, and reading them without torch.
+
+A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (rank, in), `up` (out, rank).
+
+    layout       a module's down matrix, up matrix, and alpha
+    diffusers    unet.<module>.lora_A.weight      unet.<module>.lora_B.weight      in the file's metadata
+    kohya        <kohya key>.lora_down.weight     <kohya key>.lora_up.weight       <kohya key>.alpha
+    comfyui      <comfyui key>.lora_down.weight   <comfyui key>.lora_up.weight     <comfyui key>.alpha
+
+ComfyUI takes any weight of its own model by its name without ".weight" (`model_lora_keys_unet` in
+comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and scales by alpha / rank
+(`LoRAAdapter.calculate_weight` in comfy/weight_adapter/lora.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pipeline.errors import TrainingError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+Layout = Literal["diffusers", "kohya", "comfyui"]
+
+LAYOUTS: tuple[Layout, ...] = ("diffusers", "kohya", "comfyui")
+
+ADAPTER_METADATA_KEY = "lora_adapter_metadata"
+"""Under which diffusers keeps peft's configuration in a file's metadata, as JSON."""
+
+PROVENANCE_FILE = "provenance.json"
+"""Beside the files: which run made them, of what."""
+
+
+def layout_file(layout: Layout, recipe_name: str) -> str:
+    """The file's name; diffusers finds its own without being told."""
+    return (
+        "pytorch_lora_weights.safetensors" if layout == "diffusers" else f"{recipe_name}_{layout}.safetensors"
+    )
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """One module that has an adapter.
+
+    Attributes:
+        name: Dotted path in the diffusers denoiser.
+        diffusers: Key in the diffusers layout, without `.lora_A.weight`.
+        kohya: Key in kohya's layout, without `.lora_down.weight`.
+        comfyui: Key in ComfyUI's.
+        in_features: Columns of `down`.
+        out_features: Rows of `up`.
+        rank: Rows of `down`.
+        alpha: The module's scale is alpha / rank.
+    """
+
+    name: str
+    diffusers: str
+    kohya: str
+    comfyui: str
+    in_features: int
+    out_features: int
+    rank: int
+    alpha: float
+
+    def keys(self, layout: Layout) -> tuple[str, str, str | None]:
+        """(down, up, alpha) as the layout names them; no alpha in diffusers' layout."""
+        if layout == "diffusers":
+            return f"{self.diffusers}.lora_A.weight", f"{self.diffusers}.lora_B.weight", None
+        key = self.kohya if layout == "kohya" else self.comfyui
+        return f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"
+
+    def num_values(self, layout: Layout) -> int:
+        """Numbers in the file that belong to this module."""
+        return self.rank * (self.in_features + self.out_features) + (layout != "diffusers")
+
+    def as_json(self) -> dict[str, Any]:
+        """The attributes, for `from_json`."""
+        return asdict(self)
+
+    @staticmethod
+    def from_json(value: Mapping[str, Any]) -> LoraModule:
+        """The inverse of `as_json`."""
+        return LoraModule(**value)
+
+
+@dataclass(frozen=True)
+class LoraFile:
+    """A LoRA file as read.
+
+    Attributes:
+        path: Where it lies.
+        num_bytes: Its size.
+        header_bytes: Of the header and its length: everything before the tensors.
+        metadata: Of the header.
+        tensors: By key.
+    """
+
+    path: Path
+    num_bytes: int
+    header_bytes: int
+    metadata: dict[str, str]
+    tensors: dict[str, npt.NDArray[np.float32]]
+
+
+def read_lora_file(path: Path) -> LoraFile:
+    """The whole file, without torch.
+
+    Raises:
+        TrainingError: It is missing, or no safetensors file.
+    """
+    from safetensors import SafetensorError, safe_open
+    from safetensors.numpy import load_file
+
+    try:
+        num_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            header_bytes = 8 + int.from_bytes(file.read(8), "little")
+        with safe_open(path, framework="np") as opened:
+            metadata = dict(opened.metadata() or {})
+        tensors = load_file(path)
+    except (OSError, SafetensorError, ValueError) as err:
+        fix = "delete the file and materialize trained_lora again"
+        raise TrainingError(f"the LoRA file cannot be read: {err}", where=str(path), fix=fix) from err
+    return LoraFile(path, num_bytes, header_bytes, metadata, tensors)
+
+
+def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
+    """Scale, alpha / rank, of `module` as a reader of the file would find it.
+
+    Raises:
+        TrainingError: The file does not say.
+    """
+    down_key, _, alpha_key = module.keys(layout)
+    try:
+        rank = file.tensors[down_key].shape[0]
+        if alpha_key is not None:
+            return float(file.tensors[alpha_key]) / rank
+        adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
+        component = module.diffusers.removesuffix(f".{module.name}")
+        return float(adapter[f"{component}.lora_alpha"]) / int(adapter[f"{component}.r"])
+    except (KeyError, ValueError, TypeError) as err:
+        what = f"the file does not say alpha and rank of {module.name}: {err}"
+        fix = "materialize trained_lora again"
+        raise TrainingError(what, where=str(file.path), fix=fix) from err

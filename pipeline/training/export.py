@@ -1,0 +1,206 @@
+"""The trained adapter as files in the layouts of diffusers, kohya and ComfyUI, each read back at once.
+
+`pipeline.lora_files` draws the three layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import diffusers
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from pipeline.errors import TrainingError
+from pipeline.families.files import read_json
+from pipeline.lora_files import LAYOUTS, Layout, LoraModule, layout_file
+from pipeline.training.lora import ADAPTER, adapter_state, delta_weights, lora_modules
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+
+RELOAD_TOLERANCE = 1e-6
+"""Largest difference of a delta weight, relative to the largest delta weight of its module: the files hold
+the very float32 factors, so only the order of a product's additions may differ."""
+
+
+@dataclass(frozen=True)
+class ExportedFile:
+    """One file, verified.
+
+    Attributes:
+        name: In the folder.
+        max_error: Largest relative difference of a delta weight read back, see `RELOAD_TOLERANCE`.
+        num_modules: Modules whose delta weights were compared; all of them.
+    """
+
+    name: str
+    max_error: float
+    num_modules: int
+
+
+class Exporter:
+    """Writes and verifies the files of one run."""
+
+    def __init__(self, family: Family, recipe_name: str, metadata: Mapping[str, str]) -> None:
+        """Keep what all three files share.
+
+        Args:
+            family: Names the modules in each layout.
+            recipe_name: Part of two file names.
+            metadata: Put into each file's header beside the adapter's own.
+        """
+        self._family = family
+        self._name = recipe_name
+        self._metadata = dict(metadata)
+        class_name = read_json(family.folder / "model_index.json")["_class_name"]
+        self._pipeline: Any = getattr(diffusers, class_name)
+        self._component = str(getattr(self._pipeline, "transformer_name", None) or self._pipeline.unet_name)
+
+    def modules(self, denoiser: nn.Module) -> list[LoraModule]:
+        """The modules that have an adapter, with their names in each layout."""
+        described: list[LoraModule] = []
+        for name, module in lora_modules(denoiser):
+            down, up = (cast("nn.Linear", side[ADAPTER]).weight for side in (module.lora_A, module.lora_B))
+            described.append(
+                LoraModule(
+                    name=name,
+                    diffusers=f"{self._component}.{name}",
+                    kohya=self._family.kohya_key(name),
+                    comfyui=self._family.comfyui_key(name),
+                    in_features=down.shape[1],
+                    out_features=up.shape[0],
+                    rank=down.shape[0],
+                    alpha=float(cast("Any", module).lora_alpha[ADAPTER]),
+                )
+            )
+        return described
+
+    def export(self, denoiser: nn.Module, folder: Path) -> list[ExportedFile]:
+        """Write the three files into `folder`, which is emptied first, and read each of them back.
+
+        Raises:
+            TrainingError: A file does not give back the delta weights in memory (FAILURES R06).
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        state = adapter_state(denoiser)
+        modules = self.modules(denoiser)
+        self._save_diffusers(folder, state, cast("Any", denoiser).peft_config[ADAPTER])
+        for layout in ("kohya", "comfyui"):
+            tensors = _keyed(layout, modules, state)
+            save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
+        return self._verified(denoiser, modules, folder)
+
+    def _save_diffusers(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
+        layers = {f"{self._component}_lora_layers": state}
+        adapter = {f"{self._component}_lora_adapter_metadata": _plain(config.to_dict())}
+        self._pipeline.save_lora_weights(save_directory=folder, **layers, **adapter)
+        path = folder / layout_file("diffusers", self._name)
+        header = _metadata_of(path)
+        save_file(load_file(path), path, metadata={**self._metadata, **header})
+
+    def _verified(self, denoiser: nn.Module, modules: list[LoraModule], folder: Path) -> list[ExportedFile]:
+        trained = delta_weights(denoiser)
+        files: list[ExportedFile] = []
+        for layout in LAYOUTS:
+            path = folder / layout_file(layout, self._name)
+            if layout == "comfyui":
+                deltas = _deltas_by_rule(path, modules)
+            else:
+                deltas = self._deltas_by_loader(path, denoiser)
+            files.append(ExportedFile(path.name, _compare(path, trained, deltas), len(deltas)))
+        return files
+
+    def _deltas_by_loader(self, path: Path, denoiser: nn.Module) -> dict[str, Tensor]:
+        """What diffusers' own loader makes of the file, on a denoiser whose base weights take no memory."""
+        skeleton = _skeleton(denoiser)
+        state, alphas, metadata = self._pipeline.lora_state_dict(
+            path.parent, weight_name=path.name, unet_config=skeleton.config, return_lora_metadata=True
+        )
+        skeleton.load_lora_adapter(
+            state,
+            prefix=self._component,
+            network_alphas=alphas,
+            metadata=metadata,
+            adapter_name="reloaded",
+        )
+        return delta_weights(skeleton, "reloaded")
+
+
+def _skeleton(denoiser: nn.Module) -> Any:
+    """The denoiser's modules as configured, each weight a single zero seen from everywhere."""
+    with torch.device("meta"):
+        skeleton = cast("Any", type(denoiser)).from_config(cast("Any", denoiser).config)
+    for module in skeleton.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            module.register_parameter(name, nn.Parameter(zeros, requires_grad=False))
+    return skeleton
+
+
+def _keyed(layout: Layout, modules: list[LoraModule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        down, up, alpha = module.keys(layout)
+        tensors[down] = state[f"{module.name}.lora_A.weight"]
+        tensors[up] = state[f"{module.name}.lora_B.weight"]
+        assert alpha is not None
+        tensors[alpha] = torch.tensor(module.alpha)
+    return tensors
+
+
+def _deltas_by_rule(path: Path, modules: list[LoraModule]) -> dict[str, Tensor]:
+    """What the rule of `pipeline.lora_files` makes of a ComfyUI file."""
+    by_key = {module.comfyui: module.name for module in modules}
+    tensors = load_file(path)
+    deltas: dict[str, Tensor] = {}
+    for key in {name.rsplit(".lora_", 1)[0] for name in tensors if ".lora_" in name}:
+        down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
+        scale = float(tensors[f"{key}.alpha"]) / down.shape[0]
+        deltas[by_key.get(key, key)] = scale * (up.flatten(1) @ down.flatten(1))
+    return deltas
+
+
+def _compare(path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor]) -> float:
+    fix = "report this as a defect, with the versions in provenance.json; the trained weights are kept"
+    if set(trained) != set(reloaded):
+        odd = sorted(set(trained) ^ set(reloaded))
+        what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
+        raise TrainingError(what, where=str(path), fix=fix)
+    worst = 0.0
+    for name, delta in trained.items():
+        scale = float(delta.abs().max()) or 1.0
+        error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
+        if not error <= RELOAD_TOLERANCE:
+            what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
+            raise TrainingError(what, where=str(path), fix=fix)
+        worst = max(worst, error)
+    return worst
+
+
+def _metadata_of(path: Path) -> dict[str, str]:
+    from safetensors import safe_open
+
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata() or {})
+
+
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of peft as JSON can hold it: sets sorted, what is not data left out."""
+    plain: dict[str, Any] = {}
+    for name, value in config.items():
+        kept = sorted(value) if isinstance(value, set) else value
+        try:
+            json.dumps(kept)
+        except TypeError:
+            continue
+        plain[name] = kept
+    return plain

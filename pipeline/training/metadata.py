@@ -1,0 +1,49 @@
+"""What a LoRA file says of itself: the `ss_*` keys that kohya's tools read, and the ModelSpec ones.
+
+ModelSpec: https://github.com/Stability-AI/ModelSpec. Nothing volatile is in it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+    from pipeline.training.order import TrainingOrder
+
+
+def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
+    """The metadata of each exported file, all strings, as the safetensors format asks."""
+    recipe = order.recipe
+    training, lora = recipe.training, recipe.training.lora
+    prediction = family.prediction_type()
+    numbers: dict[str, object] = {
+        "ss_network_module": "networks.lora",
+        "ss_network_dim": lora.rank,
+        "ss_network_alpha": lora.alpha,
+        "ss_output_name": recipe.name,
+        "ss_sd_model_name": recipe.model.base,
+        "ss_num_train_images": sum(item.repeats for item in order.inputs),
+        "ss_steps": training.steps,
+        "ss_max_train_steps": training.steps,
+        "ss_batch_size_per_device": training.batch_size,
+        "ss_gradient_accumulation_steps": training.gradient_accumulation,
+        "ss_learning_rate": training.learning_rate,
+        "ss_lr_scheduler": training.lr_scheduler,
+        "ss_lr_warmup_steps": training.warmup_steps,
+        "ss_optimizer": training.optimizer,
+        "ss_max_grad_norm": training.max_grad_norm,
+        "ss_caption_dropout_rate": recipe.text.caption_dropout,
+        "ss_mixed_precision": recipe.accelerate.mixed_precision,
+        "ss_resolution": f"({recipe.buckets.resolution}, {recipe.buckets.resolution})",
+        "ss_enable_bucket": True,
+        "ss_seed": training.seed,
+        "modelspec.sai_model_spec": "1.0.0",
+        "modelspec.architecture": f"{family.modelspec_architecture()}/lora",
+        "modelspec.implementation": "diffusers",
+        "modelspec.title": recipe.name,
+        "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
+        "modelspec.prediction_type": "v" if prediction == "v_prediction" else prediction,
+        "latentline.run": order.run,
+    }
+    return {name: str(value) for name, value in numbers.items()}
