@@ -1,0 +1,29 @@
+"""`python -m pipeline.entrypoints.train <order.json>`: one process of a training run, under accelerate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.entrypoints.pipes import reporter
+
+
+def main(order_path: Path) -> None:
+    """Train what the order says; ends with status 143 when asked to stop, leaving a checkpoint."""
+    with reporter() as report:
+        import torch
+
+        from pipeline.launching import CPU_THREADS_PER_PROCESS
+        from pipeline.training.loop import train
+        from pipeline.training.order import read_order
+        from pipeline.training.stopping import STOPPED_STATUS, heard_signals
+
+        torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+        with heard_signals() as stop:
+            finished = train(read_order(order_path), report, stop)
+        if not finished:
+            raise SystemExit(STOPPED_STATUS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,208 @@
+"""The model with its adapter and optimizer under accelerate, and the optimizer step they take together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+
+from pipeline.errors import TrainingError
+from pipeline.training.checkpoint import TrainingState
+from pipeline.training.loader import MicroInput
+from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, trainable_weights
+from pipeline.training.loss import sample_losses, share_of_mean
+from pipeline.training.optimizers import make_optimizer, make_schedule
+from pipeline.training.seeding import hash_bits
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+    from pipeline.training.order import TrainingOrder
+    from pipeline.training.plan import StepPlan
+
+BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Of the frozen base weights, by `accelerate.mixed_precision`; LoRA weights are float32 always."""
+
+MAX_NAMED_SAMPLES = 20
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one optimizer step came to, the same on every rank.
+
+    Attributes:
+        loss: Mean over the step's samples.
+        grad_norm: Before it was cut; infinite where fp16's loss scaling left the step out.
+        learning_rate: The one that was used.
+        stop: Whether any rank was asked to end.
+    """
+
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    stop: bool
+
+
+class Engine:
+    """One process's model, optimizer and schedule."""
+
+    def __init__(self, order: TrainingOrder, family: Family) -> None:
+        """Load the base model and put a fresh adapter on it.
+
+        Raises:
+            TrainingError: The precision asked for needs a GPU, or the model takes no adapter.
+        """
+        self._settings = order.recipe.training
+        precision = order.recipe.accelerate.mixed_precision
+        self.accelerator = _accelerator(precision)
+        _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
+        self._family = family
+        self.scheduler: Any = family.load_noise_scheduler()
+        self.denoiser = family.load_denoiser(BASE_DTYPES[precision], str(self.accelerator.device))
+        add_lora(
+            cast("Any", self.denoiser),
+            self._settings.lora,
+            targets=family.lora_targets(),
+            seed=self._settings.seed,
+        )
+        self.denoiser.train()
+        self.weights = trainable_weights(self.denoiser)
+        optimizer = make_optimizer(self.weights, self._settings)
+        self._schedule = make_schedule(optimizer, self._settings)
+        prepared = cast("Any", self.accelerator.prepare(self.denoiser, optimizer))
+        self._model: nn.Module = prepared[0]
+        self._optimizer: Any = prepared[1]
+
+    def step(
+        self, batch: StepPlan, inputs: Iterator[tuple[StepPlan, MicroInput]], *, stop: bool
+    ) -> StepOutcome:
+        """Forward and backward over the step's micro-batches, then the optimizer once.
+
+        Args:
+            batch: The step; its micro-batches are the next ones of `inputs`.
+            inputs: This rank's tensors.
+            stop: Whether this rank was asked to end.
+
+        Raises:
+            TrainingError: The loss or the gradient is not finite. The weights are those before the step; the
+                text names the samples.
+        """
+        seed = hash_bits(32, self._settings.seed, "step", batch.step, self.accelerator.process_index)
+        torch.manual_seed(seed)
+        total = torch.zeros((), device=self.accelerator.device)
+        seen: list[tuple[tuple[str, ...], Tensor]] = []
+        for left in reversed(range(len(batch.micro_batches))):
+            planned, micro = next(inputs)
+            assert planned.step == batch.step, f"inputs of step {planned.step} in step {batch.step}"
+            losses, weights = self._backward(micro, batch.num_samples, last=left == 0)
+            total += (losses * weights).sum()
+            seen.append((micro.sample_ids, losses))
+        flags = torch.stack([total, torch.tensor(float(stop), device=total.device)])
+        summed = cast("Tensor", self.accelerator.reduce(flags, reduction="sum")).tolist()
+        loss = summed[0] / batch.num_samples
+        if not math.isfinite(loss):
+            raise _not_finite(f"the loss of step {batch.step} is {loss}", _odd_samples(seen))
+        learning_rate = float(self._schedule.get_last_lr()[0])
+        grad_norm = self._update(batch)
+        return StepOutcome(loss, grad_norm, learning_rate, stop=summed[1] > 0)
+
+    def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> tuple[Tensor, Tensor]:
+        """(losses, weights), each (B,) and detached; gradients are exchanged after the last one only."""
+        here = micro.to(self.accelerator.device)
+        sync = nullcontext() if last else self.accelerator.no_sync(self._model)
+        with sync:
+            losses = self.losses(here, self._model)
+            share = share_of_mean(
+                losses,
+                here.weights,
+                num_samples=num_samples,
+                num_processes=self.accelerator.num_processes,
+            )
+            self.accelerator.backward(share)
+        return losses.detach(), here.weights
+
+    def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
+        """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
+        family, scheduler = self._family, self.scheduler
+        noisy = family.add_noise(scheduler, micro.latent, micro.noise, micro.timesteps)
+        prediction = family.predict(model, noisy, micro.timesteps, micro.conditions)
+        target = family.target(scheduler, micro.latent, micro.noise, micro.timesteps)
+        return sample_losses(prediction, target)
+
+    def _update(self, batch: StepPlan) -> float:
+        norm = self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm)
+        grad_norm = float(cast("Tensor", norm))
+        if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
+            self._optimizer.zero_grad()
+            names = [slot.sample_id for slot in batch.slots()]
+            raise _not_finite(f"the gradient of step {batch.step} is {grad_norm}", names)
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        return grad_norm
+
+    def state(self, step: int) -> TrainingState:
+        """Copies of all that a resumed run needs, after `step` optimizer steps."""
+        optimizer = {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
+        if self.accelerator.scaler is not None:
+            optimizer["scaler"] = self.accelerator.scaler.state_dict()
+        return TrainingState(step=step, adapter=adapter_state(self.denoiser), optimizer=optimizer)
+
+    def restore(self, state: TrainingState) -> None:
+        """Go on from `state`.
+
+        Raises:
+            TrainingError: It is of another adapter.
+        """
+        load_adapter_state(self.denoiser, state.adapter)
+        self._optimizer.load_state_dict(state.optimizer["optimizer"])
+        self._schedule.load_state_dict(state.optimizer["schedule"])
+        if self.accelerator.scaler is not None and "scaler" in state.optimizer:
+            self.accelerator.scaler.load_state_dict(state.optimizer["scaler"])
+
+    def weights_finite(self) -> bool:
+        """Whether every weight of the adapter is a finite number."""
+        return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
+
+
+def _accelerator(precision: str) -> Accelerator:
+    try:
+        return Accelerator(mixed_precision=precision)
+    except ValueError as err:
+        fix = "use no (float32) or bf16, or train on a GPU that can"
+        where = f"accelerate.mixed_precision: {precision}"
+        raise TrainingError(f"this machine cannot train so: {err}", where=where, fix=fix) from err
+
+
+def _require_world_size(accelerator: Accelerator, asked: int) -> None:
+    if accelerator.num_processes != asked:
+        what = f"{accelerator.num_processes} processes run, the recipe asks for {asked}"
+        fix = "start training through Latentline, which passes the number on to accelerate launch"
+        raise TrainingError(what, where="accelerate.num_processes", fix=fix)
+
+
+def _odd_samples(seen: list[tuple[tuple[str, ...], Tensor]]) -> list[str]:
+    """Sample ids whose loss is not finite, of all ranks."""
+    mine = [
+        name
+        for names, losses in seen
+        for name, loss in zip(names, losses.tolist(), strict=True)
+        if not math.isfinite(loss)
+    ]
+    return sorted(set(cast("list[str]", gather_object(mine))))
+
+
+def _not_finite(what: str, samples: list[str]) -> TrainingError:
+    named = "\n".join(samples[:MAX_NAMED_SAMPLES])
+    more = f"\nand {len(samples) - MAX_NAMED_SAMPLES} more" if len(samples) > MAX_NAMED_SAMPLES else ""
+    fix = (
+        "lower training.learning_rate, use bf16 or no mixed precision, or look at these images; the weights "
+        "from before this step are kept"
+    )
+    return TrainingError(what, where=f"samples:\n{named}{more}", fix=fix)

@@ -1,0 +1,211 @@
+"""Micro-batches from the store, read ahead in threads.
+
+All that is not the model's own work happens here, off the training thread: reading entries, checking their
+shapes against the tables, drawing noise and timesteps, stacking. The trainer holds neither a VAE nor a text
+encoder.
+
+B is the number of slots of one share, C, h, w are the latent's, T and D the text embedding's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.errors import StoreError
+from pipeline.store import EntrySpec, Store
+from pipeline.training.order import TrainingInput, TrainingOrder
+from pipeline.training.plan import Slot, StepPlan, TrainingPlan
+from pipeline.training.seeding import stream
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+
+READERS = 2
+"""Threads that prepare micro-batches; one keeps up with a GPU, the second covers a slow disk."""
+
+AHEAD = 4
+"""Micro-batches that are ready or in the making at most, so that memory does not grow with the plan."""
+
+LATENT = "latent"
+"""Name of the tensor in a latent's entry."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class MicroInput:
+    """One rank's tensors for one forward and backward pass.
+
+    Attributes:
+        sample_ids: Of the B slots.
+        latent: Float32 (B, C, h, w).
+        noise: Like it, from the standard normal distribution.
+        timesteps: (B,), as the family's `draw_timesteps` gives them.
+        conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
+        weights: Float32 (B,): 1, or 0 for a stand-in.
+    """
+
+    sample_ids: tuple[str, ...]
+    latent: Tensor
+    noise: Tensor
+    timesteps: Tensor
+    conditions: dict[str, Tensor]
+    weights: Tensor
+
+    def to(self, device: torch.device) -> MicroInput:
+        """The same on `device`; copies from pinned memory do not block."""
+        move = _mover(device)
+        return MicroInput(
+            sample_ids=self.sample_ids,
+            latent=move(self.latent),
+            noise=move(self.noise),
+            timesteps=move(self.timesteps),
+            conditions={name: move(tensor) for name, tensor in self.conditions.items()},
+            weights=move(self.weights),
+        )
+
+    def pinned(self) -> MicroInput:
+        """The same in page-locked memory, from which a GPU copies by itself."""
+        return MicroInput(
+            sample_ids=self.sample_ids,
+            latent=self.latent.pin_memory(),
+            noise=self.noise.pin_memory(),
+            timesteps=self.timesteps.pin_memory(),
+            conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
+            weights=self.weights.pin_memory(),
+        )
+
+
+class MicroBatchMaker:
+    """Turns shares of a plan into tensors; safe to use from several threads."""
+
+    def __init__(self, order: TrainingOrder, family: Family, scheduler: Any) -> None:
+        """Keep what all shares need; nothing is read yet.
+
+        Args:
+            order: The samples and the seed.
+            family: Draws timesteps.
+            scheduler: From `family.load_noise_scheduler()`.
+        """
+        self._store = Store(order.recipe.cache_dir)
+        self._inputs = {item.sample_id: item for item in order.inputs}
+        self._empty_text = order.empty_text
+        self._seed = order.recipe.training.seed
+        self._family = family
+        self._scheduler = scheduler
+
+    def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
+        """The tensors of one rank's share of one micro-batch.
+
+        A slot's noise and timestep depend on (seed, step, slot index) alone.
+
+        Raises:
+            StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
+                and file.
+        """
+        items = [self._inputs[slot.sample_id] for slot in share]
+        latent = torch.stack([self._latent(item) for item in items])
+        noise = np.stack([self._noise(step, slot, tuple(latent.shape[1:])) for slot in share])
+        uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
+        return MicroInput(
+            sample_ids=tuple(slot.sample_id for slot in share),
+            latent=latent,
+            noise=torch.from_numpy(noise),
+            timesteps=self._family.draw_timesteps(
+                self._scheduler, torch.tensor(uniform, dtype=torch.float64)
+            ),
+            conditions=self._conditions(share, items),
+            weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
+        )
+
+    def _latent(self, item: TrainingInput) -> Tensor:
+        return self._read(item.latent, item.sample_id)[LATENT]
+
+    def _noise(self, step: int, slot: Slot, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return stream(self._seed, "noise", step, slot.index).standard_normal(shape, dtype=np.float32)
+
+    def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
+        texts = [
+            self._read(self._empty_text if slot.drop_caption else item.text, item.sample_id)
+            for slot, item in zip(share, items, strict=True)
+        ]
+        conditions = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+        conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
+        conditions["crop_top_left"] = torch.tensor([item.crop_top_left for item in items])
+        conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in items])
+        return conditions
+
+    def _read(self, spec: EntrySpec, sample_id: str) -> dict[str, Tensor]:
+        return read_entry(self._store, spec, f"sample {sample_id}")
+
+
+def read_entry(store: Store, spec: EntrySpec, whose: str) -> dict[str, Tensor]:
+    """The entry's tensors in float32, each of the shape that the tables say.
+
+    Raises:
+        StoreError: The entry is missing or damaged, or a tensor has another shape; names `whose` and file.
+    """
+    try:
+        stored = store.read_torch(spec)
+    except StoreError as err:
+        raise StoreError(err.what, where=f"{err.where}\nof {whose}", fix=err.fix) from err
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in spec.tensors.items():
+        tensors[name] = stored[name].float()
+        if tuple(tensors[name].shape) != tensor.shape:
+            what = f"{name} has shape {tuple(tensors[name].shape)}, the table says {tensor.shape}"
+            fix = "run the recipe's cache job again"
+            raise StoreError(what, where=f"{spec.kind}/{spec.key}\nof {whose}", fix=fix)
+    return tensors
+
+
+def micro_inputs(
+    plan: TrainingPlan, maker: MicroBatchMaker, *, rank: int, start: int, pin: bool
+) -> Generator[tuple[StepPlan, MicroInput]]:
+    """Each micro-batch of `rank` from step `start` on, in the plan's order, with the step it belongs to.
+
+    Close the generator to end its threads. An error of a thread is raised where its micro-batch would have
+    come.
+    """
+
+    def make(step: int, share: tuple[Slot, ...]) -> MicroInput:
+        made = maker.make(step, share)
+        return made.pinned() if pin else made
+
+    def jobs() -> Iterator[tuple[StepPlan, Callable[[], MicroInput]]]:
+        for step, batch in plan.iterate(start):
+            for micro in batch.micro_batches:
+                share = micro[rank]
+                yield batch, lambda step=step, share=share: make(step, share)
+
+    yield from read_ahead(jobs())
+
+
+def read_ahead(jobs: Iterable[tuple[StepPlan, Callable[[], T]]]) -> Generator[tuple[StepPlan, T]]:
+    """Each job's result, in order, made by `READERS` threads with at most `AHEAD` of them unfetched."""
+    waiting: deque[tuple[StepPlan, Future[T]]] = deque()
+    with ThreadPoolExecutor(READERS, thread_name_prefix="latentline-loader") as pool:
+        try:
+            for batch, job in jobs:
+                waiting.append((batch, pool.submit(job)))
+                if len(waiting) >= AHEAD:
+                    ready, future = waiting.popleft()
+                    yield ready, future.result()
+            while waiting:
+                ready, future = waiting.popleft()
+                yield ready, future.result()
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device, non_blocking=True)

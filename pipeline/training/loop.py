@@ -1,0 +1,239 @@
+"""A launched training process from its order to its result: resume, train, keep, draw, export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate.utils import broadcast_object_list
+
+from pipeline.atomic import write_text
+from pipeline.errors import TrainingError
+from pipeline.families import detect
+from pipeline.runs import RunLayout
+from pipeline.training.checkpoint import (
+    TrainingState,
+    checkpoint_path,
+    load_checkpoint,
+    newest_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
+from pipeline.training.engine import Engine, StepOutcome
+from pipeline.training.export import ExportedFile, Exporter
+from pipeline.training.loader import MicroBatchMaker, MicroInput, micro_inputs
+from pipeline.training.metadata import header_metadata
+from pipeline.training.metrics import MetricsLog
+from pipeline.training.order import TrainingOrder
+from pipeline.training.plan import StepPlan
+from pipeline.training.samples import draw_samples
+
+if TYPE_CHECKING:
+    from pipeline.training.stopping import StopRequest
+
+
+class Report(Protocol):
+    """Takes what there is to say while it runs."""
+
+    def info(self, text: str) -> None:
+        """Say `text`."""
+        ...
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        """Say how far the work is."""
+        ...
+
+
+def train(order: TrainingOrder, report: Report, stop: StopRequest) -> bool:
+    """Train to the plan's last step and leave the exported files and `result.json`, or stop when asked to.
+
+    Every rank runs it. What lies in the run's folder is gone on from.
+
+    Returns:
+        True when the plan is done; False when it stopped, leaving a checkpoint.
+
+    Raises:
+        TrainingError: The loss is not finite, a file does not read back, or a setting cannot be met.
+        StoreError: An entry of the cache is missing or damaged.
+    """
+    return _Run(order, report).train(stop)
+
+
+class _Run:
+    """One process's training of one run."""
+
+    def __init__(self, order: TrainingOrder, report: Report) -> None:
+        self.order = order
+        self.plan = order.plan()
+        self.family = detect(order.base)
+        self.engine = Engine(order, self.family)
+        self.main = self.engine.accelerator.is_main_process
+        self.report = report
+        self.paths = RunLayout(order.folder)
+        self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
+        self.warnings: list[str] = []
+        self.started_at_s = 0.0
+        self.resumed_from = 0
+
+    def train(self, stop: StopRequest) -> bool:
+        start = self._resume()
+        self.started_at_s = time.time()
+        with MetricsLog(self.paths.metrics) as metrics, closing(self._inputs(start)) as inputs:
+            done = self._steps(start, inputs, metrics, stop)
+        finished = done == len(self.plan)
+        if finished and self.main:
+            self._finish()
+        self.engine.accelerator.wait_for_everyone()
+        return finished
+
+    def _inputs(self, start: int) -> Generator[tuple[StepPlan, MicroInput]]:
+        maker = MicroBatchMaker(self.order, self.family, self.engine.scheduler)
+        accelerator = self.engine.accelerator
+        pin = accelerator.device.type == "cuda"
+        return micro_inputs(self.plan, maker, rank=accelerator.process_index, start=start, pin=pin)
+
+    def _steps(
+        self,
+        start: int,
+        inputs: Generator[tuple[StepPlan, MicroInput]],
+        metrics: MetricsLog,
+        stop: StopRequest,
+    ) -> int:
+        """Train from `start`; the number of steps done by the end, fewer than planned when asked to stop."""
+        done = start
+        for number, batch in self.plan.iterate(start):
+            if done == start and self._anyone_stops(stop):
+                break
+            begun_s = time.perf_counter()
+            try:
+                outcome = self.engine.step(batch, inputs, stop=stop.requested)
+            except TrainingError:
+                self._keep_last_good(done)
+                raise
+            done = number + 1
+            if self.main:
+                self._note(batch, outcome, metrics, time.perf_counter() - begun_s)
+                self._keep(done, metrics, stopping=outcome.stop)
+                self._draw(done)
+            if outcome.stop:
+                break
+        if done < len(self.plan) and self.main:
+            self.report.info(f"asked to stop: {done} of {len(self.plan)} steps are done and kept")
+        return done
+
+    def _anyone_stops(self, stop: StopRequest) -> bool:
+        """Whether any rank was asked to stop already; all are asked, so that none waits alone."""
+        flag = torch.tensor(float(stop.requested), device=self.engine.accelerator.device)
+        summed: Any = self.engine.accelerator.reduce(flag, reduction="sum")
+        return bool(summed > 0)
+
+    def _resume(self) -> int:
+        """Steps done already: those of the newest valid checkpoint, chosen by the first rank for all."""
+        choice: list[int | None] = [None]
+        if self.main:
+            remove_leftovers(self.paths.checkpoints)
+            found = newest_checkpoint(
+                self.paths.checkpoints, self.order.run, last_step=len(self.plan), log=self._warn
+            )
+            choice = [found.step if found else None]
+            if found is None:
+                self._rehearse()
+        broadcast_object_list(choice)
+        self._say_start(choice[0])
+        if choice[0] is None:
+            return 0
+        path = checkpoint_path(self.paths.checkpoints, choice[0])
+        self.engine.restore(load_checkpoint(path, self.order.run))
+        self.resumed_from = choice[0]
+        return choice[0]
+
+    def _say_start(self, resumed: int | None) -> None:
+        if not self.main:
+            return
+        numbers = ", ".join(f"{name} {value}" for name, value in self.plan.numbers().items())
+        weights = sum(weight.numel() for weight in self.engine.weights)
+        device = self.engine.accelerator.device
+        self.report.info(f"training {weights} LoRA weights on {device}: {numbers}")
+        if resumed:
+            self.report.info(f"going on after step {resumed}, from its checkpoint")
+
+    def _rehearse(self) -> None:
+        """Save, reload and export before the first step: none of it fails for the first time at the end.
+
+        FAILURES R08.
+        """
+        state = self.engine.state(0)
+        path = save_checkpoint(self.paths.checkpoints, self.order.run, state)
+        reloaded = load_checkpoint(path, self.order.run)
+        same = all(torch.equal(weight, reloaded.adapter[name]) for name, weight in state.adapter.items())
+        if not same or set(state.adapter) != set(reloaded.adapter):
+            fix = "see that output_dir lies on a working disk"
+            what = "a checkpoint does not read back as it was saved"
+            raise TrainingError(what, where=str(path), fix=fix)
+        rehearsal = self.paths.exported.with_name("lora.rehearsal")
+        self.exporter.export(self.engine.denoiser, rehearsal)
+        shutil.rmtree(rehearsal)
+
+    def _keep_last_good(self, done: int) -> None:
+        if self.main and self.engine.weights_finite():
+            self._save(self.engine.state(done))
+
+    def _save(self, state: TrainingState) -> None:
+        save_checkpoint(self.paths.checkpoints, self.order.run, state)
+
+    def _keep(self, done: int, metrics: MetricsLog, *, stopping: bool) -> None:
+        due = done % self.order.recipe.training.checkpoint_every == 0
+        if due or stopping or done == len(self.plan):
+            metrics.sync()
+            self._save(self.engine.state(done))
+
+    def _note(self, batch: StepPlan, outcome: StepOutcome, metrics: MetricsLog, seconds: float) -> None:
+        metrics.append(
+            {
+                "step": batch.step,
+                "epoch": batch.epoch,
+                "samples": batch.num_samples,
+                "loss": outcome.loss,
+                "learning_rate": outcome.learning_rate,
+                "grad_norm": outcome.grad_norm,
+                "seconds": round(seconds, 4),
+            }
+        )
+        text = f"steps, loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
+        self.report.progress(batch.step + 1, len(self.plan), text)
+
+    def _draw(self, done: int) -> None:
+        every = self.order.recipe.training.sample_every
+        if every > 0 and (done % every == 0 or done == len(self.plan)):
+            draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
+
+    def _warn(self, text: str) -> None:
+        self.warnings.append(text)
+        self.report.info(f"warning: {text}")
+
+    def _finish(self) -> None:
+        files = self.exporter.export(self.engine.denoiser, self.paths.exported)
+        self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")
+        write_text(self.paths.result, json.dumps(self._result(files), indent=2) + "\n")
+
+    def _result(self, files: list[ExportedFile]) -> dict[str, Any]:
+        device = self.engine.accelerator.device
+        peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        return {
+            "run": self.order.run,
+            "steps": len(self.plan),
+            "resumed_from": self.resumed_from,
+            "started_at_s": self.started_at_s,
+            "device": str(device),
+            "num_weights": sum(weight.numel() for weight in self.engine.weights),
+            "peak_memory_bytes": peak_bytes,
+            "files": [asdict(file) for file in files],
+            "modules": [module.as_json() for module in self.exporter.modules(self.engine.denoiser)],
+            "warnings": self.warnings,
+        }

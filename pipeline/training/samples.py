@@ -1,0 +1,80 @@
+"""Sample pictures while training: what the adapter makes of a few captions by now.
+
+They are drawn from cached text embeddings; the VAE is loaded for them and dropped again. A picture that
+cannot be drawn is a warning, never the end of a run (FAILURES R09).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.atomic import write_through
+from pipeline.geometry import Size
+from pipeline.store import Store
+from pipeline.training.loader import read_entry
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+    from pipeline.training.engine import Engine
+    from pipeline.training.order import TrainingOrder
+
+DRAWING_STEPS = 20
+
+
+def draw_samples(
+    order: TrainingOrder, family: Family, engine: Engine, *, step: int, warn: Callable[[str], None]
+) -> list[Path]:
+    """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
+
+    A picture depends on the adapter, its prompt and the recipe's seed: those of two steps can be compared.
+    The model's mode and random state are as before.
+
+    Args:
+        order: Names prompts, sizes and the seed.
+        family: Draws.
+        engine: Holds the denoiser with its adapter.
+        step: Optimizer steps done; part of the names.
+        warn: Takes what went wrong.
+
+    Returns:
+        The files written; fewer than there are prompts when something went wrong.
+    """
+    drawn: list[Path] = []
+    engine.denoiser.eval()
+    try:
+        for number, path in enumerate(_paths(order, step)):
+            drawn.append(_draw(order, family, engine, number, path))
+    except Exception as err:  # whatever a preview dies of, training goes on
+        warn(f"a sample picture of step {step} could not be drawn: {type(err).__name__}: {err}")
+    finally:
+        engine.denoiser.train()
+    return drawn
+
+
+def _paths(order: TrainingOrder, step: int) -> list[Path]:
+    folder = order.folder / "samples"
+    return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
+
+
+def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, path: Path) -> Path:
+    store = Store(order.recipe.cache_dir)
+    prompt = order.prompts[number]
+    text = read_entry(store, prompt.text, f"prompt {prompt.caption!r}")
+    empty_text = read_entry(store, order.empty_text, "the empty caption")
+    device = str(engine.accelerator.device)
+    with torch.random.fork_rng(), engine.accelerator.autocast():
+        pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
+        picture = family.draw(
+            pipeline,
+            text,
+            empty_text,
+            size=Size(*prompt.size_hw),
+            steps=DRAWING_STEPS,
+            seed=order.recipe.training.seed,
+        )
+    write_through(path, lambda file: picture.save(file, format="PNG"))
+    return path

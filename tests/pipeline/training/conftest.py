@@ -1,0 +1,168 @@
+"""A small project with a complete cache, made without the stages that fill it: training alone is tested."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from pipeline.entries import Entries, stat_columns
+from pipeline.families.tiny import make_tiny
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.store import EntrySpec
+from pipeline.tables import SCHEMAS, Tables, frame
+from pipeline.training.order import TrainingOrder
+from pipeline.training.run import sample_prompts, training_inputs
+
+SIZES = {"64x64": 5, "64x128": 3}
+"""Samples by bucket: with batches of 2 both have a partial one."""
+
+
+@dataclass
+class Project:
+    """A recipe whose cache is complete, and its tables."""
+
+    recipe: Recipe
+    latents: pl.DataFrame
+    text: pl.DataFrame
+
+    def order(self, run: str = "0123456789abcdef") -> TrainingOrder:
+        entries = Entries(self.recipe)
+        inputs = training_inputs(self.recipe, entries, self.latents, self.text)
+        prompts = sample_prompts(self.recipe, entries, inputs)
+        return TrainingOrder(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
+
+    def changed(self, output: str, *, num_processes: int = 1, **training: Any) -> Project:
+        """The same cache under another recipe: other training settings, another output folder."""
+        settings = self.recipe.training.model_copy(update=training)
+        accelerate = self.recipe.accelerate.model_copy(update={"num_processes": num_processes})
+        update = {
+            "training": settings,
+            "accelerate": accelerate,
+            "output_dir": self.recipe.output_dir.with_name(output),
+        }
+        recipe = self.recipe.model_copy(update=update)
+        other = Project(recipe, self.latents, self.text)
+        write_tables(other)
+        return other
+
+
+@pytest.fixture(scope="session")
+def tiny_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of tiny base models by prediction type."""
+    folder = tmp_path_factory.mktemp("bases")
+    for kind in ("epsilon", "v_prediction"):
+        make_tiny(folder / kind, prediction_type=kind)
+    return {kind: folder / kind for kind in ("epsilon", "v_prediction")}
+
+
+@pytest.fixture
+def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., Project]:
+    """Makes a project below the test's own folder; keyword arguments are settings of `training`."""
+
+    def make(
+        *,
+        prediction: str = "epsilon",
+        sizes: dict[str, int] | None = None,
+        dropout: float = 0.25,
+        **training: Any,
+    ) -> Project:
+        settings = {"steps": 6, "batch_size": 2, "gradient_accumulation": 2, "seed": 7, "learning_rate": 1e-2}
+        settings |= {
+            "sample_every": 0,
+            "checkpoint_every": 100,
+            "lora": {"rank": 4, "alpha": 2.0},
+            **training,
+        }
+        values = {
+            "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
+            "cache_dir": tmp_path / "cache",
+            "output_dir": tmp_path / "output",
+            "model": {"base": str(tiny_bases[prediction])},
+            "buckets": {"resolution": 64, "step": 64},
+            "text": {"caption_dropout": dropout},
+            "training": settings,
+        }
+        recipe = recipe_from_mapping("demo", values)
+        latents, text = fill_cache(recipe, sizes or SIZES)
+        project = Project(recipe, latents, text)
+        write_tables(project)
+        return project
+
+    return make
+
+
+def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Random latents and text embeddings for every sample and the empty caption; the two tables."""
+    entries = Entries(recipe)
+    latents: list[dict[str, Any]] = []
+    text: list[dict[str, Any]] = []
+    put(entries, entries.text(""))
+    for bucket, number in sizes.items():
+        for index in range(number):
+            row = geometry_row(bucket, index)
+            ids = {name: row[name] for name in ("sample_id", "dataset", "path")}
+            spec = entries.latent(row)
+            channels, height, width = spec.tensors["latent"].shape
+            shape = {"latent_channels": channels, "latent_height": height, "latent_width": width}
+            latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
+            caption = f"photograph {index} of {bucket}"
+            counts = {"num_tokens": 7, "num_cut": 0}
+            text.append({**ids, "caption": caption, **counts, **put(entries, entries.text(caption))})
+    return frame("vae_latents", latents), frame("text_embeddings", text)
+
+
+def geometry_row(bucket: str, index: int) -> dict[str, Any]:
+    height, width = (int(edge) for edge in bucket.split("x"))
+    path = f"{bucket}-{index}.jpg"
+    return {
+        "sample_id": f"photos/{path}",
+        "dataset": "photos",
+        "path": path,
+        "content_hash": hashlib.sha256(path.encode()).hexdigest(),
+        "height": height + 10,
+        "width": width,
+        "bucket": bucket,
+        "resized_height": height + 10,
+        "resized_width": width,
+        "crop_top": 5,
+        "crop_left": 0,
+        "target_height": height,
+        "target_width": width,
+    }
+
+
+def put(entries: Entries, spec: EntrySpec) -> dict[str, Any]:
+    """Write random values as the entry; the table's columns that tell of it."""
+    rng = np.random.default_rng(int(spec.key[:8], 16))
+    arrays = {
+        name: rng.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in spec.tensors.items()
+    }
+    entries.store.write(spec, arrays, {"made_by": "a test"})
+    stat = entries.store.check(spec).stat
+    assert stat is not None
+    dtype = next(iter(spec.tensors.values())).dtype
+    return {"key": spec.key, "dtype": dtype, **stat_columns(stat)}
+
+
+def write_tables(project: Project) -> None:
+    """All tables up to the two caches, as the stages would have left them."""
+    tables = Tables(project.recipe.output_dir)
+    captions = dict(project.text.select("sample_id", "caption").iter_rows())
+    rows = [{**row, "caption": captions[row["sample_id"]]} for row in project.latents.to_dicts()]
+    for asset in ("validated_dataset", "aspect_buckets"):
+        tables.write(asset, frame(asset, [as_row(asset, row) for row in rows]))
+    tables.write("vae_latents", project.latents)
+    tables.write("text_embeddings", project.text)
+
+
+def as_row(asset: str, known: dict[str, Any]) -> dict[str, Any]:
+    """A row of `asset`: what is known, and something of the right type where training does not look."""
+    columns = SCHEMAS[asset].items()
+    return {name: known.get(name, "" if kind == pl.String else 0) for name, kind in columns}
