@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
 
 from assets.isolation import require_isolated
 from assets.last_words import failures_stated
@@ -21,7 +21,7 @@ def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
     ins = {"validated": AssetIn(key=asset_key(recipe, "validated_dataset"))}
 
     @asset(**asset_settings(recipe, "aspect_buckets", DESCRIPTION), ins=ins, kinds={"polars"})
-    def bucketed(context: AssetExecutionContext, validated: Any) -> Iterator[Output[Any]]:
+    def bucketed(context: AssetExecutionContext, validated: Any) -> Iterator[MaterializeResult[Any]]:
         from pipeline.buckets import assign_buckets
 
         with failures_stated():

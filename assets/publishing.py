@@ -8,8 +8,8 @@ from typing import Any
 
 from dagster import (
     DataVersion,
+    MaterializeResult,
     MetadataValue,
-    Output,
     TableColumn,
     TableMetadataValue,
     TableRecord,
@@ -26,8 +26,8 @@ MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 20
 
 
-def publish(recipe: Recipe, asset: str, result: StageResult) -> Output[Any]:
-    """The asset's output: writes its rejected rows and its report, and describes the table.
+def publish(recipe: Recipe, asset: str, result: StageResult) -> MaterializeResult[Any]:
+    """The asset's result: writes its rejected rows and its report, and describes the table.
 
     The data version is a hash of what the table says, so that making the same table again leaves everything
     downstream as fresh as it was.
@@ -42,7 +42,8 @@ def publish(recipe: Recipe, asset: str, result: StageResult) -> Output[Any]:
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
         "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
     }
-    return Output(result.table, metadata=metadata, data_version=DataVersion(content_version(result.table)))
+    version = DataVersion(content_version(result.table))
+    return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
 
 
 def content_version(table: Any) -> str:

@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetCheckResult, AssetCheckSpec, AssetExecutionContext, AssetsDefinition, Output, asset
+from dagster import (
+    AssetCheckResult,
+    AssetCheckSpec,
+    AssetExecutionContext,
+    AssetsDefinition,
+    MaterializeResult,
+    asset,
+)
 
 from assets.isolation import isolation_result, require_isolated
 from assets.last_words import failures_stated
@@ -23,9 +30,8 @@ def raw_images(recipe: Recipe) -> AssetsDefinition:
     )
 
     @asset(**asset_settings(recipe, "raw_images", DESCRIPTION), check_specs=[isolation], kinds={"polars"})
-    def scanned(context: AssetExecutionContext) -> Iterator[AssetCheckResult | Output[Any]]:
+    def scanned(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         from pipeline.ingest.discover import scan
-
         from pipeline.tables import Tables
 
         with failures_stated():

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
 
 from assets.isolation import require_isolated
 from assets.last_words import failures_stated
@@ -25,7 +25,7 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
     @asset(**asset_settings(recipe, "trained_lora", DESCRIPTION), ins=ins, kinds={"pytorch", "huggingface"})
     def trained(
         context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
-    ) -> Iterator[Output[Any]]:
+    ) -> Iterator[MaterializeResult[Any]]:
         from pipeline.training.run import train_lora
 
         with failures_stated():

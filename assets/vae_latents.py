@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
 
 from assets.isolation import require_isolated
 from assets.last_words import failures_stated
@@ -24,7 +24,7 @@ def vae_latents(recipe: Recipe) -> AssetsDefinition:
     @asset(**asset_settings(recipe, "vae_latents", DESCRIPTION), ins=ins, kinds={"pytorch"})
     def cached(
         context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
-    ) -> Iterator[Output[Any]]:
+    ) -> Iterator[MaterializeResult[Any]]:
         from pipeline.encode.latents import cache_latents
         from pipeline.tables import Tables
 

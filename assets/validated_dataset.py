@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Output, asset
+from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
 
 from assets.isolation import require_isolated
 from assets.last_words import failures_stated
@@ -19,7 +19,7 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
     ins = {"raw": AssetIn(key=asset_key(recipe, "raw_images"))}
 
     @asset(**asset_settings(recipe, "validated_dataset", DESCRIPTION), ins=ins, kinds={"polars"})
-    def validated(context: AssetExecutionContext, raw: Any) -> Iterator[Output[Any]]:
+    def validated(context: AssetExecutionContext, raw: Any) -> Iterator[MaterializeResult[Any]]:
         from pipeline.ingest.validate import validate
 
         from pipeline.tables import Tables
