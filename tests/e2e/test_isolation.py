@@ -1,0 +1,62 @@
+"""L01: whatever the spelling, nothing is written, and both paths are named."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from dagster import AssetKey
+
+Contents = dict[str, bytes]
+
+
+def contents(folder: Path) -> Contents:
+    return {os.path.relpath(path, folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def linked(root: Path) -> str:
+    (root / "link").symlink_to(root / "data")
+    return str(root / "link")
+
+
+SPELLINGS: dict[str, Callable[[Path], str]] = {
+    "inside the dataset": lambda root: str(root / "data" / "cache"),
+    "the dataset inside it": str,
+    "the same folder": lambda root: str(root / "data"),
+    "by a trailing slash": lambda root: f"{root}/data/",
+    "by dots": lambda root: f"{root}/out/../data",
+    "by a symlink": linked,
+    "inside a symlink": lambda root: f"{linked(root)}/cache",
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_L01_a_cache_that_meets_the_dataset_closes_the_gate_before_any_file(fresh, spelling: str) -> None:
+    cache_dir = SPELLINGS[spelling](fresh.root)
+    fresh.recipe(cache_dir=cache_dir)
+    before = contents(fresh.root)
+    result = fresh.execute("train")
+    assert not result.success
+    assert contents(fresh.root) == before
+    [evaluation] = result.get_asset_check_evaluations()
+    assert (evaluation.check_name, evaluation.passed) == ("path_isolation", False)
+    assert evaluation.asset_key == AssetKey(["small", "raw_images"])
+    assert cache_dir.rstrip("/") in str(evaluation.description)
+    assert str(fresh.data) in str(evaluation.description)
+    assert [event.step_key for event in result.get_step_failure_events()] == ["small__raw_images"]
+
+
+def test_L01_on_the_command_line_the_status_is_not_0_and_the_last_lines_name_both_paths(fresh) -> None:
+    fresh.recipe(cache_dir=str(fresh.data / "cache"))
+    before = contents(fresh.root)
+    done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    assert done.returncode != 0
+    assert contents(fresh.root) == before
+    last = done.stderr.rstrip().rsplit("\n\n", 1)[-1]
+    assert last.startswith("PathIsolationError: ")
+    assert str(fresh.data / "cache") in last
+    assert "  where: " in last
+    assert "  fix:   " in last
+    assert "Traceback" not in last
