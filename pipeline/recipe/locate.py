@@ -34,19 +34,19 @@ class Document:
 
     Attributes:
         data: Mappings, lists, text, numbers, booleans and None; None for an empty or unreadable document.
-        lines: The line, from 1, in which each key or list item stands; `()` is the document itself.
+        lines: The line, from 1, in which each key or list item stands; `()` is where the first one does.
         flaws: What is wrong with the document as YAML, in the order of its lines.
     """
 
     data: Any = None
-    lines: dict[KeyPath, int] = field(default_factory=lambda: {(): 1})
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
     flaws: list[Flaw] = field(default_factory=list)
 
     def line(self, path: KeyPath) -> int:
         """The line of `path`, or of the nearest section above it that is in the document."""
-        while path not in self.lines:
+        while path and path not in self.lines:
             path = path[:-1]
-        return self.lines[path]
+        return self.lines.get(path, 1)
 
 
 def parse(text: str) -> Document:
@@ -128,7 +128,13 @@ class _Reader:
             if not isinstance(key_node, ScalarNode):
                 self._flaw(path, key_node, "a key is a list or a mapping", "use text as the key")
                 continue
-            key = str(key_node.value)
+            try:
+                key = _text(str(key_node.value))
+            except ValueError as error:
+                self._flaw(
+                    path, key_node, f"{_quoted(str(key_node.value))} is no key: {error}", "use letters"
+                )
+                continue
             here = (*path, key)
             if key in values:
                 first = self._document.lines[here]
@@ -167,10 +173,22 @@ class _Reader:
             self._flaw(path, node, f"the tag {node.tag} is not known", "remove it")
             return None
         try:
-            return self._scalars.construct_object(node)
+            value = self._scalars.construct_object(node)
+            return value if not isinstance(value, str) else _text(value)
         except (YAMLError, ValueError) as error:
-            self._flaw(path, node, f"{str(node.value)[:40]} is no value: {error}", "write a plain value")
+            self._flaw(path, node, f"{_quoted(str(node.value))} is no value: {error}", "write a plain value")
             return None
 
     def _flaw(self, path: KeyPath, node: Node, what: str, fix: str) -> None:
         self._document.flaws.append(Flaw(path, node.start_mark.line + 1, what, fix))
+
+
+def _text(text: str) -> str:
+    """`text`; ValueError where an escape made half a character of it, which no file can hold."""
+    text.encode("utf-8")
+    return text
+
+
+def _quoted(text: str) -> str:
+    """The beginning of `text`, escaped where a terminal cannot show it."""
+    return text[:40] if text[:40].isprintable() else repr(text[:40])

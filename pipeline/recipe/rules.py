@@ -106,7 +106,7 @@ def check_suffix(value: str) -> str:
 def check_encoding(value: str) -> str:
     """`value` if Python decodes text by that name."""
     try:
-        b"".decode(value)
+        "a".encode(value)
     except (LookupError, ValueError):
         reject(f"{value!r} is no text encoding that Python knows", "use utf-8, utf-16, cp1252 or latin-1")
     return value

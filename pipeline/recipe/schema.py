@@ -35,6 +35,8 @@ NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Of a recipe: it becomes part of asset, job and file names."""
 
 MAX_EDGE_PX = 16_384
+MAX_COUNT = 1_000_000_000
+"""Of steps, samples and processes: anything above is a slip of the hand."""
 
 
 class Settings(BaseModel):
@@ -101,6 +103,7 @@ class DatasetSettings(Settings):
     repeats: int = Field(
         default=1,
         ge=1,
+        le=MAX_COUNT,
         description="How often training sees each image in one epoch; cached once all the same.",
     )
 
@@ -189,22 +192,31 @@ class LoraSettings(Settings):
 class TrainingSettings(Settings):
     """How the LoRA is trained; each of these is part of the run's fingerprint."""
 
-    steps: int = Field(default=1000, ge=1, description="Optimizer steps.")
-    batch_size: int = Field(default=1, ge=1, description="Samples a process takes in one forward pass.")
-    gradient_accumulation: int = Field(default=1, ge=1, description="Forward passes in one optimizer step.")
+    steps: int = Field(default=1000, ge=1, le=MAX_COUNT, description="Optimizer steps.")
+    batch_size: int = Field(
+        default=1, ge=1, le=MAX_COUNT, description="Samples a process takes in one forward pass."
+    )
+    gradient_accumulation: int = Field(
+        default=1, ge=1, le=MAX_COUNT, description="Forward passes in one optimizer step."
+    )
     learning_rate: float = Field(default=1e-4, gt=0.0, description="After warm-up, before any decay.")
     optimizer: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="What the learning rate does after warm-up: stay, or go down to zero."
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Steps in which the learning rate rises from zero; at most steps."
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Steps in which the learning rate rises from zero; at most steps.",
     )
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
     seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")
-    checkpoint_every: int = Field(default=250, ge=1, description="Steps between two checkpoints.")
+    checkpoint_every: int = Field(
+        default=250, ge=1, le=MAX_COUNT, description="Steps between two checkpoints."
+    )
     sample_every: int = Field(
-        default=250, ge=0, description="Steps between two sets of preview pictures; 0: none."
+        default=250, ge=0, le=MAX_COUNT, description="Steps between two sets of preview pictures; 0: none."
     )
     sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Prompts of the preview pictures; empty: the first captions are used."
@@ -223,7 +235,7 @@ class TrainingSettings(Settings):
 class AccelerateSettings(Settings):
     """What `accelerate launch` is given."""
 
-    num_processes: int = Field(default=1, ge=1, description="Processes, one a GPU.")
+    num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Processes, one a GPU.")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field(
         default="no", description="Number format of forward and backward passes; LoRA weights stay float32."
     )

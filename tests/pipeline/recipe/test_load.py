@@ -1,0 +1,240 @@
+"""Recipes load from files, or one error lists every mistake with file, line, key and fix."""
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+
+GOOD = """datasets:
+  - {name: photos, path: data/photos}
+output_dir: outputs/NAME
+model: {base: owner/name}
+"""
+
+THREE_MISTAKES = """datasets:
+  - name: photos
+    path: data/photos
+    repeats: eight
+output_dir: outputs/x
+model: {base: owner/name}
+buckets: {resolution: 1000, step: 64}
+recache:
+  enabled: "False"
+"""
+
+
+def write(folder: Path, name: str, text: str = GOOD) -> Path:
+    file = folder / f"{name}.yaml"
+    file.write_text(text.replace("NAME", name), encoding="utf-8")
+    return file
+
+
+def refusal(file: Path) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(file)
+    return str(caught.value)
+
+
+def test_a_recipe_has_its_name_file_and_absolute_paths(tmp_path: Path):
+    file = write(tmp_path, "flowers")
+    recipe = load_recipe(file)
+    assert (recipe.name, recipe.source) == ("flowers", file)
+    assert recipe.datasets[0].path == project_root() / "data/photos"
+    assert recipe.cache_dir == project_root() / ".cache/latentline"
+    assert recipe.output_dir == project_root() / "outputs/flowers"
+
+
+def test_paths_keep_links_and_dots_as_written(tmp_path: Path):
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    text = GOOD.replace("data/photos", f"{link}/../x").replace("outputs/NAME", "~/out")
+    recipe = load_recipe(write(tmp_path, "x", text))
+    assert str(recipe.datasets[0].path) == f"{link}/../x"
+    assert recipe.output_dir == Path.home() / "out"
+
+
+def test_three_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path):
+    file = write(tmp_path, "wrong", THREE_MISTAKES)
+    assert (
+        refusal(file)
+        == f"""3 mistakes in {file}
+
+  repeats is the text "eight", and must be a whole number
+    where: {file}:4, datasets[0].repeats
+    fix:   write a whole number, such as 1
+
+  resolution 1000 is not a multiple of step 64
+    where: {file}:7, buckets.resolution
+    fix:   use 960 or 1024, or set buckets.step to 8 or 40
+
+  enabled is the text "False", and must be true or false
+    where: {file}:9, recache.enabled
+    fix:   write false, without quotes
+
+  where: {file}
+  fix:   correct all 3, each as its own fix says"""
+    )
+
+
+def test_a_single_mistake_is_told_without_a_list(tmp_path: Path):
+    file = write(tmp_path, "x", GOOD + "cachedir: y\n")
+    assert (
+        refusal(file)
+        == f"unknown key cachedir\n  where: {file}:5, cachedir\n  fix:   did you mean cache_dir?"
+    )
+
+
+def test_a_recipe_inside_the_project_is_named_from_its_root():
+    error = refusal(project_root() / "configs" / "not-there.yaml")
+    assert "configs/not-there.yaml" in error
+    assert str(project_root()) not in error
+
+
+def test_yaml_flaws_and_wrong_values_are_reported_together_by_line(tmp_path: Path):
+    text = GOOD + "training: {steps: 0}\nmodel: {base: other/name}\ntext: {caption_dropout: 2}\n"
+    error = refusal(write(tmp_path, "x", text))
+    lines = [line.partition(".yaml:")[2] for line in error.splitlines() if ".yaml:" in line]
+    assert lines == ["5, training.steps", "6, model", "7, text.caption_dropout"]
+    assert "model is given twice, first in line 4" in error
+
+
+@pytest.mark.parametrize(
+    ("content", "what", "where"),
+    [
+        (b"", "the recipe is empty", ":1"),
+        (b"# only a comment\n", "the recipe is empty", ":1"),
+        (b"- 1\n", "the recipe is no mapping of keys", ":1"),
+        (b"just text", "the recipe is no mapping of keys", ":1"),
+        (b"a: 1\nb: caf\xe9\n", "the recipe is not UTF-8: byte 0xe9", ":2"),
+        (b"a: [1\nb: 2\n", "not valid YAML", ":2"),
+    ],
+)
+def test_a_file_that_is_no_recipe_is_refused_in_its_own_words(
+    tmp_path: Path, content: bytes, what: str, where: str
+):
+    file = tmp_path / "x.yaml"
+    file.write_bytes(content)
+    error = refusal(file)
+    assert error.startswith(what)
+    assert f"where: {file}{where}" in error
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path):
+    file = tmp_path / "x.yaml"
+    file.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert load_recipe(file).name == "x"
+
+
+@pytest.mark.parametrize("stem", ["my-flowers", "my flowers", "blümchen", "a.b"])
+def test_a_name_that_dagster_cannot_use_is_refused_with_one_that_it_can(tmp_path: Path, stem: str):
+    error = refusal(write(tmp_path, stem, GOOD))
+    assert repr(stem) in error
+    proposed = error.partition("for example to ")[2].strip().removesuffix(".yaml")
+    assert write(tmp_path, proposed).exists()
+    assert load_recipe(tmp_path / f"{proposed}.yaml").name == proposed
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
+    (tmp_path / "folder.yaml").mkdir()
+    assert "cannot be read: No such file" in refusal(tmp_path / "absent.yaml")
+    assert "cannot be read: Is a directory" in refusal(tmp_path / "folder.yaml")
+
+
+def test_recipes_are_the_yaml_files_directly_in_the_folder_by_name(tmp_path: Path):
+    (tmp_path / "examples").mkdir()
+    for name in ("b", "a", "examples/c", "._a", ".hidden"):
+        write(tmp_path, name)
+    (tmp_path / "notes.txt").write_text("no recipe", encoding="utf-8")
+    assert [recipe.name for recipe in load_recipes(tmp_path)] == ["a", "b"]
+
+
+def test_a_recipe_that_ends_in_yml_is_not_passed_over_in_silence(tmp_path: Path):
+    write(tmp_path, "a").rename(tmp_path / "a.yml")
+    with pytest.raises(RecipeError, match=r"rename it to a\.yaml"):
+        load_recipes(tmp_path)
+
+
+def test_mistakes_of_all_recipes_are_reported_at_once(tmp_path: Path):
+    write(tmp_path, "good")
+    for name in ("first", "second"):
+        write(tmp_path, name, THREE_MISTAKES)
+    with pytest.raises(RecipeError) as caught:
+        load_recipes(tmp_path)
+    error = str(caught.value)
+    assert error.startswith("6 mistakes in 2 recipes")
+    for name in ("first", "second"):
+        for line in (4, 7, 9):
+            assert f"{name}.yaml:{line}, " in error
+
+
+def test_two_recipes_with_one_output_folder_are_refused(tmp_path: Path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    write(tmp_path, "a", GOOD.replace("outputs/NAME", f"{tmp_path}/real"))
+    second = write(tmp_path, "b", GOOD.replace("outputs/NAME", f"{tmp_path}/link/"))
+    with pytest.raises(RecipeError, match="output_dir is also the output_dir of recipe a") as caught:
+        load_recipes(tmp_path)
+    assert f"{second}:3, output_dir" in str(caught.value)
+
+
+def test_the_folder_of_recipes_can_be_chosen_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("LATENTLINE_CONFIGS", raising=False)
+    assert recipes_dir() == project_root() / "configs"
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path))
+    write(tmp_path, "chosen")
+    assert [recipe.name for recipe in load_recipes()] == ["chosen"]
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "absent"))
+    with pytest.raises(RecipeError, match="the folder of recipes is not there"):
+        load_recipes()
+
+
+def test_the_recipes_of_this_repository_load():
+    assert "demo" in [recipe.name for recipe in load_recipes(project_root() / "configs")]
+    examples = load_recipes(project_root() / "configs" / "examples")
+    assert [recipe.name for recipe in examples] == ["flowers_sd15", "flowers_sd21"]
+
+
+def test_a_mapping_is_checked_as_a_file_is(tmp_path: Path):
+    values = {
+        "datasets": [{"name": "p", "path": tmp_path}],
+        "output_dir": tmp_path / "o",
+        "model": {"base": "b"},
+    }
+    recipe = recipe_from_mapping("x", values, source=tmp_path / "x.yaml")
+    assert isinstance(recipe, Recipe)
+    assert recipe.datasets[0].path == tmp_path
+    with pytest.raises(RecipeError, match="unknown key extra") as caught:
+        recipe_from_mapping("x", {**values, "extra": 1})
+    assert "where: recipe x, extra" in str(caught.value)
+
+
+def test_the_error_keeps_all_mistakes_across_a_process_boundary(tmp_path: Path):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(write(tmp_path, "wrong", THREE_MISTAKES))
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_O03_loading_recipes_imports_nothing_heavy():
+    code = (
+        "import sys; from pipeline.recipe import load_recipes; load_recipes();"
+        "print(*(name for name in sys.modules if '.' not in name))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {
+        "torch",
+        "diffusers",
+        "transformers",
+        "accelerate",
+        "peft",
+        "dagster",
+        "polars",
+        "pandera",
+        "numpy",
+        "PIL",
+    }
+    assert heavy & set(done.stdout.split()) == set()
