@@ -161,17 +161,17 @@ def read_bytes(path: Path) -> bytes:
     Raises:
         ImageError: `vanished` where there is none, `unreadable` where it cannot be read.
     """
-    with _guarded(str(path)):
+    with one_image(str(path)):
         return path.read_bytes()
 
 
-def changed_error(path: Path) -> ImageError:
+def changed_error(path: Path | str) -> ImageError:
     """For a file whose bytes are not those that were recorded."""
     detail = "its content has changed since the scan"
     return ImageError("changed", detail, where=str(path), fix="run the job again once the file is finished")
 
 
-def vanished_error(path: Path) -> ImageError:
+def vanished_error(path: Path | str) -> ImageError:
     """For a file that is no longer there."""
     detail = "it is no longer there"
     return ImageError("vanished", detail, where=str(path), fix="put it back, or run the job again without it")
@@ -181,7 +181,7 @@ def vanished_error(path: Path) -> ImageError:
 def _opened(source: bytes | Path | BinaryIO, max_px: int) -> Generator[Image.Image]:
     """The image opened, its size within the limits; whatever fails until it is closed is an `ImageError`."""
     where = str(source) if isinstance(source, Path) else getattr(source, "name", "an image in memory")
-    with _guarded(str(where)), ExitStack() as stack:
+    with one_image(str(where)), ExitStack() as stack:
         if isinstance(source, Path):
             file: BinaryIO = stack.enter_context(source.open("rb"))
         else:
@@ -195,7 +195,7 @@ def _opened(source: bytes | Path | BinaryIO, max_px: int) -> Generator[Image.Ima
 
 
 @contextmanager
-def _guarded(where: str) -> Generator[None]:
+def one_image(where: str) -> Generator[None]:
     """Turn every exception that reading or decoding one image raises into an `ImageError`.
 
     Decoders raise whatever their parsers meet: OSError, struct.error, SyntaxError, ValueError, zlib.error,
@@ -208,7 +208,7 @@ def _guarded(where: str) -> Generator[None]:
             raise
         raise ImageError(err.reason, err.detail, where=where, fix=err.fix) from err
     except FileNotFoundError as err:
-        raise vanished_error(Path(where)) from err
+        raise vanished_error(where) from err
     except Exception as err:
         raise _image_error(err, where) from err
 

@@ -50,6 +50,8 @@ SCHEMAS: dict[str, Columns] = {
         "mode": pl.String,
         "channels": pl.Int32,
         "orientation": pl.Int32,
+        "notes": pl.String,
+        "decoder": pl.String,
     },
     "validated_dataset": {
         **_ID,
@@ -57,6 +59,7 @@ SCHEMAS: dict[str, Columns] = {
         "file_bytes": pl.Int64,
         "caption": pl.String,
         "caption_from": pl.String,
+        "decoder": pl.String,
     },
     "aspect_buckets": {**_ID, **_CONTENT, **_GEOMETRY, "crop_loss": pl.Float64, "scale": pl.Float64},
     "vae_latents": {
@@ -81,7 +84,9 @@ SCHEMAS: dict[str, Columns] = {
 """Of each asset. `height` and `width` are the original size, after EXIF orientation; `path` is relative to
 the dataset, as the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels;
 `scale` is resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized
-area that is cut off; `entry_*` are the stat of the store entry when it was last verified."""
+area that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder`
+which decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat
+of the store entry when it was last verified."""
 
 REJECTED: Columns = {
     **_ID,

@@ -42,6 +42,11 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _CONSERVATION,
         CheckSpec("shape_uniformity", True, "Each image's size is readable and its channels are known."),
         CheckSpec("file_size_outliers", False, "Bytes a pixel far from the rest of the dataset."),
+        CheckSpec(
+            "oddities",
+            False,
+            "Wrong suffixes, animations, links that lead out, foreign caches, captions without an image.",
+        ),
     ),
     "validated_dataset": (
         CheckSpec("captions_present", True, "Each image has a caption that is not empty."),

@@ -1,0 +1,149 @@
+"""The checks of validated_dataset: captions, the share of rejected samples, and nothing lost or changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from pipeline.checks.base import CheckContext, Finding, Outcome, findings
+from pipeline.checks.conservation import conserved
+from pipeline.image_formats import ImageError
+from pipeline.images import hash_bytes, read_bytes
+
+STAGE = "validated_dataset"
+
+_SHOWN = ["sample_id", "reason", "detail", "fix"]
+
+
+def run(context: CheckContext) -> list[Finding]:
+    """One finding for each check of validated_dataset, from its table, its rejected rows and the files.
+
+    Raises:
+        TableError: There is no table of raw_images or validated_dataset.
+    """
+    raw = context.tables.read("raw_images")
+    table = context.tables.read(STAGE)
+    rejected = context.tables.read_rejected(STAGE)
+    outcomes = {
+        "captions_present": _captions_present(table, rejected),
+        "captions_decodable": _captions_decodable(table, rejected),
+        "captions_unshared": _captions_unshared(table),
+        "rejected_fraction": _rejected_fraction(context, table, rejected),
+        "conservation": conserved(raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE),
+        "shape_uniformity": _shape_uniformity(raw, table, rejected),
+        "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
+    }
+    return findings(context, STAGE, outcomes)
+
+
+def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    rows = _rejected_for(rejected, "caption_missing", "caption_empty")
+    if not rows:
+        return Outcome(True, f"all {len(table):,} samples have a caption")
+    summary = f"{len(rows):,} images have no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    return Outcome(False, summary, rows[0]["fix"], rows)
+
+
+def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    rows = _rejected_for(rejected, "caption_undecodable", "caption_unreadable")
+    if not rows:
+        return Outcome(True, f"all {len(table):,} captions decode")
+    summary = f"{len(rows):,} captions do not decode; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    return Outcome(False, summary, rows[0]["fix"], rows)
+
+
+def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> list[dict[str, Any]]:
+    return rejected.filter(pl.col("reason").is_in(reasons)).select(_SHOWN).rows(named=True)
+
+
+def _captions_unshared(table: pl.DataFrame) -> Outcome:
+    sidecars = table.filter(pl.col("caption_from").str.starts_with("sidecar:"))
+    shared = (
+        sidecars.group_by("dataset", "caption_from")
+        .agg(pl.col("sample_id").sort())
+        .filter(pl.col("sample_id").list.len() > 1)
+        .sort("dataset", "caption_from")
+    )
+    rows = [
+        {"caption": f"{dataset}/{source.removeprefix('sidecar:')}", "images": " | ".join(ids)}
+        for dataset, source, ids in shared.iter_rows()
+    ]
+    if not rows:
+        return Outcome(True, "no two images share a caption file")
+    summary = (
+        f"{len(rows):,} caption files belong to several images: {rows[0]['caption']} to {rows[0]['images']}"
+    )
+    return Outcome(False, summary, "rename the images so that each has a name of its own", rows)
+
+
+def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    """Of all that was found, the share that this stage and the scan rejected."""
+    everything = pl.concat([context.tables.read_rejected("raw_images"), rejected])
+    total = len(table) + len(everything)
+    fraction = len(everything) / total if total else 0.0
+    limit = context.recipe.checks.max_rejected_fraction
+    reasons = everything.group_by("reason").len().sort("len", "reason", descending=[True, False])
+    numbers = {"rejected": len(everything), "of": total, "fraction": round(fraction, 6), "limit": limit}
+    told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.iter_rows())
+    summary = (
+        f"{len(everything):,} of {total:,} images are rejected ({fraction:.1%}, the limit is {limit:.1%})"
+    )
+    summary += f": {told}" if told else ""
+    if total and table.is_empty():
+        fix = "see tables/rejected.parquet: each row has its fix"
+        return Outcome(
+            False, f"no sample is left; {summary}", fix, everything.select(_SHOWN).rows(named=True), numbers
+        )
+    if fraction <= limit:
+        return Outcome(True, summary, numbers=numbers)
+    fix = "repair or remove what tables/rejected.parquet lists, or raise checks.max_rejected_fraction"
+    return Outcome(False, summary, fix, everything.select(_SHOWN).rows(named=True), numbers)
+
+
+def _shape_uniformity(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    rows = _rejected_for(rejected, "size_disagrees")
+    scanned = raw.select("sample_id", scanned_height="height", scanned_width="width")
+    both = table.select("sample_id", "height", "width").join(scanned, on="sample_id", how="left")
+    same = (pl.col("height") == pl.col("scanned_height")) & (pl.col("width") == pl.col("scanned_width"))
+    rows += both.filter(~same.fill_null(value=False)).rows(named=True)
+    if not rows:
+        return Outcome(True, f"all {len(table):,} images decode to the size that the scan recorded")
+    summary = (
+        f"{len(rows):,} images decode to another size than recorded, the first is {rows[0]['sample_id']}"
+    )
+    return Outcome(False, summary, "export these images again, or remove them", rows)
+
+
+def _file_size_outliers(
+    context: CheckContext, raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame
+) -> Outcome:
+    """Whether each kept file still is the file of the scan, now; and how many bytes were rejected."""
+    rows = _rejected_for(rejected, "changed", "vanished")
+    roots = {settings.name: settings.path for settings in context.recipe.datasets}
+    kept = raw.join(table.select("sample_id"), on="sample_id", how="semi")
+    for row in kept.iter_rows(named=True):
+        problem = _change(roots.get(row["dataset"], Path()) / row["path"], row)
+        if problem:
+            rows.append({"sample_id": row["sample_id"], "reason": problem})
+    of_rejected = raw.join(rejected, on="sample_id", how="semi")["file_bytes"].sum()
+    numbers = {"kept_bytes": int(kept["file_bytes"].sum()), "rejected_bytes": int(of_rejected)}
+    if not rows:
+        summary = f"no file of {len(table):,} has changed since the scan"
+        return Outcome(True, f"{summary}; {numbers['rejected_bytes']:,} bytes rejected", numbers=numbers)
+    summary = f"{len(rows):,} files changed or vanished since the scan, the first is {rows[0]['sample_id']}"
+    return Outcome(False, summary, "run the job again once the files no longer change", rows, numbers)
+
+
+def _change(path: Path, row: dict[str, Any]) -> str | None:
+    """What happened to the file; a new time with the old content is no change."""
+    try:
+        stat = path.stat()
+        if stat.st_size != row["file_bytes"]:
+            return f"changed: {stat.st_size:,} bytes, the scan saw {row['file_bytes']:,}"
+        if stat.st_mtime_ns != row["mtime_ns"] and hash_bytes(read_bytes(path)) != row["content_hash"]:
+            return "changed: as many bytes, and others"
+    except (OSError, ImageError) as err:
+        return f"vanished: {err}"
+    return None

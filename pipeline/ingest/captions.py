@@ -1,0 +1,168 @@
+"""Captions: where each image's text comes from, how its bytes are decoded, and its one canonical form.
+
+Encodings are always given, never the locale's. A byte order mark wins over what the recipe says.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+import unicodedata
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.image_formats import SUFFIXES, ImageError
+
+if TYPE_CHECKING:
+    from pipeline.recipe import CaptionSettings
+
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks; UTF-32's little endian one begins with UTF-16's."""
+
+_LINE_ENDS = re.compile("\r\n|[\r\n\v\f\x85\u2028\u2029]")
+
+_INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
+"""Control characters but for white space, and byte order marks in the middle of a text."""
+
+MAX_CAPTION_BYTES = 1_000_000
+"""A larger file is no caption; reading it would fill the memory and the table."""
+
+
+class Caption(NamedTuple):
+    """The text of one image.
+
+    Attributes:
+        text: In canonical form, not empty.
+        source: "sidecar:<path>", "filename" or "fixed", for the column `caption_from`.
+    """
+
+    text: str
+    source: str
+
+
+def caption_of(settings: CaptionSettings, root: Path, path: str) -> Caption:
+    """The caption of one image.
+
+    Args:
+        settings: The dataset's `captions` section.
+        root: The dataset's folder.
+        path: The image's path relative to it.
+
+    Raises:
+        ImageError: There is none (`caption_missing`), it holds no text (`caption_empty`), its bytes do not
+            decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
+    """
+    where = str(root / path)
+    if settings.from_ == "sidecar":
+        sidecar = sidecar_path(path, settings.suffix)
+        text = _decoded(_read(root, path, sidecar), settings, str(root / sidecar))
+        where, source = str(root / sidecar), f"sidecar:{sidecar}"
+    elif settings.from_ == "filename":
+        text, source = _stem(path).replace("_", " "), "filename"
+    else:
+        text, source = settings.text or "", "fixed"
+    text = canonical(text)
+    if not text:
+        fix = "write a caption into it, or remove the image"
+        raise ImageError("caption_empty", f"the caption in {where} holds no text", where=where, fix=fix)
+    return Caption(text, source)
+
+
+def sidecar_path(path: str, suffix: str) -> str:
+    """Where the caption file of the image at `path` lies: its name with the last suffix replaced."""
+    return str(Path(path).with_suffix("")) + suffix if path else suffix
+
+
+def canonical(text: str) -> str:
+    """The one form in which a caption is stored, hashed and tokenized.
+
+    Unicode form NFC; lines end in a single newline and are stripped, empty ones are left out; runs of spaces
+    and tabs are one space; control characters are left out. `canonical` of it is itself.
+    """
+    lines = _LINE_ENDS.split(unicodedata.normalize("NFC", _INVISIBLE.sub("", text)))
+    stripped = [" ".join(line.split()) for line in lines]
+    return "\n".join(line for line in stripped if line)
+
+
+def _stem(path: str) -> str:
+    return Path(path).stem
+
+
+def _read(root: Path, path: str, sidecar: str) -> bytes:
+    file = root / sidecar
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(MAX_CAPTION_BYTES + 1)
+    except FileNotFoundError as err:
+        raise _missing(root, path, sidecar) from err
+    except OSError as err:
+        detail = f"its caption {sidecar} cannot be read: {err.strerror}"
+        raise ImageError("caption_unreadable", detail, where=str(file), fix="make it readable") from err
+    if len(data) > MAX_CAPTION_BYTES:
+        detail = f"its caption {sidecar} is larger than {MAX_CAPTION_BYTES:,} bytes"
+        raise ImageError("caption_unreadable", detail, where=str(file), fix="write a shorter caption")
+    return data
+
+
+def _missing(root: Path, path: str, sidecar: str) -> ImageError:
+    """Says what does lie beside the image under its name."""
+    beside = _beside(root / path)
+    found = f"beside it lie {', '.join(beside)}" if beside else "nothing else has its name"
+    fix = f"write {sidecar}, or set captions.suffix" + (f" to {beside[0]}" if beside else "")
+    return ImageError("caption_missing", f"there is no {sidecar}; {found}", where=str(root / path), fix=fix)
+
+
+def _beside(image: Path) -> list[str]:
+    """Suffixes, with their dots, of files that are named as the image and are none."""
+    stem = image.stem + "."
+    try:
+        names = [file.name for file in image.parent.iterdir() if file.name.startswith(stem)]
+    except OSError:
+        return []
+    suffixes = {name[len(stem) - 1 :] for name in names}
+    return sorted(suffix for suffix in suffixes if suffix.rpartition(".")[2].lower() not in SUFFIXES)
+
+
+def _decoded(data: bytes, settings: CaptionSettings, where: str) -> str:
+    encoding = _marked(data) or _unmarked_utf16(data)
+    if encoding is not None:
+        return _strictly(data, encoding, where, "save the file as UTF-8")
+    try:
+        return data.decode(settings.encoding)
+    except UnicodeDecodeError:
+        pass
+    if settings.fallback_encoding is not None:
+        return _strictly(data, settings.fallback_encoding, where, "save the file as UTF-8")
+    fix = "save the file as UTF-8, or set captions.fallback_encoding, to cp1252 for files from Windows"
+    return _strictly(data, settings.encoding, where, fix)
+
+
+def _strictly(data: bytes, encoding: str, where: str, fix: str) -> str:
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as err:
+        line = data.count(b"\n", 0, err.start) + 1
+        detail = f"byte {err.start} of its caption, 0x{data[err.start]:02x} in line {line}, is no {encoding}"
+        raise ImageError("caption_undecodable", f"{detail} ({where})", where=where, fix=fix) from err
+
+
+def _marked(data: bytes) -> str | None:
+    """The encoding that the file's byte order mark names."""
+    return next((encoding for mark, encoding in _MARKS if data.startswith(mark)), None)
+
+
+def _unmarked_utf16(data: bytes) -> str | None:
+    """UTF-16 without a mark, as some Windows programs write: every other byte of Western text is zero."""
+    if len(data) < 2 or len(data) % 2 or b"\0" not in data:
+        return None
+    even, odd = data[0::2].count(0), data[1::2].count(0)
+    half = len(data) // 2
+    if not even and odd * 2 > half:
+        return "utf-16-le"
+    return "utf-16-be" if not odd and even * 2 > half else None

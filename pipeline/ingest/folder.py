@@ -1,0 +1,235 @@
+"""A dataset's folder, walked once: which files may be images, and what else lies there and is passed over.
+
+Only names and stats are looked at here (and the first bytes of files without a suffix); nothing is written,
+and no file that could block is opened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import NamedTuple
+
+from pipeline.errors import DatasetError
+from pipeline.image_formats import SUFFIXES, sniff
+
+JUNK = frozenset(
+    ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
+)
+"""Names that operating systems leave in folders, beside all that begin with a dot or end with a tilde."""
+
+FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
+"""Suffixes of what other trainers keep among the images."""
+
+
+class Found(NamedTuple):
+    """A file that may be an image: its path below the root, as the file system spells it, and its stat."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+
+class Problem(NamedTuple):
+    """A file or folder that cannot be looked at, in the words of the table of rejected samples."""
+
+    path: str
+    reason: str
+    detail: str
+    fix: str
+
+
+@dataclass
+class Walk:
+    """What lies below one root.
+
+    Attributes:
+        images: What may be an image, in no particular order, each file once.
+        problems: What would be an image or a folder, and cannot be looked at.
+        passed_over: Number of entries by kind: "hidden", "captions", "not_images", "foreign_caches",
+            "special", "linked_twice", "broken_links".
+        suffixes: Number of files that are no images by lower-case suffix, without the dot.
+        captions: Paths of files with the caption suffix.
+        foreign_caches: Paths of other trainers' caches.
+        links_out: Paths of followed links that lead out of the root.
+    """
+
+    images: list[Found] = field(default_factory=list[Found])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    passed_over: Counter[str] = field(default_factory=Counter[str])
+    suffixes: Counter[str] = field(default_factory=Counter[str])
+    captions: list[str] = field(default_factory=list[str])
+    foreign_caches: list[str] = field(default_factory=list[str])
+    links_out: list[str] = field(default_factory=list[str])
+
+
+def walk(root: Path, caption_suffix: str | None = None) -> Walk:
+    """Everything below `root`; hidden files and folders are passed over.
+
+    A file or folder is met once, by its identity: what is really in the dataset is met under its own name,
+    and a link is followed only to what has not been met. So loops end. A link to a folder that holds the
+    dataset is not followed: everything would be below it.
+
+    Args:
+        root: The dataset's folder; it may itself be a link.
+        caption_suffix: Of sidecar caption files, with its dot; None where there are none.
+
+    Raises:
+        DatasetError: `root` is no folder, or cannot be listed.
+    """
+    try:
+        os.scandir(root).close()
+    except OSError as err:
+        fix = "correct datasets[].path in the recipe, or make the folder readable"
+        raise DatasetError(f"the dataset cannot be read: {err.strerror}", where=str(root), fix=fix) from err
+    walker = _Walker(root, caption_suffix)
+    walker.run()
+    return walker.walk
+
+
+class _Walker:
+    """The state of one walk."""
+
+    def __init__(self, root: Path, caption_suffix: str | None) -> None:
+        self.walk = Walk()
+        self._root = os.fspath(root)
+        self._real_root = root.resolve()
+        self._caption_suffix = caption_suffix
+        self._folders_met = {_identity(parent) for parent in self._real_root.parents}
+        self._files_met: set[tuple[int, int]] = set()
+        self._links: list[str] = []
+
+    def run(self) -> None:
+        """First all that is really below the root, then its links in the order of their names."""
+        self._below("")
+        while self._links:
+            self._follow(heapq.heappop(self._links))
+
+    def _below(self, folder: str) -> None:
+        """Meet the folder (relative, "" for the root, else ending with a slash) and all below it."""
+        pending = [folder]
+        while pending:
+            folder = pending.pop()
+            try:
+                identity = _identity(self._root + "/" + folder)
+                if identity in self._folders_met:
+                    self.walk.passed_over["linked_twice"] += 1
+                    continue
+                self._folders_met.add(identity)
+                with os.scandir(self._root + "/" + folder) as entries:
+                    for entry in entries:
+                        self._entry(folder, entry, pending)
+            except OSError as err:
+                detail = f"the folder cannot be listed: {err.strerror}"
+                problem = Problem(folder, "unreadable_folder", detail, "make it readable, or move it away")
+                self.walk.problems.append(problem)
+
+    def _entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
+        name = entry.name
+        path = folder + name
+        if name[0] == "." or name[-1] == "~" or name in JUNK:
+            self.walk.passed_over["hidden"] += 1
+        elif entry.is_symlink():
+            heapq.heappush(self._links, path)
+        elif entry.is_dir(follow_symlinks=False):
+            pending.append(path + "/")
+        elif not entry.is_file(follow_symlinks=False):
+            self.walk.passed_over["special"] += 1
+        elif self._may_be_image(path, name):
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                return  # it went while the folder was listed, as if it had never been there
+            self._image(path, stat)
+
+    def _may_be_image(self, path: str, name: str) -> bool:
+        """Whether a regular file may be an image; if not, it is counted as what it is."""
+        _, dot, suffix = name.rpartition(".")
+        suffix = suffix.lower() if dot else ""
+        if suffix in SUFFIXES or (not dot and self._looks_like_image(path)):
+            return True
+        self.walk.suffixes[suffix] += 1
+        if self._caption_suffix and name.endswith(self._caption_suffix):
+            self.walk.captions.append(path)
+            self.walk.passed_over["captions"] += 1
+        elif suffix in FOREIGN_CACHES:
+            self.walk.foreign_caches.append(path)
+            self.walk.passed_over["foreign_caches"] += 1
+        else:
+            self.walk.passed_over["not_images"] += 1
+        return False
+
+    def _looks_like_image(self, path: str) -> bool:
+        """By its first bytes, for a file without a suffix, as scrapers leave them."""
+        try:
+            with open_unblocked(self._root + "/" + path) as file:
+                return sniff(file.read(64)) is not None
+        except OSError:
+            return False
+
+    def _image(self, path: str, stat: os.stat_result) -> None:
+        times = stat.st_mtime_ns, stat.st_ctime_ns
+        found = Found(path, stat.st_size, *times, signed(stat.st_ino), stat.st_dev)
+        self.walk.images.append(found)
+        self._files_met.add((found.device, found.inode))
+
+    def _follow(self, path: str) -> None:
+        """Meet what the link at `path` leads to, unless it has been met."""
+        try:
+            stat = Path(self._root, path).stat()
+        except OSError as err:
+            self._broken_link(path, err)
+            return
+        identity = (stat.st_dev, signed(stat.st_ino))
+        if identity in self._folders_met or identity in self._files_met:
+            self.walk.passed_over["linked_twice"] += 1
+            return
+        if S_ISDIR(stat.st_mode):
+            self._below(path + "/")
+        elif not S_ISREG(stat.st_mode):
+            self.walk.passed_over["special"] += 1
+            return
+        elif self._may_be_image(path, path.rpartition("/")[2]):
+            self._image(path, stat)
+        else:
+            return
+        if not Path(self._root, path).resolve().is_relative_to(self._real_root):
+            self.walk.links_out.append(path)
+
+    def _broken_link(self, path: str, err: OSError) -> None:
+        if path.rpartition(".")[2].lower() in SUFFIXES:
+            detail = f"the link leads nowhere: {err.strerror}"
+            self.walk.problems.append(Problem(path, "broken_link", detail, "repair or remove the link"))
+        else:
+            self.walk.passed_over["broken_links"] += 1
+
+
+def open_unblocked(path: str) -> BufferedReader:
+    """The file opened for reading in binary, at once, even where a FIFO has taken its place meanwhile.
+
+    Raises:
+        OSError: It cannot be opened.
+    """
+    return open(path, "rb", opener=_opener)
+
+
+def _opener(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
+
+
+def _identity(path: str | Path) -> tuple[int, int]:
+    stat = Path(path).stat()
+    return stat.st_dev, signed(stat.st_ino)
+
+
+def signed(inode: int) -> int:
+    """An inode number as the tables hold it; some file systems use all 64 bits, a column 63 and a sign."""
+    return inode - (inode >> 63 << 64)

@@ -1,0 +1,61 @@
+"""The funnel from what lies in the folders to what is kept: its numbers, and its lines for the log."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pipeline.image_formats import ImageError
+
+
+@dataclass(frozen=True)
+class Funnel:
+    """What became of everything that was found; conserved: `found` = `kept` + the sum of `rejected`.
+
+    Attributes:
+        found: Number of what may be an image.
+        passed_over: Number of other entries, by kind.
+        rejected: Number of images by reason, of all stages so far.
+        kept: Number of samples that go on.
+    """
+
+    found: int
+    kept: int
+    passed_over: Mapping[str, int] = field(default_factory=dict[str, int])
+    rejected: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def lines(self) -> list[str]:
+        """The funnel as aligned lines of text, the widest part first."""
+        num_passed_over, num_rejected = sum(self.passed_over.values()), sum(self.rejected.values())
+        rows = [("found", self.found), *_parts(self.passed_over, "passed over", num_passed_over)]
+        rows += [*_parts(self.rejected, "rejected", num_rejected), ("kept", self.kept)]
+        width = max(len(f"{number:,}") for _, number in rows)
+        return [f"{number:>{width},}  {name}" for name, number in rows]
+
+
+def by_reason(rejected: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """How many rows of rejected samples there are of each reason, the most frequent first."""
+    return dict(Counter(str(row["reason"]) for row in rejected).most_common())
+
+
+def refusal(err: ImageError, stage: str, content_hash: str | None) -> dict[str, Any]:
+    """The columns that a rejection adds to a sample's `sample_id`, `dataset` and `path`."""
+    parts = {"reason": err.reason, "detail": printable(err.detail), "fix": printable(err.fix)}
+    return {"stage": stage, **parts, "content_hash": content_hash}
+
+
+def printable(text: str) -> str:
+    """The text as valid Unicode: bytes of a file name that are no UTF-8 appear as escapes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return os.fsencode(text).decode("utf-8", "backslashreplace")
+    return text
+
+
+def _parts(counts: Mapping[str, int], name: str, total: int) -> list[tuple[str, int]]:
+    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+    return [(name, total), *((f"  {kind.replace('_', ' ')}", number) for kind, number in ordered)]
