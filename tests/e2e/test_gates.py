@@ -1,0 +1,110 @@
+"""A closed gate stops training, says why, and gives an exit status that CI believes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+from dagster import AssetKey, AssetSelection, ExecuteInProcessResult, materialize
+
+from assets.definitions import build_definitions
+from pipeline.recipe import load_recipe
+
+
+def key(asset: str) -> AssetKey:
+    return AssetKey(["small", asset])
+
+
+def select(workspace, selection: AssetSelection) -> ExecuteInProcessResult:
+    """Only what is selected, without what is upstream of it."""
+    definitions = build_definitions([load_recipe(workspace.file)])
+    graph = definitions.get_repository_def().asset_graph
+    return materialize(
+        [*graph.assets_defs],
+        selection=selection,
+        raise_on_error=False,
+    )
+
+
+def steps_started(result: ExecuteInProcessResult) -> set[str]:
+    return {str(event.step_key) for event in result.all_events if event.is_step_start}
+
+
+def first_entry(workspace, kind: str) -> Path:
+    return workspace.entries(kind)[0]
+
+
+def test_L06_a_latent_cut_short_is_made_again_by_the_next_run(cached) -> None:
+    entry = first_entry(cached, "latents")
+    whole = entry.read_bytes()
+    entry.write_bytes(whole[:-7])
+    assert cached.execute("cache").success
+    assert cached.report("vae_latents")["encoded"] == 1
+    assert entry.read_bytes() == whole
+
+
+def test_L06_with_the_check_alone_a_latent_cut_short_closes_the_gate(cached) -> None:
+    entry = first_entry(cached, "latents")
+    entry.write_bytes(entry.read_bytes()[:-7])
+    result = select(cached, AssetSelection.checks_for_assets(key("vae_latents")))
+    assert not result.success
+    assert steps_started(result) == {"small__vae_latents__checks"}
+    failed = {e.check_name for e in result.get_asset_check_evaluations() if not e.passed}
+    assert "file_size_outliers" in failed
+
+
+def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) -> None:
+    entry = first_entry(cached, "latents")
+    entry.write_bytes(entry.read_bytes()[:-7])
+    result = select(cached, AssetSelection.assets(key("trained_lora")).without_checks())
+    assert not result.success
+    assert not (cached.out / "lora").exists()
+    assert not list((cached.out / "runs").glob("*/checkpoints/*"))
+    [failure] = result.get_step_failure_events()
+    text = str(failure.step_failure_data.user_failure_data.description)
+    assert text.startswith("GateClosedError: ")
+    assert entry.name in text
+
+
+def test_L02_a_padded_entry_is_named_by_the_file_size_check(cached) -> None:
+    entry = first_entry(cached, "latents")
+    with entry.open("ab") as file:
+        file.write(b"\0" * 64)
+    result = select(cached, AssetSelection.checks_for_assets(key("vae_latents")))
+    [evaluation] = [e for e in result.get_asset_check_evaluations() if e.check_name == "file_size_outliers"]
+    assert not evaluation.passed
+    assert entry.name in str(evaluation.metadata["rows"].value)
+
+
+def test_O01_a_closed_gate_stops_everything_downstream_and_its_table_can_be_seen(cached) -> None:
+    (cached.data / "photo1.txt").unlink()
+    result = cached.execute("train")
+    assert not result.success
+    started = steps_started(result)
+    assert "small__validated_dataset__checks" in started
+    assert not {step for step in started if "latents" in step or "text" in step or "lora" in step}
+    table = pl.read_parquet(cached.out / "tables" / "rejected.parquet")
+    assert "photos/photo1.png" in table["sample_id"].to_list()
+
+
+def test_a_gate_that_the_recipe_allows_warns_and_lets_the_rest_through(cached) -> None:
+    (cached.data / "photo1.txt").unlink()
+    cached.recipe(checks={"max_rejected_fraction": 0.5, "allow": ["captions_present"]})
+    result = cached.execute("cache")
+    assert result.success
+    evaluations = {(e.asset_key, e.check_name): e for e in result.get_asset_check_evaluations()}
+    evaluation = evaluations[key("validated_dataset"), "captions_present"]
+    assert (evaluation.passed, evaluation.severity.value) == (False, "WARN")
+    assert cached.report("vae_latents")["samples"] == 4
+
+
+def test_O02_on_the_command_line_a_closed_gate_is_a_status_and_ends_in_what_where_fix(cached) -> None:
+    (cached.data / "photo1.txt").unlink()
+    done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    assert done.returncode != 0
+    last = done.stderr[done.stderr.rindex("\nGateClosedError: ") :]
+    assert "captions_present" in last
+    assert "photo1" in last
+    assert "  fix:   " in last
+    assert "Traceback" not in last
+    assert not (cached.out / "lora").exists()

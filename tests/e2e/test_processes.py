@@ -1,0 +1,75 @@
+"""Whole `dagster job execute` processes: training, stopped training, and two cache jobs at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+
+import psutil
+
+TRAINING = {
+    "batch_size": 2,
+    "sample_every": 0,
+    "lora": {"rank": 2, "alpha": 2.0},
+}
+
+
+def until(met: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not met():
+        assert time.monotonic() < end, "waited in vain"
+        assert job.poll() is None, f"the job ended: {job.communicate()[1][-3000:]}"
+        time.sleep(0.05)
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def contents(workspace) -> dict[str, bytes]:
+    paths = workspace.entries("latents") + workspace.entries("text")
+    return {str(path.relative_to(workspace.cache)): path.read_bytes() for path in paths}
+
+
+def test_R12_an_interrupted_job_leaves_a_checkpoint_and_no_process(cached) -> None:
+    cached.recipe(training={**TRAINING, "steps": 100_000, "checkpoint_every": 100_000})
+    job = cached.start("train")
+    until(lambda: any(cached.out.glob("runs/*/logs/*")) and _steps_done(cached), job)
+    processes = psutil.Process(job.pid).children(recursive=True)
+    assert len(processes) >= 2
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode != 0
+    assert alive(processes) == [], errors[-2000:]
+    assert list(cached.out.glob("runs/*/checkpoints/step-*/COMPLETE")) != []
+    assert not (cached.out / "lora").exists()
+
+
+def _steps_done(workspace) -> bool:
+    logs = [file for file in workspace.out.glob("runs/*/logs/*") if file.is_file()]
+    return any(file.stat().st_size > 0 for file in logs)
+
+
+def test_L10_two_cache_jobs_at_once_leave_the_entries_of_a_lone_run(cached_once, fresh) -> None:
+    jobs = [fresh.start("cache"), fresh.start("cache")]
+    errors = [job.communicate(timeout=240)[1] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], errors
+    assert contents(fresh) == contents(cached_once)
+
+
+def test_the_whole_job_leaves_a_lora_and_the_second_run_trains_nothing(cached) -> None:
+    job = cached.start("train")
+    _, errors = job.communicate(timeout=240)
+    assert job.returncode == 0, errors[-3000:]
+    assert "loss" in errors
+    files = sorted(path.name for path in (cached.out / "lora").glob("*.safetensors"))
+    assert files == [
+        "pytorch_lora_weights.safetensors",
+        "small_comfyui.safetensors",
+        "small_kohya.safetensors",
+    ]
+    before = {path: path.stat().st_mtime_ns for path in (cached.out / "runs").rglob("*.safetensors")}
+    assert cached.execute("train").success
+    assert {path: path.stat().st_mtime_ns for path in (cached.out / "runs").rglob("*.safetensors")} == before
