@@ -31,6 +31,9 @@ RELOAD_TOLERANCE = 1e-6
 the very float32 factors, so only the order of a product's additions may differ."""
 
 
+_DEFECT = "report this as a defect, with the versions of diffusers and peft; the last checkpoint is kept"
+
+
 @dataclass(frozen=True)
 class ExportedFile:
     """One file, verified.
@@ -122,16 +125,19 @@ class Exporter:
     def _deltas_by_loader(self, path: Path, denoiser: nn.Module) -> dict[str, Tensor]:
         """What diffusers' own loader makes of the file, on a denoiser whose base weights take no memory."""
         skeleton = _skeleton(denoiser)
-        state, alphas, metadata = self._pipeline.lora_state_dict(
-            path.parent, weight_name=path.name, unet_config=skeleton.config, return_lora_metadata=True
-        )
-        skeleton.load_lora_adapter(
-            state,
-            prefix=self._component,
-            network_alphas=alphas,
-            metadata=metadata,
-            adapter_name="reloaded",
-        )
+        try:
+            state, alphas, metadata = self._pipeline.lora_state_dict(
+                path.parent, weight_name=path.name, unet_config=skeleton.config, return_lora_metadata=True
+            )
+            skeleton.load_lora_adapter(
+                state,
+                prefix=self._component,
+                network_alphas=alphas,
+                metadata=metadata,
+                adapter_name="reloaded",
+            )
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
+            raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=_DEFECT) from err
         return delta_weights(skeleton, "reloaded")
 
 
@@ -170,18 +176,17 @@ def _deltas_by_rule(path: Path, modules: list[LoraModule]) -> dict[str, Tensor]:
 
 
 def _compare(path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor]) -> float:
-    fix = "report this as a defect, with the versions in provenance.json; the trained weights are kept"
     if set(trained) != set(reloaded):
         odd = sorted(set(trained) ^ set(reloaded))
         what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
-        raise TrainingError(what, where=str(path), fix=fix)
+        raise TrainingError(what, where=str(path), fix=_DEFECT)
     worst = 0.0
     for name, delta in trained.items():
         scale = float(delta.abs().max()) or 1.0
         error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
         if not error <= RELOAD_TOLERANCE:
             what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
-            raise TrainingError(what, where=str(path), fix=fix)
+            raise TrainingError(what, where=str(path), fix=_DEFECT)
         worst = max(worst, error)
     return worst
 
