@@ -98,7 +98,7 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
     shown = _shown(file)
     stem = [PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)]
     try:
-        text = file.read_bytes().decode("utf-8-sig")
+        text = file.read_bytes().decode("utf-8")
     except OSError as error:
         what = f"the recipe cannot be read: {error.strerror or error}"
         return None, [*stem, _whole(file, what, "name a readable file")]
@@ -153,7 +153,7 @@ def _shared_outputs(recipes: list[Recipe]) -> list[PlacedMistake]:
         earlier = first.setdefault(os.path.realpath(recipe.output_dir), recipe)
         if earlier is not recipe:
             what = f"output_dir is also the output_dir of recipe {earlier.name}: {recipe.output_dir}"
-            line = parse(recipe.source.read_text(encoding="utf-8-sig")).line(("output_dir",))
+            line = parse(recipe.source.read_text(encoding="utf-8")).line(("output_dir",))
             mistake = Mistake(
                 ("output_dir",), what, f"use a folder of its own, such as outputs/{recipe.name}"
             )

@@ -52,7 +52,8 @@ def test_I19_a_link_by_way_of_other_links_is_found(data: Path):
     outside.mkdir()
     (data / "x").symlink_to("../outside/y")
     (outside / "y").symlink_to("../cache")
-    assert found(data, data.parent / "cache") == ["data/x"]
+    (lead,) = leads_out(identify(data), {"cache": identify(data.parent / "cache")})
+    assert (lead.path, lead.target) == (str(data / "x"), str(data.parent / "cache"))
 
 
 def test_I19_a_link_inside_a_folder_that_a_link_leads_to_is_found(data: Path):
@@ -128,3 +129,5 @@ def test_links_of_our_own_folders_into_a_dataset_are_found_to_the_given_depth(da
     place = {"photos": identify(data)}
     leads = {Path(lead.path).name for lead in leads_back(identify(cache), place, depth=2)}
     assert leads == {"ab", "text"}
+    deeper = {Path(lead.path).name for lead in leads_back(identify(cache), place, depth=3)}
+    assert deeper == {"ab", "text", "too-deep"}

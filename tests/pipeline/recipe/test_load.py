@@ -103,6 +103,11 @@ def test_yaml_flaws_and_wrong_values_are_reported_together_by_line(tmp_path: Pat
     assert "model is given twice, first in line 4" in error
 
 
+def test_a_value_that_yaml_itself_refuses_is_told_once(tmp_path: Path):
+    error = refusal(write(tmp_path, "x", GOOD + "training: !custom x\n"))
+    assert error.startswith("the tag !custom is not known\n  where: ")
+
+
 @pytest.mark.parametrize(
     ("content", "what", "where"),
     [
