@@ -1,7 +1,90 @@
 """Fixtures and settings that several test files share."""
 
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
 
 # The machine is shared: how long an example takes says nothing about the code.
 settings.register_profile("latentline", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("latentline")
+
+CROPS = {
+    "astronaut": ("astronaut.png", (100, 0, 340, 180), "portrait of a smiling astronaut"),
+    "cat": ("chelsea.png", (120, 60, 330, 230), "a cat that looks at the camera"),
+    "coffee": ("coffee.png", (150, 60, 480, 300), "a cup of coffee on a wooden table"),
+    "rocket": ("rocket.jpg", (250, 40, 400, 420), "a rocket on its launch pad at dusk"),
+    "camera": ("camera.png", (90, 60, 330, 300), "a man behind a camera, black and white"),
+}
+"""File name to photograph bundled with scikit-image, box (left, upper, right, lower) and caption."""
+
+
+@pytest.fixture(scope="session")
+def tiny_sd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The tiny Stable Diffusion, epsilon, built once a session for all xdist workers; never write to it."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / "tiny_sd"
+    if not shared.is_dir():
+        from pipeline.families.tiny import make_tiny
+
+        made = tmp_path_factory.mktemp("making") / "tiny_sd"
+        make_tiny(made)
+        try:
+            made.rename(shared)
+        except OSError:  # another worker was faster; the bytes are the same
+            shutil.rmtree(made)
+    return shared
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Five photographs, 150 to 380 pixels on an edge, as PNG with sidecar captions; yours to change."""
+    import skimage
+    from PIL import Image
+
+    folder = tmp_path / "photos"
+    folder.mkdir()
+    for name, (source, box, caption) in CROPS.items():
+        with Image.open(Path(skimage.__file__).parent / "data" / source) as image:
+            image.convert("RGB").crop(box).save(folder / f"{name}.png", compress_level=1, icc_profile=None)
+        (folder / f"{name}.txt").write_text(caption + "\n", encoding="utf-8")
+    return folder
+
+
+class LaunchHere:
+    """A `pipeline.launching.Launch` that runs an entry's encoder in this process, and counts its calls."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []
+        self.said: list[str] = []
+
+    def __call__(self, module: str, order: Path) -> None:
+        from pipeline.encode.worker import run
+
+        assert module == "pipeline.entrypoints.encode"
+        self.modules.append(module)
+        run(order, self, rank=0, num_ranks=1)
+
+    def info(self, text: str) -> None:
+        self.said.append(text)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        self.said.append(f"{done}/{total} {text}")
+
+
+@pytest.fixture
+def launch_here() -> LaunchHere:
+    """Encodes in this process: the real encoder without the seconds that a child needs to start."""
+    return LaunchHere()
+
+
+@pytest.fixture
+def forbidden_launch() -> Callable[[str, Path], None]:
+    """Fails the test when something is launched."""
+
+    def launch(module: str, order: Path) -> None:
+        pytest.fail(f"{module} was launched for {order.read_text(encoding='utf-8')[:300]}")
+
+    return launch

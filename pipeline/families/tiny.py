@@ -16,10 +16,9 @@ _MAX_LENGTH = 77
 _TEXT_WIDTH = 32
 _START, _END = "<|startoftext|>", "<|endoftext|>"
 _WORDS = (
-    "a the of on in at and with an is to over under from by for near photo photograph picture closeup "
-    "portrait landscape black white red green blue yellow brown small large old young cat coffee cup "
-    "astronaut rocket camera moon surface brick wall grass gravel coins page text clock eye cell field sky "
-    "water flower woman man"
+    "a the of on in at and with an is to over under by for near photo photograph picture closeup portrait "
+    "landscape white red green blue yellow small large old cat coffee cup astronaut rocket camera moon "
+    "surface brick wall gravel coins page text clock eye cell field sky water flower woman man"
 )
 """Become one token each; any other word is spelled with bytes."""
 
@@ -120,13 +119,16 @@ def _text_encoder(folder: Path) -> None:
 
 
 def _vocabulary() -> tuple[dict[str, int], list[str]]:
-    """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word."""
+    """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word.
+
+    Merges of long words come first, or the ends of short ones would break them up.
+    """
     from tokenizers.pre_tokenizers import ByteLevel
 
     tokens = sorted(ByteLevel.alphabet())
     tokens += [token + "</w>" for token in tokens]
     merges: list[str] = []
-    for word in _WORDS.split():
+    for word in sorted(_WORDS.split(), key=lambda word: (-len(word), word)):
         left, *letters = [*word[:-1], word[-1] + "</w>"]
         for letter in letters:
             if left + letter not in tokens:

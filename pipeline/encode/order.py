@@ -1,0 +1,175 @@
+"""What the cache stages and their child processes tell each other: files in one temporary folder.
+
+order.json              written by the stage: the model, the store, and the jobs
+results-<rank>.jsonl    written by each process: a line for each job as it ends, and a last one for its times
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, TextIO
+
+from pipeline.encode.outcome import Failure
+from pipeline.store import EntrySpec, Kind, TensorSpec
+
+ORDER_FILE = "order.json"
+RESULTS_PATTERN = "results-*.jsonl"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One entry to make.
+
+    Attributes:
+        spec: The entry.
+        facts: Its metadata as far as the stage knows them.
+        work: What the encoder needs: `path`, `geometry` (a table row) and `content_hash`, or `caption`.
+        name: What it is made of, for messages.
+        cost: About proportional to the time it takes; above 0.
+    """
+
+    spec: EntrySpec
+    facts: Mapping[str, Any]
+    work: Mapping[str, Any]
+    name: str
+    cost: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """All that a launch is asked to make, by whichever of its processes.
+
+    Attributes:
+        kind: Of all entries in it.
+        model_folder: The base model.
+        store_root: Where the entries go.
+        settings: `compute_dtype`, and for latents `posterior` and `background`.
+        jobs: Each key once.
+    """
+
+    kind: Kind
+    model_folder: Path
+    store_root: Path
+    settings: Mapping[str, Any]
+    jobs: Sequence[Job]
+
+
+@dataclass
+class Results:
+    """What the processes of one launch have said so far.
+
+    Attributes:
+        made: Keys of the entries that they put in place.
+        present: Keys that were in place when their turn came: another job made them meanwhile.
+        failed: By key.
+        work_s: Seconds from the first read to the last write, of the process that took longest.
+    """
+
+    made: set[str] = field(default_factory=set[str])
+    present: set[str] = field(default_factory=set[str])
+    failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
+    work_s: float = 0.0
+
+
+def write_order(order: Order, folder: Path) -> Path:
+    """Write the order file into `folder`, which must exist.
+
+    Returns:
+        Its path.
+    """
+    fields = {**asdict(order), "model_folder": str(order.model_folder), "store_root": str(order.store_root)}
+    path = folder / ORDER_FILE
+    path.write_text(json.dumps(fields), encoding="utf-8")
+    return path
+
+
+def read_order(path: Path) -> Order:
+    """The order as it was written."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    return Order(
+        fields["kind"],
+        Path(fields["model_folder"]),
+        Path(fields["store_root"]),
+        fields["settings"],
+        [_job(job) for job in fields["jobs"]],
+    )
+
+
+def _job(fields: dict[str, Any]) -> Job:
+    spec = fields["spec"]
+    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"])) for name, t in spec["tensors"].items()}
+    made_of = EntrySpec(spec["kind"], spec["key"], tensors)
+    return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
+
+
+def share(jobs: Sequence[Job], rank: int, num_ranks: int) -> list[Job]:
+    """The jobs of one process: each job goes to exactly one, and all take about as long.
+
+    The costliest first, each to the process with the least so far. The answer depends on the jobs alone, so
+    processes need not talk; within it, jobs of one shape follow one another.
+    """
+    loads, mine = [0] * num_ranks, list[Job]()
+    for job in sorted(jobs, key=lambda job: (-job.cost, job.spec.key)):
+        lightest = loads.index(min(loads))
+        loads[lightest] += job.cost
+        if lightest == rank:
+            mine.append(job)
+    return sorted(mine, key=lambda job: (-job.cost, _shapes(job), job.spec.key))
+
+
+def _shapes(job: Job) -> list[tuple[int, ...]]:
+    return [job.spec.tensors[name].shape for name in sorted(job.spec.tensors)]
+
+
+class ResultsWriter:
+    """Appends one process's results, each visible to others at once; a context manager."""
+
+    def __init__(self, order_file: Path, rank: int) -> None:
+        """Begin `results-<rank>.jsonl` beside the order."""
+        self._file: TextIO = (order_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
+
+    def ended(self, key: str, outcome: Literal["made", "present"] | Failure) -> None:
+        """One job came to its end."""
+        failure = asdict(outcome) if isinstance(outcome, Failure) else None
+        self._write({"key": key, "outcome": "failed" if failure else outcome, "failure": failure})
+
+    def finish(self, work_s: float) -> None:
+        """All jobs of this process have ended; `work_s` is without start-up."""
+        self._write({"work_s": work_s})
+
+    def __enter__(self) -> ResultsWriter:
+        """Itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def read_results(folder: Path) -> Results:
+    """What all processes have said; a line that is still being written is left out."""
+    results = Results()
+    for path in sorted(folder.glob(RESULTS_PATTERN)):
+        for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+            if text.endswith("\n"):
+                _take(json.loads(text), results)
+    return results
+
+
+def _take(line: dict[str, Any], results: Results) -> None:
+    if "work_s" in line:
+        results.work_s = max(results.work_s, line["work_s"])
+    elif line["outcome"] == "failed":
+        results.failed[line["key"]] = Failure(**line["failure"])
+    else:
+        (results.made if line["outcome"] == "made" else results.present).add(line["key"])

@@ -1,0 +1,78 @@
+"""Captions to text embeddings on one device, one at a time. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.encode.latent_encoder import as_stored
+from pipeline.encode.order import Job, Order
+from pipeline.encode.outcome import Encoded, Outcome
+from pipeline.encode.progress import Progress
+from pipeline.errors import ModelError
+from pipeline.families import EncodedCaption, detect
+from pipeline.store import Store
+
+
+class TextEncoder:
+    """All text encoders of a model, on one device."""
+
+    def __init__(self, order: Order, device: str, progress: Progress) -> None:
+        """Load them."""
+        self._family = detect(order.model_folder)
+        self._device = device
+        self._progress = progress
+        self._dtype: str = order.settings["compute_dtype"]
+        self._encoders = self._family.load_text_encoders(self._dtype, device)
+        self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
+
+    def encoded(self, jobs: Sequence[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+        """Each job with its embeddings.
+
+        Raises:
+            ModelError: An encoder answers with values that are not finite, or do not fit the stored dtype.
+        """
+        for job in jobs:
+            self._progress.working_on(job.name)
+            if store.path(job.spec).exists() and store.check(job.spec).valid:
+                yield job, "present"
+                continue
+            caption = self._encode(job)
+            facts = {
+                "num_tokens": caption.num_tokens,
+                "num_cut": caption.num_cut,
+                "cut_from": caption.cut_from,
+            }
+            yield job, Encoded({name: as_stored(t) for name, t in self._stored(job, caption).items()}, facts)
+
+    def _encode(self, job: Job) -> EncodedCaption:
+        """In the compute dtype, and again in float32 when that overflowed."""
+        encoded = self._family.encode_caption(self._encoders, job.work["caption"])
+        if _all_finite(encoded.tensors) or self._dtype == "float32":
+            return encoded
+        self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
+        if self._exact_encoders is None:
+            self._exact_encoders = self._family.load_text_encoders("float32", self._device)
+        return self._family.encode_caption(self._exact_encoders, job.work["caption"])
+
+    def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:
+        stored = {
+            name: caption.tensors[name].to(getattr(torch, spec.dtype))
+            for name, spec in job.spec.tensors.items()
+        }
+        if not _all_finite(stored):
+            largest = max(float(tensor.abs().max()) for tensor in caption.tensors.values())
+            raise ModelError(
+                f"the text embedding of {job.name} is not finite (largest value {largest:.4g})",
+                where=str(self._family.folder),
+                fix="set text.dtype to bfloat16 or float32; if that does not help, the encoder's weights are "
+                "damaged",
+            )
+        return stored
+
+
+def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())

@@ -1,0 +1,87 @@
+"""What each launched process does: makes its share of an order's entries. Imports torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from pipeline.encode.feed import Behind
+from pipeline.encode.order import Job, ResultsWriter, read_order, share
+from pipeline.encode.outcome import Encoded, Outcome
+from pipeline.encode.progress import Progress, Report
+from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.store import Store
+
+WRITES_BEHIND = 16
+"""Entries that may wait to be written while the next are encoded."""
+
+
+def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
+    """Make this process's share of the order; results go beside the order, entries into its store.
+
+    Raises:
+        StoreError: An entry could not be written.
+        ModelError: The model cannot be loaded, or makes no finite numbers of text.
+    """
+    torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+    _quiet()
+    order = read_order(order_file)
+    store, jobs = Store(order.store_root), share(order.jobs, rank, num_ranks)
+    total, what = len(order.jobs), "latents" if order.kind == "latents" else "text embeddings"
+    with (
+        ResultsWriter(order_file, rank) as results,
+        Progress(report, order_file.parent, total=total, what=f"{what} encoded", rank=rank) as progress,
+    ):
+        if order.kind == "latents":
+            from pipeline.encode.latent_encoder import LatentEncoder
+
+            encoder = LatentEncoder(order, device(), progress)
+        else:
+            from pipeline.encode.text_encoder import TextEncoder
+
+            encoder = TextEncoder(order, device(), progress)
+        started_s = time.perf_counter()
+        _make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
+        results.finish(time.perf_counter() - started_s)
+
+
+def device() -> str:
+    """This process's own GPU, or the CPU where there is none."""
+    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+
+
+def _make_all(
+    outcomes: Iterator[tuple[Job, Outcome]], store: Store, *, results: ResultsWriter, progress: Progress
+) -> None:
+    """Write each entry as it comes, beside the encoding of the next."""
+    writes = Behind(WRITES_BEHIND)
+    try:
+        for job, outcome in outcomes:
+            writes.put(partial(_end, job, outcome, store=store, results=results, progress=progress))
+    finally:
+        writes.finish()
+
+
+def _end(job: Job, outcome: Outcome, *, store: Store, results: ResultsWriter, progress: Progress) -> None:
+    if isinstance(outcome, Encoded):
+        won = store.write(job.spec, outcome.tensors, {**job.facts, **outcome.facts})
+        results.ended(job.spec.key, "made" if won else "present")
+    else:
+        results.ended(job.spec.key, outcome)
+    progress.ended()
+
+
+def _quiet() -> None:
+    """Keep loading bars and hints of the model libraries out of the log."""
+    import diffusers.utils.logging
+    import transformers.utils.logging
+
+    diffusers.utils.logging.set_verbosity_error()
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()

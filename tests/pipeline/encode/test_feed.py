@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pipeline.encode.feed import Behind, ahead
+
+
+def test_items_come_in_their_order_whatever_takes_long() -> None:
+    def work(item: int) -> int:
+        time.sleep(0.02 if item % 3 == 0 else 0)
+        return item * item
+
+    results = [(item, future.result()) for item, future in ahead(range(20), work, threads=4, depth=6)]
+    assert results == [(item, item * item) for item in range(20)]
+
+
+def test_L12_no_more_than_depth_items_are_ever_in_memory() -> None:
+    """Of a million items at most five are started that have not been taken."""
+    started = 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal started
+        with lock:
+            started += 1
+        return item
+
+    ends = ahead(iter(range(1_000_000)), work, threads=3, depth=5)
+    for taken, (_, future) in enumerate(ends, start=1):
+        assert started - taken <= 5
+        future.result()
+        if taken == 500:
+            break
+    ends.close()
+    assert started <= 506
+
+
+def test_a_failing_item_fails_alone() -> None:
+    def work(item: int) -> float:
+        return 1 / item
+
+    futures = [future for _, future in ahead([1, 0, 2], work, threads=2, depth=2)]
+    assert [type(future.exception()) for future in futures] == [type(None), ZeroDivisionError, type(None)]
+
+
+def test_nothing_comes_of_nothing() -> None:
+    assert list(ahead([], lambda item: item, threads=1, depth=1)) == []
+
+
+def test_work_behind_is_bounded_and_finished() -> None:
+    done: list[int] = []
+    gate = threading.Event()
+    behind = Behind(2)
+
+    def slow(number: int) -> None:
+        gate.wait(10)
+        done.append(number)
+
+    for number in range(2):
+        behind.put(lambda number=number: slow(number))
+    gate.set()
+    behind.put(lambda: slow(2))
+    behind.finish()
+    assert done == [0, 1, 2]
+
+
+def test_an_error_behind_comes_out_and_what_came_before_is_finished() -> None:
+    done: list[int] = []
+    behind = Behind(4)
+    behind.put(lambda: done.append(1))
+    behind.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        behind.finish()
+    assert done == [1]
