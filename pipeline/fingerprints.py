@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -100,12 +100,12 @@ class TextInputs:
 
 def latent_key(inputs: LatentInputs) -> str:
     """The key of a latent: 64 hex digits."""
-    return canonical_hash({"latents": asdict(inputs)})
+    return canonical_hash({"latents": vars(inputs)})
 
 
 def text_key(inputs: TextInputs) -> str:
     """The key of a caption's text embeddings: 64 hex digits."""
-    return canonical_hash({"text": asdict(inputs)})
+    return canonical_hash({"text": vars(inputs)})
 
 
 def canonical_hash(value: Any) -> str:
