@@ -1,0 +1,223 @@
+"""The checks of trained_lora: what lies in `lora/` is the whole result of a run that went well.
+
+Everything is read anew and without torch: the files themselves, and what their run has recorded of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from pipeline.checks.base import CheckContext, Finding, Outcome, findings
+from pipeline.errors import TrainingError
+from pipeline.lora_files import (
+    LAYOUTS,
+    PROVENANCE_FILE,
+    Layout,
+    LoraFile,
+    LoraModule,
+    layout_file,
+    module_scale,
+    read_lora_file,
+)
+from pipeline.runs import Metrics, RunLayout, read_metrics, run_folder
+
+_AGAIN = "delete lora/ and materialize trained_lora again"
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What a run left: its record, its metrics, and the files in `lora/` by layout."""
+
+    steps: int
+    asked_steps: int
+    rank: int
+    alpha: float
+    metrics: list[Metrics]
+    modules: list[LoraModule]
+    recorded: dict[str, dict[str, Any]]
+    files: dict[Layout, LoraFile]
+
+
+def run(context: CheckContext) -> list[Finding]:
+    """One finding for each check of trained_lora, in the order of `names.SPECS`."""
+    try:
+        result = _read(context)
+    except TrainingError as err:
+        missing = Outcome(False, err.what, err.fix, rows=[{"where": err.where}])
+        names = ("loss_finite", "adapter_not_zero", "reload_equals", "plan_completed")
+        shapes = ("shape_uniformity", "file_size_outliers")
+        return findings(context, "trained_lora", dict.fromkeys((*names, *shapes), missing))
+    outcomes = {
+        "loss_finite": _loss_finite(result),
+        "adapter_not_zero": _adapter_not_zero(result),
+        "reload_equals": _reload_equals(result),
+        "plan_completed": _plan_completed(result),
+        "shape_uniformity": _shapes(result),
+        "file_size_outliers": _file_sizes(result),
+    }
+    return findings(context, "trained_lora", outcomes)
+
+
+def _read(context: CheckContext) -> _Result:
+    recipe = context.recipe
+    lora = recipe.output_dir / "lora"
+    record = _json(lora / PROVENANCE_FILE)
+    layout = RunLayout(run_folder(recipe.output_dir, str(record.get("run"))))
+    finished = _json(layout.finished)
+    steps = recipe.training.steps
+    try:
+        return _Result(
+            steps=int(finished["steps"]),
+            asked_steps=steps,
+            rank=recipe.training.lora.rank,
+            alpha=recipe.training.lora.alpha,
+            metrics=read_metrics(layout.metrics, steps),
+            modules=[LoraModule.from_json(module) for module in finished["modules"]],
+            recorded={item["name"]: item for item in finished["files"]},
+            files={each: read_lora_file(lora / layout_file(each, recipe.name)) for each in LAYOUTS},
+        )
+    except (KeyError, TypeError, ValueError) as err:
+        what = f"the record of the run is damaged: {err}"
+        raise TrainingError(what, where=str(layout.finished), fix=_AGAIN) from err
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        what = f"there is no finished run to look at: {path.name} cannot be read"
+        raise TrainingError(what, where=str(path), fix=_AGAIN) from err
+    return cast("dict[str, Any]", value if isinstance(value, dict) else {})
+
+
+def _loss_finite(result: _Result) -> Outcome:
+    odd = [line for line in result.metrics if not math.isfinite(line["loss"])]
+    rows = [{"step": line["step"], "loss": str(line["loss"])} for line in odd]
+    summary = f"{len(odd)} of {len(result.metrics)} recorded losses are no finite number"
+    numbers = {"steps": len(result.metrics)}
+    if odd or not result.metrics:
+        fix = "lower training.learning_rate and train again"
+        return Outcome(False, summary, fix, rows=rows, numbers=numbers)
+    return Outcome(True, f"all {len(result.metrics)} losses are finite", numbers=numbers)
+
+
+def _plan_completed(result: _Result) -> Outcome:
+    have = {line["step"] for line in result.metrics}
+    lacking = [step for step in range(result.asked_steps) if step not in have]
+    numbers = {"steps": result.steps, "asked_steps": result.asked_steps}
+    if result.steps != result.asked_steps or lacking:
+        summary = f"the run did {result.steps} of {result.asked_steps} steps, {len(lacking)} have no metrics"
+        fix = "materialize trained_lora again: it goes on from the last checkpoint"
+        return Outcome(False, summary, fix, rows=[{"step": step} for step in lacking], numbers=numbers)
+    return Outcome(True, f"all {result.steps} steps are done", numbers=numbers)
+
+
+def _adapter_not_zero(result: _Result) -> Outcome:
+    file = result.files["diffusers"]
+    norms: dict[str, float] = {}
+    for module in result.modules:
+        down, up, _ = module.keys("diffusers")
+        if down in file.tensors and up in file.tensors:
+            delta = file.tensors[up] @ file.tensors[down]
+            norms[module.name] = float(np.linalg.norm(delta)) * module.alpha / module.rank
+    zero = [name for name, norm in norms.items() if norm == 0.0]
+    odd = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    numbers = {
+        "modules": len(norms),
+        "zero_modules": len(zero),
+        "largest_norm": max(norms.values(), default=0.0),
+    }
+    if odd or not norms or len(zero) == len(norms):
+        summary = f"{len(zero)} of {len(norms)} modules have delta weights of zero, {len(odd)} no finite ones"
+        fix = "train more steps, or with a larger training.learning_rate"
+        return Outcome(False, summary, fix, rows=[{"module": name} for name in odd or zero], numbers=numbers)
+    summary = f"{len(norms) - len(zero)} of {len(norms)} modules have delta weights other than zero"
+    return Outcome(True, summary, numbers=numbers)
+
+
+def _reload_equals(result: _Result) -> Outcome:
+    """The bytes are those that the run read back and compared; and the layouts hold the same numbers."""
+    rows: list[dict[str, Any]] = []
+    for layout, file in result.files.items():
+        recorded = result.recorded.get(file.path.name, {})
+        if recorded.get("sha256") != hashlib.sha256(file.path.read_bytes()).hexdigest():
+            rows.append({"file": file.path.name, "module": "", "reason": "other bytes than the run verified"})
+        rows += [
+            {"file": file.path.name, "module": module.name, "reason": reason}
+            for module in result.modules
+            if (reason := _difference(result.files["diffusers"], file, module, layout))
+        ]
+    errors = {name: item.get("max_error") for name, item in result.recorded.items()}
+    if rows:
+        summary = f"{len(rows)} files or modules do not give back what was trained"
+        return Outcome(False, summary, _AGAIN, rows=rows, numbers=errors)
+    summary = f"{len(result.files)} files give back the delta weights of {len(result.modules)} modules"
+    return Outcome(True, summary, numbers=errors)
+
+
+def _difference(reference: LoraFile, file: LoraFile, module: LoraModule, layout: Layout) -> str:
+    """Why the module's factors in `file` are not those of the diffusers layout; empty when they are."""
+    try:
+        scale, expected = module_scale(file, module, layout), module.alpha / module.rank
+    except TrainingError as err:
+        return err.what
+    if not math.isclose(scale, expected, rel_tol=1e-6):
+        return f"scaled by {scale}, trained with {expected}"
+    pairs = zip(module.keys("diffusers")[:2], module.keys(layout)[:2], strict=True)
+    for own, other in pairs:
+        if own not in reference.tensors or other not in file.tensors:
+            return f"{other} is missing"
+        if not np.array_equal(reference.tensors[own], file.tensors[other]):
+            return f"{other} holds other numbers than the diffusers layout"
+    return ""
+
+
+def _shapes(result: _Result) -> Outcome:
+    rows: list[dict[str, Any]] = []
+    for layout, file in result.files.items():
+        expected: dict[str, tuple[int, ...]] = {}
+        for module in result.modules:
+            down, up, alpha = module.keys(layout)
+            expected[down] = (result.rank, module.in_features)
+            expected[up] = (module.out_features, result.rank)
+            if alpha is not None:
+                expected[alpha] = ()
+        found = {key: tensor.shape for key, tensor in file.tensors.items()}
+        rows += [
+            {
+                "file": file.path.name,
+                "key": key,
+                "shape": str(found.get(key)),
+                "asked": str(expected.get(key)),
+            }
+            for key in sorted({*found, *expected})
+            if found.get(key) != expected.get(key)
+        ]
+    if rows or not result.modules:
+        summary = (
+            f"{len(rows)} keys are missing, unknown, or of another shape than rank {result.rank} asks for"
+        )
+        return Outcome(False, summary, _AGAIN, rows=rows)
+    summary = f"all keys of {len(result.modules)} modules have rank {result.rank} in each layout"
+    return Outcome(True, summary, numbers={"modules": len(result.modules), "rank": result.rank})
+
+
+def _file_sizes(result: _Result) -> Outcome:
+    rows: list[dict[str, Any]] = []
+    for layout, file in result.files.items():
+        values = sum(module.num_values(layout) for module in result.modules)
+        expected = file.header_bytes + 4 * values
+        if file.num_bytes != expected:
+            rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected})
+    numbers = {file.path.name: file.num_bytes for file in result.files.values()}
+    if rows:
+        summary = f"{len(rows)} files have other sizes than their keys and ranks ask for"
+        return Outcome(False, summary, _AGAIN, rows=rows, numbers=numbers)
+    return Outcome(True, f"all {len(result.files)} files have exactly the expected bytes", numbers=numbers)
