@@ -79,15 +79,19 @@ def _require_open(key: AssetKey, closed: "Sequence[Finding]") -> None:
     """Fail the step with what, where and fix of each closed gate; Dagster itself would only count them."""
     if not closed:
         return
-    fixes = [f"{finding.name}: {finding.fix}" for finding in closed]
+    rows = dict.fromkeys(line for finding in closed for line in _named_rows(finding))
     raise GateClosedError(
         "\n".join(f"{finding.name}: {finding.summary}" for finding in closed),
-        where="\n".join([f"asset {key.to_user_string()}", *(row for f in closed for row in _named_rows(f))]),
-        fix="\n".join(fixes),
+        where="\n".join([f"asset {key.to_user_string()}", *rows]),
+        fix="\n".join(f"{finding.name}: {finding.fix}" for finding in closed),
     )
 
 
 def _named_rows(finding: "Finding") -> list[str]:
-    rows = [", ".join(f"{name}={value}" for name, value in row.items()) for row in finding.rows]
-    more = int(finding.numbers.get("num_rows", len(rows))) - MAX_NAMED_ROWS
-    return rows[:MAX_NAMED_ROWS] + ([f"and {more} more"] if more > 0 else [])
+    """A line for each of the first rows, without their fixes: those are in the finding's own."""
+    rows = [
+        ", ".join(str(value) for name, value in row.items() if name != "fix")
+        for row in finding.rows[:MAX_NAMED_ROWS]
+    ]
+    more = int(finding.numbers.get("num_rows", len(rows))) - len(rows)
+    return rows + ([f"and {more} more for {finding.name}"] if more > 0 else [])
