@@ -107,11 +107,12 @@ def _convert_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
         lab = ImageCms.createProfile("LAB")
         return _applied(ImageCms.buildTransform(lab, ImageCms.createProfile("sRGB"), "LAB", "RGB"), image)
     if not profile:
-        return image.convert("RGB")
+        # A copy of a photograph costs as much as half of its decoding: the memory is new each time.
+        return image if image.mode == "RGB" else image.convert("RGB")
     mode = _profile_mode(image.mode, profile)
     transform = _transform(profile, mode)
     if transform is None:
-        return image.convert("RGB")
+        return image if image.mode == "RGB" else image.convert("RGB")
     return _applied(transform, image if image.mode == mode else image.convert(mode))
 
 

@@ -6,12 +6,14 @@ Encodings are always given, never the locale's. A byte order mark wins over what
 from __future__ import annotations
 
 import codecs
+import os
 import re
 import unicodedata
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.image_formats import SUFFIXES, ImageError
+from pipeline.ingest.folder import open_unblocked
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
@@ -58,13 +60,14 @@ def caption_of(settings: CaptionSettings, root: Path, path: str) -> Caption:
         ImageError: There is none (`caption_missing`), it holds no text (`caption_empty`), its bytes do not
             decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
     """
-    where = str(root / path)
+    where = f"{root}/{path}"
     if settings.from_ == "sidecar":
         sidecar = sidecar_path(path, settings.suffix)
-        text = _decoded(_read(root, path, sidecar), settings, str(root / sidecar))
-        where, source = str(root / sidecar), f"sidecar:{sidecar}"
+        where, source = f"{root}/{sidecar}", f"sidecar:{sidecar}"
+        text = _decoded(_read(root, path, sidecar), settings, where)
     elif settings.from_ == "filename":
-        text, source = _stem(path).replace("_", " "), "filename"
+        name = path.rpartition("/")[2]
+        text, source = name.removesuffix(_last_suffix(name)).replace("_", " "), "filename"
     else:
         text, source = settings.text or "", "fixed"
     text = canonical(text)
@@ -76,7 +79,7 @@ def caption_of(settings: CaptionSettings, root: Path, path: str) -> Caption:
 
 def sidecar_path(path: str, suffix: str) -> str:
     """Where the caption file of the image at `path` lies: its name with the last suffix replaced."""
-    return str(Path(path).with_suffix("")) + suffix if path else suffix
+    return path[: len(path) - len(_last_suffix(path))] + suffix
 
 
 def canonical(text: str) -> str:
@@ -90,23 +93,27 @@ def canonical(text: str) -> str:
     return "\n".join(line for line in stripped if line)
 
 
-def _stem(path: str) -> str:
-    return Path(path).stem
+def _last_suffix(path: str) -> str:
+    """With its dot; empty where the name has none, or is nothing else."""
+    name = path.rpartition("/")[2]
+    stem, dot, suffix = name.rpartition(".")
+    return dot + suffix if stem else ""
 
 
 def _read(root: Path, path: str, sidecar: str) -> bytes:
-    file = root / sidecar
+    file = f"{root}/{sidecar}"
     try:
-        with file.open("rb") as opened:
-            data = opened.read(MAX_CAPTION_BYTES + 1)
+        with open_unblocked(file) as opened:
+            num_bytes = os.fstat(opened.fileno()).st_size
+            data = opened.read() if num_bytes <= MAX_CAPTION_BYTES else None
     except FileNotFoundError as err:
         raise _missing(root, path, sidecar) from err
     except OSError as err:
         detail = f"its caption {sidecar} cannot be read: {err.strerror}"
-        raise ImageError("caption_unreadable", detail, where=str(file), fix="make it readable") from err
-    if len(data) > MAX_CAPTION_BYTES:
-        detail = f"its caption {sidecar} is larger than {MAX_CAPTION_BYTES:,} bytes"
-        raise ImageError("caption_unreadable", detail, where=str(file), fix="write a shorter caption")
+        raise ImageError("caption_unreadable", detail, where=file, fix="make it readable") from err
+    if data is None:
+        detail = f"its caption {sidecar} has {num_bytes:,} bytes, the limit is {MAX_CAPTION_BYTES:,}"
+        raise ImageError("caption_unreadable", detail, where=file, fix="write a shorter caption")
     return data
 
 

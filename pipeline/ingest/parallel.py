@@ -30,7 +30,12 @@ def num_threads() -> int:
 
 
 def in_threads(
-    function: Callable[[Item], Result], items: Sequence[Item], *, log: Log, doing: str
+    function: Callable[[Item], Result],
+    items: Sequence[Item],
+    *,
+    log: Log,
+    doing: str,
+    threads: int | None = None,
 ) -> Iterator[Result]:
     """Results in the order of the items; a few chunks a thread are under way at any time.
 
@@ -39,12 +44,13 @@ def in_threads(
         items: All items.
         log: Gets a line of progress every few seconds.
         doing: What happens to an item, such as "images decoded".
+        threads: How many; one a core by default.
     """
 
     def work(chunk: Sequence[Item]) -> list[Result]:
         return [function(item) for item in chunk]
 
-    threads = num_threads()
+    threads = threads or num_threads()
     start_s = told_s = time.monotonic()
     done = 0
     under_way: deque[Future[list[Result]]] = deque()
