@@ -22,9 +22,8 @@ def listing_fingerprint(folders: Iterable[Path]) -> str:
     """
     digest = hashlib.sha256()
     for folder in folders:
-        for line in sorted(_lines(folder)):
+        for line in sorted(_lines(folder)):  # each holds the whole path, so that folders need no mark between
             digest.update(line)
-        digest.update(b"\0\0")
     return digest.hexdigest()[:16]
 
 

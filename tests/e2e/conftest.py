@@ -17,7 +17,6 @@ from dagster import DagsterInstance, ExecuteInProcessResult
 from PIL import Image
 
 from assets.definitions import build_definitions
-from pipeline.families.tiny import make_tiny
 from pipeline.recipe import Recipe, load_recipe
 
 NAME = "small"
@@ -137,25 +136,18 @@ def write_photographs(folder: Path) -> None:
         (folder / f"photo{index}.txt").write_text(f"a photograph of cat {index}\n", encoding="utf-8")
 
 
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "tiny-sd"
-    make_tiny(folder)
-    return folder
-
-
 @pytest.fixture
-def fresh(tmp_path: Path, model: Path) -> Workspace:
+def fresh(tmp_path: Path, tiny_sd: Path) -> Workspace:
     """Nothing is cached yet."""
-    made = Workspace(tmp_path, model)
+    made = Workspace(tmp_path, tiny_sd)
     write_photographs(made.data)
     made.recipe()
     return made
 
 
 @pytest.fixture(scope="session")
-def cached_once(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Workspace:
-    made = Workspace(tmp_path_factory.mktemp("cached"), model)
+def cached_once(tmp_path_factory: pytest.TempPathFactory, tiny_sd: Path) -> Workspace:
+    made = Workspace(tmp_path_factory.mktemp("cached"), tiny_sd)
     write_photographs(made.data)
     made.recipe()
     result = made.execute("cache")

@@ -33,6 +33,10 @@ with reporter() as report:
     if order["do"] == "crash":
         print("the last words of a crash", file=sys.stderr)
         os._exit(9)
+    if order["do"] == "ignore":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (here / f"pid-{rank()}").write_text(str(os.getpid()))
+        time.sleep(300)
     if order["do"] == "sleep":
         def stop(*_):
             (here / f"checkpoint-{rank()}").touch()
@@ -54,7 +58,7 @@ def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> None:
     settings = AccelerateSettings(num_processes=int(sys.argv[2]))
     launcher.bind(context, settings)("entry_under_test", Path(sys.argv[1]))
 
-materialize([work], resources={"launcher": AccelerateLauncher(grace_s=10)})
+materialize([work], resources={"launcher": AccelerateLauncher(grace_s=float(sys.argv[3]))})
 """
 
 
@@ -103,9 +107,11 @@ def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
     return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
 
 
-def start_step(file: Path, num_processes: int) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
+def start_step(
+    file: Path, num_processes: int, grace_s: float = 10
+) -> tuple[subprocess.Popen[bytes], list[psutil.Process]]:
     step = subprocess.Popen(
-        [sys.executable, "-c", STEP, str(file), str(num_processes)],
+        [sys.executable, "-c", STEP, str(file), str(num_processes), str(grace_s)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -145,6 +151,13 @@ def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(tmp_path: Path, n
     assert [(tmp_path / f"checkpoint-{rank}").is_file() for rank in range(num_processes)] == [
         True
     ] * num_processes
+
+
+def test_R12_a_worker_that_ignores_the_request_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+    step, processes = start_step(order(tmp_path, "ignore"), 1, grace_s=0.5)
+    step.send_signal(signal.SIGTERM)
+    step.wait(60)
+    assert alive(processes) == []
 
 
 def test_R12_a_killed_step_takes_its_processes_along_after_a_checkpoint(tmp_path: Path) -> None:
