@@ -113,22 +113,18 @@ class Store:
             raise _access_error(path, err, "read") from err
         return EntryState("valid", stat=state, metadata=metadata)
 
-    def header_shapes(self, spec: EntrySpec) -> dict[str, TensorSpec]:
-        """The shapes and dtypes that the entry's own header states; no data is read.
+    def stated(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
+        """The shapes and dtypes in the header of the file in the entry's place; no data is read.
 
-        Raises:
-            StoreError: The entry is missing, or has no readable header.
+        None when there is no file, or it has no header that makes sense.
         """
         path = self.path(spec)
         try:
             _regular_stat(path)
             with path.open("rb") as file:
-                header = read_header(file.read(DATA_START))
-        except WrongEntryError as wrong:
-            raise _entry_error(path, str(wrong)) from wrong
-        except OSError as err:
-            raise _access_error(path, err, "read") from err
-        return stated_tensors(header)
+                return stated_tensors(read_header(file.read(DATA_START)))
+        except (OSError, WrongEntryError):
+            return None
 
     def read(self, spec: EntrySpec) -> dict[str, Array]:
         """The entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
