@@ -1,0 +1,129 @@
+"""What decides a run's weights, the run's id made of it, and what differs between two runs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.atomic import write_text
+from pipeline.runs import RunLayout
+from pipeline.training.plan import PARTIAL_POLICY
+
+if TYPE_CHECKING:
+    from pipeline.entries import Entries
+    from pipeline.recipe import Recipe
+    from pipeline.training.order import TrainingInput
+
+TRAINING_VERSION = 1
+"""Raised when the code would train other weights from the same facts."""
+
+Facts = dict[str, Any]
+"""JSON-serialisable, nested."""
+
+
+def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> Facts:
+    """Everything that decides the weights, and nothing else.
+
+    Not in it: how often checkpoints and pictures are made, paths and names, package versions, and the number
+    of steps where the schedule does not depend on it, so that a longer run goes on from a shorter one.
+    """
+    training = recipe.training
+    schedule = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
+    if training.lr_scheduler != "constant":
+        schedule["steps"] = training.steps
+    dropout = recipe.text.caption_dropout
+    return {
+        "version": TRAINING_VERSION,
+        "samples": {
+            "number": len(inputs),
+            "latents": _digest((item.sample_id, item.bucket, item.latent.key) for item in inputs),
+            "text": _digest((item.sample_id, item.text.key) for item in inputs),
+            "repeats": _digest((item.sample_id, item.repeats) for item in inputs),
+        },
+        "empty_text": entries.text("").key if dropout > 0 else None,
+        "model": {"family": entries.family.name, "denoiser": entries.fingerprint("denoiser")},
+        "plan": {
+            "seed": training.seed,
+            "batch_size": training.batch_size,
+            "gradient_accumulation": training.gradient_accumulation,
+            "num_processes": recipe.accelerate.num_processes,
+            "caption_dropout": dropout,
+            "partial_policy": PARTIAL_POLICY,
+        },
+        "loss": {"kind": "mse", "prediction": entries.family.prediction_type()},
+        "optimizer": {
+            "kind": training.optimizer,
+            "learning_rate": training.learning_rate,
+            "max_grad_norm": training.max_grad_norm,
+        },
+        "schedule": schedule,
+        "lora": {
+            "rank": training.lora.rank,
+            "alpha": training.lora.alpha,
+            "targets": entries.family.lora_targets(),
+        },
+        "mixed_precision": recipe.accelerate.mixed_precision,
+    }
+
+
+def run_id(facts: Facts) -> str:
+    """16 hex digits of a hash of the facts; no time is in it."""
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode("utf-8")).hexdigest()[:16]
+
+
+def write_facts(layout: RunLayout, facts: Facts) -> None:
+    """Keep the facts in the run's folder, for `describe_difference`."""
+    write_text(layout.facts, json.dumps(facts, indent=2, sort_keys=True) + "\n")
+
+
+def say_what_differs(runs: Path, run: str, facts: Facts, log: Callable[[str], None]) -> None:
+    """Say through `log` what sets a new run apart from the one made last (FAILURES R11).
+
+    Args:
+        runs: The folder of all runs of one recipe.
+        run: The new run's id.
+        facts: Its facts.
+        log: Takes one line; nothing is said of a first run.
+    """
+    others = [path for path in runs.glob("*/run.json") if path.parent.name != run]
+    if not others:
+        return
+    newest = max(others, key=lambda path: path.stat().st_mtime_ns)
+    try:
+        before = json.loads(newest.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        log(f"run {run} lies beside {newest.parent.name}, whose {newest.name} cannot be read: {err}")
+        return
+    differences = "; ".join(describe_difference(before, facts))
+    log(f"run {run} is new beside {newest.parent.name}: {differences}")
+
+
+def describe_difference(before: Facts, after: Facts) -> list[str]:
+    """`<fact> <old> -> <new>` of each fact that differs, by name; hashes shortened."""
+    old, new = dict(_flat(before)), dict(_flat(after))
+    names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
+    return [f"{name} {_short(old.get(name))} -> {_short(new.get(name))}" for name in names]
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _short(value: object) -> str:
+    text = str(value)
+    return f"{text[:8]}..." if len(text) >= 32 else text
+
+
+def _digest(rows: Iterator[tuple[str | int, ...]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row).encode("utf-8") + b"\n")
+    return digest.hexdigest()

@@ -1,0 +1,221 @@
+"""The stage `trained_lora`, in the process that launches: verify, name the run, train it once, publish.
+
+Torch-free: a finished run that nothing has changed for launches nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline import tables as table_schemas
+from pipeline.atomic import write_text, write_through
+
+# from pipeline.checks import text_embeddings, vae_latents
+from pipeline.checks.base import CheckContext
+from pipeline.entries import Entries
+from pipeline.errors import GateClosedError, TrainingError
+from pipeline.lora_files import PROVENANCE_FILE
+from pipeline.reports import Log, Report, StageResult, Stopwatch
+from pipeline.runs import RunLayout, read_metrics, run_folder
+from pipeline.tables import Tables
+from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
+from pipeline.training.locking import only_one
+from pipeline.training.order import Prompt, TrainingInput, TrainingOrder
+from pipeline.training.provenance import provenance
+from pipeline.training.publish import TABLE_FILE, accept_result, mark_finished, publish, read_finished
+
+if TYPE_CHECKING:
+    from pipeline.launching import Launch
+    from pipeline.recipe import Recipe
+
+MODULE = "pipeline.entrypoints.train"
+
+NUM_DEFAULT_PROMPTS = 2
+"""Of sample pictures, where the recipe names no prompts."""
+
+CURVE_POINTS = 100
+
+
+def train_lora(
+    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, launch: Launch, log: Log
+) -> StageResult:
+    """Train the recipe's LoRA, or find it trained; afterwards `output_dir/lora` holds it.
+
+    Args:
+        recipe: With absolute paths.
+        latents: The table of vae_latents.
+        text: The table of text_embeddings.
+        launch: Runs the training processes.
+        log: Takes progress lines.
+
+    Returns:
+        One row a sample, with the number of times it was trained on.
+
+    Raises:
+        GateClosedError: A check of the two caches fails (FAILURES O10); nothing was launched.
+        TrainingError: Training failed, or left no usable result.
+        LaunchError: The training processes died or were stopped; a checkpoint is kept.
+    """
+    watch = Stopwatch()
+    require_valid_inputs(recipe, log)
+    entries = Entries(recipe)
+    inputs = training_inputs(recipe, entries, latents, text)
+    facts = run_facts(recipe, entries, inputs)
+    run = run_id(facts)
+    layout = RunLayout(run_folder(recipe.output_dir, run))
+    order = TrainingOrder(
+        recipe=recipe,
+        base=entries.model_folder,
+        run=run,
+        inputs=inputs,
+        empty_text=entries.text(""),
+        prompts=sample_prompts(recipe, entries, inputs),
+    )
+    table = trained_table(latents, order)
+    with only_one(layout.lock, log):
+        finished = read_finished(layout, steps=recipe.training.steps, recipe_name=recipe.name)
+        launched = finished is None
+        if finished is None:
+            finished = _train(order, facts, table, launch=launch, log=log)
+            watch.startup_s = finished["startup_s"]
+        else:
+            log(f"run {run} is finished and unchanged: nothing is launched")
+        replaced = publish(layout, recipe.output_dir / "lora", finished)
+    log(f"lora/ holds run {run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
+    report = _report(order, finished, launched=launched)
+    return StageResult(table, table_schemas.empty("rejected"), {**report, **watch.numbers()})
+
+
+def require_valid_inputs(recipe: Recipe, log: Log) -> None:
+    """Run the checks of both caches; training never starts on data that a gate refuses.
+
+    Raises:
+        GateClosedError: Names the first closed gate, and how many there are.
+    """
+    context = CheckContext(recipe, Tables(recipe.output_dir))
+    closed = [
+        (asset, finding)
+        for asset, check in (("vae_latents", vae_latents), ("text_embeddings", text_embeddings))
+        for finding in check.run(context)
+        if finding.closes
+    ]
+    for asset, finding in closed:
+        log(f"{asset}: the gate {finding.name} is closed: {finding.summary}")
+    if closed:
+        asset, finding = closed[0]
+        more = f" (and {len(closed) - 1} more gates are closed)" if len(closed) > 1 else ""
+        where = "\n".join([f"{asset}, {finding.name}", *(str(row) for row in finding.rows[:5])])
+        raise GateClosedError(f"{finding.summary}{more}", where=where, fix=finding.fix)
+
+
+def training_inputs(
+    recipe: Recipe, entries: Entries, latents: pl.DataFrame, text: pl.DataFrame
+) -> tuple[TrainingInput, ...]:
+    """The samples with both their entries, sorted by sample_id.
+
+    Raises:
+        TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
+    """
+    captions = dict(text.select("sample_id", "caption").iter_rows())
+    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
+    rows = latents.sort("sample_id").to_dicts()
+    missing = [row for row in rows if row["sample_id"] not in captions or row["dataset"] not in repeats]
+    if missing:
+        fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
+        what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
+        raise TrainingError(what, where=missing[0]["sample_id"], fix=fix)
+    specs = {caption: entries.text(caption) for caption in set(captions.values())}
+    return tuple(
+        TrainingInput(
+            sample_id=row["sample_id"],
+            bucket=row["bucket"],
+            repeats=repeats[row["dataset"]],
+            caption=captions[row["sample_id"]],
+            latent=entries.latent(row),
+            text=specs[captions[row["sample_id"]]],
+            original_size_hw=(row["height"], row["width"]),
+            crop_top_left=(row["crop_top"], row["crop_left"]),
+            target_size_hw=(row["target_height"], row["target_width"]),
+        )
+        for row in rows
+    )
+
+
+def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> tuple[Prompt, ...]:
+    """What is drawn while training: the recipe's prompts, as squares; or the first captions."""
+    if recipe.training.sample_every == 0:
+        return ()
+    square = (recipe.buckets.resolution, recipe.buckets.resolution)
+    if recipe.training.sample_prompts:
+        return tuple(Prompt(text, entries.text(text), square) for text in recipe.training.sample_prompts)
+    firsts = {item.caption: item for item in reversed(inputs)}
+    chosen = sorted(firsts.values(), key=lambda item: item.sample_id)[:NUM_DEFAULT_PROMPTS]
+    return tuple(Prompt(item.caption, item.text, item.target_size_hw) for item in chosen)
+
+
+def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
+    """The table of trained_lora: which sample, by which entries, how often over the whole plan."""
+    seen = order.plan().times_seen()
+    keys = {item.sample_id: (item.latent.key, item.text.key) for item in order.inputs}
+    columns = ("sample_id", "dataset", "path", "content_hash", "height", "width", "bucket")
+    rows: list[dict[str, Any]] = []
+    for row in latents.select(columns).iter_rows(named=True):
+        latent_key, text_key = keys[row["sample_id"]]
+        times = seen[row["sample_id"]]
+        rows.append({**row, "latent_key": latent_key, "text_key": text_key, "times_seen": times})
+    return table_schemas.frame("trained_lora", rows)
+
+
+def _train(
+    order: TrainingOrder, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+) -> dict[str, Any]:
+    layout = RunLayout(order.folder)
+    if not layout.facts.is_file():
+        say_what_differs(order.folder.parent, order.run, facts, log)
+    write_facts(layout, facts)
+    for stale in (layout.result, layout.finished):
+        with suppress(FileNotFoundError):
+            stale.unlink()
+    launched_at_s = time.time()
+    launch(MODULE, order.write())
+    recipe = order.recipe
+    result = accept_result(layout, run=order.run, steps=len(order.plan()), recipe_name=recipe.name)
+    result["startup_s"] = max(0.0, result["started_at_s"] - launched_at_s)
+    record = provenance(recipe, Entries(recipe), facts, result)
+    write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    write_through(layout.exported / TABLE_FILE, table.write_parquet)
+    mark_finished(layout, result)
+    return result
+
+
+def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -> Report:
+    metrics = read_metrics(RunLayout(order.folder).metrics, len(order.plan()))
+    losses = [line["loss"] for line in metrics]
+    tenth = max(1, len(losses) // 10)
+    every = max(1, -(-len(metrics) // CURVE_POINTS))
+    return {
+        "samples": len(order.inputs),
+        "run": order.run,
+        "launched": launched,
+        "steps": finished["steps"],
+        "resumed_from": finished["resumed_from"],
+        "first_loss": _mean(losses[:tenth]),
+        "last_loss": _mean(losses[-tenth:]),
+        "loss_curve": [[line["step"], line["loss"]] for line in metrics[::every]],
+        "last_learning_rate": metrics[-1]["learning_rate"] if metrics else None,
+        "num_weights": finished["num_weights"],
+        "device": finished["device"],
+        "peak_memory_bytes": finished["peak_memory_bytes"],
+        "warnings": finished["warnings"],
+        "files": {item["name"]: item["bytes"] for item in finished["files"]},
+        "plan": order.plan().numbers(),
+    }
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
