@@ -171,8 +171,10 @@ class Fingerprints:
             return {}
         if not isinstance(known, dict):
             return {}
-        entries = cast("dict[str, list[Any]]", known).items()
-        return {path: entry for path, entry in entries if len(entry) == 5}
+        lists = {
+            path: entry for path, entry in cast("dict[str, Any]", known).items() if isinstance(entry, list)
+        }
+        return {path: entry for path, entry in cast("dict[str, list[Any]]", lists).items() if len(entry) == 5}
 
     def _remember(self, new: dict[str, list[Any]]) -> None:
         if not new:

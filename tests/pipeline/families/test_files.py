@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import ModelError
+from pipeline.families.files import read_json, tokenizer_files, weight_files
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_bytes(b"x")
+
+
+def test_safetensors_are_preferred_and_variants_never_taken(tmp_path: Path) -> None:
+    touch(tmp_path, "model.fp16.safetensors", "pytorch_model.bin")
+    assert [path.name for path in weight_files(tmp_path)] == ["pytorch_model.bin"]
+    touch(tmp_path, "model.safetensors")
+    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+
+
+def test_shards_come_with_their_index_and_each_must_be_there(tmp_path: Path) -> None:
+    shards = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"a": shards[1], "b": shards[0], "c": shards[1]}}
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    (tmp_path / name).write_text(json.dumps(index))
+    touch(tmp_path, *shards)
+    assert [path.name for path in weight_files(tmp_path)] == [name, *shards]
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(ModelError, match=shards[0]):
+        weight_files(tmp_path)
+
+
+def test_a_component_without_weights_and_a_tokenizer_without_vocabulary_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no weights"):
+        weight_files(tmp_path)
+    touch(tmp_path, "tokenizer_config.json")
+    with pytest.raises(ModelError, match="vocabulary"):
+        tokenizer_files(tmp_path)
+    touch(tmp_path, "vocab.json", "merges.txt")
+    configs, contents = tokenizer_files(tmp_path)
+    assert [path.name for path in (*configs, *contents)] == [
+        "tokenizer_config.json",
+        "vocab.json",
+        "merges.txt",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80"])
+def test_a_configuration_that_is_no_json_object_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_json(path)
