@@ -165,11 +165,10 @@ def _marked(data: bytes) -> str | None:
 
 
 def _unmarked_utf16(data: bytes) -> str | None:
-    """UTF-16 without a mark, as some Windows programs write: every other byte of Western text is zero."""
+    """UTF-16 without a mark, as some Windows programs write: of Western text every other byte is zero."""
     if len(data) < 2 or len(data) % 2 or b"\0" not in data:
         return None
     even, odd = data[0::2].count(0), data[1::2].count(0)
-    half = len(data) // 2
-    if not even and odd * 2 > half:
-        return "utf-16-le"
-    return "utf-16-be" if not odd and even * 2 > half else None
+    if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
+        return None
+    return "utf-16-le" if odd > even else "utf-16-be"

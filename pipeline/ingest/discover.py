@@ -86,7 +86,8 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
 def _walk_dataset(settings: DatasetSettings) -> _Scanned:
     suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
     found = walk(settings.path, suffix)
-    found.images.sort()
+    # Of two Unicode forms of one name the composed is kept, so that the other's spelling is no sample's id.
+    found.images.sort(key=lambda image: (_sample_id(settings.name, image.path), not _is_composed(image.path)))
     problems = list(found.problems)
     images: dict[str, Found] = {}
     for image in found.images:
@@ -103,6 +104,10 @@ def _walk_dataset(settings: DatasetSettings) -> _Scanned:
 
 def _sample_id(dataset: str, path: str) -> str:
     return f"{dataset}/{path if path.isascii() else unicodedata.normalize('NFC', path)}"
+
+
+def _is_composed(path: str) -> bool:
+    return path.isascii() or unicodedata.is_normalized("NFC", path)
 
 
 def _is_text(path: str) -> bool:

@@ -106,10 +106,12 @@ class _Walker:
         self._folders_met = {_identity(parent) for parent in self._real_root.parents}
         self._files_met: set[tuple[int, int]] = set()
         self._links: list[str] = []
+        self._following = False
 
     def run(self) -> None:
         """First all that is really below the root, then its links in the order of their names."""
         self._below("")
+        self._following = True
         while self._links:
             self._follow(heapq.heappop(self._links))
 
@@ -148,7 +150,10 @@ class _Walker:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 return  # it went while the folder was listed, as if it had never been there
-            self._image(path, stat)
+            if self._following and (stat.st_dev, signed(stat.st_ino)) in self._files_met:
+                self.walk.passed_over["linked_twice"] += 1
+            else:
+                self._image(path, stat)
 
     def _may_be_image(self, path: str, name: str) -> bool:
         """Whether a regular file may be an image; if not, it is counted as what it is."""

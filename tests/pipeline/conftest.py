@@ -1,0 +1,110 @@
+"""A dataset in a temporary folder, and the first stages run on it as the assets run them."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.buckets import assign_buckets
+from pipeline.ingest.discover import scan
+from pipeline.ingest.validate import validate
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.reports import StageResult, write_report
+from pipeline.tables import Tables
+
+
+def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
+    """A small image file whose content follows from the seed."""
+    levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(levels).save(file, kind)
+    return file.getvalue()
+
+
+@dataclass
+class Folder:
+    """A dataset folder and the recipe that reads it; in a test its name is `folder`."""
+
+    root: Path
+    output_dir: Path
+    captions: dict[str, object] = field(default_factory=dict[str, object])
+    checks: dict[str, object] = field(default_factory=dict[str, object])
+    log: list[str] = field(default_factory=list[str])
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipe_from_mapping(
+            "small",
+            {
+                "datasets": [{"name": "d", "path": str(self.root), "captions": self.captions}],
+                "cache_dir": str(self.output_dir / "cache"),
+                "output_dir": str(self.output_dir),
+                "model": {"base": str(self.output_dir / "model")},
+                "buckets": {"resolution": 64, "step": 8},
+                "checks": self.checks,
+            },
+        )
+
+    @property
+    def tables(self) -> Tables:
+        return Tables(self.output_dir)
+
+    @staticmethod
+    def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
+        return picture(seed, height, width, kind)
+
+    def add(self, name: str, data: bytes | None = None, caption: str | bytes | None = "a caption") -> Path:
+        """An image (by default one made from its name) and its sidecar caption."""
+        path = self.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(picture(sum(os.fsencode(name))) if data is None else data)
+        if caption is not None:
+            text = caption if isinstance(caption, bytes) else caption.encode()
+            path.with_suffix(".txt").write_bytes(text)
+        return path
+
+    def scan(self) -> StageResult:
+        return self._written("raw_images", scan(self.recipe, self.tables, log=self.log.append))
+
+    def validate(self) -> StageResult:
+        raw = self.tables.read("raw_images")
+        result = validate(self.recipe, raw, self.tables, log=self.log.append)
+        return self._written("validated_dataset", result)
+
+    def assign(self) -> StageResult:
+        result = assign_buckets(self.recipe, self.tables.read("validated_dataset"), log=self.log.append)
+        return self._written("aspect_buckets", result)
+
+    def ingest(self) -> StageResult:
+        self.scan()
+        return self.validate()
+
+    def _written(self, asset: str, result: StageResult) -> StageResult:
+        self.tables.write(asset, result.table)
+        self.tables.write_rejected(asset, result.rejected)
+        write_report(self.output_dir, asset, result.report)
+        return result
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    root = tmp_path / "data"
+    root.mkdir()
+    return Folder(root, tmp_path / "out")
+
+
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Call it to let the clock's granularity pass at once: whatever was scanned is trusted from then on."""
+
+    def pass_time() -> None:
+        monkeypatch.setattr("pipeline.ingest.discover.CLOCK_GRANULARITY_NS", -(10**18))
+
+    return pass_time
