@@ -14,8 +14,7 @@ import polars as pl
 
 from pipeline import tables as table_schemas
 from pipeline.atomic import write_text, write_through
-
-# from pipeline.checks import text_embeddings, vae_latents
+from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import GateClosedError, TrainingError

@@ -10,8 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from pipeline.atomic import write_through
 from pipeline.geometry import Size
 from pipeline.store import Store
@@ -31,7 +29,7 @@ def draw_samples(
     """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
 
     A picture depends on the adapter, its prompt and the recipe's seed: those of two steps can be compared.
-    The model's mode and random state are as before.
+    The model's mode is as before.
 
     Args:
         order: Names prompts, sizes and the seed.
@@ -66,7 +64,7 @@ def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, pat
     text = read_entry(store, prompt.text, f"prompt {prompt.caption!r}")
     empty_text = read_entry(store, order.empty_text, "the empty caption")
     device = str(engine.accelerator.device)
-    with torch.random.fork_rng(), engine.accelerator.autocast():
+    with engine.accelerator.autocast():
         pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
         picture = family.draw(
             pipeline,

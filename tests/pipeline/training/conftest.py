@@ -14,14 +14,18 @@ import pytest
 
 from pipeline.entries import Entries, stat_columns
 from pipeline.families.tiny import make_tiny
+from pipeline.geometry import Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.store import EntrySpec
 from pipeline.tables import SCHEMAS, Tables, frame
 from pipeline.training.order import TrainingOrder
 from pipeline.training.run import sample_prompts, training_inputs
 
-SIZES = {"64x64": 5, "64x128": 3}
+SIZES = {"64x64": 5, "32x96": 3}
 """Samples by bucket: with batches of 2 both have a partial one."""
+
+
+BUCKETS = ladder(64, 32, 3.0)
 
 
 @dataclass
@@ -85,7 +89,7 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
             "cache_dir": tmp_path / "cache",
             "output_dir": tmp_path / "output",
             "model": {"base": str(tiny_bases[prediction])},
-            "buckets": {"resolution": 64, "step": 64},
+            "buckets": {"resolution": 64, "step": 32},
             "text": {"caption_dropout": dropout},
             "training": settings,
         }
@@ -119,20 +123,23 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
 
 
 def geometry_row(bucket: str, index: int) -> dict[str, Any]:
+    """One sample whose geometry is what its bucket's name says, with a few rows cropped away."""
     height, width = (int(edge) for edge in bucket.split("x"))
+    geometry = BUCKETS.assign(Size(2 * height + 8, 2 * width))
+    assert geometry.bucket == bucket
     path = f"{bucket}-{index}.jpg"
     return {
         "sample_id": f"photos/{path}",
         "dataset": "photos",
         "path": path,
         "content_hash": hashlib.sha256(path.encode()).hexdigest(),
-        "height": height + 10,
-        "width": width,
+        "height": geometry.original_size.height,
+        "width": geometry.original_size.width,
         "bucket": bucket,
-        "resized_height": height + 10,
-        "resized_width": width,
-        "crop_top": 5,
-        "crop_left": 0,
+        "resized_height": geometry.resized_size.height,
+        "resized_width": geometry.resized_size.width,
+        "crop_top": geometry.crop.top,
+        "crop_left": geometry.crop.left,
         "target_height": height,
         "target_width": width,
     }

@@ -40,7 +40,7 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
         for index, sample_id in enumerate(micro.sample_ids):
             stored = store.read_torch(inputs[sample_id].latent)["latent"].float()
             assert torch.equal(micro.latent[index], stored)
-        assert micro.conditions["crop_top_left"].tolist() == [[5, 0]] * len(micro.sample_ids)
+        assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.sample_ids)
         assert micro.latent.dtype == micro.noise.dtype == torch.float32
 
 

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.entries import Entries
+from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.runs import RunLayout, read_metrics
+from pipeline.store import Store
+from pipeline.tables import Tables, validated
+from pipeline.training.loop import train
+from pipeline.training.order import read_order
+from pipeline.training.run import train_lora
+from pipeline.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+    from pipeline.reports import StageResult
+
+FILES = [
+    "demo_comfyui.safetensors",
+    "demo_kohya.safetensors",
+    "provenance.json",
+    "pytorch_lora_weights.safetensors",
+]
+
+
+class Here:
+    """A launch that runs the training in this process, and counts; it can be told to die."""
+
+    def __init__(self) -> None:
+        self.launched: list[Path] = []
+        self.dies_after: int | None = None
+
+    def __call__(self, module: str, order: Path) -> None:
+        assert module == "pipeline.entrypoints.train"
+        self.launched.append(order)
+        self._stop = StopRequest()
+        if not train(read_order(order), self, self._stop):
+            raise LaunchError("stopped", where=module, fix="start again")
+
+    def info(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        if self.dies_after is not None and done >= self.dies_after:
+            self._stop.request()
+
+
+def run(project: Project, launch: Here, log: list[str] | None = None) -> StageResult:
+    say = (log if log is not None else []).append
+    return train_lora(project.recipe, project.latents, project.text, launch=launch, log=say)
+
+
+def runs(project: Project) -> list[Path]:
+    return sorted((project.recipe.output_dir / "runs").iterdir())
+
+
+def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    result = run(project, launch)
+    lora = project.recipe.output_dir / "lora"
+    assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
+    table = validated("trained_lora", result.table, "the result")
+    assert table["times_seen"].sum() == sum(
+        step.num_samples for step in read_order(launch.launched[0]).plan()
+    )
+    assert result.report["samples"] == 8
+    assert result.report["launched"]
+    assert result.report["startup_seconds"] >= 0
+    record = json.loads((lora / "provenance.json").read_text())
+    assert record["run"] == runs(project)[0].name == result.report["run"]
+    assert set(record["packages"]) >= {"torch", "diffusers", "peft"}
+    assert len(record["model"]["fingerprints"]["denoiser"]) == 64
+    assert record["tables_sha256"]["vae_latents"] is not None
+    assert pl.read_parquet(lora / "samples.parquet").equals(table)
+
+
+def test_a_finished_run_is_not_repeated_and_one_damaged_file_is_made_again(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch, log = make_project(), Here(), list[str]()
+    first = run(project, launch)
+    second = run(project, launch, log)
+    assert len(launch.launched) == 1
+    assert not second.report["launched"]
+    assert any("nothing is launched" in line for line in log)
+    assert second.table.equals(first.table)
+    kept = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    (runs(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
+    third = run(project, launch)
+    assert len(launch.launched) == 2
+    assert third.report["resumed_from"] == 6
+    again = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(again[name].equal(kept[name]) for name in kept)
+
+
+def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = make_project()
+    run(project, Here())
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(project.recipe.model_dump_json())
+    script = f"""
+import sys
+from pathlib import Path
+from pipeline.recipe import Recipe
+from pipeline.tables import Tables
+from pipeline.training.run import train_lora
+from pipeline.checks.base import CheckContext
+from pipeline.checks import trained_lora
+recipe = Recipe.model_validate_json(Path({str(recipe)!r}).read_text())
+tables = Tables(recipe.output_dir)
+launch = lambda module, order: sys.exit("launched")
+latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
+result = train_lora(recipe, latents, text, launch=launch, log=print)
+tables.write("trained_lora", result.table)
+assert all(finding.passed for finding in trained_lora.run(CheckContext(recipe, tables)))
+heavy = {{"torch", "diffusers", "transformers", "accelerate", "peft"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_R11_another_setting_is_another_run_beside_the_old_one_and_the_log_says_what_differs(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch, log = make_project(), Here(), list[str]()
+    run(project, launch)
+    old = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())["run"]
+    other = project.changed("output", learning_rate=2e-2)
+    run(other, launch, log)
+    assert len(runs(project)) == 2
+    assert any("optimizer.learning_rate 0.01 -> 0.02" in line and old in line for line in log)
+    back = run(project, launch)
+    assert len(launch.launched) == 2
+    assert back.report["run"] == old
+    record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
+    assert record["run"] == old
+
+
+@pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}])
+def test_how_often_one_looks_does_not_make_another_run(
+    make_project: Callable[..., Project], update: dict[str, Any]
+) -> None:
+    project, launch = make_project(), Here()
+    run(project, launch)
+    assert not run(project.changed("output", **update), launch).report["launched"]
+
+
+def test_more_steps_go_on_from_a_run_whose_schedule_does_not_depend_on_them(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    run(project, launch)
+    longer = run(project.changed("output", steps=9), launch)
+    assert longer.report["resumed_from"] == 6
+    assert len(runs(project)) == 1
+    shorter = run(project, launch)
+    assert shorter.report["resumed_from"] == 6
+    assert shorter.report["steps"] == 6
+
+
+def test_R12_an_interrupted_run_goes_on_when_it_is_started_again(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    launch.dies_after = 2
+    with pytest.raises(LaunchError):
+        run(project, launch)
+    assert not (project.recipe.output_dir / "lora").exists()
+    launch.dies_after = None
+    assert run(project, launch).report["resumed_from"] == 3
+    assert len(read_metrics(RunLayout(runs(project)[0]).metrics, 6)) == 6
+
+
+def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Callable[..., Project]) -> None:
+    project, launch = make_project(), Here()
+    row = project.latents.row(0, named=True)
+    path = Store(project.recipe.cache_dir).path(Entries(project.recipe).latent(row))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(GateClosedError) as caught:
+        run(project, launch)
+    assert "vae_latents" in caught.value.where
+    assert launch.launched == []
+
+
+def test_a_sample_without_a_text_embedding_is_refused(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.text = project.text.head(3)
+    with pytest.raises(TrainingError, match="5 samples have no text embedding"):
+        run(project, Here())
+
+
+def test_a_launch_that_leaves_nothing_is_an_error(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    with pytest.raises(TrainingError, match="without a usable result"):
+        train_lora(project.recipe, project.latents, project.text, launch=lambda *_: None, log=print)
+    assert Tables(project.recipe.output_dir).path("vae_latents").is_file()
