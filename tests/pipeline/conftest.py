@@ -37,6 +37,7 @@ class Folder:
     captions: dict[str, object] = field(default_factory=dict[str, object])
     checks: dict[str, object] = field(default_factory=dict[str, object])
     log: list[str] = field(default_factory=list[str])
+    model: str = "no model"
 
     @property
     def recipe(self) -> Recipe:
@@ -46,7 +47,7 @@ class Folder:
                 "datasets": [{"name": "d", "path": str(self.root), "captions": self.captions}],
                 "cache_dir": str(self.output_dir / "cache"),
                 "output_dir": str(self.output_dir),
-                "model": {"base": str(self.output_dir / "model")},
+                "model": {"base": self.model},
                 "buckets": {"resolution": 64, "step": 8},
                 "checks": self.checks,
             },

@@ -1,0 +1,44 @@
+"""Threads: order, errors, and a bound on what is under way."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pipeline.ingest.parallel import CHUNK_ITEMS, in_threads, num_threads
+
+
+@pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 7 * CHUNK_ITEMS + 3, 2000])
+def test_results_come_in_the_order_of_the_items(count: int) -> None:
+    items = list(range(count))
+    assert list(in_threads(str, items, log=print, doing="told")) == [str(item) for item in items]
+
+
+def test_L12_only_a_few_chunks_are_under_way() -> None:
+    done: list[int] = []
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        with lock:
+            done.append(item)
+        return item
+
+    results = in_threads(work, range(100_000), log=print, doing="told")
+    next(results)
+    results.close()
+    assert len(done) <= (3 * num_threads() + 2) * CHUNK_ITEMS
+
+
+def test_what_the_function_raises_is_raised_here() -> None:
+    with pytest.raises(ZeroDivisionError):
+        list(in_threads(lambda item: 1 // (item - 500), range(2000), log=print, doing="divided"))
+
+
+def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.ingest.parallel.PROGRESS_EVERY_S", 0.0)
+    lines: list[str] = []
+    list(in_threads(str, range(2000), log=lines.append, doing="images read"))
+    assert lines
+    assert lines[0].startswith("images read: ")
+    assert " of 2,000 (" in lines[0]

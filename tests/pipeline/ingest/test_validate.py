@@ -1,0 +1,165 @@
+"""Validation: every pixel, each content once, and what happens to files between two stages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import skimage
+
+PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
+
+
+def reasons(result: Any) -> dict[str, str]:
+    return dict(result.rejected.select("sample_id", "reason").rows())
+
+
+def test_kept_samples_have_their_caption_and_its_source(folder: Any) -> None:
+    folder.add("sub/a.png", caption=" a \r\nb ")
+    (row,) = folder.ingest().table.rows(named=True)
+    assert (row["caption"], row["caption_from"]) == ("a\nb", "sidecar:sub/a.txt")
+    assert (row["height"], row["width"]) == (24, 40)
+
+
+def test_I01_a_truncated_photograph_passes_the_scan_and_is_rejected_here(folder: Any) -> None:
+    folder.add("good.jpg", PHOTO.read_bytes())
+    folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
+    result = folder.ingest()
+    assert len(folder.tables.read("raw_images")) == 2
+    assert reasons(result) == {"d/bad.jpg": "truncated"}
+    assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (2, 1, 1)
+
+
+def test_captions_are_rejected_each_with_its_reason(folder: Any) -> None:
+    folder.add("good.png")
+    folder.add("missing.png", caption=None)
+    folder.add("empty.png", caption=" \n")
+    folder.add("windows.png", caption=b"na\xefve")
+    result = folder.ingest()
+    assert reasons(result) == {
+        "d/missing.png": "caption_missing",
+        "d/empty.png": "caption_empty",
+        "d/windows.png": "caption_undecodable",
+    }
+    assert all(result.rejected["fix"].str.len_chars() > 5)
+
+
+def test_I16_two_images_with_one_stem_share_a_caption_and_are_both_kept(folder: Any) -> None:
+    folder.add("x.png", folder.picture(1))
+    folder.add("x.bmp", folder.picture(2, kind="BMP"))
+    assert set(folder.ingest().table["caption_from"]) == {"sidecar:x.txt"}
+
+
+def test_each_content_is_decoded_once_and_never_again(folder: Any) -> None:
+    folder.add("a.png", folder.picture(1))
+    folder.add("copy.png", folder.picture(1))
+    folder.add("b.png", folder.picture(2))
+    folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
+    folder.add("uncaptioned.png", folder.picture(3), caption=None)
+    first = folder.ingest()
+    assert (first.report["decoded"], first.report["known"]) == (4, 0)
+    again = folder.ingest()
+    assert (again.report["decoded"], again.report["known"]) == (0, 4)
+    assert again.table.equals(first.table)
+    assert again.rejected.equals(first.rejected)
+
+
+def test_I23_a_repaired_image_and_a_written_caption_are_taken(folder: Any) -> None:
+    folder.add("good.png")
+    path = folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
+    folder.add("uncaptioned.png", caption=None)
+    assert len(folder.ingest().rejected) == 2
+    path.write_bytes(PHOTO.read_bytes())
+    (folder.root / "uncaptioned.txt").write_text("now it has one")
+    result = folder.ingest()
+    assert len(result.rejected) == 0
+    assert result.report["decoded"] == 1
+
+
+def test_a_moved_image_is_not_decoded_again(folder: Any) -> None:
+    folder.add("a.png").rename(folder.root / "gone.png")
+    folder.ingest()
+    (folder.root / "gone.png").rename(folder.root / "a.png")
+    assert folder.ingest().report["kept"] == 1
+    (folder.root / "a.png").rename(folder.root / "b.png")
+    (folder.root / "a.txt").rename(folder.root / "b.txt")
+    assert folder.ingest().report["decoded"] == 0
+
+
+def test_another_decoder_decodes_all_again(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.add("a.png")
+    folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
+    folder.ingest()
+    for module in ("discover", "validate"):
+        monkeypatch.setattr(f"pipeline.ingest.{module}.DECODER", "another")
+    assert folder.ingest().report["decoded"] == 2
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_I20_files_that_vanish_or_change_between_the_stages(folder: Any, known: bool) -> None:
+    folder.add("good.png")
+    vanished, changed = folder.add("vanished.png"), folder.add("changed.bmp", folder.picture(1, kind="BMP"))
+    if known:
+        folder.ingest()
+    folder.scan()
+    vanished.unlink()
+    stat = changed.stat()
+    changed.write_bytes(folder.picture(2, kind="BMP"))
+    if not known:  # even with its old time: the content is compared when it is decoded
+        os.utime(changed, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    result = folder.validate()
+    assert reasons(result) == {"d/vanished.png": "vanished", "d/changed.bmp": "changed"}
+    result = folder.ingest()
+    assert reasons(result) == {}
+    assert set(result.table["sample_id"]) == {"d/good.png", "d/changed.bmp"}
+
+
+def test_I20_of_two_equal_files_one_vanishes_and_the_other_is_judged(folder: Any) -> None:
+    first = folder.add("a.png", folder.picture(1))
+    folder.add("b.png", folder.picture(1))
+    folder.scan()
+    first.unlink()
+    result = folder.validate()
+    assert reasons(result) == {"d/a.png": "vanished"}
+    assert result.table["sample_id"].to_list() == ["d/b.png"]
+
+
+def test_filename_and_fixed_captions_need_no_files(folder: Any) -> None:
+    folder.add("a_red_car.png", caption=None)
+    folder.captions = {"from": "filename"}
+    assert folder.ingest().table["caption"].to_list() == ["a red car"]
+    folder.captions = {"from": "fixed", "text": "sks"}
+    assert folder.ingest().table["caption"].to_list() == ["sks"]
+
+
+def test_the_funnel_is_printed_with_the_reasons_of_both_stages(folder: Any) -> None:
+    folder.add("good.png")
+    folder.add("empty.png", b"")
+    folder.add("uncaptioned.png", caption=None)
+    folder.ingest()
+    assert "3  found" in folder.log
+    assert "1  kept" in folder.log
+    assert "1    caption missing" in folder.log
+    assert "1    empty file" in folder.log
+
+
+def test_a_dataset_without_images_gives_empty_tables(folder: Any) -> None:
+    result = folder.ingest()
+    assert (len(result.table), len(result.rejected), result.report["samples"]) == (0, 0, 0)
+    assert len(folder.assign().table) == 0
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+def test_I02_a_folder_of_random_damage_never_stops_the_stage(folder: Any) -> None:
+    random = np.random.default_rng(5)
+    for index in range(60):
+        data = bytearray(folder.picture(index, kind=("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")[index % 6]))
+        for at in random.integers(0, len(data), 3):
+            data[at] ^= 0xFF
+        folder.add(f"{index}.png", bytes(data))
+    result = folder.ingest()
+    raw = folder.tables.read_rejected("raw_images")
+    assert len(result.table) + len(result.rejected) + len(raw) == 60
