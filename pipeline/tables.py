@@ -7,12 +7,15 @@ by position.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.atomic import write_through
 from pipeline.errors import TableError
+
+if TYPE_CHECKING:
+    import pandera.polars
 
 Columns = dict[str, Any]
 """Column name to Polars type; a name in `NULLABLE` may hold nulls."""
@@ -127,20 +130,49 @@ def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
 def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
     """The table itself, when it is what the asset's Pandera schema says.
 
+    What that schema asks for is cheap to see with Polars alone; Pandera, which takes half a second to import,
+    is asked only when a table seems not to fit, for its verdict and its failure cases.
+
     Raises:
         TableError: With the first failure cases.
     """
+    if _plainly_fits(asset, table):
+        return table
     import pandera.errors
-    import pandera.polars as pa
 
-    nullable = NULLABLE if asset == "rejected" else set[str]()
-    columns = {name: pa.Column(kind, nullable=name in nullable) for name, kind in _columns(asset).items()}
-    unique = ["sample_id", "stage"] if asset == "rejected" else ["sample_id"]
-    schema = pa.DataFrameSchema(columns, strict=True, ordered=True, unique=unique)
     try:
-        return schema.validate(table, lazy=True)
+        return pandera_schema(asset).validate(table, lazy=True)
     except (pandera.errors.SchemaError, pandera.errors.SchemaErrors) as err:
         raise _schema_error(asset, where, str(err)) from err
+
+
+def pandera_schema(asset: str) -> pandera.polars.DataFrameSchema:
+    """The schema of the table of `asset` (or "rejected"): columns in order, types, nulls, unique rows."""
+    import pandera.polars as pa
+
+    nullable = _nullable(asset)
+    columns = {name: pa.Column(kind, nullable=name in nullable) for name, kind in _columns(asset).items()}
+    return pa.DataFrameSchema(columns, strict=True, ordered=True, unique=_unique(asset))
+
+
+def _plainly_fits(asset: str, table: pl.DataFrame) -> bool:
+    """Whether `pandera_schema(asset)` surely accepts the table; NaN is left to its verdict."""
+    if list(table.schema.items()) != list(_columns(asset).items()):
+        return False
+    full = [name for name in table.columns if name not in _nullable(asset)]
+    if any(table[name].null_count() for name in full):
+        return False
+    if any(table[name].is_nan().any() for name, kind in table.schema.items() if kind.is_float()):
+        return False
+    return not table.select(_unique(asset)).is_duplicated().any()
+
+
+def _nullable(asset: str) -> set[str]:
+    return NULLABLE if asset == "rejected" else set()
+
+
+def _unique(asset: str) -> list[str]:
+    return ["sample_id", "stage"] if asset == "rejected" else ["sample_id"]
 
 
 class Tables:

@@ -4,6 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pandera.errors
 import polars as pl
 import pytest
 from hypothesis import given, settings
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipeline.errors import TableError
-from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame
+from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame, pandera_schema, validated
 
 VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -114,3 +115,31 @@ def test_O07_stages_that_reject_at_the_same_time_do_not_undo_each_other(tmp_path
     for thread in threads:
         thread.join()
     assert sorted(tables.read_rejected()["stage"]) == sorted(ASSETS)
+
+
+SPOILED = {
+    "nothing": lambda table: table,
+    "a column less": lambda table: table.drop("path"),
+    "a column more": lambda table: table.with_columns(more=pl.lit(1)),
+    "another order": lambda table: table.select(reversed(table.columns)),
+    "another type": lambda table: table.with_columns(pl.col("path").cast(pl.Categorical)),
+    "a null": lambda table: table.with_columns(path=pl.lit(None, pl.String)),
+    "a row twice": lambda table: pl.concat([table, table]),
+    "no number": lambda table: table.with_columns(
+        *(pl.lit(float("nan")).alias(name) for name, kind in table.schema.items() if kind.is_float())
+    ),
+}
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
+@pytest.mark.parametrize("asset", [*ASSETS, "rejected"])
+def test_the_cheap_look_at_a_table_agrees_with_its_pandera_schema(asset: str, spoiled: str) -> None:
+    row = {name: "x" if kind == pl.String else 1 for name, kind in empty(asset).schema.items()}
+    table = SPOILED[spoiled](pl.DataFrame([row], schema=empty(asset).schema))
+    try:
+        pandera_schema(asset).validate(table, lazy=True)
+    except pandera.errors.SchemaErrors:
+        with pytest.raises(TableError):
+            validated(asset, table, "a test")
+    else:
+        assert_frame_equal(validated(asset, table, "a test"), table)
