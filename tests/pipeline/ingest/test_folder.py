@@ -85,6 +85,18 @@ def test_I19_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
     assert found.passed_over == {"linked_twice": 7}
 
 
+def test_I19_a_folder_met_through_one_link_is_not_met_again_through_another(tmp_path: Path) -> None:
+    root, outside = tmp_path / "data", tmp_path / "outside"
+    root.mkdir()
+    (outside / "more").mkdir(parents=True)
+    (outside / "more" / "m.png").write_bytes(b"x")
+    (root / "a").symlink_to(outside / "more")
+    (root / "b").symlink_to(outside)
+    found = walk(root)
+    assert [image.path for image in found.images] == ["a/m.png"]
+    assert found.passed_over == {"linked_twice": 1}
+
+
 def test_I19_a_link_that_leads_nowhere_is_a_problem_if_it_is_named_as_an_image(tmp_path: Path) -> None:
     (tmp_path / "x.jpg").symlink_to("gone.jpg")
     (tmp_path / "me.png").symlink_to("me.png")
