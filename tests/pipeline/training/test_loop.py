@@ -66,7 +66,8 @@ def test_R01_a_run_cut_at_any_step_and_cut_twice_equals_the_uncut_one_bit_for_bi
     for cuts in [(0,), (3,), (5,), (2, 4)]:
         order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
         for cut in cuts:
-            finished, _ = run_until(order, stop_after=cut)
+            finished, lines = run_until(order, stop_after=cut)
             assert not finished
+            assert f"asked to stop: {cut} of 6 steps are done and kept" in lines
         assert run_until(order)[0]
         assert_same(outcome(order), expected)
