@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dagster import DagsterInstance, ExecuteInProcessResult
+from dagster import AssetSelection, DagsterInstance, ExecuteInProcessResult, materialize
 from PIL import Image
 
 from assets.definitions import build_definitions
@@ -107,6 +107,11 @@ class Workspace:
         return definitions.resolve_job_def(f"{NAME}_{job}").execute_in_process(
             raise_on_error=False, instance=instance
         )
+
+    def select(self, selection: AssetSelection) -> ExecuteInProcessResult:
+        """Only what is selected, without what is upstream of it."""
+        graph = build_definitions([load_recipe(self.file)]).get_repository_def().asset_graph
+        return materialize([*graph.assets_defs], selection=selection, raise_on_error=False)
 
     def report(self, asset: str) -> dict[str, Any]:
         return json.loads((self.out / "reports" / f"{asset}.json").read_text("utf-8"))

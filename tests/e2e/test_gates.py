@@ -5,25 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
-from dagster import AssetKey, AssetSelection, ExecuteInProcessResult, materialize
-
-from assets.definitions import build_definitions
-from pipeline.recipe import load_recipe
+from dagster import AssetKey, AssetSelection, ExecuteInProcessResult
 
 
 def key(asset: str) -> AssetKey:
     return AssetKey(["small", asset])
-
-
-def select(workspace, selection: AssetSelection) -> ExecuteInProcessResult:
-    """Only what is selected, without what is upstream of it."""
-    definitions = build_definitions([load_recipe(workspace.file)])
-    graph = definitions.get_repository_def().asset_graph
-    return materialize(
-        [*graph.assets_defs],
-        selection=selection,
-        raise_on_error=False,
-    )
 
 
 def steps_started(result: ExecuteInProcessResult) -> set[str]:
@@ -46,7 +32,7 @@ def test_L06_a_latent_cut_short_is_made_again_by_the_next_run(cached) -> None:
 def test_L06_with_the_check_alone_a_latent_cut_short_closes_the_gate(cached) -> None:
     entry = first_entry(cached, "latents")
     entry.write_bytes(entry.read_bytes()[:-7])
-    result = select(cached, AssetSelection.checks_for_assets(key("vae_latents")))
+    result = cached.select(AssetSelection.checks_for_assets(key("vae_latents")))
     assert not result.success
     assert steps_started(result) == {"small__vae_latents__checks"}
     failed = {e.check_name for e in result.get_asset_check_evaluations() if not e.passed}
@@ -56,7 +42,7 @@ def test_L06_with_the_check_alone_a_latent_cut_short_closes_the_gate(cached) -> 
 def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) -> None:
     entry = first_entry(cached, "latents")
     entry.write_bytes(entry.read_bytes()[:-7])
-    result = select(cached, AssetSelection.assets(key("trained_lora")).without_checks())
+    result = cached.select(AssetSelection.assets(key("trained_lora")).without_checks())
     assert not result.success
     assert not (cached.out / "lora").exists()
     assert not list((cached.out / "runs").glob("*/checkpoints/*"))
@@ -70,7 +56,7 @@ def test_L02_a_padded_entry_is_named_by_the_file_size_check(cached) -> None:
     entry = first_entry(cached, "latents")
     with entry.open("ab") as file:
         file.write(b"\0" * 64)
-    result = select(cached, AssetSelection.checks_for_assets(key("vae_latents")))
+    result = cached.select(AssetSelection.checks_for_assets(key("vae_latents")))
     [evaluation] = [e for e in result.get_asset_check_evaluations() if e.check_name == "file_size_outliers"]
     assert not evaluation.passed
     assert entry.name in str(evaluation.metadata["rows"].value)
