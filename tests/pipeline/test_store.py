@@ -227,6 +227,14 @@ def test_a_file_whose_stat_is_as_recorded_is_not_read_again(store: Store) -> Non
     assert store.check(SPEC, trusted).metadata is not None
 
 
+def test_a_recorded_stat_of_a_file_that_was_never_right_is_not_trusted(store: Store) -> None:
+    path = made(store)
+    _cut(path)
+    recorded = store.check(SPEC).stat
+    assert recorded is not None
+    assert store.check(SPEC, recorded).status == "wrong"
+
+
 def test_a_valid_entry_is_never_replaced(store: Store) -> None:
     path = made(store)
     before = path.stat()

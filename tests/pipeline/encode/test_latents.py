@@ -72,6 +72,30 @@ def test_a_second_run_encodes_nothing_and_reuses_everything(cache, launch_here, 
     assert again.report["startup_seconds"] == 0
 
 
+def test_a_warm_run_opens_no_entry_and_one_without_its_table_opens_all(
+    cache, launch_here, forbidden_launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline import store
+
+    cached(cache, launch_here)
+    read: list[Path] = []
+    whole = store._read_whole
+    monkeypatch.setattr(store, "_read_whole", lambda path: read.append(path) or whole(path))
+    cached(cache, forbidden_launch)
+    assert read == []
+    cache.tables.path("vae_latents").unlink()
+    assert cached(cache, forbidden_launch).report["reused"] == 5
+    assert len(read) == 5
+
+
+def test_L10_entries_that_another_job_made_meanwhile_count_as_reused(cache, launch_here) -> None:
+    def beaten(module: str, order: Path) -> None:
+        launch_here(module, order)
+        launch_here(module, order)
+
+    assert counts(cached(cache, beaten)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
+
+
 def test_one_edited_picture_of_the_same_name_and_size_is_one_latent(cache, launch_here) -> None:
     cached(cache, launch_here)
     path = cache.photos / "cat.png"
