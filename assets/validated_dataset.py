@@ -21,7 +21,6 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
     @asset(**asset_settings(recipe, "validated_dataset", DESCRIPTION), ins=ins, kinds={"polars"})
     def validated(context: AssetExecutionContext, raw: Any) -> Iterator[MaterializeResult[Any]]:
         from pipeline.ingest.validate import validate
-
         from pipeline.tables import Tables
 
         with failures_stated():
