@@ -1,11 +1,15 @@
 """Fixtures and settings that several test files share."""
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+# Before torch is imported: threads that spin while they wait starve on a shared machine.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # The machine is shared: how long an example takes says nothing about the code.
 settings.register_profile("latentline", deadline=None, derandomize=True, max_examples=50)
