@@ -16,8 +16,9 @@ from pipeline.families.base import (
 )
 from pipeline.families.files import read_json
 from pipeline.families.sd import StableDiffusion
+from pipeline.families.sdxl import StableDiffusionXL
 
-FAMILIES: tuple[type[Family], ...] = (StableDiffusion,)
+FAMILIES: tuple[type[Family], ...] = (StableDiffusion, StableDiffusionXL)
 """In the order in which they are listed to users."""
 
 __all__ = [

@@ -12,9 +12,9 @@ from typing import Any
 from pipeline.atomic import write_text
 from pipeline.families.base import Prediction
 
-_MAX_LENGTH = 77
-_TEXT_WIDTH = 32
-_START, _END = "<|startoftext|>", "<|endoftext|>"
+MAX_LENGTH = 77
+TEXT_WIDTH = 32
+START, END = "<|startoftext|>", "<|endoftext|>"
 _WORDS = (
     "a the of on in at and with an is to over under by for near photo photograph picture closeup portrait "
     "landscape white red green blue yellow small large old cat coffee cup astronaut rocket camera moon "
@@ -44,7 +44,7 @@ def make_tiny(folder: Path, *, prediction_type: Prediction = "epsilon", seed: in
 
     folder.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
-        for role, make in (("vae", _vae), ("unet", _unet), ("text_encoder", _text_encoder)):
+        for role, make in (("vae", write_vae), ("unet", _unet), ("text_encoder", write_text_encoder)):
             torch.manual_seed(seed)
             make(folder / role)
     scheduler = DDPMScheduler(
@@ -56,11 +56,12 @@ def make_tiny(folder: Path, *, prediction_type: Prediction = "epsilon", seed: in
         prediction_type=prediction_type,
     )
     scheduler.save_pretrained(folder / "scheduler")
-    _write_tokenizer(folder / "tokenizer")
-    _write_json(folder / "model_index.json", _index())
+    write_tokenizer(folder / "tokenizer")
+    write_json(folder / "model_index.json", _index())
 
 
-def _vae(folder: Path) -> None:
+def write_vae(folder: Path, *, scaling_factor: float = 0.18215) -> None:
+    """An `AutoencoderKL` of 4 channels and factor 8, from torch's random state."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -72,6 +73,7 @@ def _vae(folder: Path) -> None:
         "latent_channels": 4,
         "norm_num_groups": 8,
         "sample_size": 64,
+        "scaling_factor": scaling_factor,
     }
     vae = AutoencoderKL(**sizes)
     with torch.no_grad():
@@ -94,31 +96,32 @@ def _unet(folder: Path) -> None:
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
         attention_head_dim=8,
         norm_num_groups=8,
-        cross_attention_dim=_TEXT_WIDTH,
+        cross_attention_dim=TEXT_WIDTH,
     )
     unet.save_pretrained(folder)
 
 
-def _text_encoder(folder: Path) -> None:
+def write_text_encoder(folder: Path) -> None:
+    """A `CLIPTextModel` of width `TEXT_WIDTH`, from torch's random state."""
     from transformers import CLIPTextConfig, CLIPTextModel
 
-    ids = _vocabulary()[0]
+    ids = vocabulary()[0]
     config = CLIPTextConfig(
         vocab_size=len(ids),
-        hidden_size=_TEXT_WIDTH,
-        intermediate_size=2 * _TEXT_WIDTH,
+        hidden_size=TEXT_WIDTH,
+        intermediate_size=2 * TEXT_WIDTH,
         num_hidden_layers=2,
         num_attention_heads=4,
-        max_position_embeddings=_MAX_LENGTH,
-        projection_dim=_TEXT_WIDTH,
-        bos_token_id=ids[_START],
-        eos_token_id=ids[_END],
-        pad_token_id=ids[_END],
+        max_position_embeddings=MAX_LENGTH,
+        projection_dim=TEXT_WIDTH,
+        bos_token_id=ids[START],
+        eos_token_id=ids[END],
+        pad_token_id=ids[END],
     )
     CLIPTextModel(config).save_pretrained(folder)
 
 
-def _vocabulary() -> tuple[dict[str, int], list[str]]:
+def vocabulary() -> tuple[dict[str, int], list[str]]:
     """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word.
 
     Merges of long words come first, or the ends of short ones would break them up.
@@ -135,17 +138,18 @@ def _vocabulary() -> tuple[dict[str, int], list[str]]:
                 merges.append(f"{left} {letter}")
                 tokens.append(left + letter)
             left += letter
-    return {token: number for number, token in enumerate([*tokens, _START, _END])}, merges
+    return {token: number for number, token in enumerate([*tokens, START, END])}, merges
 
 
-def _write_tokenizer(folder: Path) -> None:
-    ids, merges = _vocabulary()
-    _write_json(folder / "vocab.json", ids)
+def write_tokenizer(folder: Path) -> None:
+    """A `CLIPTokenizer` that takes `MAX_LENGTH` tokens."""
+    ids, merges = vocabulary()
+    write_json(folder / "vocab.json", ids)
     write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
-    marks = {"bos_token": _START, "eos_token": _END, "pad_token": _END, "unk_token": _END}
-    _write_json(folder / "special_tokens_map.json", marks)
-    config = {**marks, "model_max_length": _MAX_LENGTH, "tokenizer_class": "CLIPTokenizer"}
-    _write_json(folder / "tokenizer_config.json", config)
+    marks = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
+    write_json(folder / "special_tokens_map.json", marks)
+    config = {**marks, "model_max_length": MAX_LENGTH, "tokenizer_class": "CLIPTokenizer"}
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def _index() -> dict[str, object]:
@@ -166,5 +170,6 @@ def _index() -> dict[str, object]:
     }
 
 
-def _write_json(path: Path, value: object) -> None:
+def write_json(path: Path, value: object) -> None:
+    """`value` as indented JSON in `path`."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
