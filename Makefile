@@ -9,11 +9,11 @@ PYTEST_WORKERS ?= 2
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo test check ui format clean install
+.PHONY: help demo test test-full check ui format clean install
 
 help:
 	@echo "make demo    install, make the offline model and photographs, run the whole job demo_train on the CPU"
-	@echo "make test    the whole test suite"
+	@echo "make test    the test suite; make test-full adds the full versions of its long tests"
 	@echo "make check   format, lint, types, import layers"
 	@echo "make ui      the Dagster UI on http://127.0.0.1:3000"
 	@echo "make format  rewrite the sources in the project's format"
@@ -34,6 +34,9 @@ demo: install
 	$(BIN)/python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
 
 test: install
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) -m 'not slow'
+
+test-full: install
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
 check: install

@@ -1,0 +1,46 @@
+"""Entry point of the command `latentline`; a subcommand's module is imported when it is asked for.
+
+Such a module holds one `click.Command` named `command`. Exit status: 0 done, 1 a `LatentlineError` (printed
+as what, where, fix), 2 a wrong call.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+import click
+
+from pipeline.errors import LatentlineError
+
+COMMANDS = {
+    "validate": "pipeline.cli.validate",
+}
+"""Subcommand to module, in the order that `latentline --help` shows."""
+
+
+class _Commands(click.Group):
+    """Imports a subcommand only when it is used, so that none pays for another's libraries."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """All names, in the order of `COMMANDS`."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The subcommand; None where there is none of this name."""
+        module = COMMANDS.get(cmd_name)
+        return import_module(module).command if module else None
+
+
+@click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def latentline() -> None:
+    """Asks about a recipe, a cache or a LoRA; jobs are run by `dagster job execute` or in the UI."""
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    try:
+        latentline(prog_name="latentline")
+    except LatentlineError as error:
+        click.echo(f"{type(error).__name__}: {error.text()}", err=True)
+        sys.exit(1)

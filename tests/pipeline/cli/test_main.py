@@ -1,0 +1,65 @@
+"""The command line as a user types it, in a process of its own."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.main import COMMANDS
+
+RECIPE = """\
+datasets: [{{name: photos, path: {root}/photos}}]
+cache_dir: {root}/{cache}
+output_dir: {root}/out
+model: {{base: a/b}}
+"""
+
+
+def latentline(*arguments: str, configs: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments],
+        env={**os.environ, "LATENTLINE_CONFIGS": str(configs)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def write(folder: Path, cache: str = "cache") -> Path:
+    (folder / "photos").mkdir()
+    file = folder / "flowers.yaml"
+    file.write_text(RECIPE.format(root=folder, cache=cache), encoding="utf-8")
+    return file
+
+
+def test_a_recipe_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    for argument in ("flowers", str(file)):
+        done = latentline("validate", argument, configs=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert str(file) in done.stdout
+
+
+def test_an_error_is_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
+    write(tmp_path, cache="photos/cache")
+    done = latentline("validate", "flowers", configs=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("PathIsolationError: ")
+    assert "fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_recipe_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    done = latentline("validate", "roses", configs=tmp_path)
+    assert done.returncode == 1
+    assert "roses.yaml" in done.stderr
+    assert "fix:" in done.stderr
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, tmp_path: Path) -> None:
+    done = latentline(name, "--help", configs=tmp_path)
+    assert done.returncode == 0
+    assert "Usage: latentline" in done.stdout
