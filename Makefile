@@ -9,12 +9,14 @@ PYTEST_WORKERS ?= 2
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo test test-full check ui format clean install
+.PHONY: help demo test test-full check bench bench-compare ui format clean install
 
 help:
 	@echo "make demo    install, make the offline model and photographs, run the whole job demo_train on the CPU"
 	@echo "make test    the test suite; make test-full adds the full versions of its long tests"
 	@echo "make check   format, lint, types, import layers"
+	@echo "make bench   ours against what the machine can do, in minutes; make bench BENCH=full for the quoted sizes"
+	@echo "make bench-compare   the same, beside the newest run in bench/results; says what got slower"
 	@echo "make ui      the Dagster UI on http://127.0.0.1:3000"
 	@echo "make format  rewrite the sources in the project's format"
 
@@ -48,6 +50,15 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+bench: install
+	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full)
+
+# BENCH_BEFORE names the JSON of the run to compare with; the newest one unless said.
+BENCH_BEFORE ?= $(lastword $(sort $(wildcard bench/results/*.json)))
+
+bench-compare: install
+	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
 
 ui: install
 	mkdir -p .dagster

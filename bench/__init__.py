@@ -1,0 +1,1 @@
+"""How close Latentline comes to what the machine can do: `make bench`."""

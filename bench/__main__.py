@@ -1,0 +1,78 @@
+"""`python -m bench`: measure, print the table, keep the JSON, and say what got slower.
+
+python -m bench                               everything, in minutes
+python -m bench scan "latents cold"           figures whose name begins so
+python -m bench --full                        the sizes that docs/benchmarks.md quotes
+python -m bench --compare bench/results/X.json    against an earlier run; exit status 1 if something is slower
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+
+# Before torch is imported, as for the processes that Latentline launches.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import bench.figures
+from bench import results
+from bench.measure import Figure, Measured, Workplace, measure
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> int:
+    """Run the command line; returns the exit status."""
+    options = _options()
+    chosen = [figure for figure in all_figures() if _is_wanted(figure, options.names)]
+    if not chosen:
+        sys.exit(f"no figure begins with {options.names}; there are: {[each.name for each in all_figures()]}")
+    measured = list[Measured]()
+    for number, figure in enumerate(chosen, 1):
+        print(f"[{number}/{len(chosen)}] {figure.name}: {figure.ours}, against {figure.limit}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
+            measured.append(measure(figure, Workplace(Path(folder), options.full), rounds=options.rounds))
+    run = results.as_json(measured, full=options.full)
+    print(results.table(run))
+    out = options.out or RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
+    results.save(run, out)
+    print(f"kept in {out}")
+    return _compared(options.compare, run) if options.compare else 0
+
+
+def all_figures() -> list[Figure]:
+    """Of all modules in bench/figures, by module and then in their order there."""
+    modules = sorted(module.name for module in iter_modules(bench.figures.__path__))
+    return [figure for name in modules for figure in import_module(f"bench.figures.{name}").FIGURES]
+
+
+def _is_wanted(figure: Figure, names: list[str]) -> bool:
+    return not names or any(figure.name.startswith(name) for name in names)
+
+
+def _compared(file: Path, run: dict[str, object]) -> int:
+    changes = results.compare(results.load(file), run)
+    for change in changes:
+        verdict = "SLOWER" if change.slower else ""
+        print(f"{change.name:34} ratio {change.before:.2f} -> {change.after:.2f} {verdict}")
+    return 1 if any(change.slower for change in changes) else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Ours against the limit, in turns.")
+    parser.add_argument("names", nargs="*", help="beginnings of figures' names; none for all")
+    parser.add_argument("--full", action="store_true", help="the sizes that docs/benchmarks.md quotes")
+    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
+    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/<time>.json unless said")
+    parser.add_argument("--compare", type=Path, help="the JSON file of an earlier run")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

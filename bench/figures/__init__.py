@@ -1,0 +1,1 @@
+"""One module a stage; each has `FIGURES`, the figures that it measures."""

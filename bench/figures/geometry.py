@@ -1,0 +1,33 @@
+"""aspect_buckets: the geometry of a million images."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import numpy as np
+
+from bench.measure import Figure, Sides, Workplace, timed
+from pipeline.geometry import ladder
+
+
+@contextmanager
+def _many(place: Workplace) -> Generator[Sides]:
+    count = 1_000_000
+    random = np.random.default_rng(0)
+    height, width = random.integers(64, 6000, (2, count))
+    buckets = ladder(1024, 64, 3.0)
+    ratios = np.sort(np.log([size.width / size.height for size in buckets.sizes]))
+    edges = (ratios[1:] + ratios[:-1]) / 2
+
+    def limit() -> None:
+        np.searchsorted(edges, np.log(width / height))
+
+    yield Sides(count, timed(lambda: buckets.assign_many(height, width)), timed(limit))
+
+
+FIGURES = [
+    Figure(
+        "geometry", "images", "bucket, size, crop and loss of each", "numpy's nearest log ratio", None, _many
+    )
+]

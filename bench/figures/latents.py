@@ -1,0 +1,116 @@
+"""vae_latents: a cold cache, against decoding and resizing and then the VAE alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from bench.measure import Figure, Sides, Workplace, timed
+from bench.workload import Project, photographs
+from pipeline.families import detect
+from pipeline.families.tiny import make_tiny
+from pipeline.launching import CPU_THREADS_PER_PROCESS
+
+
+def bare_pixels(path: Path, row: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """uint8 (H, W, 3): decoded, resized and cropped by Pillow and nothing else."""
+    with Image.open(path) as image:
+        size = (row["resized_width"], row["resized_height"])
+        resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+        left, top = row["crop_left"], row["crop_top"]
+        box = (left, top, left + row["target_width"], top + row["target_height"])
+        return np.array(resized.crop(box))
+
+
+@contextmanager
+def _cold(place: Workplace) -> Generator[Sides]:
+    import torch
+
+    base, dataset = place.folder / "tiny", place.folder / "photos"
+    make_tiny(base)
+    paths = photographs(dataset, 200 if place.full else 60, max_px=4_000_000)
+    project = Project.at(place.folder / "project", dataset, base=base, resolution=256)
+    project.scan()
+    project.validate()
+    project.buckets()
+    rows = project.tables.read("aspect_buckets").to_dicts()
+    family = detect(base)
+    vae = family.load_vae("float32", "cpu")
+    torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+
+    def ours() -> float:
+        shutil.rmtree(project.recipe.cache_dir, ignore_errors=True)
+        return project.latents().report["seconds"]
+
+    def decoded() -> list[np.ndarray[Any, Any]]:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return list(pool.map(lambda row: bare_pixels(dataset / row["path"], row), rows))
+
+    def limit() -> float:
+        start_s = time.perf_counter()
+        images = decoded()
+        decode_s = time.perf_counter() - start_s
+        tensors = [torch.from_numpy(each).permute(2, 0, 1)[None].float() / 127.5 - 1 for each in images]
+        return decode_s + timed(lambda: [family.posterior(vae, pixels) for pixels in tensors])()
+
+    yield Sides(len(paths), ours, limit)
+
+
+@contextmanager
+def _text(place: Workplace) -> Generator[Sides]:
+    import torch
+
+    base, dataset = place.folder / "tiny", place.folder / "photos"
+    make_tiny(base)
+    paths = photographs(dataset, 400 if place.full else 100, max_px=300_000)
+    project = Project.at(place.folder / "project", dataset, base=base, resolution=64)
+    project.scan()
+    project.validate()
+    captions = project.tables.read("validated_dataset")["caption"].to_list()
+    family = detect(base)
+    encoders = family.load_text_encoders("float32", "cpu")
+    tokens = [
+        encoders.tokenizer(text, padding="max_length", truncation=True, return_tensors="pt")
+        for text in captions
+    ]
+    torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+
+    def ours() -> float:
+        shutil.rmtree(project.recipe.cache_dir, ignore_errors=True)
+        return project.text().report["seconds"]
+
+    def limit() -> None:
+        with torch.inference_mode():
+            for each in tokens:
+                encoders.text_encoder(each["input_ids"])
+
+    yield Sides(len(paths), ours, timed(limit))
+
+
+FIGURES = [
+    Figure(
+        "latents cold",
+        "images",
+        "an empty cache filled by a launched process",
+        "Pillow's decode and resize on all cores, then the VAE on tensors in memory",
+        1.1,
+        _cold,
+    ),
+    Figure(
+        "text cold",
+        "captions",
+        "an empty cache filled by a launched process",
+        "the text encoder on token ids in memory",
+        None,
+        _text,
+    ),
+]

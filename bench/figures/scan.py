@@ -1,0 +1,90 @@
+"""raw_images: reading every file once, and finding out that nothing has changed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.measure import Figure, Sides, Workplace, timed
+from bench.workload import Project, photographs, tiny_files
+
+SETTLE_S = 2.5
+"""A file that changed within two seconds before it was read is read again by the next scan."""
+
+
+def bare_stat(folder: Path) -> int:
+    """How many files lie below the folder, by scandir and a stat of each."""
+    found = 0
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                found += bare_stat(Path(entry.path))
+            else:
+                entry.stat()
+                found += 1
+    return found
+
+
+def bare_read(paths: list[Path]) -> None:
+    """Each file's bytes, once, on all cores."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(Path.read_bytes, paths):
+            pass
+
+
+@contextmanager
+def _cold(place: Workplace) -> Generator[Sides]:
+    dataset = place.folder / "photos"
+    paths = photographs(dataset, 1000 if place.full else 200, max_px=4_000_000)
+    project = Project.at(place.folder / "project", dataset)
+
+    def ours() -> float:
+        shutil.rmtree(project.recipe.output_dir, ignore_errors=True)
+        return timed(project.scan)()
+
+    def limit() -> None:
+        bare_stat(dataset)
+        bare_read(paths)
+
+    yield Sides(len(paths), ours, timed(limit))
+
+
+@contextmanager
+def _tiny(place: Workplace) -> Generator[tuple[Project, list[Path]]]:
+    dataset = place.folder / "photos"
+    paths = tiny_files(dataset, 100_000 if place.full else 10_000)
+    time.sleep(SETTLE_S)
+    project = Project.at(place.folder / "project", dataset)
+    project.scan()
+    yield project, paths
+
+
+@contextmanager
+def _unchanged(place: Workplace) -> Generator[Sides]:
+    with _tiny(place) as (project, paths):
+        dataset = project.recipe.datasets[0].path
+        yield Sides(len(paths), timed(project.scan), timed(lambda: bare_stat(Path(dataset))))
+
+
+@contextmanager
+def _one_changed(place: Workplace) -> Generator[Sides]:
+    with _tiny(place) as (project, paths):
+        dataset = project.recipe.datasets[0].path
+
+        def ours() -> float:
+            paths[0].write_bytes(paths[0].read_bytes() + b"\0")
+            return timed(project.scan)()
+
+        yield Sides(len(paths), ours, timed(lambda: bare_stat(Path(dataset))))
+
+
+FIGURES = [
+    Figure("scan cold", "images", "a first scan", "scandir+stat, and each file's bytes once", None, _cold),
+    Figure("scan unchanged", "images", "a scan with nothing new", "scandir+stat", 2.0, _unchanged),
+    Figure("scan one changed", "images", "a scan with one edited file", "scandir+stat", 2.0, _one_changed),
+]

@@ -1,0 +1,105 @@
+"""What a command costs before it works: definitions, and a job that finds nothing to do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.measure import Figure, Sides, Workplace, timed
+from bench.workload import photographs
+from pipeline.families.tiny import make_tiny
+
+EMPTY = """\
+from dagster import AssetExecutionContext, Definitions, asset, define_asset_job, in_process_executor
+
+@asset
+def nothing() -> None:
+    pass
+
+defs = Definitions([nothing], jobs=[define_asset_job("job", [nothing])], executor=in_process_executor)
+"""
+"""A Dagster project that does nothing: below its start-up no Dagster project comes."""
+
+RECIPE = """\
+datasets: [{{name: photos, path: {folder}/photos}}]
+cache_dir: {folder}/cache
+output_dir: {folder}/out
+model: {{base: {folder}/tiny}}
+buckets: {{resolution: 64, step: 8}}
+"""
+
+
+def _runner(place: Workplace) -> Callable[..., None]:
+    root = str(Path(__file__).parents[2])
+    configs = place.folder / "configs"
+    environment = {
+        **os.environ,
+        "LATENTLINE_CONFIGS": str(configs),
+        "PYTHONPATH": os.pathsep.join([root, str(place.folder / "empty")]),
+        "DAGSTER_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+    }
+
+    def run(*arguments: str) -> None:
+        command = [sys.executable, "-m", "dagster", *arguments]
+        subprocess.run(command, env=environment, cwd=place.folder, check=True, capture_output=True)
+
+    return run
+
+
+def _prepared(place: Workplace) -> Callable[..., None]:
+    (place.folder / "empty").mkdir()
+    (place.folder / "empty" / "empty_project.py").write_text(EMPTY, encoding="utf-8")
+    (place.folder / "configs").mkdir()
+    recipe = RECIPE.format(folder=place.folder)
+    (place.folder / "configs" / "bench.yaml").write_text(recipe, encoding="utf-8")
+    return _runner(place)
+
+
+@contextmanager
+def _definitions(place: Workplace) -> Generator[Sides]:
+    run = _prepared(place)
+
+    def validate(module: str) -> Callable[[], None]:
+        return lambda: run("definitions", "validate", "-m", module)
+
+    yield Sides(1, timed(validate("assets.definitions")), timed(validate("empty_project")))
+
+
+@contextmanager
+def _warm_job(place: Workplace) -> Generator[Sides]:
+    run = _prepared(place)
+    photographs(place.folder / "photos", 24, max_px=300_000)
+    make_tiny(place.folder / "tiny")
+
+    def execute(module: str, job: str) -> Callable[[], None]:
+        return lambda: run("job", "execute", "-m", module, "-j", job)
+
+    execute("assets.definitions", "bench_cache")()
+    yield Sides(
+        1, timed(execute("assets.definitions", "bench_cache")), timed(execute("empty_project", "job"))
+    )
+
+
+FIGURES = [
+    Figure(
+        "start: definitions",
+        "commands",
+        "definitions validate",
+        "the same, one empty asset",
+        None,
+        _definitions,
+    ),
+    Figure(
+        "start: warm job",
+        "commands",
+        "a cache job with nothing to do",
+        "a job of one empty asset",
+        None,
+        _warm_job,
+    ),
+]

@@ -1,0 +1,60 @@
+"""validated_dataset: every pixel decoded once, on the CPU."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from PIL import Image
+
+from bench.figures.scan import SETTLE_S, bare_stat
+from bench.measure import Figure, Sides, Workplace, timed
+from bench.workload import Project, photographs, tiny_files
+
+
+def bare_decode(path: Path) -> None:
+    """All pixels of one file, by Pillow."""
+    with Image.open(path) as image:
+        image.load()
+
+
+@contextmanager
+def _cold(place: Workplace) -> Generator[Sides]:
+    dataset = place.folder / "photos"
+    paths = photographs(dataset, 400 if place.full else 100)
+    project = Project.at(place.folder / "project", dataset)
+    project.scan()
+
+    def ours() -> float:
+        project.tables.path("validated_dataset").unlink(missing_ok=True)
+        return timed(project.validate)()
+
+    def limit() -> None:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for _ in pool.map(bare_decode, paths):
+                pass
+
+    yield Sides(len(paths), ours, timed(limit))
+
+
+@contextmanager
+def _unchanged(place: Workplace) -> Generator[Sides]:
+    dataset = place.folder / "photos"
+    paths = tiny_files(dataset, 100_000 if place.full else 10_000)
+    time.sleep(SETTLE_S)
+    project = Project.at(place.folder / "project", dataset)
+    project.scan()
+    project.validate()
+    yield Sides(len(paths), timed(project.validate), timed(lambda: bare_stat(dataset)))
+
+
+FIGURES = [
+    Figure("validation cold", "images", "a first validation", "Pillow's decode on all cores", 1.25, _cold),
+    Figure(
+        "validation unchanged", "images", "a validation with nothing new", "scandir+stat", None, _unchanged
+    ),
+]
