@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.cron import check_cron
+from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
 from pipeline.recipe.rules import (
     Broken,
     check_encoding,
@@ -29,6 +30,7 @@ ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is 
 RecipePath = Annotated[Path, BeforeValidator(check_path)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffix = Annotated[str, AfterValidator(check_suffix)]
+OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
@@ -189,6 +191,21 @@ class LoraSettings(Settings):
     )
 
 
+class OptimizerArguments(Settings):
+    """Any arguments, by name; which ones an optimizer takes is looked at beside its name."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # So pydantic is told of what type unknown keys are.
+    __pydantic_extra__: dict[str, OptimizerArgument] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        init=False
+    )
+
+    def given(self) -> dict[str, OptimizerArgument]:
+        """The arguments as the recipe has them."""
+        return dict(self.__pydantic_extra__)
+
+
 class TrainingSettings(Settings):
     """How the LoRA is trained; each of these is part of the run's fingerprint."""
 
@@ -200,9 +217,39 @@ class TrainingSettings(Settings):
         default=1, ge=1, le=MAX_COUNT, description="Forward passes in one optimizer step."
     )
     learning_rate: float = Field(default=1e-4, gt=0.0, description="After warm-up, before any decay.")
-    optimizer: Literal["adamw"] = Field(default="adamw", description="The optimizer.")
-    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="What the learning rate does after warm-up: stay, or go down to zero."
+    optimizer: Annotated[str, AfterValidator(check_optimizer)] = Field(
+        default="adamw",
+        description="adamw, adamw8bit (bitsandbytes, on a GPU), adafactor, prodigy (learning_rate: 1.0), "
+        "lion (with a third of AdamW's rate), schedule_free, or the import path of a torch optimizer.",
+    )
+    optimizer_arguments: OptimizerArguments = Field(
+        default_factory=OptimizerArguments,
+        description="Arguments of the optimizer beside the learning rate, such as weight_decay or betas.",
+    )
+    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd"] = (
+        Field(
+            default="constant",
+            description="What the learning rate does after warm-up: stay, or go down to zero in a line, half "
+            "a cosine, several (lr_cycles), or a power (lr_power); wsd stays, then goes down in the "
+            "last decay_steps.",
+        )
+    )
+    lr_cycles: int = Field(
+        default=1, ge=1, le=MAX_COUNT, description="Cosines of `lr_scheduler: cosine_with_restarts`."
+    )
+    lr_power: float = Field(default=1.0, gt=0.0, description="Of `lr_scheduler: polynomial`.")
+    decay_steps: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_COUNT,
+        description="Last steps, in which wsd goes down to zero.",
+    )
+    ema_decay: float | None = Field(
+        default=None,
+        gt=0.0,
+        lt=1.0,
+        description="The LoRA is an exponential moving average of the trained weights with this decay, such "
+        "as 0.99; null: the weights as they are.",
     )
     warmup_steps: int = Field(
         default=0,
@@ -229,6 +276,19 @@ class TrainingSettings(Settings):
             what = f"warmup_steps {self.warmup_steps} is more than steps {self.steps}"
             fix = f"use at most {self.steps}, or raise training.steps"
             raise_broken([Broken("warmup_steps", what, fix)], involves=("warmup_steps", "steps"))
+        return self
+
+    @model_validator(mode="after")
+    def _optimizer_takes_its_arguments(self) -> TrainingSettings:
+        if broken := unknown_arguments(self.optimizer, self.optimizer_arguments.given()):
+            raise_broken(broken, involves=("optimizer", "optimizer_arguments"))
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> TrainingSettings:
+        keys = ("optimizer", "lr_scheduler", "lr_cycles", "lr_power", "decay_steps", "warmup_steps", "steps")
+        if broken := broken_schedule(self):
+            raise_broken(broken, involves=keys)
         return self
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,6 +14,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
+from pipeline.training.averaging import Averaging
 from pipeline.training.checkpoint import TrainingState
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, trainable_weights
@@ -75,6 +76,7 @@ class Engine:
         self.weights = trainable_weights(self.denoiser)
         optimizer = make_optimizer(self.weights, self._settings)
         self._schedule = make_schedule(optimizer, self._settings)
+        self._averaging = Averaging(self.weights, optimizer, self._settings)
         prepared = cast("Any", self.accelerator.prepare(self.denoiser, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
@@ -143,16 +145,25 @@ class Engine:
             names = [slot.sample_id for slot in batch.slots()]
             raise _not_finite(f"the gradient of step {batch.step} is {grad_norm}", names)
         self._optimizer.step()
+        self._averaging.stepped()
         self._schedule.step()
         self._optimizer.zero_grad()
         return grad_norm
 
     def state(self, step: int) -> TrainingState:
-        """Copies of all that a resumed run needs, after `step` optimizer steps."""
+        """All that a resumed run needs, after `step` optimizer steps; the optimizer's part is not copied."""
         optimizer = {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
         if self.accelerator.scaler is not None:
             optimizer["scaler"] = self.accelerator.scaler.state_dict()
+        optimizer |= self._averaging.state()
         return TrainingState(step=step, adapter=adapter_state(self.denoiser), optimizer=optimizer)
+
+    def result_weights(self) -> AbstractContextManager[None]:
+        """Inside, the adapter is what the run would leave as its LoRA: an average, where one is asked for.
+
+        Pictures, validation and export belong inside. Afterwards training goes on with the very same bits.
+        """
+        return self._averaging.result()
 
     def restore(self, state: TrainingState) -> None:
         """Go on from `state`.
@@ -163,6 +174,7 @@ class Engine:
         load_adapter_state(self.denoiser, state.adapter)
         self._optimizer.load_state_dict(state.optimizer["optimizer"])
         self._schedule.load_state_dict(state.optimizer["schedule"])
+        self._averaging.restore(state.optimizer)
         if self.accelerator.scaler is not None and "scaler" in state.optimizer:
             self.accelerator.scaler.load_state_dict(state.optimizer["scaler"])
 

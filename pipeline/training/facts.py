@@ -31,9 +31,10 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     of steps where the schedule does not depend on it, so that a longer run goes on from a shorter one.
     """
     training = recipe.training
-    schedule = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
+    schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
     if training.lr_scheduler != "constant":
-        schedule["steps"] = training.steps
+        schedule |= {"steps": training.steps, "cycles": training.lr_cycles, "power": training.lr_power}
+        schedule |= {"decay_steps": training.decay_steps}
     dropout = recipe.text.caption_dropout
     return {
         "version": TRAINING_VERSION,
@@ -56,8 +57,10 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         "loss": {"kind": "mse", "prediction": entries.family.prediction_type()},
         "optimizer": {
             "kind": training.optimizer,
+            "arguments": training.optimizer_arguments.given(),
             "learning_rate": training.learning_rate,
             "max_grad_norm": training.max_grad_norm,
+            "ema_decay": training.ema_decay,
         },
         "schedule": schedule,
         "lora": {

@@ -211,14 +211,16 @@ class _Run:
     def _draw(self, done: int) -> None:
         every = self.order.recipe.training.sample_every
         if every > 0 and (done % every == 0 or done == len(self.plan)):
-            draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
+            with self.engine.result_weights():
+                draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         self.report.info(f"warning: {text}")
 
     def _finish(self) -> None:
-        files = self.exporter.export(self.engine.denoiser, self.paths.exported)
+        with self.engine.result_weights():
+            files = self.exporter.export(self.engine.denoiser, self.paths.exported)
         self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")
         write_text(self.paths.result, json.dumps(self._result(files), indent=2) + "\n")
 

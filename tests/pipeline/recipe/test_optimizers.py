@@ -1,0 +1,52 @@
+from typing import Any
+
+import pytest
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, recipe_from_mapping
+
+
+def recipe(**training: Any) -> Recipe:
+    values = {"datasets": [{"name": "d", "path": "d"}], "output_dir": "out", "model": {"base": "a/b"}}
+    return recipe_from_mapping("small", values | {"training": training})
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"optimizer": "prodigy", "optimizer_arguments": {"d_coef": 0.5, "betas": [0.9, 0.99]}},
+        {"optimizer": "torch.optim.NAdam", "optimizer_arguments": {"anything": "training looks at it"}},
+        {"optimizer": "schedule_free", "warmup_steps": 10},
+        {"lr_scheduler": "wsd", "decay_steps": 100},
+        {"lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
+        {"lr_scheduler": "polynomial", "lr_power": 2.0},
+        {"ema_decay": 0.99},
+    ],
+    ids=str,
+)
+def test_a_recipe_may_say_so(training: dict[str, Any]) -> None:
+    made = recipe(**training)
+    assert Recipe.model_validate_json(made.model_dump_json()) == made
+
+
+@pytest.mark.parametrize(
+    ("training", "said"),
+    [
+        ({"optimizer": "adamv"}, "did you mean adamw?"),
+        ({"optimizer_arguments": {"weigth_decay": 0.1}}, "did you mean weight_decay?"),
+        ({"optimizer_arguments": {"lr": 0.1}}, "set training.learning_rate"),
+        ({"optimizer": "torch.optim.SGD", "optimizer_arguments": {"lr": 0.1}}, "set training.learning_rate"),
+        ({"optimizer": "schedule_free", "lr_scheduler": "cosine"}, "set lr_scheduler: constant"),
+        ({"lr_scheduler": "wsd"}, "needs decay_steps"),
+        ({"lr_scheduler": "wsd", "decay_steps": 990, "warmup_steps": 20}, "use at most 980"),
+        ({"decay_steps": 5}, "set lr_scheduler: wsd"),
+        ({"lr_cycles": 2, "lr_scheduler": "cosine"}, "set lr_scheduler: cosine_with_restarts"),
+        ({"lr_power": 2.0}, "set lr_scheduler: polynomial"),
+        ({"lr_scheduler": "polynomial", "learning_rate": 1e-8}, "raise it"),
+        ({"ema_decay": 1.0}, "less than 1"),
+    ],
+    ids=str,
+)
+def test_what_contradicts_itself_is_a_mistake_with_its_fix(training: dict[str, Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said.replace("?", r"\?")):
+        recipe(**training)
