@@ -3,9 +3,14 @@
 A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (rank, in), `up` (out, rank).
 
     layout       a module's down matrix, up matrix, and alpha
-    diffusers    unet.<module>.lora_A.weight      unet.<module>.lora_B.weight      in the file's metadata
-    kohya        <kohya key>.lora_down.weight     <kohya key>.lora_up.weight       <kohya key>.alpha
-    comfyui      <comfyui key>.lora_down.weight   <comfyui key>.lora_up.weight     <comfyui key>.alpha
+    diffusers    <denoiser>.<module>.lora_A.weight <denoiser>.<module>.lora_B.weight  in the file's metadata
+    kohya        <kohya key>.lora_down.weight      <kohya key>.lora_up.weight         <kohya key>.alpha
+    comfyui      <comfyui key>.lora_down.weight    <comfyui key>.lora_up.weight       <comfyui key>.alpha
+
+<denoiser> is unet or transformer. In kohya's layout some modules are parts of one layer, as in the original
+code: query, key and value, say. With n parts of rank r the layer's down matrix is theirs one below the other,
+(n r, in); its up matrix holds theirs on the diagonal, (sum of outs, n r), and zeros elsewhere; its alpha is n
+times theirs, so that alpha / rank stays. A part that was not trained is zeros.
 
 ComfyUI takes any weight of its own model by its name without ".weight" (`model_lora_keys_unet` in
 comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and scales by alpha / rank
@@ -16,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +62,8 @@ class LoraModule:
         out_features: Rows of `up`.
         rank: Rows of `down`.
         alpha: The module's scale is alpha / rank.
+        kohya_part: Which part of its layer it is in kohya's layout.
+        kohya_outs: Rows of each part's `up` in that layer; empty where the module is a layer of its own.
     """
 
     name: str
@@ -67,6 +74,8 @@ class LoraModule:
     out_features: int
     rank: int
     alpha: float
+    kohya_part: int = 0
+    kohya_outs: tuple[int, ...] = ()
 
     def keys(self, layout: Layout) -> tuple[str, str, str | None]:
         """(down, up, alpha) as the layout names them; no alpha in diffusers' layout."""
@@ -75,9 +84,26 @@ class LoraModule:
         key = self.kohya if layout == "kohya" else self.comfyui
         return f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"
 
-    def num_values(self, layout: Layout) -> int:
-        """Numbers in the file that belong to this module."""
-        return self.rank * (self.in_features + self.out_features) + (layout != "diffusers")
+    def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
+        """Key to shape of each tensor that holds the module, or the layer that it is a part of."""
+        down, up, alpha = self.keys(layout)
+        outs = self._outs(layout)
+        rank = self.rank * len(outs)
+        shapes: dict[str, tuple[int, ...]] = {down: (rank, self.in_features), up: (sum(outs), rank)}
+        return shapes if alpha is None else {**shapes, alpha: ()}
+
+    def place(self, layout: Layout) -> tuple[slice, slice]:
+        """Where the module's own factors lie: rows of the `down` in the file, and rows of the `up`.
+
+        The first is also the columns of that `up`.
+        """
+        outs = self._outs(layout)
+        part = self.kohya_part if layout == "kohya" else 0
+        first = sum(outs[:part])
+        return slice(part * self.rank, (part + 1) * self.rank), slice(first, first + outs[part])
+
+    def _outs(self, layout: Layout) -> tuple[int, ...]:
+        return (self.kohya_outs if layout == "kohya" else ()) or (self.out_features,)
 
     def as_json(self) -> dict[str, Any]:
         """The attributes, for `from_json`."""
@@ -86,7 +112,7 @@ class LoraModule:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LoraModule:
         """The inverse of `as_json`."""
-        return LoraModule(**value)
+        return replace(LoraModule(**value), kohya_outs=tuple(value["kohya_outs"]))
 
 
 @dataclass(frozen=True)
@@ -128,6 +154,17 @@ def read_lora_file(path: Path) -> LoraFile:
         fix = "delete the file and materialize trained_lora again"
         raise TrainingError(f"the LoRA file cannot be read: {err}", where=str(path), fix=fix) from err
     return LoraFile(path, num_bytes, header_bytes, metadata, tensors)
+
+
+def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:
+    """(down, up) of one module: (rank, in) and (out, rank), arrays or tensors as `tensors` has them.
+
+    Raises:
+        KeyError: One of the two is not there.
+    """
+    down, up, _ = module.keys(layout)
+    ranks, outs = module.place(layout)
+    return tensors[down][ranks], tensors[up][outs, ranks]
 
 
 def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:

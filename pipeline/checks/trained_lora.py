@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from pipeline.lora_files import (
     Layout,
     LoraFile,
     LoraModule,
+    factors,
     layout_file,
     module_scale,
     read_lora_file,
@@ -170,25 +171,21 @@ def _difference(reference: LoraFile, file: LoraFile, module: LoraModule, layout:
         return err.what
     if not math.isclose(scale, expected, rel_tol=1e-6):
         return f"scaled by {scale}, trained with {expected}"
-    pairs = zip(module.keys("diffusers")[:2], module.keys(layout)[:2], strict=True)
-    for own, other in pairs:
-        if own not in reference.tensors or other not in file.tensors:
-            return f"{other} is missing"
-        if not np.array_equal(reference.tensors[own], file.tensors[other]):
-            return f"{other} holds other numbers than the diffusers layout"
+    try:
+        expected_factors = factors(reference.tensors, module, "diffusers")
+        found = factors(file.tensors, module, layout)
+    except KeyError as err:
+        return f"{err.args[0]} is missing"
+    for key, own, other in zip(module.keys(layout)[:2], expected_factors, found, strict=True):
+        if not np.array_equal(own, other):
+            return f"{key} holds other numbers than the diffusers layout"
     return ""
 
 
 def _shapes(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
-        expected: dict[str, tuple[int, ...]] = {}
-        for module in result.modules:
-            down, up, alpha = module.keys(layout)
-            expected[down] = (result.rank, module.in_features)
-            expected[up] = (module.out_features, result.rank)
-            if alpha is not None:
-                expected[alpha] = ()
+        expected = _expected_shapes(result, layout)
         found = {key: tensor.shape for key, tensor in file.tensors.items()}
         rows += [
             {
@@ -209,10 +206,16 @@ def _shapes(result: _Result) -> Outcome:
     return Outcome(True, summary, numbers={"modules": len(result.modules), "rank": result.rank})
 
 
+def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ...]]:
+    """Key to shape of every tensor in the layout's file, for the rank that the recipe asks for."""
+    asked = (replace(module, rank=result.rank) for module in result.modules)
+    return {key: shape for module in asked for key, shape in module.shapes(layout).items()}
+
+
 def _file_sizes(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
-        values = sum(module.num_values(layout) for module in result.modules)
+        values = sum(math.prod(shape) for shape in _expected_shapes(result, layout).values())
         expected = file.header_bytes + 4 * values
         if file.num_bytes != expected:
             rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected})

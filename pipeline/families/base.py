@@ -30,8 +30,14 @@ Conditions: TypeAlias = "Mapping[str, Tensor]"
 `pooled_text_embedding` (B, D), and of every family `original_size_hw`, `crop_top_left` and `target_size_hw`,
 each an int tensor (B, 2); a family takes what it needs."""
 
-Prediction = Literal["epsilon", "v_prediction"]
-"""What the denoiser predicts."""
+BetaPrediction = Literal["epsilon", "v_prediction"]
+"""The noise, or the velocity of https://arxiv.org/abs/2202.00512, under a table of betas."""
+
+Prediction = Literal[BetaPrediction, "flow"]
+"""What the denoiser predicts; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
+
+Denoiser = Literal["unet", "transformer"]
+"""Component of the diffusers pipeline that training adapts."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,8 @@ class Posterior:
 class EncodedCaption:
     """One caption as the denoiser sees it.
 
+    Counts are those of the encoder that reads furthest: what is cut, no encoder sees.
+
     Attributes:
         tensors: By the names and shapes of `Family.text_shapes`, in the encoders' dtype.
         num_tokens: Tokens of the whole caption, start and end marks included, padding not.
@@ -57,6 +65,20 @@ class EncodedCaption:
     num_tokens: int
     num_cut: int
     cut_from: int | None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A linear layer of a LoRA file's layout, made of one module of the denoiser or of several.
+
+    Attributes:
+        key: In the file, without `.lora_down.weight` and the like.
+        modules: Dotted paths in the diffusers denoiser, whose outputs lie one after the other in the layer's;
+            query, key and value of one attention, say. All take the same input.
+    """
+
+    key: str
+    modules: tuple[str, ...]
 
 
 class Family(ABC):
@@ -72,14 +94,17 @@ class Family(ABC):
     pipeline_classes: ClassVar[tuple[str, ...]]
     """Values of `_class_name` in `model_index.json` that belong to the family."""
 
-    components: ClassVar[tuple[str, ...]]
-    """Subfolders that are used; no others are downloaded or loaded."""
+    components: ClassVar[Mapping[str, str]]
+    """Subfolders that are used, each with its class as `library.Class`; no other is downloaded or loaded."""
 
     latent_method: ClassVar[str]
     """Names how pixels become latents. Part of each latent's key: a new name when the result changes."""
 
     text_method: ClassVar[str]
     """Names how captions become embeddings. Part of each text key: a new name when the result changes."""
+
+    denoiser_name: ClassVar[Denoiser]
+    """The denoiser's component: a subfolder, and the prefix of its keys in diffusers' LoRA files."""
 
     def __init__(self, folder: Path) -> None:
         """Remember the folder, which holds `model_index.json`; nothing is read yet."""
@@ -106,6 +131,10 @@ class Family(ABC):
         """What the denoiser predicts, as the scheduler's configuration says."""
 
     @abstractmethod
+    def timestep_facts(self) -> dict[str, Any]:
+        """All that decides what `draw_timesteps` makes of its arguments, JSON-serialisable."""
+
+    @abstractmethod
     def parts(self, use: Use) -> tuple[ModelPart, ...]:
         """The parts of the base model that decide the bytes of `use`, in a fixed order.
 
@@ -114,16 +143,23 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def kohya_key(self, module: str) -> str:
-        """The denoiser's module as kohya's LoRA files name it, without `.lora_down.weight` and the like.
+    def kohya_layer(self, module: str) -> Layer:
+        """The layer of kohya's LoRA files that the denoiser's module is, or is a part of.
 
         Args:
             module: Dotted path in the diffusers denoiser, such as `mid_block.attentions.0.proj_in`.
+
+        Raises:
+            FamilyError: The module has no name there.
         """
+
+    def kohya_loads(self) -> bool:
+        """Whether diffusers' loader of the family reads kohya's layout of this very denoiser."""
+        return True
 
     @abstractmethod
     def comfyui_key(self, module: str) -> str:
-        """The denoiser's module by the original code base's name, as ComfyUI's generic LoRA keys have it.
+        """The key, without `.lora_down.weight` and the like, under which ComfyUI looks for the module.
 
         Raises:
             FamilyError: The module has no such name.
@@ -173,8 +209,18 @@ class Family(ABC):
         """A training scheduler with the base model's noise schedule."""
 
     @abstractmethod
-    def draw_timesteps(self, scheduler: Any, uniform: Tensor) -> Tensor:
-        """The timesteps (B,) for `uniform` (B,), float64 in [0, 1)."""
+    def draw_timesteps(self, scheduler: Any, uniform: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+        """The timesteps (B,) for `uniform` (B,), float64 in [0, 1): later ones, with more noise, for larger.
+
+        Args:
+            scheduler: From `load_noise_scheduler`.
+            uniform: Draws, one a sample.
+            latent_shape: (C, h, w) of the samples: some families give larger images more noise.
+        """
+
+    @abstractmethod
+    def signal_to_noise(self, scheduler: Any, timesteps: Tensor) -> Tensor:
+        """Ratio (B,) of the variances of signal and noise in the noisy latent at `timesteps` (B,)."""
 
     @abstractmethod
     def add_noise(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:

@@ -1,223 +1,50 @@
-"""Stable Diffusion 1.x and 2.x: one CLIP text encoder, a UNet, a VAE of 4 channels and factor 8.
-
-How captions are encoded, noise is added and pictures are drawn is diffusers' own code, called and not
-rewritten.
-"""
+"""Stable Diffusion 1.x and 2.x: one CLIP text encoder, a UNet, a VAE of 4 channels and factor 8."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.errors import FamilyError
-from pipeline.families.base import (
-    Conditions,
-    EncodedCaption,
-    Family,
-    Posterior,
-    Prediction,
-    Shapes,
-    Use,
-)
-from pipeline.families.files import read_json, tokenizer_files, weight_files
-from pipeline.fingerprints import ModelPart
-from pipeline.geometry import Size, latent_size
+from pipeline.families.base import Conditions, Shapes
+from pipeline.families.clip_unet import ClipUNet
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor, nn
 
-_GUIDANCE_SCALE = 7.5
-_BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.+)")
-_MID_BLOCK = re.compile(r"mid_block\.attentions\.0\.(.+)")
 
-
-class StableDiffusion(Family):
+class StableDiffusion(ClipUNet):
     """Stable Diffusion 1.x and 2.x, with epsilon or v-prediction."""
 
-    name: ClassVar[str] = "Stable Diffusion 1.x and 2.x"
-    pipeline_classes: ClassVar[tuple[str, ...]] = ("StableDiffusionPipeline",)
-    components: ClassVar[tuple[str, ...]] = ("vae", "text_encoder", "tokenizer", "unet", "scheduler")
-    latent_method: ClassVar[str] = "autoencoder-kl scaled, 1"
-    text_method: ClassVar[str] = "clip last hidden state padded, 1"
-
-    @cached_property
-    def _vae_config(self) -> dict[str, Any]:
-        return read_json(self.folder / "vae" / "config.json")
-
-    @cached_property
-    def _unet_config(self) -> dict[str, Any]:
-        return read_json(self.folder / "unet" / "config.json")
-
-    @property
-    def _factor(self) -> int:
-        """Pixels on the edge of one latent value."""
-        return 2 ** (len(self._vae_config["block_out_channels"]) - 1)
-
-    def size_multiple(self) -> int:
-        """The VAE's factor: 8. What the UNet cannot halve evenly it interpolates itself on its way up."""
-        return self._factor
-
-    def latent_shape(self, target: Size) -> tuple[int, int, int]:
-        """(C, h, w), each edge divided by the VAE's factor."""
-        edges = latent_size(target, self._factor)
-        return int(self._vae_config["latent_channels"]), edges.height, edges.width
+    name = "Stable Diffusion 1.x and 2.x"
+    pipeline_classes = ("StableDiffusionPipeline",)
+    components: ClassVar[Mapping[str, str]] = {
+        "vae": "diffusers.AutoencoderKL",
+        "tokenizer": "transformers.CLIPTokenizer",
+        "text_encoder": "transformers.CLIPTextModel",
+        "unet": "diffusers.UNet2DConditionModel",
+        "scheduler": "diffusers.DDPMScheduler",
+    }
+    latent_method = "autoencoder-kl scaled, 1"
+    text_method = "clip last hidden state padded, 1"
+    pipeline_options: ClassVar[Mapping[str, Any]] = {"requires_safety_checker": False}
+    guidance_scale = 7.5
 
     def text_shapes(self) -> Shapes:
         """`text_embedding` (T, D): always padded to T, as the model was trained."""
-        width = int(read_json(self.folder / "text_encoder" / "config.json")["hidden_size"])
-        return {"text_embedding": (self.max_length(), width)}
-
-    def max_length(self) -> int:
-        """The tokenizer's limit, which is what `encode_prompt` pads to: 77."""
-        return int(read_json(self.folder / "tokenizer" / "tokenizer_config.json")["model_max_length"])
-
-    def prediction_type(self) -> Prediction:
-        """`prediction_type` of the scheduler's configuration; epsilon where it says nothing.
-
-        Raises:
-            FamilyError: It is something else, such as "sample".
-        """
-        path = self.folder / "scheduler" / "scheduler_config.json"
-        kind = read_json(path).get("prediction_type", "epsilon")
-        if kind not in ("epsilon", "v_prediction"):
-            raise FamilyError(
-                f"prediction_type {kind!r} cannot be trained",
-                where=str(path),
-                fix="use a base model with prediction_type epsilon or v_prediction",
-            )
-        return kind
-
-    def parts(self, use: Use) -> tuple[ModelPart, ...]:
-        """VAE for latents; tokenizer and text encoder for text; UNet and scheduler for the denoiser."""
-        if use == "latents":
-            return (self._network("vae"),)
-        if use == "text":
-            configs, contents = tokenizer_files(self.folder / "tokenizer")
-            return ModelPart("tokenizer", configs, contents), self._network("text_encoder")
-        scheduler = self.folder / "scheduler" / "scheduler_config.json"
-        return self._network("unet"), ModelPart("scheduler", (scheduler,), ())
-
-    def _network(self, role: str) -> ModelPart:
-        folder = self.folder / role
-        return ModelPart(role, (folder / "config.json",), weight_files(folder))
+        return {"text_embedding": (self.max_length(), int(self.config("text_encoder")["hidden_size"]))}
 
     def modelspec_architecture(self) -> str:
         """SD 2.x is known by its wider text embeddings, and its 768 px models by their v-prediction."""
-        if self._unet_config.get("cross_attention_dim") != 1024:
+        if self.denoiser_config.get("cross_attention_dim") != 1024:
             return "stable-diffusion-v1"
         return "stable-diffusion-v2-" + ("512" if self.prediction_type() == "epsilon" else "768-v")
 
-    def kohya_key(self, module: str) -> str:
-        """`lora_unet_` and the path with underscores."""
-        return "lora_unet_" + module.replace(".", "_")
-
-    def comfyui_key(self, module: str) -> str:
-        """`diffusion_model.` and the path in CompVis's UNet, whose blocks are numbered through all levels.
-
-        There, a level of the way down is its residual blocks and one more block that halves; a level of the
-        way up has one residual block more than on the way down, and each block's attention is its member 1.
-        """
-        if found := _MID_BLOCK.fullmatch(module):
-            return f"diffusion_model.middle_block.1.{found[1]}"
-        if found := _BLOCK.fullmatch(module):
-            layers = self._unet_config.get("layers_per_block", 2)
-            if isinstance(layers, int):
-                index = int(found[2]) * (layers + 1) + int(found[3])
-                side = f"input_blocks.{index + 1}" if found[1] == "down" else f"output_blocks.{index}"
-                return f"diffusion_model.{side}.1.{found[4]}"
-        raise FamilyError(
-            f"the module {module} has no name in the layout that ComfyUI reads",
-            where=str(self.folder / "unet" / "config.json"),
-            fix="adapt attention modules only, on a UNet with one layers_per_block for all levels",
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """`StableDiffusionPipeline.encode_prompt`."""
+        embedding, _ = encoders.encode_prompt(
+            caption, encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )
-
-    def lora_targets(self) -> list[str]:
-        """Query, key, value and output of each attention, self and cross."""
-        return ["to_q", "to_k", "to_v", "to_out.0"]
-
-    # torch side
-
-    def load_vae(self, dtype: str, device: str) -> nn.Module:
-        """An `AutoencoderKL`."""
-        from diffusers import AutoencoderKL
-
-        return self._load(AutoencoderKL, "vae", dtype, device)
-
-    def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
-        """`AutoencoderKL.encode`, with the deviation computed in float32."""
-        import torch
-
-        parameter = next(vae.parameters())
-        with torch.inference_mode():
-            encoded = cast("Any", vae).encode(pixels.to(parameter.device, parameter.dtype)).latent_dist
-            return Posterior(encoded.mean.float(), torch.exp(0.5 * encoded.logvar.float()))
-
-    def normalise(self, raw_latent: Tensor) -> Tensor:
-        """(raw_latent - shift) * scaling; published Stable Diffusion VAEs have no shift."""
-        shift = float(self._vae_config.get("shift_factor") or 0.0)
-        scale = float(self._vae_config.get("scaling_factor", 0.18215))
-        return (raw_latent - shift) * scale if shift else raw_latent * scale
-
-    def load_text_encoders(self, dtype: str, device: str) -> Any:
-        """A `StableDiffusionPipeline` that has only its tokenizer and its text encoder."""
-        from diffusers import StableDiffusionPipeline
-        from transformers import CLIPTextModel, CLIPTokenizer
-
-        encoder = self._load(CLIPTextModel, "text_encoder", dtype, device)
-        tokenizer = CLIPTokenizer.from_pretrained(self.folder / "tokenizer", local_files_only=True)
-        return StableDiffusionPipeline(
-            vae=cast("Any", None),
-            text_encoder=cast("Any", encoder),
-            tokenizer=tokenizer,
-            unet=cast("Any", None),
-            scheduler=cast("Any", None),
-            safety_checker=cast("Any", None),
-            feature_extractor=cast("Any", None),
-            requires_safety_checker=False,
-        )
-
-    def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
-        """`StableDiffusionPipeline.encode_prompt`; what it cuts is counted by the tokenizer, unlimited."""
-        import torch
-
-        whole = encoders.tokenizer(caption, return_offsets_mapping=True, verbose=False)
-        num_tokens = len(whole["input_ids"])
-        num_cut = max(0, num_tokens - self.max_length())
-        cut_from = whole["offset_mapping"][self.max_length() - 1][0] if num_cut else None
-        with torch.inference_mode():
-            embedding, _ = encoders.encode_prompt(
-                caption, encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
-            )
-        return EncodedCaption({"text_embedding": embedding[0]}, num_tokens, num_cut, cut_from)
-
-    def load_denoiser(self, dtype: str, device: str) -> nn.Module:
-        """A `UNet2DConditionModel`."""
-        from diffusers import UNet2DConditionModel
-
-        return self._load(UNet2DConditionModel, "unet", dtype, device)
-
-    def load_noise_scheduler(self) -> Any:
-        """A `DDPMScheduler` with the betas and the prediction type of the base model's scheduler."""
-        from diffusers import DDPMScheduler
-
-        return DDPMScheduler.from_pretrained(self.folder, subfolder="scheduler", local_files_only=True)
-
-    def draw_timesteps(self, scheduler: Any, uniform: Tensor) -> Tensor:
-        """Each of the schedule's timesteps with the same chance, as int64."""
-        return (uniform * scheduler.config.num_train_timesteps).long()
-
-    def add_noise(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """`DDPMScheduler.add_noise`."""
-        return scheduler.add_noise(latent, noise, timesteps)
-
-    def target(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """The noise, or the velocity (https://arxiv.org/abs/2202.00512) for v-prediction."""
-        if self.prediction_type() == "epsilon":
-            return noise
-        return scheduler.get_velocity(latent, noise, timesteps)
+        return {"text_embedding": embedding}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
@@ -225,58 +52,11 @@ class StableDiffusion(Family):
         """The UNet's sample; of `conditions` it takes `text_embedding` (B, T, D)."""
         return denoiser(noisy, timesteps, encoder_hidden_states=conditions["text_embedding"]).sample
 
-    def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
-        """A `StableDiffusionPipeline` with the base model's own scheduler."""
-        from diffusers import StableDiffusionPipeline
-
-        pipeline = StableDiffusionPipeline.from_pretrained(
-            self.folder,
-            vae=self.load_vae(dtype, device),
-            unet=denoiser if denoiser is not None else self.load_denoiser(dtype, device),
-            text_encoder=None,
-            tokenizer=None,
-            safety_checker=None,
-            feature_extractor=None,
-            image_encoder=None,
-            requires_safety_checker=False,
-            local_files_only=True,
-        )
-        pipeline.set_progress_bar_config(disable=True)
-        return pipeline
-
-    def draw(
-        self,
-        pipeline: Any,
-        text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
-        *,
-        size: Size,
-        steps: int,
-        seed: int,
-    ) -> Image.Image:
-        """A picture with classifier-free guidance of 7.5."""
-        import torch
-
-        parameter = next(pipeline.unet.parameters())
-        prompt, negative = (
-            tensors["text_embedding"].unsqueeze(0).to(parameter.device, parameter.dtype)
-            for tensors in (text, empty_text)
-        )
-        pictures = pipeline(
-            prompt_embeds=prompt,
-            negative_prompt_embeds=negative,
-            height=size.height,
-            width=size.width,
-            num_inference_steps=steps,
-            guidance_scale=_GUIDANCE_SCALE,
-            generator=torch.Generator("cpu").manual_seed(seed),
-        )
-        return pictures.images[0]
-
-    def _load(self, network: Any, role: str, dtype: str, device: str) -> nn.Module:
-        import torch
-
-        loaded = network.from_pretrained(
-            self.folder / role, dtype=getattr(torch, dtype), local_files_only=True
-        )
-        return loaded.requires_grad_(False).eval().to(device)
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Guided away from the empty caption."""
+        return {
+            "prompt_embeds": text["text_embedding"],
+            "negative_prompt_embeds": empty_text["text_embedding"],
+        }

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.atomic import write_text
-from pipeline.families.base import Prediction
+from pipeline.families.base import BetaPrediction
 
 MAX_LENGTH = 77
 TEXT_WIDTH = 32
@@ -28,7 +28,7 @@ _LOGVAR_BIAS = -8.0
 make every latent the same noise."""
 
 
-def make_tiny(folder: Path, *, prediction_type: Prediction = "epsilon", seed: int = 0) -> None:
+def make_tiny(folder: Path, *, prediction_type: BetaPrediction = "epsilon", seed: int = 0) -> None:
     """Write the model as a diffusers folder; the same bytes for the same arguments.
 
     It is read by `StableDiffusionPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels. The

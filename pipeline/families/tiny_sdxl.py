@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.families.base import Prediction
+from pipeline.families.base import BetaPrediction
 from pipeline.families.tiny import (
     END,
     MAX_LENGTH,
@@ -27,7 +27,7 @@ _TIME_ID_WIDTH = 8
 _NUM_TIME_IDS = 6
 
 
-def make_tiny_sdxl(folder: Path, *, prediction_type: Prediction = "epsilon", seed: int = 0) -> None:
+def make_tiny_sdxl(folder: Path, *, prediction_type: BetaPrediction = "epsilon", seed: int = 0) -> None:
     """Write the model as a diffusers folder; the same bytes for the same arguments.
 
     It is read by `StableDiffusionXLPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels. The

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.families.files import read_json
-from pipeline.lora_files import LAYOUTS, Layout, LoraModule, layout_file
+from pipeline.lora_files import LAYOUTS, Layout, LoraModule, factors, layout_file
 from pipeline.training.lora import ADAPTER, adapter_state, delta_weights, lora_modules
 
 if TYPE_CHECKING:
@@ -65,23 +65,27 @@ class Exporter:
         self._metadata = dict(metadata)
         class_name = read_json(family.folder / "model_index.json")["_class_name"]
         self._pipeline: Any = getattr(diffusers, class_name)
-        self._component = str(getattr(self._pipeline, "transformer_name", None) or self._pipeline.unet_name)
+        self._component = family.denoiser_name
 
     def modules(self, denoiser: nn.Module) -> list[LoraModule]:
         """The modules that have an adapter, with their names in each layout."""
         described: list[LoraModule] = []
         for name, module in lora_modules(denoiser):
             down, up = (cast("nn.Linear", side[ADAPTER]).weight for side in (module.lora_A, module.lora_B))
+            layer = self._family.kohya_layer(name)
+            outs = tuple(_out_features(denoiser, part) for part in layer.modules)
             described.append(
                 LoraModule(
                     name=name,
                     diffusers=f"{self._component}.{name}",
-                    kohya=self._family.kohya_key(name),
+                    kohya=layer.key,
                     comfyui=self._family.comfyui_key(name),
                     in_features=down.shape[1],
                     out_features=up.shape[0],
                     rank=down.shape[0],
                     alpha=float(cast("Any", module).lora_alpha[ADAPTER]),
+                    kohya_part=layer.modules.index(name),
+                    kohya_outs=outs if len(outs) > 1 else (),
                 )
             )
         return described
@@ -115,11 +119,12 @@ class Exporter:
         files: list[ExportedFile] = []
         for layout in LAYOUTS:
             path = folder / layout_file(layout, self._name)
-            if layout == "comfyui":
-                deltas = _deltas_by_rule(path, modules)
-            else:
-                deltas = self._deltas_by_loader(path, denoiser)
-            files.append(ExportedFile(path.name, _compare(path, trained, deltas), len(deltas)))
+            error = 0.0
+            if layout != "diffusers":
+                error = _compare(path, trained, _deltas_by_rule(path, modules, layout))
+            if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads()):
+                error = max(error, _compare(path, trained, self._deltas_by_loader(path, denoiser)))
+            files.append(ExportedFile(path.name, error, len(trained)))
         return files
 
     def _deltas_by_loader(self, path: Path, denoiser: nn.Module) -> dict[str, Tensor]:
@@ -152,26 +157,40 @@ def _skeleton(denoiser: nn.Module) -> Any:
     return skeleton
 
 
+def _out_features(denoiser: nn.Module, module: str) -> int:
+    return int(cast("Any", denoiser.get_submodule(module)).weight.shape[0])
+
+
 def _keyed(layout: Layout, modules: list[LoraModule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for module in modules:
-        down, up, alpha = module.keys(layout)
-        tensors[down] = state[f"{module.name}.lora_A.weight"]
-        tensors[up] = state[f"{module.name}.lora_B.weight"]
-        assert alpha is not None
-        tensors[alpha] = torch.tensor(module.alpha)
+        for key, shape in module.shapes(layout).items():
+            tensors.setdefault(key, torch.zeros(shape))
+        down, up = factors(tensors, module, layout)
+        down.copy_(state[f"{module.name}.lora_A.weight"])
+        up.copy_(state[f"{module.name}.lora_B.weight"])
+        down_key, _, alpha_key = module.keys(layout)
+        assert alpha_key is not None
+        num_parts = tensors[down_key].shape[0] // module.rank
+        tensors[alpha_key] = torch.tensor(module.alpha * num_parts)
     return tensors
 
 
-def _deltas_by_rule(path: Path, modules: list[LoraModule]) -> dict[str, Tensor]:
-    """What the rule of `pipeline.lora_files` makes of a ComfyUI file."""
-    by_key = {module.comfyui: module.name for module in modules}
+def _deltas_by_rule(path: Path, modules: list[LoraModule], layout: Layout) -> dict[str, Tensor]:
+    """What the rule of `pipeline.lora_files` makes of a file in kohya's or ComfyUI's layout."""
     tensors = load_file(path)
+    expected = {key for module in modules for key in module.shapes(layout)}
+    if set(tensors) != expected:
+        odd = sorted(set(tensors) ^ expected)
+        what = f"{len(odd)} keys are missing or unknown, the first is {odd[0]}"
+        raise TrainingError(what, where=str(path), fix=_DEFECT)
     deltas: dict[str, Tensor] = {}
-    for key in {name.rsplit(".lora_", 1)[0] for name in tensors if ".lora_" in name}:
-        down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
-        scale = float(tensors[f"{key}.alpha"]) / down.shape[0]
-        deltas[by_key.get(key, key)] = scale * (up.flatten(1) @ down.flatten(1))
+    for module in modules:
+        down, up = factors(tensors, module, layout)
+        down_key, _, alpha_key = module.keys(layout)
+        assert alpha_key is not None
+        scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
+        deltas[module.name] = scale * (up.flatten(1) @ down.flatten(1))
     return deltas
 
 

@@ -54,7 +54,11 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
             "caption_dropout": dropout,
             "partial_policy": PARTIAL_POLICY,
         },
-        "loss": {"kind": "mse", "prediction": entries.family.prediction_type()},
+        "loss": {
+            "kind": "mse",
+            "prediction": entries.family.prediction_type(),
+            "timesteps": entries.family.timestep_facts(),
+        },
         "optimizer": {
             "kind": training.optimizer,
             "arguments": training.optimizer_arguments.given(),

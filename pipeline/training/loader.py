@@ -113,14 +113,15 @@ class MicroBatchMaker:
         """
         items = [self._inputs[slot.sample_id] for slot in share]
         latent = torch.stack([self._latent(item) for item in items])
-        noise = np.stack([self._noise(step, slot, tuple(latent.shape[1:])) for slot in share])
+        latent_shape = (latent.shape[1], latent.shape[2], latent.shape[3])
+        noise = np.stack([self._noise(step, slot, latent_shape) for slot in share])
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
         return MicroInput(
             sample_ids=tuple(slot.sample_id for slot in share),
             latent=latent,
             noise=torch.from_numpy(noise),
             timesteps=self._family.draw_timesteps(
-                self._scheduler, torch.tensor(uniform, dtype=torch.float64)
+                self._scheduler, torch.tensor(uniform, dtype=torch.float64), latent_shape
             ),
             conditions=self._conditions(share, items),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),

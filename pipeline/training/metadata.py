@@ -43,7 +43,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
         "modelspec.implementation": "diffusers",
         "modelspec.title": recipe.name,
         "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
-        "modelspec.prediction_type": "v" if prediction == "v_prediction" else prediction,
         "latentline.run": order.run,
     }
+    if prediction != "flow":  # ModelSpec has no word for it
+        numbers["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
     return {name: str(value) for name, value in numbers.items()}

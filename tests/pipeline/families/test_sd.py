@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.errors import BucketError, FamilyError
-from pipeline.families import Family, detect
+from pipeline.families import Family, Layer, detect
 from pipeline.geometry import Size
 
 
@@ -101,7 +101,7 @@ def test_noise_and_target_follow_the_formulas(kind: str, request: pytest.Fixture
 def test_uniform_numbers_become_each_timestep_equally(family: Family) -> None:
     scheduler = family.load_noise_scheduler()
     uniform = torch.arange(4000, dtype=torch.float64) / 4000
-    timesteps = family.draw_timesteps(scheduler, uniform)
+    timesteps = family.draw_timesteps(scheduler, uniform, (4, 8, 8))
     assert timesteps.dtype == torch.int64
     assert torch.equal(torch.bincount(timesteps), torch.full((1000,), 4))
 
@@ -137,11 +137,11 @@ def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: Family) -> N
     unet = family.load_denoiser("float32", "cpu")
     modules = [name for name, _ in unet.named_modules() if name.endswith(tuple(family.lora_targets()))]
     assert len(modules) == 4 * 8
-    assert len({family.kohya_key(name) for name in modules}) == len(modules)
+    assert len({family.kohya_layer(name).key for name in modules}) == len(modules)
     assert len({family.comfyui_key(name) for name in modules}) == len(modules)
     name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0"
-    assert family.kohya_key(name) == (
-        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_out_0"
+    assert family.kohya_layer(name) == Layer(
+        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_out_0", (name,)
     )
 
 

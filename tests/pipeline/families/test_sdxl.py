@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -247,6 +248,30 @@ def test_a_schedule_that_cannot_be_trained_is_an_error(
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(FamilyError, match=said):
         detect(folder).prediction_type()
+
+
+def test_a_module_that_kohya_has_no_name_for_is_an_error(family: Family) -> None:
+    with pytest.raises(FamilyError, match="no name in the original"):
+        family.kohya_layer("down_blocks.0.resnets.0.conv1")
+
+
+def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
+    told: list[torch.Tensor] = []
+
+    class Listening(torch.nn.Module):
+        def forward(self, noisy: torch.Tensor, times: Any, **given: Any) -> Any:
+            told.append(given["added_cond_kwargs"]["time_ids"])
+            return SimpleNamespace(sample=noisy)
+
+    sizes = {"original_size_hw": [[3001, 4099]], "crop_top_left": [[257, 0]], "target_size_hw": [[1024, 960]]}
+    conditions = {name: torch.tensor(size) for name, size in sizes.items()}
+    conditions |= {
+        "text_embedding": torch.ones(1, 77, 72).bfloat16(),
+        "pooled_text_embedding": torch.ones(1, 48).bfloat16(),
+    }
+    family.predict(Listening(), torch.ones(1, 4, 8, 8), torch.tensor([5]), conditions)
+    assert told[0].dtype == torch.float32
+    assert told[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
 
 
 def test_detection_goes_by_the_pipeline_class_and_an_unknown_one_lists_the_families(

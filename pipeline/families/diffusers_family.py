@@ -1,0 +1,265 @@
+"""What every family does the same way because diffusers does: reading, loading, encoding, drawing.
+
+A family file below it says which classes, and hands the tensors over.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from abc import abstractmethod
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from pipeline.families.base import EncodedCaption, Family, Posterior, Use
+from pipeline.families.files import read_json, tokenizer_files, weight_files
+from pipeline.fingerprints import ModelPart
+from pipeline.geometry import Size, latent_size
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor, nn
+
+
+class DiffusersFamily(Family):
+    """A family whose parts are classes of diffusers and transformers, and whose VAE is an `AutoencoderKL`."""
+
+    pipeline_options: ClassVar[Mapping[str, Any]] = {}
+    """Settings of the pipeline class's constructor that are not its defaults."""
+
+    guidance_scale: ClassVar[float]
+    """Of the pictures that are drawn while training."""
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The folder's `model_index.json`."""
+        return read_json(self.folder / "model_index.json")
+
+    @cached_property
+    def vae_config(self) -> dict[str, Any]:
+        """The VAE's configuration."""
+        return self.config("vae")
+
+    @cached_property
+    def denoiser_config(self) -> dict[str, Any]:
+        """The denoiser's configuration."""
+        return self.config(self.denoiser_name)
+
+    @cached_property
+    def scheduler_config(self) -> dict[str, Any]:
+        """The noise schedule's configuration."""
+        return read_json(self.folder / "scheduler" / "scheduler_config.json")
+
+    def config(self, role: str) -> dict[str, Any]:
+        """`config.json` of a component."""
+        return read_json(self.folder / role / "config.json")
+
+    def has(self, role: str) -> bool:
+        """Whether the base model comes with the component; an optional one is [null, null] in its index."""
+        return (self.index.get(role) or [None])[0] is not None
+
+    def text_roles(self) -> tuple[str, ...]:
+        """Tokenizers and text encoders that the base model has, in the order of `components`."""
+        return tuple(
+            role
+            for role in self.components
+            if role.startswith(("tokenizer", "text_encoder")) and self.has(role)
+        )
+
+    @property
+    def factor(self) -> int:
+        """Pixels on the edge of one latent value."""
+        return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
+
+    def size_multiple(self) -> int:
+        """The VAE's factor times the edge of the denoiser's patches, in latent values."""
+        return self.factor * int(self.denoiser_config.get("patch_size") or 1)
+
+    def latent_shape(self, target: Size) -> tuple[int, int, int]:
+        """(C, h, w), each edge divided by the VAE's factor."""
+        edges = latent_size(target, self.factor)
+        return int(self.vae_config["latent_channels"]), edges.height, edges.width
+
+    @abstractmethod
+    def token_limits(self) -> dict[str, int]:
+        """Tokenizer to the number of tokens that its encoder takes, start and end marks included."""
+
+    def max_length(self) -> int:
+        """Tokens of the encoder that takes most."""
+        return max(self.token_limits().values())
+
+    def tokenizer_limit(self, role: str) -> int:
+        """`model_max_length` of a tokenizer: what diffusers pads CLIP's captions to."""
+        return int(read_json(self.folder / role / "tokenizer_config.json")["model_max_length"])
+
+    def parts(self, use: Use) -> tuple[ModelPart, ...]:
+        """VAE for latents; tokenizers and text encoders for text; denoiser and schedule for the denoiser."""
+        if use == "latents":
+            return (self._network("vae"),)
+        if use == "text":
+            return tuple(
+                self._network(role)
+                if role.startswith("text_encoder")
+                else ModelPart(role, *tokenizer_files(self.folder / role))
+                for role in self.text_roles()
+            )
+        scheduler = self.folder / "scheduler" / "scheduler_config.json"
+        return self._network(self.denoiser_name), ModelPart("scheduler", (scheduler,), ())
+
+    def _network(self, role: str) -> ModelPart:
+        folder = self.folder / role
+        return ModelPart(role, (folder / "config.json",), weight_files(folder))
+
+    # torch side
+
+    def pipeline_class(self) -> Any:
+        """The family's pipeline in diffusers."""
+        return getattr(importlib.import_module("diffusers"), self.pipeline_classes[0])
+
+    def load_vae(self, dtype: str, device: str) -> nn.Module:
+        """An instance of the class that `components` names."""
+        return self._load("vae", dtype, device)
+
+    def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
+        """`AutoencoderKL.encode`, with the deviation computed in float32."""
+        import torch
+
+        parameter = next(vae.parameters())
+        with torch.inference_mode():
+            encoded = cast("Any", vae).encode(pixels.to(parameter.device, parameter.dtype)).latent_dist
+            return Posterior(encoded.mean.float(), torch.exp(0.5 * encoded.logvar.float()))
+
+    def normalise(self, raw_latent: Tensor) -> Tensor:
+        """(raw_latent - shift) * scaling, as the VAE's configuration or else its class has them."""
+        shift = float(self.vae_config.get("shift_factor") or 0.0)
+        scale = float(self.vae_config.get("scaling_factor", 0.18215))
+        return (raw_latent - shift) * scale if shift else raw_latent * scale
+
+    def load_text_encoders(self, dtype: str, device: str) -> Any:
+        """The family's diffusers pipeline with tokenizers and text encoders only."""
+        loaded: dict[str, Any] = dict.fromkeys(_component_names(self.pipeline_class()))
+        for role in self.text_roles():
+            if role.startswith("tokenizer"):
+                folder = self.folder / role
+                loaded[role] = self._class(role).from_pretrained(folder, local_files_only=True)
+            else:
+                loaded[role] = self._load(role, dtype, device)
+        return self.pipeline_class()(**{**loaded, **self.pipeline_options})
+
+    @abstractmethod
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """The tensors of `text_shapes` with a batch of one in front, by the pipeline's `encode_prompt`."""
+
+    def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
+        """`embed`; what is cut is counted by the tokenizers, unlimited."""
+        import torch
+
+        counts = [
+            _count(getattr(encoders, role), caption, limit) for role, limit in self.token_limits().items()
+        ]
+        num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
+        with torch.inference_mode():
+            tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
+        return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
+
+    def load_denoiser(self, dtype: str, device: str) -> nn.Module:
+        """An instance of the class that `components` names."""
+        return self._load(self.denoiser_name, dtype, device)
+
+    def load_noise_scheduler(self) -> Any:
+        """The class that `components` names, with the configuration of the base model's scheduler."""
+        return self._class("scheduler").from_pretrained(
+            self.folder, subfolder="scheduler", local_files_only=True
+        )
+
+    def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
+        """The family's diffusers pipeline with the base model's own scheduler."""
+        pipeline_class = self.pipeline_class()
+        loaded: dict[str, Any] = dict.fromkeys(_component_names(pipeline_class))
+        del loaded["scheduler"]
+        loaded["vae"] = self.load_vae(dtype, device)
+        loaded[self.denoiser_name] = denoiser if denoiser is not None else self.load_denoiser(dtype, device)
+        pipeline = pipeline_class.from_pretrained(
+            self.folder, **{**loaded, **self.pipeline_options}, local_files_only=True
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        return pipeline
+
+    @abstractmethod
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """What the pipeline is called with in place of a prompt and a negative prompt.
+
+        Args:
+            pipeline: From `load_pipeline`.
+            text: The caption's tensors with a batch of one in front, on the denoiser's device, in its dtype.
+            empty_text: The empty caption's.
+        """
+
+    def draw(
+        self,
+        pipeline: Any,
+        text: Mapping[str, Tensor],
+        empty_text: Mapping[str, Tensor],
+        *,
+        size: Size,
+        steps: int,
+        seed: int,
+    ) -> Image.Image:
+        """A picture with the family's `guidance_scale`."""
+        import torch
+
+        parameter = next(getattr(pipeline, self.denoiser_name).parameters())
+        prompt, negative = (
+            {
+                name: tensor.unsqueeze(0).to(parameter.device, parameter.dtype)
+                for name, tensor in tensors.items()
+            }
+            for tensors in (text, empty_text)
+        )
+        pictures = pipeline(
+            **self.prompt_arguments(pipeline, prompt, negative),
+            height=size.height,
+            width=size.width,
+            num_inference_steps=steps,
+            guidance_scale=self.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(seed),
+        )
+        return pictures.images[0]
+
+    def _class(self, role: str) -> Any:
+        library, name = self.components[role].split(".")
+        return getattr(importlib.import_module(library), name)
+
+    def _load(self, role: str, dtype: str, device: str) -> nn.Module:
+        import torch
+
+        loaded = self._class(role).from_pretrained(
+            self.folder / role, dtype=getattr(torch, dtype), local_files_only=True
+        )
+        return loaded.requires_grad_(False).eval().to(device)
+
+
+def _component_names(pipeline_class: Any) -> list[str]:
+    """Arguments of a pipeline's constructor that are components: without a default, or with None."""
+    parameters = inspect.signature(pipeline_class.__init__).parameters
+    empty = inspect.Parameter.empty
+    return [
+        name
+        for name, parameter in parameters.items()
+        if name != "self" and (parameter.default is empty or parameter.default is None)
+    ]
+
+
+def _count(tokenizer: Any, caption: str, limit: int) -> tuple[int, int, int | None]:
+    """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
+    whole = tokenizer(caption, return_offsets_mapping=True, verbose=False)
+    num_tokens = len(whole["input_ids"])
+    num_cut = max(0, num_tokens - limit)
+    return num_tokens, num_cut, whole["offset_mapping"][limit - 1][0] if num_cut else None
+
+
+def _reach(cut_from: int | None) -> float:
+    return float("inf") if cut_from is None else cut_from
