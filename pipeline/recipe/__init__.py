@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+from pipeline.recipe.objective import LossSettings, NoiseSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -28,7 +29,9 @@ __all__ = [
     "Dtype",
     "LatentSettings",
     "LoraSettings",
+    "LossSettings",
     "ModelSettings",
+    "NoiseSettings",
     "RecacheSettings",
     "Recipe",
     "TextSettings",

@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.cron import check_cron
+from pipeline.recipe.objective import LossSettings, NoiseSettings
 from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
 from pipeline.recipe.rules import (
     Broken,
@@ -24,6 +25,7 @@ from pipeline.recipe.rules import (
     raise_broken,
     repeated_names,
 )
+from pipeline.recipe.section import Settings
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is full.")]
@@ -39,19 +41,6 @@ NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 MAX_EDGE_PX = 16_384
 MAX_COUNT = 1_000_000_000
 """Of steps, samples and processes: anything above is a slip of the hand."""
-
-
-class Settings(BaseModel):
-    """Base of every section: unknown keys are errors, nothing is converted, nothing changes afterwards."""
-
-    model_config = ConfigDict(
-        strict=True,
-        extra="forbid",
-        frozen=True,
-        allow_inf_nan=False,
-        serialize_by_alias=True,
-        protected_namespaces=(),
-    )
 
 
 class CaptionSettings(Settings):
@@ -256,6 +245,10 @@ class TrainingSettings(Settings):
         ge=0,
         le=MAX_COUNT,
         description="Steps in which the learning rate rises from zero; at most steps.",
+    )
+    loss: LossSettings = Field(default_factory=LossSettings, description="What is minimised.")
+    noise: NoiseSettings = Field(
+        default_factory=NoiseSettings, description="What is mixed into a latent beside plain noise."
     )
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
     seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")

@@ -18,7 +18,8 @@ from pipeline.training.averaging import Averaging
 from pipeline.training.checkpoint import TrainingState
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, trainable_weights
-from pipeline.training.loss import sample_losses, share_of_mean
+from pipeline.training.loss import sample_losses, share_of_mean, snr_weights
+from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
 from pipeline.training.seeding import hash_bits
 
@@ -64,7 +65,7 @@ class Engine:
         self.accelerator = _accelerator(precision)
         _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
         self._family = family
-        self.scheduler: Any = family.load_noise_scheduler()
+        self.scheduler = make_noise_scheduler(family, self._settings.noise)
         self.denoiser = family.load_denoiser(BASE_DTYPES[precision], str(self.accelerator.device))
         add_lora(
             cast("Any", self.denoiser),
@@ -132,10 +133,14 @@ class Engine:
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
         """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
         family, scheduler = self._family, self.scheduler
-        noisy = family.add_noise(scheduler, micro.latent, micro.noise, micro.timesteps)
+        noisy = family.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         prediction = family.predict(model, noisy, micro.timesteps, micro.conditions)
         target = family.target(scheduler, micro.latent, micro.noise, micro.timesteps)
-        return sample_losses(prediction, target)
+        losses = sample_losses(prediction, target, self._settings.loss)
+        if self._settings.loss.weighting == "none":
+            return losses
+        snr = family.signal_to_noise(scheduler, micro.timesteps)
+        return losses * snr_weights(snr, self._settings.loss, family.prediction_type())
 
     def _update(self, batch: StepPlan) -> float:
         norm = self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm)

@@ -55,10 +55,11 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
             "partial_policy": PARTIAL_POLICY,
         },
         "loss": {
-            "kind": "mse",
+            **training.loss.model_dump(),
             "prediction": entries.family.prediction_type(),
             "timesteps": entries.family.timestep_facts(),
         },
+        "noise": training.noise.model_dump(),
         "optimizer": {
             "kind": training.optimizer,
             "arguments": training.optimizer_arguments.given(),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store
+from pipeline.training.noise import Noise
 from pipeline.training.order import TrainingInput, TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
 from pipeline.training.seeding import stream
@@ -47,7 +48,8 @@ class MicroInput:
     Attributes:
         sample_ids: Of the B slots.
         latent: Float32 (B, C, h, w).
-        noise: Like it, from the standard normal distribution.
+        noise: Like it, from the standard normal distribution, and what the recipe adds to it.
+        input_noise: Like it: what is mixed into the latent, `noise` and any perturbation.
         timesteps: (B,), as the family's `draw_timesteps` gives them.
         conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
         weights: Float32 (B,): 1, or 0 for a stand-in.
@@ -56,6 +58,7 @@ class MicroInput:
     sample_ids: tuple[str, ...]
     latent: Tensor
     noise: Tensor
+    input_noise: Tensor
     timesteps: Tensor
     conditions: dict[str, Tensor]
     weights: Tensor
@@ -67,6 +70,7 @@ class MicroInput:
             sample_ids=self.sample_ids,
             latent=move(self.latent),
             noise=move(self.noise),
+            input_noise=move(self.input_noise),
             timesteps=move(self.timesteps),
             conditions={name: move(tensor) for name, tensor in self.conditions.items()},
             weights=move(self.weights),
@@ -78,6 +82,7 @@ class MicroInput:
             sample_ids=self.sample_ids,
             latent=self.latent.pin_memory(),
             noise=self.noise.pin_memory(),
+            input_noise=self.input_noise.pin_memory(),
             timesteps=self.timesteps.pin_memory(),
             conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
             weights=self.weights.pin_memory(),
@@ -99,6 +104,7 @@ class MicroBatchMaker:
         self._inputs = {item.sample_id: item for item in order.inputs}
         self._empty_text = order.empty_text
         self._seed = order.recipe.training.seed
+        self._noise = Noise(order.recipe.training)
         self._family = family
         self._scheduler = scheduler
 
@@ -114,12 +120,13 @@ class MicroBatchMaker:
         items = [self._inputs[slot.sample_id] for slot in share]
         latent = torch.stack([self._latent(item) for item in items])
         latent_shape = (latent.shape[1], latent.shape[2], latent.shape[3])
-        noise = np.stack([self._noise(step, slot, latent_shape) for slot in share])
+        drawn = [self._noise.draw(step, slot.index, latent_shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
         return MicroInput(
             sample_ids=tuple(slot.sample_id for slot in share),
             latent=latent,
-            noise=torch.from_numpy(noise),
+            noise=torch.from_numpy(np.stack([each.target for each in drawn])),
+            input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
             timesteps=self._family.draw_timesteps(
                 self._scheduler, torch.tensor(uniform, dtype=torch.float64), latent_shape
             ),
@@ -129,9 +136,6 @@ class MicroBatchMaker:
 
     def _latent(self, item: TrainingInput) -> Tensor:
         return self._read(item.latent, item.sample_id)[LATENT]
-
-    def _noise(self, step: int, slot: Slot, shape: tuple[int, ...]) -> np.ndarray[Any, np.dtype[np.float32]]:
-        return stream(self._seed, "noise", step, slot.index).standard_normal(shape, dtype=np.float32)
 
     def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
         texts = [

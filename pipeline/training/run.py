@@ -24,6 +24,7 @@ from pipeline.runs import RunLayout, read_metrics, run_folder
 from pipeline.tables import Tables
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
 from pipeline.training.locking import only_one
+from pipeline.training.objective import require_objective
 from pipeline.training.order import Prompt, TrainingInput, TrainingOrder
 from pipeline.training.provenance import provenance
 from pipeline.training.publish import TABLE_FILE, accept_result, mark_finished, publish, read_finished
@@ -63,6 +64,7 @@ def train_lora(
     watch = Stopwatch()
     require_valid_inputs(recipe, log)
     entries = Entries(recipe)
+    require_objective(recipe.training, entries.family.prediction_type())
     inputs = training_inputs(recipe, entries, latents, text)
     facts = run_facts(recipe, entries, inputs)
     run = run_id(facts)

@@ -1,0 +1,39 @@
+"""Whether a base model can be trained towards what the recipe asks for. Torch-free: asked before a launch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.errors import TrainingError
+
+if TYPE_CHECKING:
+    from pipeline.families import Prediction
+    from pipeline.recipe import TrainingSettings
+
+
+def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:
+    """Refuse what has no meaning for a model that predicts `prediction`.
+
+    Raises:
+        TrainingError: Names the first such setting.
+    """
+    if settings.noise.zero_terminal_snr and prediction != "v_prediction":
+        raise TrainingError(
+            f"zero_terminal_snr needs a v-prediction model, and this one predicts {prediction}: where no "
+            "signal is left, there is nothing to learn from predicting the noise",
+            where="training.noise.zero_terminal_snr",
+            fix="set it to false, or use a base model with v-prediction",
+        )
+    if prediction != "flow":
+        return
+    for key, value, default in (
+        ("loss.weighting", settings.loss.weighting, "none"),
+        ("noise.offset", settings.noise.offset, 0.0),
+    ):
+        if value != default:
+            raise TrainingError(
+                f"{key} {value} is made for noise by a table of betas, and this model is trained by flow "
+                "matching",
+                where=f"training.{key}",
+                fix=f"set it to {default}",
+            )
