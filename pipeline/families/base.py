@@ -36,6 +36,9 @@ BetaPrediction = Literal["epsilon", "v_prediction"]
 Prediction = Literal[BetaPrediction, "flow"]
 """What the denoiser predicts; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
 
+Density = Literal["uniform", "logit_normal", "mode"]
+"""How training spreads its draws over noise levels from 0, no noise, to 1, noise alone."""
+
 Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""
 
@@ -103,6 +106,9 @@ class Family(ABC):
     text_method: ClassVar[str]
     """Names how captions become embeddings. Part of each text key: a new name when the result changes."""
 
+    density: ClassVar[Density]
+    """Of the noise levels that training draws, where the recipe names none."""
+
     denoiser_name: ClassVar[Denoiser]
     """The denoiser's component: a subfolder, and the prefix of its keys in diffusers' LoRA files."""
 
@@ -132,7 +138,7 @@ class Family(ABC):
 
     @abstractmethod
     def timestep_facts(self) -> dict[str, Any]:
-        """All that decides what `draw_timesteps` makes of its arguments, JSON-serialisable."""
+        """All that decides what `timesteps` makes of its arguments, JSON-serialisable."""
 
     @abstractmethod
     def parts(self, use: Use) -> tuple[ModelPart, ...]:
@@ -209,12 +215,12 @@ class Family(ABC):
         """A training scheduler with the base model's noise schedule."""
 
     @abstractmethod
-    def draw_timesteps(self, scheduler: Any, uniform: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """The timesteps (B,) for `uniform` (B,), float64 in [0, 1): later ones, with more noise, for larger.
+    def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+        """The timesteps (B,) of noise levels `levels` (B,), float64 in [0, 1): later ones for higher levels.
 
         Args:
             scheduler: From `load_noise_scheduler`.
-            uniform: Draws, one a sample.
+            levels: Drawn with some density, see `density`.
             latent_shape: (C, h, w) of the samples: some families give larger images more noise.
         """
 

@@ -5,18 +5,14 @@ A family takes one of the two classes beside `DiffusersFamily`. B, C, h, w are a
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.errors import FamilyError
-from pipeline.families.base import BetaPrediction, Prediction
+from pipeline.families.base import BetaPrediction, Density, Prediction
 from pipeline.families.diffusers_family import DiffusersFamily
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Density = Literal["uniform", "logit_normal"]
-"""Of the noise level before it is shifted; logit-normal is 3.1 of https://arxiv.org/abs/2403.03206, with
-location 0 and scale 1."""
 
 
 class BetaNoise(DiffusersFamily):
@@ -45,13 +41,15 @@ class BetaNoise(DiffusersFamily):
             )
         return kind
 
-    def timestep_facts(self) -> dict[str, Any]:
-        """Each timestep has the same chance."""
-        return {"density": "uniform"}
+    density: ClassVar[Density] = "uniform"
 
-    def draw_timesteps(self, scheduler: Any, uniform: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """Each of the schedule's timesteps with the same chance, as int64, whatever the size."""
-        return (uniform * scheduler.config.num_train_timesteps).long()
+    def timestep_facts(self) -> dict[str, Any]:
+        """Nothing but the schedule, which is a part of the denoiser's fingerprint."""
+        return {}
+
+    def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+        """The schedule's timesteps in equal shares of the levels, as int64, whatever the size."""
+        return (levels * scheduler.config.num_train_timesteps).long()
 
     def signal_to_noise(self, scheduler: Any, timesteps: Tensor) -> Tensor:
         """alpha_bar / (1 - alpha_bar), float32."""
@@ -82,19 +80,14 @@ class FlowNoise(DiffusersFamily):
         return "flow"
 
     def timestep_facts(self) -> dict[str, Any]:
-        """The density, and what the schedule's configuration says of the shift."""
+        """What the schedule's configuration says of the shift."""
         names = ("shift", "use_dynamic_shifting", "base_shift", "max_shift")
         names += ("base_image_seq_len", "max_image_seq_len", "time_shift_type")
-        return {"density": self.density, **{name: self.scheduler_config.get(name) for name in names}}
+        return {name: self.scheduler_config.get(name) for name in names}
 
-    def draw_timesteps(self, scheduler: Any, uniform: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """The number of timesteps times sigma, of the family's density and then shifted; float32."""
-        import torch
-
-        sigma = uniform
-        if self.density == "logit_normal":
-            sigma = torch.sigmoid(torch.special.ndtri(uniform))
-        shifted = self.shift_sigma(scheduler, sigma, latent_shape)
+    def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
+        """The number of timesteps times sigma, which is the level after the schedule's shift; float32."""
+        shifted = self.shift_sigma(scheduler, levels, latent_shape)
         return (shifted * scheduler.config.num_train_timesteps).float()
 
     def shift_sigma(self, scheduler: Any, sigma: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:

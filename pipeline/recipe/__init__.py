@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
-from pipeline.recipe.objective import LossSettings, NoiseSettings
+from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -35,6 +35,7 @@ __all__ = [
     "RecacheSettings",
     "Recipe",
     "TextSettings",
+    "TimestepSettings",
     "TrainingSettings",
     "load_recipe",
     "load_recipes",

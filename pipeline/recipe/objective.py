@@ -11,6 +11,8 @@ from pipeline.recipe.section import Settings
 
 DEFAULT_DELTA = 0.1
 DEFAULT_GAMMA = 5.0
+DEFAULT_MODE_SCALE = 1.29
+"""That of the paper on Stable Diffusion 3, https://arxiv.org/abs/2403.03206."""
 
 
 class LossSettings(Settings):
@@ -43,6 +45,48 @@ class LossSettings(Settings):
             broken.append(Broken("gamma", what, fix))
         if broken:
             raise_broken(broken, involves=("kind", "delta", "weighting", "gamma"))
+        return self
+
+
+class TimestepSettings(Settings):
+    """Which noise levels are drawn; a level runs from 0, no noise, to 1, noise alone."""
+
+    density: Literal["auto", "uniform", "logit_normal", "mode"] = Field(
+        default="auto",
+        description="auto: the base model's own. uniform: each level alike. logit_normal: around `location`, "
+        "`scale` wide. mode: more of the middle, by `mode_scale`.",
+    )
+    location: float = Field(default=0.0, description="Of logit_normal: 0 is the middle, more is noisier.")
+    scale: float = Field(default=1.0, gt=0.0, description="Of logit_normal: wider for more.")
+    mode_scale: float = Field(
+        default=DEFAULT_MODE_SCALE, ge=-1.0, le=1.75, description="Of mode: 0 is uniform, more is steeper."
+    )
+    min: float = Field(default=0.0, ge=0.0, lt=1.0, description="The least noise that is drawn.")
+    max: float = Field(default=1.0, gt=0.0, le=1.0, description="The most noise that is drawn.")
+    shift: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Of flow matching: above 1 moves all levels towards noise. null: as the base model's "
+        "schedule says, which for some depends on the image's size.",
+    )
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> TimestepSettings:
+        broken: list[Broken] = []
+        if self.min >= self.max:
+            what = f"min {self.min} is not below max {self.max}"
+            broken.append(Broken("min", what, "swap them, or remove one"))
+        for key, default, owner in (
+            ("location", 0.0, "logit_normal"),
+            ("scale", 1.0, "logit_normal"),
+            ("mode_scale", DEFAULT_MODE_SCALE, "mode"),
+        ):
+            value = getattr(self, key)
+            if value != default and self.density != owner:
+                what = f"{key} {value} has no effect with density: {self.density}"
+                broken.append(Broken(key, what, f"set density: {owner}, or remove {key}"))
+        if broken:
+            raise_broken(broken, involves=("density", "location", "scale", "mode_scale", "min", "max"))
         return self
 
 

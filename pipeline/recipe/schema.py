@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_v
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.cron import check_cron
-from pipeline.recipe.objective import LossSettings, NoiseSettings
+from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
 from pipeline.recipe.rules import (
     Broken,
@@ -249,6 +249,9 @@ class TrainingSettings(Settings):
     loss: LossSettings = Field(default_factory=LossSettings, description="What is minimised.")
     noise: NoiseSettings = Field(
         default_factory=NoiseSettings, description="What is mixed into a latent beside plain noise."
+    )
+    timesteps: TimestepSettings = Field(
+        default_factory=TimestepSettings, description="Which noise levels are drawn."
     )
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
     seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")

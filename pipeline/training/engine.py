@@ -65,7 +65,7 @@ class Engine:
         self.accelerator = _accelerator(precision)
         _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
         self._family = family
-        self.scheduler = make_noise_scheduler(family, self._settings.noise)
+        self.scheduler = make_noise_scheduler(family, self._settings)
         self.denoiser = family.load_denoiser(BASE_DTYPES[precision], str(self.accelerator.device))
         add_lora(
             cast("Any", self.denoiser),

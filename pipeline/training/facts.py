@@ -57,7 +57,8 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         "loss": {
             **training.loss.model_dump(),
             "prediction": entries.family.prediction_type(),
-            "timesteps": entries.family.timestep_facts(),
+            "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
+            "density": entries.family.density,
         },
         "noise": training.noise.model_dump(),
         "optimizer": {

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store
-from pipeline.training.noise import Noise
+from pipeline.training.noise import Noise, noise_levels
 from pipeline.training.order import TrainingInput, TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
 from pipeline.training.seeding import stream
@@ -50,7 +50,7 @@ class MicroInput:
         latent: Float32 (B, C, h, w).
         noise: Like it, from the standard normal distribution, and what the recipe adds to it.
         input_noise: Like it: what is mixed into the latent, `noise` and any perturbation.
-        timesteps: (B,), as the family's `draw_timesteps` gives them.
+        timesteps: (B,), as `Family.timesteps` gives them.
         conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
         weights: Float32 (B,): 1, or 0 for a stand-in.
     """
@@ -97,13 +97,14 @@ class MicroBatchMaker:
 
         Args:
             order: The samples and the seed.
-            family: Draws timesteps.
-            scheduler: From `family.load_noise_scheduler()`.
+            family: Gives noise levels their timesteps.
+            scheduler: From `make_noise_scheduler`.
         """
         self._store = Store(order.recipe.cache_dir)
         self._inputs = {item.sample_id: item for item in order.inputs}
         self._empty_text = order.empty_text
         self._seed = order.recipe.training.seed
+        self._timesteps = order.recipe.training.timesteps
         self._noise = Noise(order.recipe.training)
         self._family = family
         self._scheduler = scheduler
@@ -122,14 +123,15 @@ class MicroBatchMaker:
         latent_shape = (latent.shape[1], latent.shape[2], latent.shape[3])
         drawn = [self._noise.draw(step, slot.index, latent_shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
+        levels = noise_levels(
+            torch.tensor(uniform, dtype=torch.float64), self._timesteps, self._family.density
+        )
         return MicroInput(
             sample_ids=tuple(slot.sample_id for slot in share),
             latent=latent,
             noise=torch.from_numpy(np.stack([each.target for each in drawn])),
             input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
-            timesteps=self._family.draw_timesteps(
-                self._scheduler, torch.tensor(uniform, dtype=torch.float64), latent_shape
-            ),
+            timesteps=self._family.timesteps(self._scheduler, levels, latent_shape),
             conditions=self._conditions(share, items),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
         )

@@ -1,21 +1,26 @@
-"""The noise of a training step, and the schedule it follows.
+"""The noise of a training step, how much of it, and the schedule it follows.
 
-C, h, w are the latent's.
+B is the number of samples, C, h, w are the latent's.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from pipeline.training.seeding import stream
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from pipeline.families import Family
-    from pipeline.recipe import NoiseSettings, TrainingSettings
+    from pipeline.families.base import Density
+    from pipeline.recipe import TimestepSettings, TrainingSettings
 
 Array: TypeAlias = npt.NDArray[np.float32]
 
@@ -65,12 +70,40 @@ def _sum(noise: Array, strength: float, more: Array) -> Array:
     return (noise + np.float32(strength) * more).astype(np.float32, copy=False)
 
 
-def make_noise_scheduler(family: Family, settings: NoiseSettings) -> Any:
-    """The family's training scheduler, with betas rescaled to zero terminal SNR where the recipe asks for it.
+def noise_levels(uniform: Tensor, settings: TimestepSettings, own: Density) -> Tensor:
+    """Noise levels of the recipe's density, laid over its range; higher for higher draws.
 
-    The rescaling is diffusers' (algorithm 1 of https://arxiv.org/abs/2305.08891).
+    Args:
+        uniform: (B,) float64 in [0, 1).
+        settings: Density and range.
+        own: The base model's density, for "auto".
+
+    Returns:
+        (B,) float64 in [0, 1). The densities are those of 3.1 in https://arxiv.org/abs/2403.03206.
+    """
+    density = own if settings.density == "auto" else settings.density
+    if density == "logit_normal":
+        levels = torch.sigmoid(settings.location + settings.scale * torch.special.ndtri(uniform))
+    elif density == "mode":
+        # The paper's f(u; s) falls with u; of 1 - u it rises.
+        steep = torch.cos(math.pi / 2 * (1 - uniform)) ** 2 - uniform
+        levels = uniform - settings.mode_scale * steep
+    else:
+        levels = uniform
+    below_one = 1.0 - 2.0**-53
+    return (settings.min + (settings.max - settings.min) * levels).clamp(0.0, below_one)
+
+
+def make_noise_scheduler(family: Family, settings: TrainingSettings) -> Any:
+    """The family's training scheduler, changed as the recipe asks.
+
+    Betas are rescaled to zero terminal SNR by diffusers (algorithm 1 of https://arxiv.org/abs/2305.08891); a
+    `timesteps.shift` takes the place of the schedule's own, also of one that depends on the image's size.
     """
     scheduler = family.load_noise_scheduler()
-    if not settings.zero_terminal_snr:
-        return scheduler
-    return type(scheduler).from_config(scheduler.config, rescale_betas_zero_snr=True)
+    changed: dict[str, Any] = {}
+    if settings.noise.zero_terminal_snr:
+        changed["rescale_betas_zero_snr"] = True
+    if settings.timesteps.shift is not None:
+        changed |= {"shift": settings.timesteps.shift, "use_dynamic_shifting": False}
+    return type(scheduler).from_config(scheduler.config, **changed) if changed else scheduler

@@ -25,6 +25,13 @@ def require_objective(settings: TrainingSettings, prediction: Prediction) -> Non
             fix="set it to false, or use a base model with v-prediction",
         )
     if prediction != "flow":
+        if settings.timesteps.shift is not None:
+            raise TrainingError(
+                f"timesteps.shift {settings.timesteps.shift} is for flow matching, and this model predicts "
+                f"{prediction} on a table of betas",
+                where="training.timesteps.shift",
+                fix="set it to null; timesteps.density logit_normal with a location above 0 draws more noise",
+            )
         return
     for key, value, default in (
         ("loss.weighting", settings.loss.weighting, "none"),

@@ -101,7 +101,7 @@ def test_noise_and_target_follow_the_formulas(kind: str, request: pytest.Fixture
 def test_uniform_numbers_become_each_timestep_equally(family: Family) -> None:
     scheduler = family.load_noise_scheduler()
     uniform = torch.arange(4000, dtype=torch.float64) / 4000
-    timesteps = family.draw_timesteps(scheduler, uniform, (4, 8, 8))
+    timesteps = family.timesteps(scheduler, uniform, (4, 8, 8))
     assert timesteps.dtype == torch.int64
     assert torch.equal(torch.bincount(timesteps), torch.full((1000,), 4))
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ({"noise": {"zero_terminal_snr": True}}, "flow", "training.noise.zero_terminal_snr"),
         ({"noise": {"offset": 0.1}}, "flow", "training.noise.offset"),
         ({"loss": {"weighting": "min_snr"}}, "flow", "training.loss.weighting"),
+        ({"timesteps": {"shift": 3.0}}, "epsilon", "training.timesteps.shift"),
     ],
     ids=str,
 )
