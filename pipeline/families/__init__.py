@@ -16,10 +16,12 @@ from pipeline.families.base import (
     Use,
 )
 from pipeline.families.files import read_json
+from pipeline.families.flux import Flux
 from pipeline.families.sd import StableDiffusion
+from pipeline.families.sd3 import StableDiffusion3
 from pipeline.families.sdxl import StableDiffusionXL
 
-FAMILIES: tuple[type[Family], ...] = (StableDiffusion, StableDiffusionXL)
+FAMILIES: tuple[type[Family], ...] = (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux)
 """In the order in which they are listed to users."""
 
 __all__ = [

@@ -142,7 +142,7 @@ class DiffusersFamily(Family):
         for role in self.text_roles():
             if role.startswith("tokenizer"):
                 folder = self.folder / role
-                loaded[role] = self._class(role).from_pretrained(folder, local_files_only=True)
+                loaded[role] = self.class_of(role).from_pretrained(folder, local_files_only=True)
             else:
                 loaded[role] = self._load(role, dtype, device)
         return self.pipeline_class()(**{**loaded, **self.pipeline_options})
@@ -169,7 +169,7 @@ class DiffusersFamily(Family):
 
     def load_noise_scheduler(self) -> Any:
         """The class that `components` names, with the configuration of the base model's scheduler."""
-        return self._class("scheduler").from_pretrained(
+        return self.class_of("scheduler").from_pretrained(
             self.folder, subfolder="scheduler", local_files_only=True
         )
 
@@ -229,14 +229,15 @@ class DiffusersFamily(Family):
         )
         return pictures.images[0]
 
-    def _class(self, role: str) -> Any:
+    def class_of(self, role: str) -> Any:
+        """The class that `components` names."""
         library, name = self.components[role].split(".")
         return getattr(importlib.import_module(library), name)
 
     def _load(self, role: str, dtype: str, device: str) -> nn.Module:
         import torch
 
-        loaded = self._class(role).from_pretrained(
+        loaded = self.class_of(role).from_pretrained(
             self.folder / role, dtype=getattr(torch, dtype), local_files_only=True
         )
         return loaded.requires_grad_(False).eval().to(device)

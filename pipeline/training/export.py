@@ -131,13 +131,14 @@ class Exporter:
         """What diffusers' own loader makes of the file, on a denoiser whose base weights take no memory."""
         skeleton = _skeleton(denoiser)
         try:
-            state, alphas, metadata = self._pipeline.lora_state_dict(
+            # The families of a UNet answer with alphas in between, the others do not.
+            state, *alphas, metadata = self._pipeline.lora_state_dict(
                 path.parent, weight_name=path.name, unet_config=skeleton.config, return_lora_metadata=True
             )
             skeleton.load_lora_adapter(
                 state,
                 prefix=self._component,
-                network_alphas=alphas,
+                network_alphas=alphas[0] if alphas else None,
                 metadata=metadata,
                 adapter_name="reloaded",
             )

@@ -18,7 +18,7 @@ from pipeline.encode.text import cache_text
 from pipeline.entries import Entries
 from pipeline.errors import FamilyError
 from pipeline.families import Family, detect
-from pipeline.families.tiny_sdxl import make_tiny_sdxl
+from pipeline.families.tiny import make_tiny_sdxl
 from pipeline.geometry import Geometry, Size
 from pipeline.images import load_pixels
 from pipeline.ingest.discover import scan

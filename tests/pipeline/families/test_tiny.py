@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from pipeline.families.tiny import _WORDS, make_tiny
+from pipeline.families.tiny import make_tiny
+from pipeline.families.tiny.parts import WORDS
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -50,7 +51,7 @@ def test_the_tokenizer_knows_its_words_and_spells_any_other_text(tiny_sd: Path) 
 
     tokenizer = CLIPTokenizer.from_pretrained(tiny_sd / "tokenizer")
     assert tokenizer.model_max_length == 77
-    for word in _WORDS.split():
+    for word in WORDS.split():
         assert tokenizer.tokenize(word) == [f"{word}</w>"]
     text = "Zażółć 日本語 \U0001f600 \x07"
     assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"][1:-1]

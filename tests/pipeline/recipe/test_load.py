@@ -201,7 +201,15 @@ def test_the_folder_of_recipes_can_be_chosen_by_environment(tmp_path: Path, monk
 def test_the_recipes_of_this_repository_load():
     assert "demo" in [recipe.name for recipe in load_recipes(project_root() / "configs")]
     examples = load_recipes(project_root() / "configs" / "examples")
-    assert [recipe.name for recipe in examples] == ["flowers_sd15", "flowers_sd21", "flowers_sdxl"]
+    assert [recipe.name for recipe in examples] == [
+        "flowers_flux_dev",
+        "flowers_flux_schnell",
+        "flowers_sd15",
+        "flowers_sd21",
+        "flowers_sd3",
+        "flowers_sd35",
+        "flowers_sdxl",
+    ]
 
 
 def test_a_mapping_is_checked_as_a_file_is(tmp_path: Path):

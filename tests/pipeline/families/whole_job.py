@@ -1,0 +1,234 @@
+"""The whole job of one family, compared with diffusers at each step.
+
+A family's test file gives a `Case`: what diffusers' pipeline makes of the same things, called by hand.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from pipeline.buckets import assign_buckets
+from pipeline.encode.latents import cache_latents
+from pipeline.encode.text import cache_text
+from pipeline.entries import Entries
+from pipeline.families import Family, detect
+from pipeline.geometry import Geometry
+from pipeline.images import load_pixels
+from pipeline.ingest.discover import scan
+from pipeline.ingest.validate import validate
+from pipeline.lora_files import read_lora_file
+from pipeline.recipe import recipe_from_mapping
+from pipeline.tables import Tables
+from pipeline.training.engine import Engine
+from pipeline.training.loader import MicroBatchMaker, MicroInput
+from pipeline.training.loop import train
+from pipeline.training.order import read_order
+from pipeline.training.run import train_lora
+from pipeline.training.stopping import StopRequest
+
+ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+
+
+class Case(ABC):
+    """What a family should come to."""
+
+    pipeline_class: ClassVar[Any]
+    """Of diffusers."""
+
+    targets: ClassVar[list[str] | str]
+    """Modules to adapt, as peft takes them."""
+
+    kohya_rank: ClassVar[dict[str, int]] = {}
+    """End of a layer's key to how many modules are stacked in it."""
+
+    drawing: ClassVar[dict[str, Any]] = {}
+    """Arguments of the pipeline that a plain picture takes beside its prompt."""
+
+    @abstractmethod
+    def make(self, folder: Path) -> None:
+        """Write the tiny model."""
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        """The whole of it, as anyone would load it."""
+        return self.pipeline_class.from_pretrained(folder, **parts)
+
+    @abstractmethod
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        """What the pipeline tells its denoiser of a caption, by the names of the entries."""
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """What the pipeline's image-to-image twin makes of pixels (1, 3, H, W) in [-1, 1]."""
+        config = pipe.vae.config
+        return (pipe.vae.encode(pixels).latent_dist.mean - config.shift_factor) * config.scaling_factor
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        """By the paper's formula."""
+        sigma = (micro.timesteps / 1000)[:, None, None, None]
+        return sigma * micro.noise + (1 - sigma) * micro.latent
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        """By the paper's formula."""
+        return micro.noise - micro.latent
+
+    @abstractmethod
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """The pipeline's denoiser called by hand, packed and unpacked without its own functions."""
+
+    @abstractmethod
+    def kohya_keys(self) -> set[str]:
+        """Keys of kohya's layers, without their endings."""
+
+
+class Here:
+    """Runs both kinds of worker in this process."""
+
+    def __init__(self, encode: Any) -> None:
+        self.encode = encode
+        self.orders: list[Path] = []
+
+    def __call__(self, module: str, order: Path) -> None:
+        if module == "pipeline.entrypoints.encode":
+            self.encode(module, order)
+        else:
+            self.orders.append(order)
+            assert train(read_order(order), self, StopRequest())
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
+    """The whole job in `folder`; raises where it differs from diffusers."""
+    base = folder / "base"
+    case.make(base)
+    recipe = recipe_from_mapping("demo", settings(folder, photos, base))
+    tables, launch = Tables(recipe.output_dir), Here(encode)
+    entries, order = whole_job(recipe, tables, launch)
+    pipe = case.pipeline(base)
+    pipe.set_progress_bar_config(disable=True)
+    for row in tables.read("vae_latents").to_dicts():
+        check_latent(case, row, photos, entries, pipe)
+    for caption in [*tables.read("text_embeddings")["caption"], ""]:
+        check_text(case, caption, entries, pipe)
+    check_step(case, order, detect(base), pipe)
+    assert len(list((order.folder / "samples").glob("*.png"))) == len(order.prompts) > 0
+    check_files(case, recipe.output_dir / "lora", pipe, detect(base))
+
+
+def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
+    return {
+        "datasets": [{"name": "photos", "path": photos}],
+        "cache_dir": folder / "cache",
+        "output_dir": folder / "output",
+        "model": {"base": str(base)},
+        "buckets": {"resolution": 64, "step": 32},
+        "latents": {"dtype": "float32", "posterior": "mean"},
+        "text": {"dtype": "float32", "caption_dropout": 0.0},
+        "training": {
+            "steps": 2,
+            "batch_size": 2,
+            "learning_rate": 1e-1,
+            "sample_every": 2,
+            "seed": 7,
+            "sample_prompts": ["a cat"],
+            "lora": {"rank": 4, "alpha": 2.0},
+        },
+    }
+
+
+def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[Entries, Any]:
+    def kept(asset: str, result: Any) -> Any:
+        tables.write(asset, result.table)
+        tables.write_rejected(asset, result.rejected)
+        return result.table
+
+    log = launch.info
+    raw = kept("raw_images", scan(recipe, tables, log=log))
+    valid = kept("validated_dataset", validate(recipe, raw, tables, log=log))
+    buckets = kept("aspect_buckets", assign_buckets(recipe, valid, log=log))
+    latents = kept("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=log))
+    text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
+    assert len(latents) == len(text) == 5
+    train_lora(recipe, latents, text, launch=launch, log=log)
+    return Entries(recipe), read_order(launch.orders[0])
+
+
+def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries, pipe: Any) -> None:
+    file = photos / row["path"]
+    image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
+    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255).contiguous()
+    assert tuple(pixels.shape[2:]) == image.shape[:2]
+    with torch.no_grad():
+        expected = case.latent(pipe, pixels)
+    stored = entries.store.read_torch(entries.latent(row))["latent"]
+    assert stored.std() > 0.1
+    torch.testing.assert_close(stored, expected[0], **TOLERANCE)
+
+
+def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
+    stored = entries.store.read_torch(entries.text(caption))
+    with torch.no_grad():
+        expected = case.embed(pipe, caption)
+    assert set(stored) == set(expected)
+    for name, tensor in stored.items():
+        torch.testing.assert_close(tensor, expected[name][0].float(), **TOLERANCE)
+
+
+def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
+    """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    micro = maker.make(0, next(iter(order.plan())).micro_batches[0][0])
+    with torch.no_grad():
+        noisy = case.noisy(pipe, micro)
+        expected = case.predict(pipe, noisy, micro)
+        got = family.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
+        losses = engine.losses(micro, engine.denoiser)
+    assert got.shape == micro.latent.shape
+    assert got.std() > 1e-3
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+    by_hand = ((expected - case.target(micro)) ** 2).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses, by_hand, **TOLERANCE)
+
+
+def check_files(case: Case, lora: Path, pipe: Any, family: Family) -> None:
+    plain = drawn(case, pipe)
+    own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
+    assert set(own) == golden_keys(case, pipe, family.denoiser_name)
+    kohya = read_lora_file(lora / "demo_kohya.safetensors").tensors
+    assert set(kohya) == {f"{key}.{end}" for key in case.kohya_keys() for end in ENDS}
+    pipe.load_lora_weights(lora)
+    adapted = drawn(case, pipe)
+    pipe.unload_lora_weights()
+    assert np.abs(adapted - plain).max() > 0.01
+    if family.kohya_loads():
+        pipe.load_lora_weights(lora, weight_name="demo_kohya.safetensors")
+        again = drawn(case, pipe)
+        pipe.unload_lora_weights()
+        np.testing.assert_allclose(again, adapted, atol=1e-4)
+
+
+def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
+    """Keys of diffusers' layout as peft and diffusers' own saving name them."""
+    from peft import LoraConfig, get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
+
+    denoiser = getattr(pipe, component)
+    denoiser.add_adapter(LoraConfig(r=1, target_modules=case.targets), adapter_name="golden")
+    assert any(isinstance(module, LoraLayer) for module in denoiser.modules())
+    state = get_peft_model_state_dict(denoiser, adapter_name="golden")
+    keys = set(case.pipeline_class.pack_weights(state, component))
+    denoiser.unload_lora()
+    return keys
+
+
+def drawn(case: Case, pipe: Any) -> np.ndarray[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    size = {"height": 64, "width": 64, "num_inference_steps": 2}
+    return pipe("a cat", **size, **case.drawing, generator=generator, output_type="np").images[0]
