@@ -106,7 +106,7 @@ def test_a_larger_picture_gets_more_noise_from_dev_and_not_from_schnell(
     half = torch.tensor([0.5], dtype=torch.float64)
     for each, expected in ((family, (622.459, 759.511)), (detect(tmp_path), (500.0, 500.0))):
         scheduler = each.load_noise_scheduler()
-        got = [each.draw_timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
+        got = [each.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
         assert got == pytest.approx(expected, abs=0.01)
 
 
