@@ -4,15 +4,76 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from diffusers import StableDiffusionPipeline
 
 from pipeline.errors import BucketError, FamilyError
 from pipeline.families import Family, Layer, detect
+from pipeline.families.tiny import make_tiny
 from pipeline.geometry import Size
+from pipeline.training.loader import MicroInput
+from tests.pipeline.families.whole_job import Case
+
+ATTENTIONS = {
+    "down_blocks.0.attentions.0": "input_blocks.1.1",
+    "mid_block.attentions.0": "middle_block.1",
+    "up_blocks.1.attentions.0": "output_blocks.2.1",
+    "up_blocks.1.attentions.1": "output_blocks.3.1",
+}
+"""The tiny UNet's, by CompVis's numbers."""
+
+LAYERS = [
+    f"transformer_blocks.0.{attention}.{layer}"
+    for attention in ("attn1", "attn2")
+    for layer in ("to_q", "to_k", "to_v", "to_out.0")
+]
+
+
+class StableDiffusionCase(Case):
+    pipeline_class = StableDiffusionPipeline
+    targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
+
+    def make(self, folder: Path) -> None:
+        make_tiny(folder)
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        return super().pipeline(folder, safety_checker=None, **parts)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        return {"text_embedding": pipe.encode_prompt(caption, "cpu", 1, False)[0]}
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        return micro.noise
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        return pipe.unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+
+    def kohya_keys(self) -> set[str]:
+        return {f"lora_unet_{block}_{layer}".replace(".", "_") for block in ATTENTIONS for layer in LAYERS}
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        assert modules == {f"{block}.{layer}" for block in ATTENTIONS for layer in LAYERS}
+        return {f"diffusion_model.{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(StableDiffusionCase())
 
 
 @pytest.fixture
@@ -118,8 +179,6 @@ def test_a_prediction_is_the_unet_called_by_hand(family: Family) -> None:
 
 
 def test_a_picture_is_that_of_the_whole_pipeline(family: Family, tiny_sd: Path) -> None:
-    from diffusers import StableDiffusionPipeline
-
     encoders = family.load_text_encoders("float32", "cpu")
     text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.load_pipeline(dtype="float32", device="cpu")

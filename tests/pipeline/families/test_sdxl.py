@@ -2,36 +2,22 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from diffusers import StableDiffusionXLPipeline
 
-from pipeline.buckets import assign_buckets
-from pipeline.encode.latents import cache_latents
-from pipeline.encode.text import cache_text
-from pipeline.entries import Entries
 from pipeline.errors import FamilyError
 from pipeline.families import Family, detect
 from pipeline.families.tiny import make_tiny_sdxl
-from pipeline.geometry import Geometry, Size
-from pipeline.images import load_pixels
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
-from pipeline.lora_files import read_lora_file
-from pipeline.recipe import recipe_from_mapping
-from pipeline.tables import Tables
-from pipeline.training.engine import Engine
-from pipeline.training.loader import MicroBatchMaker
-from pipeline.training.loop import train
-from pipeline.training.order import read_order
-from pipeline.training.run import train_lora
-from pipeline.training.stopping import StopRequest
+from pipeline.geometry import Size
+from pipeline.training.loader import MicroInput
+from tests.pipeline.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -54,14 +40,6 @@ LAYERS = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("base") / "tiny_sdxl"
@@ -81,145 +59,57 @@ def whole(base: Path) -> Any:
     return pipeline
 
 
-class Here:
-    """Runs both kinds of worker in this process."""
-
-    def __init__(self, encode: Any) -> None:
-        self.encode = encode
-        self.orders: list[Path] = []
-
-    def __call__(self, module: str, order: Path) -> None:
-        if module == "pipeline.entrypoints.encode":
-            self.encode(module, order)
-        else:
-            self.orders.append(order)
-            assert train(read_order(order), self, StopRequest())
-
-    def info(self, text: str) -> None: ...
-    def progress(self, done: int, total: int, text: str) -> None: ...
-
-
-def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
-    return {
-        "datasets": [{"name": "photos", "path": photos}],
-        "cache_dir": folder / "cache",
-        "output_dir": folder / "output",
-        "model": {"base": str(base)},
-        "buckets": {"resolution": 64, "step": 32},
-        "latents": {"dtype": "float32", "posterior": "mean"},
-        "text": {"dtype": "float32", "caption_dropout": 0.0},
-        "training": {"steps": 2, "batch_size": 2, "learning_rate": 1e-1, "sample_every": 2, "seed": 7},
-    }
-
-
 def drawn(pipeline: Any) -> np.ndarray[Any, Any]:
     rng = torch.Generator().manual_seed(1)
     kwargs = {"height": 64, "width": 64, "num_inference_steps": 2, "generator": rng, "output_type": "np"}
     return pipeline("a cat", **kwargs).images[0]
 
 
-def test_the_whole_chain_equals_diffusers_and_its_files_change_the_picture(
-    tmp_path: Path, photos: Path, base: Path, family: Family, whole: Any, launch_here: Any
+class StableDiffusionXLCase(Case):
+    pipeline_class = StableDiffusionXLPipeline
+    targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
+
+    def make(self, folder: Path) -> None:
+        make_tiny_sdxl(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        embedding, _, pooled, _ = pipe.encode_prompt(caption, do_classifier_free_guidance=False)
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        return micro.noise
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        names = ("original_size_hw", "crop_top_left", "target_size_hw")
+        projection = {"text_encoder_projection_dim": pipe.text_encoder_2.config.projection_dim}
+        sizes = zip(*(micro.conditions[name].tolist() for name in names), strict=True)
+        ids = [pipe._get_add_time_ids(*map(tuple, row), dtype=torch.float32, **projection) for row in sizes]
+        pooled = micro.conditions["pooled_text_embedding"]
+        added = {"text_embeds": pooled, "time_ids": torch.cat(ids)}
+        text = micro.conditions["text_embedding"]
+        return pipe.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
+
+    def kohya_keys(self) -> set[str]:
+        originals = [f"{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS]
+        return {f"lora_unet_{name.replace('.', '_')}" for name in originals}
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        assert modules == {f"{block}.{layer}" for block in ATTENTIONS for layer in LAYERS}
+        return {f"diffusion_model.{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
 ) -> None:
-    recipe = recipe_from_mapping("demo", settings(tmp_path, photos, base))
-    tables, launch = Tables(recipe.output_dir), Here(launch_here)
-    log = launch.info
-
-    def kept(asset: str, result: Any) -> Any:
-        tables.write(asset, result.table)
-        tables.write_rejected(asset, result.rejected)
-        return result.table
-
-    raw = kept("raw_images", scan(recipe, tables, log=log))
-    valid = kept("validated_dataset", validate(recipe, raw, tables, log=log))
-    buckets = kept("aspect_buckets", assign_buckets(recipe, valid, log=log))
-    latents = kept("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=log))
-    text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
-    assert len(latents) == len(text) == 5
-
-    entries = Entries(recipe)
-    for row in latents.to_dicts():
-        check_latent(row, photos, entries, whole)
-    for caption in [*text["caption"], ""]:
-        stored = entries.store.read_torch(entries.text(caption))
-        with torch.no_grad():
-            expected = whole.encode_prompt(caption, device="cpu", do_classifier_free_guidance=False)
-        torch.testing.assert_close(stored["text_embedding"], expected[0][0], rtol=0, atol=1e-5)
-        torch.testing.assert_close(stored["pooled_text_embedding"], expected[2][0], rtol=0, atol=1e-5)
-
-    train_lora(recipe, latents, text, launch=launch, log=log)
-    order = read_order(launch.orders[0])
-    check_step(order, family, whole)
-    assert len(list((order.folder / "samples").glob("*.png"))) == len(order.prompts) > 0
-    check_files(recipe.output_dir / "lora", whole)
-
-
-def check_latent(row: dict[str, Any], photos: Path, entries: Entries, whole: Any) -> None:
-    file = photos / row["path"]
-    image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
-    pixels = whole.image_processor.preprocess(image[None].astype(np.float32) / 255)
-    with torch.no_grad():  # contiguous: another memory layout takes other kernels, and differs by 2e-5
-        expected = whole.vae.encode(pixels.contiguous()).latent_dist.mean * whole.vae.config.scaling_factor
-    stored = entries.store.read_torch(entries.latent(row))["latent"]
-    torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-5)
-
-
-def check_step(order: Any, family: Family, whole: Any) -> None:
-    """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
-    engine = Engine(order, family)
-    micro = MicroBatchMaker(order, family, engine.scheduler).make(
-        0, next(iter(order.plan())).micro_batches[0][0]
-    )
-    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
-    signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
-    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
-    inputs = {item.sample_id: item for item in order.inputs}
-    time_ids = torch.cat(
-        [
-            whole._get_add_time_ids(
-                inputs[name].original_size_hw,
-                inputs[name].crop_top_left,
-                inputs[name].target_size_hw,
-                dtype=torch.float32,
-                text_encoder_projection_dim=whole.text_encoder_2.config.projection_dim,
-            )
-            for name in micro.sample_ids
-        ]
-    )
-    added = {"text_embeds": micro.conditions["pooled_text_embedding"], "time_ids": time_ids}
-    text = micro.conditions["text_embedding"]
-    with torch.no_grad():
-        expected = whole.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
-        got = family.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
-        losses = engine.losses(micro, engine.denoiser)
-    torch.testing.assert_close(got, expected, rtol=0, atol=1e-5)
-    by_hand = ((expected - micro.noise) ** 2).mean(dim=(1, 2, 3))
-    torch.testing.assert_close(losses, by_hand, rtol=0, atol=1e-5)
-
-
-def check_files(lora: Path, whole: Any) -> None:
-    own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
-    assert set(own) == {
-        f"unet.{block}.{layer}.lora_{side}.weight"
-        for block in ATTENTIONS
-        for layer in LAYERS
-        for side in "AB"
-    }
-    ends = ("lora_down.weight", "lora_up.weight", "alpha")
-    original = [f"{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS]
-    kohya = read_lora_file(lora / "demo_kohya.safetensors").tensors
-    assert set(kohya) == {f"lora_unet_{name.replace('.', '_')}.{end}" for name in original for end in ends}
-    comfyui = read_lora_file(lora / "demo_comfyui.safetensors").tensors
-    assert set(comfyui) == {f"diffusion_model.{name}.{end}" for name in original for end in ends}
-    plain = drawn(whole)
-    whole.load_lora_weights(lora)
-    adapted = drawn(whole)
-    whole.unload_lora_weights()
-    whole.load_lora_weights(lora, weight_name="demo_kohya.safetensors")
-    again = drawn(whole)
-    whole.unload_lora_weights()
-    assert np.abs(adapted - plain).max() > 0.01
-    np.testing.assert_allclose(again, adapted, atol=1e-4)
+    prove(StableDiffusionXLCase())
 
 
 def test_a_picture_is_that_of_the_whole_pipeline(family: Family, whole: Any) -> None:

@@ -44,9 +44,6 @@ class Case(ABC):
     targets: ClassVar[list[str] | str]
     """Modules to adapt, as peft takes them."""
 
-    kohya_rank: ClassVar[dict[str, int]] = {}
-    """End of a layer's key to how many modules are stacked in it."""
-
     drawing: ClassVar[dict[str, Any]] = {}
     """Arguments of the pipeline that a plain picture takes beside its prompt."""
 
@@ -83,6 +80,10 @@ class Case(ABC):
     @abstractmethod
     def kohya_keys(self) -> set[str]:
         """Keys of kohya's layers, without their endings."""
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        """Keys of ComfyUI's layers for the denoiser's modules; it translates diffusers' names itself."""
+        return {f"transformer.{module}" for module in modules}
 
 
 class Here:
@@ -200,7 +201,11 @@ def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
 def check_files(case: Case, lora: Path, pipe: Any, family: Family) -> None:
     plain = drawn(case, pipe)
     own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
-    assert set(own) == golden_keys(case, pipe, family.denoiser_name)
+    golden = golden_keys(case, pipe, family.denoiser_name)
+    assert set(own) == golden
+    modules = {key.split(".", 1)[1].rsplit(".lora_", 1)[0] for key in golden}
+    comfyui = read_lora_file(lora / "demo_comfyui.safetensors").tensors
+    assert set(comfyui) == {f"{key}.{end}" for key in case.comfyui_keys(modules) for end in ENDS}
     kohya = read_lora_file(lora / "demo_kohya.safetensors").tensors
     assert set(kohya) == {f"{key}.{end}" for key in case.kohya_keys() for end in ENDS}
     pipe.load_lora_weights(lora)

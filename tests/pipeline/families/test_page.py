@@ -1,0 +1,25 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.families import FAMILIES, detect
+from pipeline.families.page import PAGE, proof, table, with_table
+from pipeline.families.tiny import TINY
+from pipeline.recipe import project_root
+
+
+def test_the_page_says_what_the_families_say(tmp_path: Path) -> None:
+    page = (project_root() / PAGE).read_text(encoding="utf-8")
+    assert page == with_table(page, table(tmp_path)), "run python -m pipeline.families.page"
+
+
+def test_every_family_has_a_tiny_model_and_a_file_that_proves_it(tmp_path: Path) -> None:
+    seen = set()
+    for number, make in enumerate(TINY.values()):
+        make(tmp_path / str(number))
+        family = detect(tmp_path / str(number))
+        seen.add(type(family))
+        text = (Path(__file__).parent / proof(family)).read_text(encoding="utf-8")
+        assert family.pipeline_classes[0] in text
+        assert "the_whole_" in text
+    assert seen == set(FAMILIES)
