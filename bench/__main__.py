@@ -2,6 +2,7 @@
 
 python -m bench                               everything, in minutes
 python -m bench scan "latents cold"           figures whose name begins so
+python -m bench growth                        how time and memory grow with the number of samples
 python -m bench --full                        the sizes that docs/benchmarks.md quotes
 python -m bench --compare bench/results/X.json    against an earlier run; exit status 1 if something is slower
 """
@@ -13,26 +14,36 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 # Before torch is imported, as for the processes that Latentline launches.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import bench.figures
 from bench import results
+from bench.growth import measure as growth
 from bench.measure import Figure, Measured, Workplace, measure
 
 RESULTS = Path(__file__).parent / "results"
+
+GROWTH_ROUNDS = 3
 
 
 def main() -> int:
     """Run the command line; returns the exit status."""
     options = _options()
     chosen = [figure for figure in all_figures() if _is_wanted(figure, options.names)]
-    if not chosen:
-        sys.exit(f"no figure begins with {options.names}; there are: {[each.name for each in all_figures()]}")
+    stages = growth.chosen_stages(options.names)
+    if not chosen and not stages:
+        names = [
+            *(each.name for each in all_figures()),
+            *(f"growth: {stage.name}" for stage in growth.STAGES),
+        ]
+        sys.exit(f"no figure begins with {options.names}; there are: {names}")
     measured = list[Measured]()
     for number, figure in enumerate(chosen, 1):
         print(f"[{number}/{len(chosen)}] {figure.name}: {figure.ours}, against {figure.limit}", flush=True)
@@ -40,10 +51,21 @@ def main() -> int:
             measured.append(measure(figure, Workplace(Path(folder), options.full), rounds=options.rounds))
     run = results.as_json(measured, full=options.full)
     print(results.table(run))
+    if stages:
+        run["growth"] = _growth(stages, options)
+        print(growth.table(run["growth"]))
     out = options.out or RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
     results.save(run, out)
     print(f"kept in {out}")
     return _compared(options.compare, run) if options.compare else 0
+
+
+def _growth(stages: Sequence[growth.Stage], options: argparse.Namespace) -> dict[str, Any]:
+    counts = growth.FULL_COUNTS if options.full else growth.COUNTS
+    with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
+        # Three rounds already tell the exponent: it is made of much larger differences than a ratio is.
+        rounds = min(options.rounds, GROWTH_ROUNDS)
+        return growth.as_json(growth.measure(stages, Path(folder), counts, rounds=rounds))
 
 
 def all_figures() -> list[Figure]:

@@ -51,8 +51,11 @@ def photographs(folder: Path, count: int, *, max_px: int = MAX_PX, seed: int = 0
     return paths
 
 
-def tiny_files(folder: Path, count: int, *, seed: int = 0) -> list[Path]:
-    """`count` PNGs of 16x16 random pixels, 1,000 a folder, each with a caption file."""
+def tiny_files(folder: Path, count: int, *, num_captions: int = 1000, seed: int = 0) -> list[Path]:
+    """`count` PNGs of 16x16 random pixels, 1,000 a folder, each with a caption file.
+
+    There are `num_captions` distinct captions.
+    """
     random = np.random.default_rng(seed)
     paths = list[Path]()
     for number in range(count):
@@ -62,7 +65,7 @@ def tiny_files(folder: Path, count: int, *, seed: int = 0) -> list[Path]:
         path = place / f"{number:06}.png"
         pixels = random.integers(0, 256, (16, 16, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(path, compress_level=0)
-        path.with_suffix(".txt").write_text(f"caption {number % 1000}\n", encoding="utf-8")
+        path.with_suffix(".txt").write_text(f"caption {number % num_captions}\n", encoding="utf-8")
         paths.append(path)
     return paths
 

@@ -1,0 +1,1 @@
+"""How time and memory of each stage grow with the number of samples."""

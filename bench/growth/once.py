@@ -1,0 +1,39 @@
+"""`python -m bench.growth.once STAGE FOLDER`: one stage, once, in a process of its own; prints JSON.
+
+A fresh process, because the peak of a process's memory never falls: what ran before would be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+from bench.growth.stages import STAGES, project_in
+from bench.measure import timed
+
+
+def main() -> None:
+    """Run the stage that the command line names."""
+    name, folder = sys.argv[1:]
+    stage = next(stage for stage in STAGES if stage.name == name)
+    project = project_in(Path(folder))
+    stage.before(project)
+    seconds = timed(lambda: stage.run(project))()
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes()}))
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had resident so far."""
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    # Linux's ru_maxrss begins with the peak of the process that started this one; VmHWM is our own.
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+if __name__ == "__main__":
+    main()

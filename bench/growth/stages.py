@@ -1,0 +1,144 @@
+"""The stages whose growth is measured, and the project that each number of samples has of its own."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+
+from bench.figures.scan import SETTLE_S
+from bench.workload import Project, tiny_files
+from pipeline.checks.base import CheckContext
+from pipeline.encode.text import wanted_captions
+from pipeline.entries import Entries
+from pipeline.entry_format import EntrySpec
+from pipeline.families.tiny import make_tiny
+from pipeline.reports import StageResult, write_report
+from pipeline.training.order import TrainingOrder
+from pipeline.training.run import training_inputs
+
+CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
+
+WARM_US = 10.0
+"""Most microseconds a sample of a stage that finds nothing new."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One line of the growth table.
+
+    Attributes:
+        name: Short, unique, stable.
+        work: What is done.
+        most_us: Microseconds a sample that we want to stay below; None where only the growth is of interest.
+        run: The work; raises if it was other work than `work` says.
+        before: What has to be taken away first; not measured.
+    """
+
+    name: str
+    work: str
+    most_us: float | None
+    run: Callable[[Project], object]
+    before: Callable[[Project], None] = lambda project: None
+
+
+def project_in(folder: Path) -> Project:
+    """The project that `prepare` fills in `folder`."""
+    return Project.at(folder / "project", folder / "photos", base=folder / "tiny", resolution=64)
+
+
+def prepare(counts: Mapping[Path, int]) -> None:
+    """In each folder, that many samples: tiny files with captions, all tables, and both entries of each.
+
+    The files stay in the page cache, so a cold scan is one that has not been done, not one from a cold disk.
+    Entries hold random values and are put into the store as encoders do, but no encoder has made them: a warm
+    stage looks at files, never at what their values mean.
+    """
+    for folder, count in counts.items():
+        make_tiny(folder / "tiny")
+        tiny_files(folder / "photos", count, num_captions=count)
+    time.sleep(SETTLE_S)
+    for folder in counts:
+        _fill(project_in(folder))
+
+
+def _fill(project: Project) -> None:
+    output_dir = project.recipe.output_dir
+    write_report(output_dir, "raw_images", project.scan().report)
+    write_report(output_dir, "validated_dataset", project.validate().report)
+    write_report(output_dir, "aspect_buckets", project.buckets().report)
+    _fill_store(project)
+    write_report(output_dir, "vae_latents", _warm(project.latents()).report)
+    write_report(output_dir, "text_embeddings", _warm(project.text()).report)
+
+
+def _fill_store(project: Project) -> None:
+    entries = Entries(project.recipe)
+    rows = project.tables.read("aspect_buckets").iter_rows(named=True)
+    captions = project.tables.read("validated_dataset")["caption"]
+    specs = {spec.key: spec for spec in map(entries.latent, rows)}
+    specs |= {spec.key: spec for spec in map(entries.text, wanted_captions(project.recipe, captions))}
+    random = np.random.default_rng(0)
+
+    def write(spec: EntrySpec) -> None:
+        tensors = {name: values[tensor.shape] for name, tensor in spec.tensors.items()}
+        entries.store.write(spec, tensors, {"num_tokens": 3, "num_cut": 0})
+
+    shapes = {tensor.shape for spec in specs.values() for tensor in spec.tensors.values()}
+    values = {shape: random.standard_normal(shape).astype(np.float16) for shape in sorted(shapes)}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for _ in pool.map(write, specs.values()):
+            pass
+
+
+def _warm(result: StageResult) -> StageResult:
+    if result.report["encoded"] or result.report["failed"]:
+        raise RuntimeError(f"a warm stage was to be measured and this one encoded: {result.report}")
+    return result
+
+
+def _forget(asset: str) -> Callable[[Project], None]:
+    return lambda project: project.tables.path(asset).unlink(missing_ok=True)
+
+
+def _checks(project: Project) -> None:
+    context = CheckContext(project.recipe, project.tables)
+    for asset in CHECKED:
+        for finding in import_module(f"pipeline.checks.{asset}").run(context):
+            if finding.closes:
+                raise RuntimeError(f"{asset}: the gate {finding.name} is closed: {finding.summary}")
+
+
+def _plan(project: Project) -> None:
+    recipe, tables = project.recipe, project.tables
+    entries = Entries(recipe)
+    inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
+    order = TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+    # The first step shuffles its whole epoch.
+    order.plan()[0]
+
+
+def _cached(stage: Callable[[Project], StageResult]) -> Callable[[Project], None]:
+    def run(project: Project) -> None:
+        _warm(stage(project))
+
+    return run
+
+
+STAGES = (
+    Stage("scan cold", "a first scan", None, Project.scan, _forget("raw_images")),
+    Stage("scan unchanged", "a scan with nothing new", WARM_US, Project.scan),
+    Stage("validation cold", "a first validation", None, Project.validate, _forget("validated_dataset")),
+    Stage("validation unchanged", "a validation with nothing new", WARM_US, Project.validate),
+    Stage("buckets", "bucket, size and crop of each", WARM_US, Project.buckets),
+    Stage("latents warm", "a full cache", WARM_US, _cached(Project.latents)),
+    Stage("text warm", "a full cache", WARM_US, _cached(Project.text)),
+    Stage("checks", "all of the five assets before training", None, _checks),
+    Stage("plan", "the training inputs, and one epoch shuffled", None, _plan),
+)
