@@ -2,65 +2,82 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.geometry import Buckets, ladder
+from pipeline import tables as table_files
+from pipeline.geometry import placement_of
 from pipeline.reports import Log, Report, StageResult, Stopwatch
-from pipeline.tables import SCHEMAS, empty
+from pipeline.tables import SCHEMAS
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 STAGE = "aspect_buckets"
 
-
-def buckets_of(recipe: Recipe) -> Buckets:
-    """The bucket sizes that the recipe's settings make.
-
-    Raises:
-        BucketError: No bucket can have these settings.
-    """
-    settings = recipe.buckets
-    return ladder(settings.resolution, settings.step, settings.max_aspect_ratio)
+TOO_SMALL = "too_small"
+"""Reason of a rejection that the recipe asked for: it says nothing bad of the image."""
 
 
 def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> StageResult:
-    """Each sample of validated_dataset with its bucket, resized size and crop; none is rejected.
+    """Each sample of validated_dataset with its bucket, resized size and crop.
 
-    A sample's row depends on its own size and the recipe's bucket settings only.
+    A sample's row depends on its own size and name and the recipe's bucket settings only. Rejected are the
+    images that `upscale` forbids to enlarge, where `small_images` says so.
 
     Raises:
         BucketError: No bucket can have these settings.
     """
     watch = Stopwatch()
-    columns = buckets_of(recipe).assign_many(validated["height"].to_numpy(), validated["width"].to_numpy())
+    placement = placement_of(recipe.buckets)
+    names = validated["sample_id"] if placement.crop == "random" else None
+    placed = placement.assign_many(validated["height"].to_numpy(), validated["width"].to_numpy(), names)
+    columns = placed.columns
     target = {"target_height": columns.target_height, "target_width": columns.target_width}
     resized = {"resized_height": columns.resized_height, "resized_width": columns.resized_width}
     crop = {"crop_top": columns.crop_top, "crop_left": columns.crop_left}
     measures = {"crop_loss": columns.crop_loss, "scale": columns.scale}
+    everything = validated.with_columns(
+        pl.Series(name, values) for name, values in (target | resized | crop | measures).items()
+    )
+    too_small = pl.Series(placed.too_small, dtype=pl.Boolean)
     table = (
-        validated.with_columns(
-            pl.Series(name, values) for name, values in (target | resized | crop | measures).items()
-        )
+        everything.filter(~too_small)
         .with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
         .select(pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items())
         .sort("sample_id")
     )
+    rejected = [_rejected(recipe, row) for row in everything.filter(too_small).iter_rows(named=True)]
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
     for name, count in counts.items():
         log(f"bucket {name}: {count:,} samples")
-    return StageResult(table, empty("rejected"), _report(table, counts) | watch.numbers())
+    if rejected:
+        log(f"{len(rejected):,} images are too small for upscale: {recipe.buckets.upscale}")
+    report = _report(table, counts, len(rejected)) | watch.numbers()
+    return StageResult(table, table_files.frame("rejected", rejected), report)
 
 
-def _report(table: pl.DataFrame, counts: dict[str, int]) -> Report:
+def _rejected(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
+    size, target = (f"{row[f'{kind}height']}x{row[f'{kind}width']}" for kind in ("", "target_"))
+    settings = recipe.buckets
+    added = {
+        "stage": STAGE,
+        "reason": TOO_SMALL,
+        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to its bucket {target}, "
+        f"and upscale is {settings.upscale}",
+        "fix": "use a larger image, a smaller resolution, or buckets.small_images: own_bucket",
+    }
+    return {name: {**row, **added}[name] for name in table_files.REJECTED}
+
+
+def _report(table: pl.DataFrame, counts: dict[str, int], rejected: int) -> Report:
     """Crop loss is the share of a resized image that is cut off; upscaled is a share of the samples."""
     return {
         "samples": len(table),
-        "in": len(table),
+        "in": len(table) + rejected,
         "kept": len(table),
-        "rejected": 0,
+        "rejected": rejected,
         "num_buckets": len(counts),
         "buckets": counts,
         "crop_loss_mean": _mean(table["crop_loss"]),

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
-from pipeline.geometry import ladder
+from pipeline.geometry import Placement, ladder
 
 
 @contextmanager
@@ -17,13 +17,14 @@ def _many(place: Workplace) -> Generator[Sides]:
     random = np.random.default_rng(0)
     height, width = random.integers(64, 6000, (2, count))
     buckets = ladder(1024, 64, 3.0)
+    placement = Placement((buckets,))
     ratios = np.sort(np.log([size.width / size.height for size in buckets.sizes]))
     edges = (ratios[1:] + ratios[:-1]) / 2
 
     def limit() -> None:
         np.searchsorted(edges, np.log(width / height))
 
-    yield Sides(count, timed(lambda: buckets.assign_many(height, width)), timed(limit))
+    yield Sides(count, timed(lambda: placement.assign_many(height, width)), timed(limit))
 
 
 FIGURES = [

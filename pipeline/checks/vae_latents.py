@@ -10,7 +10,7 @@ import polars as pl
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import REPAIR, Problems, Wanted
 from pipeline.entries import Entries, recorded_stat
-from pipeline.geometry import Size, ladder
+from pipeline.geometry import Size, placement_of
 
 STAGE = "vae_latents"
 
@@ -82,9 +82,10 @@ def _other_shapes(
     """Rows whose latent is not of the shape that the geometry, asked anew, gives for the original size."""
     if not rows:
         return
-    settings = context.recipe.buckets
-    buckets = ladder(settings.resolution, settings.step, settings.max_aspect_ratio)
-    anew = buckets.assign_many([row["height"] for row in rows], [row["width"] for row in rows])
+    names = [row["sample_id"] for row in rows]
+    placement = placement_of(context.recipe.buckets)
+    placed = placement.assign_many([row["height"] for row in rows], [row["width"] for row in rows], names)
+    anew = placed.columns
     heights, widths = anew.target_height.tolist(), anew.target_width.tolist()
     for row, height, width in zip(rows, heights, widths, strict=True):
         shape = entries.family.latent_shape(Size(height, width))
@@ -104,7 +105,7 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     """Of all images that were found, the share that the stages up to here rejected."""
-    stages = ("raw_images", "validated_dataset", "aspect_buckets", STAGE)
+    stages = ("raw_images", "validated_dataset", STAGE)  # aspect_buckets rejects only what it was asked to
     everything = pl.concat([context.tables.read_rejected(stage) for stage in stages])
     here = everything.filter(pl.col("stage") == STAGE)
     total, limit = kept + len(everything), context.recipe.checks.max_rejected_fraction

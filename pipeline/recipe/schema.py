@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
 
 from pipeline.checks.names import GATES
+from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
@@ -21,7 +22,6 @@ from pipeline.recipe.rules import (
     check_gate,
     check_path,
     check_suffix,
-    divisible,
     raise_broken,
     repeated_names,
 )
@@ -38,7 +38,6 @@ Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Of a recipe: it becomes part of asset, job and file names."""
 
-MAX_EDGE_PX = 16_384
 MAX_COUNT = 1_000_000_000
 """Of steps, samples and processes: anything above is a slip of the hand."""
 
@@ -110,36 +109,6 @@ class ModelSettings(Settings):
     revision: str | None = Field(
         default=None, min_length=1, description="Branch, tag or commit of a Hub id; null: its main branch."
     )
-
-
-class BucketSettings(Settings):
-    """The sizes that images are scaled and cropped to."""
-
-    resolution: int = Field(
-        default=1024,
-        ge=8,
-        le=MAX_EDGE_PX,
-        description="Pixel budget of a bucket, as the edge of a square: 1024 means 1024x1024 or as many "
-        "pixels in another aspect ratio. A multiple of step.",
-    )
-    step: int = Field(
-        default=64,
-        ge=1,
-        le=MAX_EDGE_PX,
-        description="Bucket edges are multiples of this many pixels; small steps crop less, in more buckets.",
-    )
-    max_aspect_ratio: float = Field(
-        default=3.0,
-        ge=1.0,
-        description="No bucket is longer than this many times its short edge, lying or standing.",
-    )
-
-    @model_validator(mode="after")
-    def _resolution_is_divisible(self) -> BucketSettings:
-        broken = divisible(self.resolution, self.step)
-        if broken is not None:
-            raise_broken([broken], involves=("resolution", "step"))
-        return self
 
 
 class LatentSettings(Settings):

@@ -8,9 +8,9 @@ import numpy as np
 import polars as pl
 import pytest
 
-from pipeline.buckets import assign_buckets, buckets_of
+from pipeline.buckets import assign_buckets
 from pipeline.errors import BucketError
-from pipeline.geometry import Geometry, Size
+from pipeline.geometry import Geometry, Size, placement_of
 from pipeline.tables import SCHEMAS
 
 
@@ -30,9 +30,10 @@ def test_each_row_is_the_geometry_of_its_own_size(folder: Any) -> None:
     random = np.random.default_rng(0)
     sizes = [Size(*pair) for pair in random.integers(1, 5000, (200, 2)).tolist()]
     result = assign_buckets(folder.recipe, dataset(sizes), log=folder.log.append)
-    buckets = buckets_of(folder.recipe)
+    placement = placement_of(folder.recipe.buckets)
     for size, row in zip(sizes, result.table.iter_rows(named=True), strict=True):
-        geometry = buckets.assign(size)
+        geometry = placement.assign(size)
+        assert geometry is not None
         assert Geometry.from_row(row) == geometry
         assert row["bucket"] == geometry.bucket
         assert (row["crop_loss"], row["scale"]) == (geometry.crop_loss, geometry.scale)

@@ -18,7 +18,7 @@ from PIL import Image, ImageCms, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
 from pipeline.colour import to_srgb
-from pipeline.geometry import Geometry, Size, ladder
+from pipeline.geometry import Buckets, Geometry, Placement, Size, ladder
 from pipeline.image_formats import ImageError
 from pipeline.images import (
     PREPROCESSING_VERSION,
@@ -34,6 +34,12 @@ PHOTOS = Path(skimage.__file__).parent / "data"
 
 # Pillow warns about damaged metadata; here warnings are errors, and an error would be a rejection.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+
+
+def place(buckets: Buckets, size: Size) -> Geometry:
+    geometry = Placement((buckets,)).assign(size)
+    assert geometry is not None
+    return geometry
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
@@ -395,7 +401,7 @@ def test_I15_a_huge_text_chunk_is_no_crash() -> None:
 def test_I20_a_file_that_went_or_changed_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     data = saved(Image.fromarray(pattern()))
-    geometry = ladder(16, 8, 2.0).assign(Size(24, 40))
+    geometry = place(ladder(16, 8, 2.0), Size(24, 40))
     with pytest.raises(ImageError) as caught:
         load_pixels(path, geometry, WHITE, content_hash=hash_bytes(data))
     assert caught.value.reason == "vanished"
@@ -403,7 +409,7 @@ def test_I20_a_file_that_went_or_changed_is_named(tmp_path: Path) -> None:
     with pytest.raises(ImageError) as caught:
         load_pixels(path, geometry, WHITE, content_hash=hash_bytes(b"another"))
     assert caught.value.reason == "changed"
-    wrong = ladder(16, 8, 2.0).assign(Size(24, 41))
+    wrong = place(ladder(16, 8, 2.0), Size(24, 41))
     with pytest.raises(ImageError) as caught:
         load_pixels(path, wrong, WHITE, content_hash=hash_bytes(data))
     assert caught.value.reason == "size_disagrees"
@@ -416,7 +422,7 @@ def test_B04_the_crop_of_the_source_is_what_resizing_all_and_cropping_gives(
 ) -> None:
     path = PHOTOS / photo
     whole = decode(path, WHITE)
-    geometry = ladder(resolution, step, 3.0).assign(Size(whole.height, whole.width))
+    geometry = place(ladder(resolution, step, 3.0), Size(whole.height, whole.width))
     resized = whole.resize(
         (geometry.resized_size.width, geometry.resized_size.height), Image.Resampling.BICUBIC
     )
@@ -432,7 +438,7 @@ def test_I26_a_strip_is_resized_within_bounded_memory(tmp_path: Path) -> None:
     """Covering 60000x1 whole at 576 px would take 34,560,000x576 pixels, 60 GB."""
     path = tmp_path / "strip.png"
     path.write_bytes(saved(Image.new("RGB", (60_000, 1), (1, 2, 3))))
-    geometry = ladder(1024, 64, 3.0).assign(Size(1, 60_000))
+    geometry = place(ladder(1024, 64, 3.0), Size(1, 60_000))
     pixels = load_pixels(path, geometry, WHITE, content_hash=hash_bytes(path.read_bytes()))
     assert pixels.shape == (576, 1728, 3)
     assert (pixels == (1, 2, 3)).all()
@@ -451,7 +457,7 @@ def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None
         path = tmp_path / f"{index}.png"
         path.write_bytes(saved(image, exif=with_orientation(index + 5)))
         for resolution in (32, 160):
-            geometry: Geometry = ladder(resolution, 8, 2.0).assign(Size(80, 48))
+            geometry: Geometry = place(ladder(resolution, 8, 2.0), Size(80, 48))
             content_hash = hash_bytes(path.read_bytes())
             digest.update(load_pixels(path, geometry, (200, 100, 0), content_hash=content_hash).tobytes())
     assert digest.hexdigest() == GOLDEN[PREPROCESSING_VERSION]

@@ -10,7 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipeline.geometry import ladder
+from pipeline.geometry import placement_of
 from pipeline.images import hash_bytes, read_header
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reports import StageResult
@@ -45,11 +45,10 @@ class Cache:
         return rows
 
     def buckets(self) -> pl.DataFrame:
-        settings = self.recipe.buckets
-        buckets = ladder(settings.resolution, settings.step, settings.max_aspect_ratio)
+        placement = placement_of(self.recipe.buckets)
         table = []
         for row in self.rows():
-            geometry = buckets.assign_many([row["height"]], [row["width"]]).one(0)
+            geometry = placement.assign_many([row["height"]], [row["width"]]).columns.one(0)
             columns = {
                 "bucket": geometry.bucket,
                 "resized_height": geometry.resized_size.height,

@@ -15,7 +15,7 @@ import torch
 
 from pipeline.entries import Entries, stat_columns
 from pipeline.families.tiny import make_tiny
-from pipeline.geometry import Size, ladder
+from pipeline.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.store import EntrySpec
 from pipeline.tables import SCHEMAS, Tables, frame
@@ -26,7 +26,7 @@ SIZES = {"64x64": 5, "32x96": 3}
 """Samples by bucket: with batches of 2 both have a partial one."""
 
 
-BUCKETS = ladder(64, 32, 3.0)
+PLACEMENT = Placement((ladder(64, 32, 3.0),))
 
 
 @dataclass
@@ -135,7 +135,8 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
 def geometry_row(bucket: str, index: int) -> dict[str, Any]:
     """One sample whose geometry is what its bucket's name says, with a few rows cropped away."""
     height, width = (int(edge) for edge in bucket.split("x"))
-    geometry = BUCKETS.assign(Size(2 * height + 8, 2 * width))
+    geometry = PLACEMENT.assign(Size(2 * height + 8, 2 * width))
+    assert geometry is not None
     assert geometry.bucket == bucket
     path = f"{bucket}-{index}.jpg"
     return {
