@@ -137,6 +137,8 @@ def wanted_files(family: type[Family], repository_files: Iterable[str]) -> list[
         weights = weights or [name for name in usual if name.endswith((".bin", ".bin.index.json"))]
         wanted += weights
         wanted += [
-            name for name in usual if name.endswith((".json", ".txt", ".model")) and ".index." not in name
+            name
+            for name in usual
+            if name.endswith((".json", ".txt", ".model", ".jinja")) and ".index." not in name
         ]
     return wanted

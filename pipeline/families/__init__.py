@@ -15,13 +15,26 @@ from pipeline.families.base import (
     Shapes,
     Use,
 )
+from pipeline.families.chroma import Chroma
 from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
+from pipeline.families.flux2 import Flux2Klein
+from pipeline.families.qwen_image import QwenImage
 from pipeline.families.sd import StableDiffusion
 from pipeline.families.sd3 import StableDiffusion3
 from pipeline.families.sdxl import StableDiffusionXL
+from pipeline.families.z_image import ZImage
 
-FAMILIES: tuple[type[Family], ...] = (StableDiffusion, StableDiffusionXL, StableDiffusion3, Flux)
+FAMILIES: tuple[type[Family], ...] = (
+    StableDiffusion,
+    StableDiffusionXL,
+    StableDiffusion3,
+    Flux,
+    Flux2Klein,
+    QwenImage,
+    ZImage,
+    Chroma,
+)
 """In the order in which they are listed to users."""
 
 __all__ = [

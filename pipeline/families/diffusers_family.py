@@ -72,6 +72,11 @@ class DiffusersFamily(Family):
         """Pixels on the edge of one latent value."""
         return 2 ** (len(self.vae_config["block_out_channels"]) - 1)
 
+    @property
+    def latent_channels(self) -> int:
+        """Of the VAE."""
+        return int(self.vae_config["latent_channels"])
+
     def size_multiple(self) -> int:
         """The VAE's factor times the edge of the denoiser's patches, in latent values."""
         return self.factor * int(self.denoiser_config.get("patch_size") or 1)
@@ -79,7 +84,7 @@ class DiffusersFamily(Family):
     def latent_shape(self, target: Size) -> tuple[int, int, int]:
         """(C, h, w), each edge divided by the VAE's factor."""
         edges = latent_size(target, self.factor)
-        return int(self.vae_config["latent_channels"]), edges.height, edges.width
+        return self.latent_channels, edges.height, edges.width
 
     @abstractmethod
     def token_limits(self) -> dict[str, int]:
@@ -155,13 +160,28 @@ class DiffusersFamily(Family):
         """`embed`; what is cut is counted by the tokenizers, unlimited."""
         import torch
 
-        counts = [
-            _count(getattr(encoders, role), caption, limit) for role, limit in self.token_limits().items()
-        ]
+        counts = [self._count(encoders, role, caption) for role in self.token_limits()]
         num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
         with torch.inference_mode():
             tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
         return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
+
+    def tokenized(self, encoders: Any, caption: str) -> str:
+        """The text, with the caption in it, that the pipeline `encoders` gives its tokenizer."""
+        return caption
+
+    def _count(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
+        """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
+        text, limit = self.tokenized(encoders, caption), self.token_limits()[role]
+        whole = getattr(encoders, role)(
+            text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
+        )
+        num_tokens = len(whole["input_ids"])
+        if num_tokens <= limit:
+            return num_tokens, 0, None
+        first = limit - whole["special_tokens_mask"][-1]  # an end mark is kept, and takes a place
+        offset = whole["offset_mapping"][first][0] - text.rfind(caption)
+        return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
 
     def load_denoiser(self, dtype: str, device: str) -> nn.Module:
         """An instance of the class that `components` names."""
@@ -252,14 +272,6 @@ def _component_names(pipeline_class: Any) -> list[str]:
         for name, parameter in parameters.items()
         if name != "self" and (parameter.default is empty or parameter.default is None)
     ]
-
-
-def _count(tokenizer: Any, caption: str, limit: int) -> tuple[int, int, int | None]:
-    """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
-    whole = tokenizer(caption, return_offsets_mapping=True, verbose=False)
-    num_tokens = len(whole["input_ids"])
-    num_cut = max(0, num_tokens - limit)
-    return num_tokens, num_cut, whole["offset_mapping"][limit - 1][0] if num_cut else None
 
 
 def _reach(cut_from: int | None) -> float:

@@ -11,8 +11,14 @@ from pipeline.errors import ModelError
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Names under which diffusers and transformers keep a component's weights."""
 
-_TOKENIZER_CONFIGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_TOKENIZER_CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+)
 _TOKENIZER_CONTENTS = ("tokenizer.json", "vocab.json", "merges.txt", "spiece.model", "tokenizer.model")
+_CHAT_TEMPLATE = "chat_template.jinja"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -66,13 +72,14 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """
     configs = tuple(folder / name for name in _TOKENIZER_CONFIGS if (folder / name).is_file())
     contents = tuple(folder / name for name in _TOKENIZER_CONTENTS if (folder / name).is_file())
+    template = folder / _CHAT_TEMPLATE
     if not contents:
         raise ModelError(
             "the base model's tokenizer has no vocabulary",
             where=str(folder),
             fix=f"it needs at least one of {', '.join(_TOKENIZER_CONTENTS)}",
         )
-    return configs, contents
+    return configs, (*contents, template) if template.is_file() else contents
 
 
 def _shards(index: Path) -> tuple[Path, ...]:

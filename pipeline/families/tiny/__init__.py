@@ -9,10 +9,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.flux import make_tiny_flux
+from pipeline.families.tiny.flux2 import make_tiny_flux2_klein
+from pipeline.families.tiny.qwen_image import make_tiny_qwen_image
 from pipeline.families.tiny.sd import make_tiny
 from pipeline.families.tiny.sd3 import make_tiny_sd3
 from pipeline.families.tiny.sdxl import make_tiny_sdxl
+from pipeline.families.tiny.z_image import make_tiny_z_image
 
 TINY: dict[str, Callable[[Path], None]] = {
     "Stable Diffusion 1.x and 2.x": make_tiny,
@@ -20,7 +24,21 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Stable Diffusion 3 and 3.5": make_tiny_sd3,
     "FLUX.1 dev": make_tiny_flux,
     "FLUX.1 schnell": partial(make_tiny_flux, schnell=True),
+    "FLUX.2 klein": make_tiny_flux2_klein,
+    "Qwen-Image": make_tiny_qwen_image,
+    "Z-Image": make_tiny_z_image,
+    "Chroma": make_tiny_chroma,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
 
-__all__ = ["TINY", "make_tiny", "make_tiny_flux", "make_tiny_sd3", "make_tiny_sdxl"]
+__all__ = [
+    "TINY",
+    "make_tiny",
+    "make_tiny_chroma",
+    "make_tiny_flux",
+    "make_tiny_flux2_klein",
+    "make_tiny_qwen_image",
+    "make_tiny_sd3",
+    "make_tiny_sdxl",
+    "make_tiny_z_image",
+]

@@ -6,7 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.families.tiny.parts import assemble, clip, t5, vae, write_clip_tokenizer, write_t5_tokenizer
+from pipeline.families.tiny.parts import (
+    assemble,
+    clip,
+    flow_schedule,
+    t5,
+    vae,
+    write_clip_tokenizer,
+    write_t5_tokenizer,
+)
 
 _POOLED_WIDTH = 32
 _T5_WIDTH = 48
@@ -22,8 +30,6 @@ def make_tiny_flux(folder: Path, *, schnell: bool = False, seed: int = 0) -> Non
         schnell: Without guidance and with the fixed shift of FLUX.1 schnell; else as FLUX.1 dev.
         seed: Of the random weights.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     shift: dict[str, Any] = {"shift": 1.0} if schnell else {"shift": 3.0, "use_dynamic_shifting": True}
     assemble(
         folder,
@@ -33,7 +39,7 @@ def make_tiny_flux(folder: Path, *, schnell: bool = False, seed: int = 0) -> Non
             "transformer": partial(_transformer, guidance=not schnell),
             "text_encoder": partial(clip, width=_POOLED_WIDTH),
             "text_encoder_2": partial(t5, width=_T5_WIDTH),
-            "scheduler": partial(FlowMatchEulerDiscreteScheduler, **shift),
+            "scheduler": partial(flow_schedule, **shift),
         },
         tokenizers={"tokenizer": write_clip_tokenizer, "tokenizer_2": write_t5_tokenizer},
         seed=seed,

@@ -146,6 +146,13 @@ def t5(*, width: int = TEXT_WIDTH) -> Any:
     return T5EncoderModel(T5Config(**sizes))
 
 
+def flow_schedule(**config: Any) -> Any:
+    """A `FlowMatchEulerDiscreteScheduler`."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**config)
+
+
 def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
     """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word.
 

@@ -6,7 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pipeline.families.tiny.parts import assemble, clip, t5, vae, write_clip_tokenizer, write_t5_tokenizer
+from pipeline.families.tiny.parts import (
+    assemble,
+    clip,
+    flow_schedule,
+    t5,
+    vae,
+    write_clip_tokenizer,
+    write_t5_tokenizer,
+)
 
 _PROJECTIONS = (24, 40)
 _WIDTHS = (32, 48)
@@ -27,11 +35,9 @@ def make_tiny_sd3(
         dual_attention: Whether the first block attends twice and norms queries and keys, as SD 3.5 medium's.
         seed: Of the random weights.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler
-
     with_projection = "CLIPTextModelWithProjection"
     networks: dict[str, Any] = {
-        "scheduler": partial(FlowMatchEulerDiscreteScheduler, shift=3.0),
+        "scheduler": partial(flow_schedule, shift=3.0),
         "vae": partial(vae, channels=16, scaling_factor=1.5305, shift_factor=0.0609, quant=False),
         "transformer": partial(_transformer, dual_attention),
         "text_encoder": partial(clip, with_projection, width=_WIDTHS[0], projection=_PROJECTIONS[0]),

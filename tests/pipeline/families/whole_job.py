@@ -236,4 +236,4 @@ def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
 def drawn(case: Case, pipe: Any) -> np.ndarray[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     size = {"height": 64, "width": 64, "num_inference_steps": 2}
-    return pipe("a cat", **size, **case.drawing, generator=generator, output_type="np").images[0]
+    return pipe(prompt="a cat", **size, **case.drawing, generator=generator, output_type="np").images[0]

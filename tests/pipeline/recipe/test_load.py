@@ -202,13 +202,17 @@ def test_the_recipes_of_this_repository_load():
     assert "demo" in [recipe.name for recipe in load_recipes(project_root() / "configs")]
     examples = load_recipes(project_root() / "configs" / "examples")
     assert [recipe.name for recipe in examples] == [
+        "flowers_chroma",
+        "flowers_flux2_klein",
         "flowers_flux_dev",
         "flowers_flux_schnell",
+        "flowers_qwen_image",
         "flowers_sd15",
         "flowers_sd21",
         "flowers_sd3",
         "flowers_sd35",
         "flowers_sdxl",
+        "flowers_z_image",
     ]
 
 

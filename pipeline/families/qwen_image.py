@@ -1,0 +1,136 @@
+"""Qwen-Image: a Qwen2.5-VL language model, a double-stream transformer, a video VAE of 16 channels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from pipeline.families.base import Conditions, Posterior, Shapes
+from pipeline.families.language import LanguageTransformer, padded
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+_PATCH = 2
+_TOKENS = 512
+"""`max_sequence_length` of the pipeline's call, template not included."""
+
+_TEMPLATE_TOKENS = 34
+"""Of the pipeline's template before the caption; they are dropped."""
+
+
+class QwenImage(LanguageTransformer):
+    """Qwen-Image; each caption's embedding is as long as the caption."""
+
+    name = "Qwen-Image"
+    pipeline_classes = ("QwenImagePipeline",)
+    components: ClassVar[Mapping[str, str]] = {
+        "vae": "diffusers.AutoencoderKLQwenImage",
+        "tokenizer": "transformers.Qwen2TokenizerFast",
+        "text_encoder": "transformers.Qwen2_5_VLForConditionalGeneration",
+        "transformer": "diffusers.QwenImageTransformer2DModel",
+        "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
+    }
+    latent_method = "autoencoder-kl-qwen-image normalised, 1"
+    text_method = "qwen2.5-vl template last hidden state with mask, 1"
+    guidance_scale = 4.0
+
+    @property
+    def factor(self) -> int:
+        """Two for each level of the VAE."""
+        return 2 ** len(self.vae_config["temperal_downsample"])
+
+    @property
+    def latent_channels(self) -> int:
+        """The VAE's `z_dim`."""
+        return int(self.vae_config["z_dim"])
+
+    def size_multiple(self) -> int:
+        """The VAE's factor times the edge of what is packed into a token: 16."""
+        return self.factor * _PATCH
+
+    def token_limits(self) -> dict[str, int]:
+        """The pipeline's 512, and what its template takes before the caption."""
+        return {"tokenizer": _TOKENS + _TEMPLATE_TOKENS}
+
+    def text_shapes(self) -> Shapes:
+        """The hidden states, zeros behind the last token, and which are none."""
+        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
+
+    def modelspec_architecture(self) -> str:
+        """The one name."""
+        return "qwen-image"
+
+    def lora_targets(self) -> list[str]:
+        """Attention and feed-forward layers of image and text."""
+        attention = (
+            "to_q",
+            "to_k",
+            "to_v",
+            "to_out.0",
+            "add_q_proj",
+            "add_k_proj",
+            "add_v_proj",
+            "to_add_out",
+        )
+        feed_forward = [f"{side}_mlp.net.{layer}" for side in ("img", "txt") for layer in ("0.proj", "2")]
+        return [*(f"attn.{end}" for end in attention), *feed_forward]
+
+    def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
+        """Of a video of one frame."""
+        import torch
+
+        parameter = next(vae.parameters())
+        frame = pixels.to(parameter.device, parameter.dtype).unsqueeze(2)
+        with torch.inference_mode():
+            encoded = cast("Any", vae).encode(frame).latent_dist
+            std = torch.exp(0.5 * encoded.logvar.float())
+            return Posterior(encoded.mean.float().squeeze(2), std.squeeze(2))
+
+    def normalise(self, raw_latent: Tensor) -> Tensor:
+        """Each channel by its own mean and deviation, which the VAE's configuration has."""
+        mean, std = (
+            raw_latent.new_tensor(self.vae_config[name])[:, None, None]
+            for name in ("latents_mean", "latents_std")
+        )
+        return (raw_latent - mean) / std
+
+    def tokenized(self, encoders: Any, caption: str) -> str:
+        """In the pipeline's template."""
+        return encoders.prompt_template_encode.format(caption)
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """`QwenImagePipeline.encode_prompt`."""
+        embedding, _ = encoders.encode_prompt(
+            caption, device=encoders.text_encoder.device, max_sequence_length=_TOKENS
+        )
+        return padded(embedding, _TOKENS)
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """The transformer's sample, of tokens that the pipeline's own functions pack and unpack."""
+        pipeline, mask = self.pipeline_class(), conditions["text_mask"].bool()
+        batch, channels, height, width = noisy.shape
+        longest = int(mask.sum(dim=1).max())
+        tokens = denoiser(
+            hidden_states=pipeline._pack_latents(noisy, batch, channels, height, width),
+            timestep=timesteps / self.num_timesteps,
+            encoder_hidden_states=conditions["text_embedding"][:, :longest],
+            encoder_hidden_states_mask=mask[:, :longest],
+            img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
+            return_dict=False,
+        )[0]
+        size = (height * self.factor, width * self.factor)
+        return pipeline._unpack_latents(tokens, *size, self.factor).squeeze(2)
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Guided away from the empty caption by `true_cfg_scale`, whose usual value is the guidance here."""
+        arguments: dict[str, Any] = {"true_cfg_scale": self.guidance_scale}
+        for sign, tensors in (("", text), ("negative_", empty_text)):
+            longest = int(tensors["text_mask"].sum())
+            arguments[f"{sign}prompt_embeds"] = tensors["text_embedding"][:, :longest]
+            arguments[f"{sign}prompt_embeds_mask"] = tensors["text_mask"][:, :longest].bool()
+        return arguments

@@ -1,0 +1,105 @@
+"""Small language models as text encoders, and their tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pipeline.atomic import write_text
+from pipeline.families.tiny.parts import WORDS, write_json
+
+_MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
+)
+"""In the manner of Qwen3's: who thinks not is told so."""
+
+
+def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """(token to id, merges in order) of a byte-level BPE: a space before a word is a part of it."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = sorted(ByteLevel.alphabet())
+    merges: list[tuple[str, str]] = []
+    for word in sorted(WORDS.split(), key=lambda word: (-len(word), word)):
+        left = "Ġ"
+        for letter in word:
+            if left + letter not in tokens:
+                merges.append((left, letter))
+                tokens.append(left + letter)
+            left += letter
+    return {token: number for number, token in enumerate([*tokens, *_MARKS, *_VISION_MARKS])}, merges
+
+
+def write_qwen_tokenizer(folder: Path) -> str:
+    """A `Qwen2TokenizerFast` with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ids, merges = vocabulary()
+    tokenizer: Any = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([*_MARKS, *_VISION_MARKS])
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    config = {
+        "chat_template": _TEMPLATE,
+        "eos_token": "<|im_end|>",
+        "model_max_length": 4096,
+        "pad_token": "<|endoftext|>",
+        "tokenizer_class": "Qwen2Tokenizer",
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    return "Qwen2TokenizerFast"
+
+
+def _sizes(width: int, layers: int) -> dict[str, Any]:
+    ids = vocabulary()[0]
+    return {
+        "vocab_size": len(ids),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 4096,
+        "bos_token_id": ids["<|endoftext|>"],
+        "eos_token_id": ids["<|im_end|>"],
+        "pad_token_id": ids["<|endoftext|>"],
+    }
+
+
+def qwen3(kind: str = "Qwen3Model", *, width: int = 32, layers: int = 3) -> Any:
+    """A Qwen3 for `write_qwen_tokenizer`'s tokens."""
+    import transformers
+
+    config = transformers.Qwen3Config(**_sizes(width, layers), head_dim=width // 2)
+    return getattr(transformers, kind)(config)
+
+
+def qwen2_5_vl(*, width: int = 32, layers: int = 2) -> Any:
+    """A `Qwen2_5_VLForConditionalGeneration` for `write_qwen_tokenizer`'s tokens, eye included."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    ids = vocabulary()[0]
+    sections = [width // 8, width // 16, width // 16]
+    text = {**_sizes(width, layers), "rope_parameters": {"rope_type": "default", "mrope_section": sections}}
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "fullatt_block_indexes": [0],
+    }
+    marks: dict[str, Any] = {
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+    config: Any = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks)
+    return Qwen2_5_VLForConditionalGeneration(config)
