@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings, outliers
 from pipeline.checks.conservation import conserved
 from pipeline.geometry import Size, not_multiples
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
 
 STAGE = "aspect_buckets"
 
@@ -30,6 +35,9 @@ def run(context: CheckContext) -> list[Finding]:
         "conservation": conserved(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),
         "file_size_outliers": _file_size_outliers(table),
+        "batches_possible": _batches_possible(context.recipe, table),
+        "underfilled": _underfilled(context.recipe, table),
+        "crop_loss": _crop_loss(context.recipe, table),
     }
     return findings(context, STAGE, outcomes)
 
@@ -77,3 +85,79 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
     )
     fix = "add images of these shapes, raise buckets.step, or lower buckets.max_aspect_ratio"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
+
+
+def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
+    """Columns bucket and draws: how often an epoch takes a sample of the bucket, repeats counted."""
+    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
+    times = pl.col("dataset").replace_strict(repeats, default=1, return_dtype=pl.Int64)
+    return table.group_by("bucket").agg(draws=times.sum()).sort("draws", "bucket")
+
+
+def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, Any]]:
+    """The buckets that fill no batch, and numbers about batches for the recipe's world size."""
+    draws = _draws(recipe, table)
+    capacity = recipe.training.batch_size * recipe.accelerate.num_processes
+    total = int(draws["draws"].sum())
+    full = int((draws["draws"] // capacity * capacity).sum())
+    numbers = {
+        "samples_at_once": capacity,
+        "draws_per_epoch": total,
+        "in_full_batches": round(full / total, 4) if total else 0.0,
+        "full_batches_per_epoch": full // capacity,
+    }
+    return draws.filter(pl.col("draws") < capacity), numbers
+
+
+def _taken(recipe: Recipe) -> str:
+    training, processes = recipe.training, recipe.accelerate.num_processes
+    return f"a batch of {training.batch_size} on {processes} {'process' if processes == 1 else 'processes'}"
+
+
+def _batches_possible(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """With `drop` a bucket that fills no batch would never be trained on (FAILURES B01, B09)."""
+    few, numbers = _batches(recipe, table)
+    if recipe.buckets.underfilled != "drop" or few.is_empty():
+        share = numbers["in_full_batches"]
+        return Outcome(True, f"{share:.1%} of an epoch in full batches", numbers=numbers)
+    samples = int(few["draws"].sum())
+    summary = (
+        f"{len(few)} buckets with {samples:,} samples do not fill {_taken(recipe)}, and underfilled is drop: "
+        "they would never be trained on"
+    )
+    fix = "set buckets.underfilled to partial or repeat, lower training.batch_size, or use fewer buckets"
+    return Outcome(False, summary, fix, few.rows(named=True), numbers)
+
+
+def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """Buckets whose every batch is smaller than asked, or filled with the same few images."""
+    few, numbers = _batches(recipe, table)
+    if few.is_empty():
+        return Outcome(True, f"every bucket fills {_taken(recipe)}", numbers=numbers)
+    summary = f"{len(few)} of {table['bucket'].n_unique()} buckets do not fill {_taken(recipe)}"
+    fix = "fit the buckets to the dataset with latentline fit-buckets, raise buckets.step, or add images"
+    return Outcome(False, summary, fix, few.rows(named=True), numbers)
+
+
+def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    limit = recipe.buckets.max_crop_loss
+    found = table.filter(pl.col("crop_loss") > limit).sort("crop_loss", "sample_id", descending=[True, False])
+    worst = table["crop_loss"].to_numpy().max() if len(table) else 0.0
+    numbers = {"limit": limit, "worst": round(float(worst), 4)}
+    if found.is_empty():
+        return Outcome(True, f"no image loses more than {limit:.0%}, the worst {worst:.1%}", numbers=numbers)
+    rows = [
+        {
+            "sample_id": row["sample_id"],
+            "crop_loss": round(row["crop_loss"], 4),
+            "size": str(Size(row["height"], row["width"])),
+            "bucket": row["bucket"],
+        }
+        for row in found.iter_rows(named=True)
+    ]
+    summary = (
+        f"{len(found):,} images lose more than {limit:.0%} to the crop, the first: {rows[0]['sample_id']} "
+    )
+    summary += f"({rows[0]['size']} to {rows[0]['bucket']}, {rows[0]['crop_loss']:.0%})"
+    fix = "raise buckets.max_aspect_ratio, add sizes of these shapes, or crop the images yourself"
+    return Outcome(False, summary, fix, rows, numbers)

@@ -63,6 +63,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "shape_uniformity", True, "One target size in each bucket, divisible by the model's multiple."
         ),
         CheckSpec("file_size_outliers", False, "Buckets with far fewer samples than the rest."),
+        CheckSpec(
+            "batches_possible",
+            True,
+            "Each bucket fills a batch of all processes, where buckets.underfilled drops what does not.",
+        ),
+        CheckSpec("underfilled", False, "Buckets with too few samples for one full batch of all processes."),
+        CheckSpec("crop_loss", False, "Images that lose more to the crop than buckets.max_crop_loss."),
     ),
     "vae_latents": (
         CheckSpec("completeness", True, "Each sample of aspect_buckets has its entry, or was rejected."),

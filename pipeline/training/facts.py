@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic import write_text
 from pipeline.runs import RunLayout
-from pipeline.training.plan import PARTIAL_POLICY
 
 if TYPE_CHECKING:
     from pipeline.entries import Entries
@@ -52,7 +51,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
             "gradient_accumulation": training.gradient_accumulation,
             "num_processes": recipe.accelerate.num_processes,
             "caption_dropout": dropout,
-            "partial_policy": PARTIAL_POLICY,
+            "underfilled": recipe.buckets.underfilled,
         },
         "loss": {
             **training.loss.model_dump(),

@@ -27,6 +27,8 @@ from pipeline.training.plan import PlanSample, PlanSettings, TrainingPlan
 
 ORDER_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
+DROPPED_FILE = "dropped.parquet"
+"""Of runs that drop what does not fill a batch: epoch, sample_id, times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class TrainingOrder:
             num_processes=self.recipe.accelerate.num_processes,
             caption_dropout=self.recipe.text.caption_dropout,
             seed=training.seed,
+            underfilled=self.recipe.buckets.underfilled,
         )
         samples = [PlanSample(row.sample_id, row.bucket, row.repeats) for row in self.inputs]
         return TrainingPlan(samples, settings)
@@ -115,9 +118,22 @@ class TrainingOrder:
                 for prompt in self.prompts
             ],
         }
+        self._write_dropped()
         path = self.folder / ORDER_FILE
         write_text(path, json.dumps(order, indent=2, ensure_ascii=False) + "\n")
         return path
+
+    def _write_dropped(self) -> None:
+        """What the plan leaves out, if its policy is to drop: one row a sample and epoch."""
+        plan = self.plan()
+        if plan.settings.underfilled != "drop":
+            return
+        epochs = range(-(-len(plan) // plan.steps_per_epoch))
+        rows = [(epoch, name, times) for epoch in epochs for name, times in plan.dropped(epoch).items()]
+        schema = {"epoch": pl.Int32, "sample_id": pl.String, "times": pl.Int32}
+        buffer = io.BytesIO()
+        pl.DataFrame(rows, schema=schema, orient="row").write_parquet(buffer)
+        write_bytes(self.folder / DROPPED_FILE, buffer.getvalue())
 
 
 def read_order(path: Path) -> TrainingOrder:

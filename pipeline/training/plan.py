@@ -16,15 +16,16 @@ The words used here, from the inside out:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Literal, overload
 
 from pipeline.errors import TrainingError
 from pipeline.training.seeding import hash_bits
 
-PARTIAL_POLICY = "partial"
-"""What becomes of the samples that do not fill a bucket's last micro-batch: they form a smaller one."""
+Underfilled = Literal["partial", "repeat", "drop"]
+"""What becomes of the samples that do not fill a bucket's last micro-batch: a smaller one; one filled up with
+others of the bucket, from the epoch's order; or none in this epoch, and others in the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class PlanSettings:
         num_processes: The world size, >= 1.
         caption_dropout: Share of the slots that see the empty caption, in [0, 1].
         seed: Of shuffle and dropout.
+        underfilled: What becomes of a bucket's remainder.
     """
 
     steps: int
@@ -55,6 +57,7 @@ class PlanSettings:
     num_processes: int
     caption_dropout: float
     seed: int
+    underfilled: Underfilled = "partial"
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +129,13 @@ class TrainingPlan(Sequence[StepPlan]):
         _require_usable(self.samples, settings)
         self._capacity = settings.batch_size * settings.num_processes
         sizes: Counter[str] = Counter()
+        self._by_bucket: defaultdict[str, list[PlanSample]] = defaultdict(list)
         for sample in self.samples:
             sizes[sample.bucket] += sample.repeats
+            self._by_bucket[sample.bucket].append(sample)
         self._bucket_sizes = dict(sorted(sizes.items()))
-        micro_batches = sum(-(-size // self._capacity) for size in sizes.values())
+        micro_batches = sum(self._micro_batches(size) for size in sizes.values())
+        _require_batches(micro_batches, self._bucket_sizes, self._capacity)
         self.steps_per_epoch = -(-micro_batches // settings.gradient_accumulation)
         self._epoch: tuple[int, list[list[_Draw]]] = (-1, [])
 
@@ -158,8 +164,9 @@ class TrainingPlan(Sequence[StepPlan]):
     def times_seen(self) -> dict[str, int]:
         """How often each sample is trained on over the whole plan, by sample_id; 0 for never."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
-        seen = {sample.sample_id: sample.repeats * whole for sample in self.samples}
-        for number in range(len(self) - rest, len(self)):
+        even = self.settings.underfilled == "partial" or self._remainder() == 0
+        seen = {sample.sample_id: sample.repeats * whole if even else 0 for sample in self.samples}
+        for number in range(len(self) - rest if even else 0, len(self)):
             for slot in self._step(number).slots():
                 seen[slot.sample_id] += 1
         return seen
@@ -167,19 +174,42 @@ class TrainingPlan(Sequence[StepPlan]):
     def numbers(self) -> dict[str, int | float | str]:
         """Facts for the log and the report, all of one epoch but `epochs` and `steps`."""
         capacity = self._capacity
-        micro_batches = sum(-(-size // capacity) for size in self._bucket_sizes.values())
-        draws = sum(self._bucket_sizes.values())
+        micro_batches = sum(self._micro_batches(size) for size in self._bucket_sizes.values())
+        remainder = self._remainder()
+        policy = self.settings.underfilled
+        everything = sum(self._bucket_sizes.values())
+        draws = everything - remainder if policy == "drop" else everything
         return {
             "steps": len(self),
             "epochs": round(len(self) / self.steps_per_epoch, 3),
             "steps_per_epoch": self.steps_per_epoch,
             "draws_per_epoch": draws,
             "micro_batches_per_epoch": micro_batches,
-            "partial_micro_batches": sum(size % capacity > 0 for size in self._bucket_sizes.values()),
+            "underfilled_micro_batches": sum(size % capacity > 0 for size in self._bucket_sizes.values()),
+            "dropped_per_epoch": remainder if policy == "drop" else 0,
             "global_batch_size": capacity * self.settings.gradient_accumulation,
-            "filled": round(draws / (micro_batches * capacity), 3),
-            "partial_policy": PARTIAL_POLICY,
+            "filled": 1.0 if policy == "repeat" else round(draws / (micro_batches * capacity), 3),
+            "underfilled": policy,
         }
+
+    def dropped(self, epoch: int) -> dict[str, int]:
+        """How many draws of which samples an epoch leaves out, by sample_id; only `drop` leaves out any."""
+        if self.settings.underfilled != "drop":
+            return {}
+        left_out = Counter[str]()
+        for bucket in self._bucket_sizes:
+            draws = self._draws(bucket, epoch)
+            left_out.update(draw.sample_id for draw in self._left_out(bucket, draws, epoch))
+        return dict(sorted(left_out.items()))
+
+    def _micro_batches(self, bucket_size: int) -> int:
+        if self.settings.underfilled == "drop":
+            return bucket_size // self._capacity
+        return -(-bucket_size // self._capacity)
+
+    def _remainder(self) -> int:
+        """Draws of an epoch that fill no micro-batch of their bucket."""
+        return sum(size % self._capacity for size in self._bucket_sizes.values())
 
     def _step(self, number: int) -> StepPlan:
         epoch, place = divmod(number, self.steps_per_epoch)
@@ -211,22 +241,56 @@ class TrainingPlan(Sequence[StepPlan]):
         Samples are shuffled inside their bucket, which also rotates who is in the partial micro-batch; then
         the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order.
         """
-        seed = self.settings.seed
-        draws: defaultdict[str, list[tuple[int, str, int]]] = defaultdict(list)
-        for sample in self.samples:
-            for occurrence in range(sample.repeats):
-                order = hash_bits(64, seed, "sample", sample.sample_id, epoch, occurrence)
-                draws[sample.bucket].append((order, sample.sample_id, occurrence))
         turns: list[tuple[int, str]] = []
         batches: dict[str, Iterator[list[_Draw]]] = {}
         for bucket in self._bucket_sizes:
-            mixed = [_Draw(sample_id, occurrence) for _, sample_id, occurrence in sorted(draws[bucket])]
+            mixed = self._in_batches(bucket, epoch)
             starts = range(0, len(mixed), self._capacity)
             batches[bucket] = iter([mixed[start : start + self._capacity] for start in starts])
             turns += [
-                (hash_bits(64, seed, "turn", bucket, epoch, turn), bucket) for turn in range(len(starts))
+                (hash_bits(64, self.settings.seed, "turn", bucket, epoch, turn), bucket)
+                for turn in range(len(starts))
             ]
         return [next(batches[bucket]) for _, bucket in sorted(turns)]
+
+    def _draws(self, bucket: str, epoch: int) -> list[_Draw]:
+        """Every appearance of the bucket's samples, in the epoch's order."""
+        seed = self.settings.seed
+        order = sorted(
+            (hash_bits(64, seed, "sample", sample.sample_id, epoch, occurrence), sample.sample_id, occurrence)
+            for sample in self._by_bucket[bucket]
+            for occurrence in range(sample.repeats)
+        )
+        return [_Draw(sample_id, occurrence) for _, sample_id, occurrence in order]
+
+    def _in_batches(self, bucket: str, epoch: int) -> list[_Draw]:
+        """The bucket's draws, cut or filled up to whole micro-batches where the recipe asks for it.
+
+        What fills up is a further occurrence, so that its dropout is drawn anew.
+        """
+        draws = self._draws(bucket, epoch)
+        if self.settings.underfilled == "drop":
+            left_out = set(self._left_out(bucket, draws, epoch))
+            return [draw for draw in draws if draw not in left_out]
+        missing = -len(draws) % self._capacity
+        if self.settings.underfilled == "partial" or missing == 0:
+            return draws
+        repeats = {sample.sample_id: sample.repeats for sample in self._by_bucket[bucket]}
+        filling = [(at // len(draws), draws[at % len(draws)]) for at in range(missing)]
+        return draws + [
+            _Draw(draw.sample_id, draw.occurrence + repeats[draw.sample_id] * (1 + turn))
+            for turn, draw in filling
+        ]
+
+    def _left_out(self, bucket: str, draws: Sequence[_Draw], epoch: int) -> list[_Draw]:
+        """The draws that the epoch leaves out: a window that moves on by its own length each epoch.
+
+        So no draw is left out twice before every other was left out once (FAILURES B02).
+        """
+        size = len(draws)
+        remainder = size % self._capacity
+        fixed = self._draws(bucket, -1)
+        return [fixed[(epoch * remainder + at) % size] for at in range(remainder)]
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
@@ -267,3 +331,14 @@ def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> No
     if not 0.0 <= settings.caption_dropout <= 1.0:
         what = f"caption dropout {settings.caption_dropout} is no share"
         raise TrainingError(what, where="text.caption_dropout", fix="use a number from 0 to 1")
+
+
+def _require_batches(micro_batches: int, sizes: Mapping[str, int], capacity: int) -> None:
+    if micro_batches == 0:
+        largest = max(sizes.values())
+        raise TrainingError(
+            f"no bucket fills a batch: the largest has {largest} samples, and all processes together take "
+            f"{capacity} at once",
+            where="buckets.underfilled: drop",
+            fix="set underfilled to partial or repeat, lower training.batch_size, or use fewer buckets",
+        )

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.training.plan import PlanSample, PlanSettings, Slot, StepPlan, TrainingPlan
+from pipeline.training.plan import PlanSample, PlanSettings, Slot, StepPlan, TrainingPlan, Underfilled
 
 
 def settings_of(
@@ -203,3 +205,78 @@ def test_an_index_beyond_the_plan_is_an_index_error() -> None:
     for index in (4, -5):
         with pytest.raises(IndexError, match="plan of 4 steps"):
             plan[index]
+
+
+policies = st.sampled_from(["repeat", "drop"])
+
+
+@given(samples_with_repeats(), shapes, policies)
+def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
+    samples: list[PlanSample], shape: PlanSettings, policy: Underfilled
+) -> None:
+    capacity = shape.batch_size * shape.num_processes
+    sizes = Counter[str]()
+    for sample in samples:
+        sizes[sample.bucket] += sample.repeats
+    if policy == "drop" and max(sizes.values()) < capacity:
+        with pytest.raises(TrainingError, match="no bucket fills a batch"):
+            TrainingPlan(samples, replace(shape, underfilled=policy))
+        return
+    plan = TrainingPlan(samples, replace(shape, underfilled=policy))
+    bucket_of = {sample.sample_id: sample.bucket for sample in samples}
+    for _, step in plan.iterate():
+        for micro in step.micro_batches:
+            slots = [slot for share in micro for slot in share]
+            assert len(slots) == capacity
+            assert all(slot.weight == 1.0 for slot in slots)
+            assert len({bucket_of[slot.sample_id] for slot in slots}) == 1
+
+
+@given(samples_with_repeats(), shapes)
+def test_with_repeat_an_epoch_sees_each_sample_and_fills_up_evenly(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    probe = TrainingPlan(samples, replace(shape, underfilled="repeat"))
+    plan = TrainingPlan(samples, replace(probe.settings, steps=probe.steps_per_epoch))
+    slots = epoch_slots(plan, 0)
+    assert len({(slot.sample_id, slot.occurrence) for slot in slots}) == len(slots)
+    seen = Counter(slot.sample_id for slot in slots)
+    assert seen == Counter(plan.times_seen())
+    for bucket in {sample.bucket for sample in samples}:
+        turns = [seen[s.sample_id] / s.repeats for s in samples if s.bucket == bucket]
+        assert min(turns) >= 1
+        assert max(turns) - min(turns) <= 1
+
+
+@given(samples_with_repeats(), shapes)
+def test_B02_what_is_dropped_is_listed_and_rotates(samples: list[PlanSample], shape: PlanSettings) -> None:
+    """Over as many epochs as a bucket has draws each draw is dropped the same number of times."""
+    capacity = shape.batch_size * shape.num_processes
+    sizes = Counter[str]()
+    for sample in samples:
+        sizes[sample.bucket] += sample.repeats
+    if max(sizes.values()) < capacity:
+        return
+    probe = TrainingPlan(samples, replace(shape, underfilled="drop"))
+    epochs = math.lcm(*sizes.values())
+    if epochs * probe.steps_per_epoch > 2000:
+        return
+    plan = TrainingPlan(samples, replace(probe.settings, steps=epochs * probe.steps_per_epoch))
+    everything = Counter({sample.sample_id: sample.repeats for sample in samples})
+    dropped = Counter[str]()
+    for epoch in range(epochs):
+        left_out = plan.dropped(epoch)
+        seen = Counter(slot.sample_id for slot in epoch_slots(plan, epoch))
+        assert seen + Counter(left_out) == everything
+        dropped.update(left_out)
+    for sample in samples:
+        size = sizes[sample.bucket]
+        assert dropped[sample.sample_id] == sample.repeats * epochs * (size % capacity) / size
+
+
+def test_nothing_is_dropped_unless_asked_for() -> None:
+    plan = TrainingPlan(samples_of({"64x64": 5}), settings_of(batch=2))
+    assert plan.dropped(0) == {}
+    assert plan.numbers()["dropped_per_epoch"] == 0
+    dropping = replace(settings_of(batch=2), underfilled="drop")
+    assert TrainingPlan(samples_of({"64x64": 5}), dropping).dropped(0)
