@@ -19,6 +19,7 @@ from pipeline.launching import LocalLaunch
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reports import StageResult
 from pipeline.tables import Tables
+from pipeline.training.run import train_lora
 
 BUNDLED = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")
 """Colour photographs inside the scikit-image package."""
@@ -114,6 +115,12 @@ class Project:
     def text(self) -> StageResult:
         """text_embeddings, in launched processes, from the last validation."""
         return self._cached("text_embeddings", cache_text, self.tables.read("validated_dataset"))
+
+    def training(self) -> StageResult:
+        """trained_lora, in launched processes, from the last latents and text embeddings."""
+        latents, text = self.tables.read("vae_latents"), self.tables.read("text_embeddings")
+        launch = LocalLaunch(self.recipe.accelerate)
+        return self._kept("trained_lora", train_lora(self.recipe, latents, text, launch=launch, log=_silent))
 
     def _cached(self, asset: str, stage: Callable[..., StageResult], rows: pl.DataFrame) -> StageResult:
         launch = LocalLaunch(self.recipe.accelerate)

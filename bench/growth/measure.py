@@ -93,8 +93,8 @@ def measure(stages: Sequence[Stage], folder: Path, counts: Sequence[int], *, rou
         (stage.name, count): [] for stage in stages for count in counts
     }
     for number in range(-1, rounds):
-        print(f"growth: round {number + 1} of {rounds}", flush=True)
         for stage in stages:
+            print(f"growth: round {number + 1} of {rounds}, {stage.name}", flush=True)
             for count, place in places.items():
                 once = run_once(stage, place)
                 if number >= 0:

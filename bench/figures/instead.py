@@ -1,0 +1,94 @@
+"""From a folder of photographs to a trained LoRA: ours beside the loop of diffusers' documentation."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+from bench.measure import Figure, Sides, Workplace
+from bench.workload import Project, photographs
+from pipeline.families import detect
+from pipeline.families.tiny import make_tiny
+from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.recipe import recipe_from_mapping
+
+BATCH_SIZE = 4
+RANK = 16
+LEARNING_RATE = 1e-4
+
+
+def square_project(folder: Path, *, resolution: int, steps: int) -> Project:
+    """A recipe that does the loop's work: centre squares, full batches, `steps` of AdamW, no pictures."""
+    values = {
+        "datasets": [{"name": "photos", "path": str(folder / "photos")}],
+        "cache_dir": str(folder / "cache"),
+        "output_dir": str(folder / "out"),
+        "model": {"base": str(folder / "tiny")},
+        "buckets": {"resolution": resolution, "step": 64, "max_aspect_ratio": 1.0},
+        "training": {
+            "steps": steps,
+            "batch_size": BATCH_SIZE,
+            "learning_rate": LEARNING_RATE,
+            "checkpoint_every": steps,
+            "sample_every": 0,
+            "lora": {"rank": RANK, "alpha": float(RANK)},
+        },
+    }
+    return Project(recipe_from_mapping("bench", values))
+
+
+def whole_job_s(project: Project) -> float:
+    """Seconds of all six stages from nothing, without starting processes and loading models."""
+    shutil.rmtree(project.recipe.cache_dir, ignore_errors=True)
+    shutil.rmtree(project.recipe.output_dir, ignore_errors=True)
+    stages = (
+        project.scan,
+        project.validate,
+        project.buckets,
+        project.latents,
+        project.text,
+        project.training,
+    )
+    return sum(stage().report["seconds"] for stage in stages)
+
+
+def _instead(*, in_memory: bool) -> Callable[[Workplace], AbstractContextManager[Sides]]:
+    @contextmanager
+    def opened(place: Workplace) -> Generator[Sides]:
+        import torch
+
+        from bench.instead import DiffusersLoop, LoopSettings
+
+        count, epochs, resolution = (120, 20, 256) if place.full else (24, 4, 128)
+        make_tiny(place.folder / "tiny")
+        paths = photographs(place.folder / "photos", count, max_px=4_000_000)
+        project = square_project(place.folder, resolution=resolution, steps=epochs * count // BATCH_SIZE)
+        targets = detect(place.folder / "tiny").lora_targets()
+        settings = LoopSettings(resolution, BATCH_SIZE, epochs, LEARNING_RATE, RANK, targets)
+        loop = DiffusersLoop(place.folder / "tiny", paths, settings)
+        torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+        yield Sides(count * epochs, lambda: whole_job_s(project), lambda: loop.seconds(in_memory=in_memory))
+
+    return opened
+
+
+FIGURES = [
+    Figure(
+        "instead: encode each step",
+        "samples",
+        "the whole job from nothing, a LoRA at its end",
+        "diffusers' loop, encoding each batch",
+        1.0,
+        _instead(in_memory=False),
+    ),
+    Figure(
+        "instead: latents in memory",
+        "samples",
+        "the whole job from nothing, a LoRA at its end",
+        "diffusers' loop, all encoded once into memory",
+        None,
+        _instead(in_memory=True),
+    ),
+]

@@ -1,0 +1,130 @@
+"""What users would pick instead: the loop that diffusers' documentation describes for text-to-image LoRA.
+
+Written from that description: images of a folder, scaled by the shorter edge and cropped to a centre
+square; VAE and text encoder in the training process; noise added by the scheduler; the UNet's LoRA trained
+by AdamW. Nothing is kept on disk. Two ways are common: encode each batch when it comes up, or everything
+once into memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
+from peft import LoraConfig
+from PIL import Image
+from torch.nn.functional import mse_loss
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from bench.measure import timed
+
+Batch = tuple[torch.Tensor, torch.Tensor]
+"""Latents (B, C, h, w) and text embeddings (B, T, D)."""
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """What both ways of training are told.
+
+    Attributes:
+        resolution: Edge of the squares, in pixels.
+        batch_size: Samples a step.
+        epochs: How often each sample is seen.
+        learning_rate: AdamW's.
+        rank: Of the LoRA, and its alpha.
+        targets: Endings of the UNet's modules that get one.
+    """
+
+    resolution: int
+    batch_size: int
+    epochs: int
+    learning_rate: float
+    rank: int
+    targets: Sequence[str]
+
+
+class DiffusersLoop:
+    """The loop, its models loaded; `seconds` trains a fresh LoRA."""
+
+    def __init__(self, base: Path, paths: Sequence[Path], settings: LoopSettings) -> None:
+        """Load the models; images are read when they are trained on."""
+        self._base = base
+        self._paths = list(paths)
+        self._settings = settings
+        self._vae: Any = _frozen(AutoencoderKL, base / "vae")
+        self._text: Any = _frozen(CLIPTextModel, base / "text_encoder")
+        self._tokenizer: Any = CLIPTokenizer.from_pretrained(base / "tokenizer")
+        self._scheduler: Any = DDPMScheduler.from_pretrained(base / "scheduler")
+
+    def seconds(self, *, in_memory: bool) -> float:
+        """Of the training, without loading models.
+
+        Args:
+            in_memory: Encode everything once before the first step, instead of every batch as it comes.
+        """
+        torch.manual_seed(0)
+        unet: Any = _frozen(UNet2DConditionModel, self._base / "unet")
+        rank, targets = self._settings.rank, list(self._settings.targets)
+        unet.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=targets))
+        weights = [weight for weight in unet.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(weights, lr=self._settings.learning_rate)
+
+        def train() -> None:
+            memory = {path: self._encoded([path]) for path in self._paths} if in_memory else None
+            for _ in range(self._settings.epochs):
+                order = [self._paths[index] for index in torch.randperm(len(self._paths)).tolist()]
+                for start in range(0, len(order), self._settings.batch_size):
+                    chosen = order[start : start + self._settings.batch_size]
+                    self._step(unet, optimizer, self._batch(chosen, memory))
+
+        return timed(train)()
+
+    def _batch(self, paths: list[Path], memory: dict[Path, Batch] | None) -> Batch:
+        if memory is None:
+            return self._encoded(paths)
+        latents, embeddings = zip(*(memory[path] for path in paths), strict=True)
+        return torch.cat(latents), torch.cat(embeddings)
+
+    @torch.no_grad()
+    def _encoded(self, paths: list[Path]) -> Batch:
+        pixels = torch.stack([centre_square(path, self._settings.resolution) for path in paths])
+        latents = self._vae.encode(pixels).latent_dist.sample() * self._vae.config.scaling_factor
+        captions = [path.with_suffix(".txt").read_text(encoding="utf-8").strip() for path in paths]
+        tokens = self._tokenizer(captions, padding="max_length", truncation=True, return_tensors="pt")
+        return latents, self._text(tokens.input_ids)[0]
+
+    def _step(self, unet: Any, optimizer: torch.optim.Optimizer, batch: Batch) -> None:
+        latents, embeddings = batch
+        noise = torch.randn_like(latents)
+        last = self._scheduler.config.num_train_timesteps
+        timesteps = torch.randint(0, last, (len(latents),))
+        noisy = self._scheduler.add_noise(latents, noise, timesteps)
+        loss = mse_loss(unet(noisy, timesteps, encoder_hidden_states=embeddings).sample, noise)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_([w for group in optimizer.param_groups for w in group["params"]], 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        # The example logs each step's loss, which waits for the step.
+        loss.item()
+
+
+def centre_square(path: Path, resolution: int) -> torch.Tensor:
+    """Float tensor (3, resolution, resolution) in [-1, 1]: scaled by the shorter edge, then the centre."""
+    with Image.open(path) as image:
+        scale = resolution / min(image.size)
+        wide, high = (max(resolution, round(edge * scale)) for edge in image.size)
+        resized = image.convert("RGB").resize((wide, high), Image.Resampling.BILINEAR)
+    left, upper = (wide - resolution) // 2, (high - resolution) // 2
+    square = resized.crop((left, upper, left + resolution, upper + resolution))
+    return torch.from_numpy(np.array(square)).permute(2, 0, 1).float() / 127.5 - 1
+
+
+def _frozen(kind: Any, folder: Path) -> Any:
+    model = kind.from_pretrained(folder)
+    model.requires_grad_(False)
+    return model
