@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import time
 from collections.abc import Iterable
@@ -188,6 +189,8 @@ def _meaning(config: Any) -> Any:
     """The configuration without what only says where it came from."""
     if isinstance(config, list):
         return [_meaning(item) for item in cast("list[Any]", config)]
+    if isinstance(config, float) and not math.isfinite(config):
+        return str(config)  # solvers' configurations have them, JSON has not
     if not isinstance(config, dict):
         return config
     return {

@@ -10,7 +10,8 @@ A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (ran
 <denoiser> is unet or transformer. In kohya's layout some modules are parts of one layer, as in the original
 code: query, key and value, say. With n parts of rank r the layer's down matrix is theirs one below the other,
 (n r, in); its up matrix holds theirs on the diagonal, (sum of outs, n r), and zeros elsewhere; its alpha is n
-times theirs, so that alpha / rank stays. A part that was not trained is zeros.
+times theirs, so that alpha / rank stays. A part that was not trained is zeros. Where ComfyUI's key is
+kohya's, so is its layer.
 
 ComfyUI takes any weight of its own model by its name without ".weight" (`model_lora_keys_unet` in
 comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and scales by alpha / rank
@@ -98,12 +99,13 @@ class LoraModule:
         The first is also the columns of that `up`.
         """
         outs = self._outs(layout)
-        part = self.kohya_part if layout == "kohya" else 0
+        part = self.kohya_part if len(outs) > 1 else 0
         first = sum(outs[:part])
         return slice(part * self.rank, (part + 1) * self.rank), slice(first, first + outs[part])
 
     def _outs(self, layout: Layout) -> tuple[int, ...]:
-        return (self.kohya_outs if layout == "kohya" else ()) or (self.out_features,)
+        key = {"kohya": self.kohya, "comfyui": self.comfyui}.get(layout)
+        return (self.kohya_outs if key == self.kohya else ()) or (self.out_features,)
 
     def as_json(self) -> dict[str, Any]:
         """The attributes, for `from_json`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.errors import FamilyError
+from pipeline.families.aura_flow import AuraFlow
 from pipeline.families.base import (
     Conditions,
     EncodedCaption,
@@ -19,7 +20,9 @@ from pipeline.families.chroma import Chroma
 from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
+from pipeline.families.lumina2 import Lumina2
 from pipeline.families.qwen_image import QwenImage
+from pipeline.families.sana import Sana
 from pipeline.families.sd import StableDiffusion
 from pipeline.families.sd3 import StableDiffusion3
 from pipeline.families.sdxl import StableDiffusionXL
@@ -34,6 +37,9 @@ FAMILIES: tuple[type[Family], ...] = (
     QwenImage,
     ZImage,
     Chroma,
+    Lumina2,
+    Sana,
+    AuraFlow,
 )
 """In the order in which they are listed to users."""
 

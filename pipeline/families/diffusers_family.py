@@ -170,9 +170,13 @@ class DiffusersFamily(Family):
         """The text, with the caption in it, that the pipeline `encoders` gives its tokenizer."""
         return caption
 
+    def limit_of(self, encoders: Any, role: str) -> int:
+        """Tokens of `tokenized` that a tokenizer's encoder takes."""
+        return self.token_limits()[role]
+
     def _count(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
-        text, limit = self.tokenized(encoders, caption), self.token_limits()[role]
+        text, limit = self.tokenized(encoders, caption), self.limit_of(encoders, role)
         whole = getattr(encoders, role)(
             text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
         )

@@ -163,3 +163,11 @@ def test_a_missing_model_file_is_an_error_that_names_it(tmp_path: Path, part: Mo
     part.contents[0].unlink()
     with pytest.raises(ModelError, match=r"weights\.safetensors"):
         fingerprint(tmp_path, part)
+
+
+def test_an_infinite_setting_as_solvers_have_it_is_a_setting(tmp_path: Path, part: ModelPart) -> None:
+    found = set()
+    for value in ("-Infinity", "Infinity", "-5.1"):
+        part.configs[0].write_text(f'{{"lambda_min_clipped": {value}}}')
+        found.add(fingerprint(tmp_path, part))
+    assert len(found) == 3

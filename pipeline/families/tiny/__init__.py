@@ -9,10 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from pipeline.families.tiny.aura_flow import make_tiny_aura_flow
 from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_klein
+from pipeline.families.tiny.lumina2 import make_tiny_lumina2
 from pipeline.families.tiny.qwen_image import make_tiny_qwen_image
+from pipeline.families.tiny.sana import make_tiny_sana
 from pipeline.families.tiny.sd import make_tiny
 from pipeline.families.tiny.sd3 import make_tiny_sd3
 from pipeline.families.tiny.sdxl import make_tiny_sdxl
@@ -28,16 +31,22 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Qwen-Image": make_tiny_qwen_image,
     "Z-Image": make_tiny_z_image,
     "Chroma": make_tiny_chroma,
+    "Lumina Image 2": make_tiny_lumina2,
+    "Sana": make_tiny_sana,
+    "AuraFlow": make_tiny_aura_flow,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
 
 __all__ = [
     "TINY",
     "make_tiny",
+    "make_tiny_aura_flow",
     "make_tiny_chroma",
     "make_tiny_flux",
     "make_tiny_flux2_klein",
+    "make_tiny_lumina2",
     "make_tiny_qwen_image",
+    "make_tiny_sana",
     "make_tiny_sd3",
     "make_tiny_sdxl",
     "make_tiny_z_image",

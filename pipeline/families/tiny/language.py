@@ -72,6 +72,85 @@ def _sizes(width: int, layers: int) -> dict[str, Any]:
     }
 
 
+def _spelled(marks: dict[str, str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
+    """(token to id, merges in order) of a BPE that can spell with bytes; "▁" begins a word."""
+    letters = ["▁", *(chr(code) for code in range(33, 127)), "\n"]
+    tokens = [*marks.values(), *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
+    merges: list[tuple[str, str]] = []
+    for word in sorted(WORDS.split(), key=lambda word: (-len(word), word)):
+        left = "▁"
+        for letter in word:
+            if left + letter not in tokens:
+                merges.append((left, letter))
+                tokens.append(left + letter)
+            left += letter
+    return {token: number for number, token in enumerate(tokens)}, merges
+
+
+GEMMA_MARKS = {"pad_token": "<pad>", "eos_token": "<eos>", "bos_token": "<bos>", "unk_token": "<unk>"}
+LLAMA_MARKS = {"pad_token": "<pad>", "eos_token": "</s>", "bos_token": "<s>", "unk_token": "<unk>"}
+
+
+def _write_spelled(folder: Path, kind: str, marks: dict[str, str]) -> None:
+    from tokenizers import Tokenizer, decoders, models, normalizers, processors
+
+    ids, merges = _spelled(marks)
+    bos = marks["bos_token"]
+    model = models.BPE(
+        vocab=ids, merges=merges, unk_token=marks["unk_token"], byte_fallback=True, fuse_unk=True
+    )
+    tokenizer: Any = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(list(marks.values()))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, ids[bos])]
+    )
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    config = {**marks, "add_bos_token": True, "add_eos_token": False, "model_max_length": 4096}
+    write_json(folder / "tokenizer_config.json", {**config, "tokenizer_class": kind})
+
+
+def write_gemma_tokenizer(folder: Path) -> str:
+    """A `GemmaTokenizerFast` that spells unknown words."""
+    _write_spelled(folder, "GemmaTokenizer", GEMMA_MARKS)
+    return "GemmaTokenizerFast"
+
+
+def write_llama_tokenizer(folder: Path) -> str:
+    """A `LlamaTokenizerFast` that spells unknown words."""
+    _write_spelled(folder, "LlamaTokenizer", LLAMA_MARKS)
+    return "LlamaTokenizerFast"
+
+
+def gemma2(*, width: int = 32) -> Any:
+    """A `Gemma2Model` for `write_gemma_tokenizer`'s tokens."""
+    from transformers import Gemma2Config, Gemma2Model
+
+    ids = _spelled(GEMMA_MARKS)[0]
+    marks = {f"{name}_id": ids[mark] for name, mark in GEMMA_MARKS.items() if name != "unk_token"}
+    sizes: dict[str, Any] = {**_sizes(width, 2), "vocab_size": len(ids), "head_dim": width // 2, **marks}
+    return Gemma2Model(Gemma2Config(**sizes))
+
+
+def umt5(*, width: int = 32) -> Any:
+    """A `UMT5EncoderModel` for `write_llama_tokenizer`'s tokens."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": len(_spelled(LLAMA_MARKS)[0]),
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+    }
+    return UMT5EncoderModel(UMT5Config(**sizes))
+
+
 def qwen3(kind: str = "Qwen3Model", *, width: int = 32, layers: int = 3) -> Any:
     """A Qwen3 for `write_qwen_tokenizer`'s tokens."""
     import transformers

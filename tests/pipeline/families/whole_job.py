@@ -5,6 +5,7 @@ A family's test file gives a `Case`: what diffusers' pipeline makes of the same 
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
@@ -118,6 +119,7 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     for caption in [*tables.read("text_embeddings")["caption"], ""]:
         check_text(case, caption, entries, pipe)
     check_step(case, order, detect(base), pipe)
+    assert json.loads((order.folder / "result.json").read_text())["warnings"] == []
     assert len(list((order.folder / "samples").glob("*.png"))) == len(order.prompts) > 0
     check_files(case, recipe.output_dir / "lora", pipe, detect(base))
 

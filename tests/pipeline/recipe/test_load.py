@@ -202,11 +202,14 @@ def test_the_recipes_of_this_repository_load():
     assert "demo" in [recipe.name for recipe in load_recipes(project_root() / "configs")]
     examples = load_recipes(project_root() / "configs" / "examples")
     assert [recipe.name for recipe in examples] == [
+        "flowers_aura_flow",
         "flowers_chroma",
         "flowers_flux2_klein",
         "flowers_flux_dev",
         "flowers_flux_schnell",
+        "flowers_lumina2",
         "flowers_qwen_image",
+        "flowers_sana",
         "flowers_sd15",
         "flowers_sd21",
         "flowers_sd3",
