@@ -2,12 +2,13 @@
 
 Written from that description: images of a folder, scaled by the shorter edge and cropped to a centre
 square; VAE and text encoder in the training process; noise added by the scheduler; the UNet's LoRA trained
-by AdamW. Nothing is kept on disk. Two ways are common: encode each batch when it comes up, or everything
+by AdamW. Nothing is cached on disk. Two ways are common: encode each batch when it comes up, or everything
 once into memory.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL, DDPMScheduler, UNet2DConditionModel
-from peft import LoraConfig
+from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers
+from peft import LoraConfig, get_peft_model_state_dict
 from PIL import Image
 from torch.nn.functional import mse_loss
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -81,6 +83,7 @@ class DiffusersLoop:
                 for start in range(0, len(order), self._settings.batch_size):
                     chosen = order[start : start + self._settings.batch_size]
                     self._step(unet, optimizer, self._batch(chosen, memory))
+            self._save(unet)
 
         return timed(train)()
 
@@ -111,6 +114,11 @@ class DiffusersLoop:
         optimizer.zero_grad()
         # The example logs each step's loss, which waits for the step.
         loss.item()
+
+    def _save(self, unet: Any) -> None:
+        layers = convert_state_dict_to_diffusers(get_peft_model_state_dict(unet))
+        with tempfile.TemporaryDirectory() as folder:
+            StableDiffusionPipeline.save_lora_weights(folder, unet_lora_layers=layers)
 
 
 def centre_square(path: Path, resolution: int) -> torch.Tensor:

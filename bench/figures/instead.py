@@ -61,7 +61,7 @@ def _instead(*, in_memory: bool) -> Callable[[Workplace], AbstractContextManager
 
         from bench.instead import DiffusersLoop, LoopSettings
 
-        count, epochs, resolution = (120, 20, 256) if place.full else (24, 4, 128)
+        count, epochs, resolution = (120, 20, 256) if place.full else (24, 8, 128)
         make_tiny(place.folder / "tiny")
         paths = photographs(place.folder / "photos", count, max_px=4_000_000)
         project = square_project(place.folder, resolution=resolution, steps=epochs * count // BATCH_SIZE)
