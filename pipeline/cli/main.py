@@ -15,6 +15,7 @@ from pipeline.errors import LatentlineError
 
 COMMANDS = {
     "validate": "pipeline.cli.validate",
+    "fit-buckets": "pipeline.cli.fit_buckets",
 }
 """Subcommand to module, in the order that `latentline --help` shows."""
 

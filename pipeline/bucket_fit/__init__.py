@@ -1,0 +1,1 @@
+"""Bucket sizes fitted to a dataset, for `latentline fit-buckets`."""

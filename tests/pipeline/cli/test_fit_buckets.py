@@ -1,0 +1,95 @@
+"""`latentline fit-buckets` on a folder of images: what it prints, and what it writes into the recipe."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from pipeline.cli.fit_buckets import command
+from pipeline.errors import BucketError
+from pipeline.geometry import Size, placement_of
+from pipeline.recipe import load_recipe
+
+RECIPE = """\
+# my flowers
+datasets:
+  - name: photos            # from the garden
+    path: {folder}/photos
+output_dir: {folder}/out
+cache_dir: {folder}/cache
+model: {{base: nobody/nothing}}
+buckets: {{resolution: 256, step: 64{more}}}   # about 256x256
+training: {{batch_size: 2}}
+"""
+
+
+@pytest.fixture
+def flowers(tmp_path: Path) -> Path:
+    (tmp_path / "photos").mkdir()
+    for index in range(12):
+        size = (300 + 20 * index, 400) if index % 2 else (400, 300 + 20 * index)
+        Image.new("RGB", size, (index, 0, 0)).save(tmp_path / "photos" / f"{index}.png")
+    return write(tmp_path)
+
+
+def write(folder: Path, more: str = "") -> Path:
+    file = folder / "flowers.yaml"
+    file.write_text(RECIPE.format(folder=folder, more=more), encoding="utf-8")
+    return file
+
+
+def run(*arguments: str) -> str:
+    return CliRunner().invoke(command, arguments, catch_exceptions=False).output
+
+
+def test_the_trade_is_shown_beside_the_recipe_s_own_sizes_and_nothing_is_written(flowers: Path) -> None:
+    before = flowers.read_bytes()
+    lines = run(str(flowers)).splitlines()
+    assert any("12 images of a scan made just now, 2 at once" in line for line in lines)
+    own = next(line for line in lines if line.startswith("as the recipe has it"))
+    fitted = [line for line in lines if line.startswith("fitted, at most")]
+    assert own.split()[-1] == "0"
+    assert len(fitted) >= 2
+    losses = [float(line.split("%")[0].split()[-1]) for line in fitted]
+    assert losses[-1] < float(own.split("%")[0].split()[-1])
+    assert flowers.read_bytes() == before
+    assert not (flowers.parent / "out").exists()
+
+
+def test_the_list_is_written_into_the_recipe_which_keeps_its_comments(flowers: Path) -> None:
+    assert "wrote" in run(str(flowers), "--write", "6")
+    text = flowers.read_text(encoding="utf-8")
+    for comment in ("# my flowers", "# from the garden", "# about 256x256"):
+        assert comment in text
+    settings = load_recipe(flowers).buckets
+    assert 1 <= len(settings.sizes) <= 6
+    assert settings.resolution == 256
+    sizes = set(placement_of(settings).sizes)
+    assert {size.transposed for size in sizes} == sizes
+    assert all(size.height % 16 == size.width % 16 == 0 for size in sizes)
+    again = run(str(flowers), "--write", "6").splitlines()
+    assert next(line for line in again if line.startswith("fitted")).split()[-1] == "0", "nothing moves"
+
+
+def test_a_free_list_in_other_steps(flowers: Path) -> None:
+    run(str(flowers), "--free", "--step", "32", "--write", "5")
+    sizes = placement_of(load_recipe(flowers).buckets).sizes
+    assert all(size.height % 32 == size.width % 32 == 0 for size in sizes)
+
+
+@pytest.mark.parametrize("more", [", upscale: never", ", resolutions: [256, 128]"])
+def test_rules_that_a_fit_does_not_know_are_an_error_with_its_fix(flowers: Path, more: str) -> None:
+    file = write(flowers.parent, more)
+    with pytest.raises(BucketError, match="keep the ladder"):
+        run(str(file))
+
+
+def test_adding_an_image_never_moves_another_once_sizes_are_explicit(flowers: Path) -> None:
+    run(str(flowers), "--write", "6")
+    placement = placement_of(load_recipe(flowers).buckets)
+    alone = placement.assign(Size(300, 420))
+    many = placement.assign_many([300, 4000, 77], [420, 300, 900]).columns
+    assert many.one(0) == alone
