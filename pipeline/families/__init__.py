@@ -17,6 +17,7 @@ from pipeline.families.base import (
     Use,
 )
 from pipeline.families.chroma import Chroma
+from pipeline.families.cogview4 import CogView4
 from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
@@ -40,6 +41,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Lumina2,
     Sana,
     AuraFlow,
+    CogView4,
 )
 """In the order in which they are listed to users."""
 

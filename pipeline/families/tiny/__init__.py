@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pipeline.families.tiny.aura_flow import make_tiny_aura_flow
 from pipeline.families.tiny.chroma import make_tiny_chroma
+from pipeline.families.tiny.cogview4 import make_tiny_cogview4
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_klein
 from pipeline.families.tiny.lumina2 import make_tiny_lumina2
@@ -34,6 +35,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Lumina Image 2": make_tiny_lumina2,
     "Sana": make_tiny_sana,
     "AuraFlow": make_tiny_aura_flow,
+    "CogView4": make_tiny_cogview4,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
 
@@ -42,6 +44,7 @@ __all__ = [
     "make_tiny",
     "make_tiny_aura_flow",
     "make_tiny_chroma",
+    "make_tiny_cogview4",
     "make_tiny_flux",
     "make_tiny_flux2_klein",
     "make_tiny_lumina2",

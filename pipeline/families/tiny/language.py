@@ -125,6 +125,22 @@ def write_llama_tokenizer(folder: Path) -> str:
     return "LlamaTokenizerFast"
 
 
+def write_glm_tokenizer(folder: Path) -> str:
+    """A `PreTrainedTokenizerFast` that spells unknown words, in the manner of GLM's."""
+    _write_spelled(folder, "PreTrainedTokenizerFast", LLAMA_MARKS)
+    return "PreTrainedTokenizerFast"
+
+
+def glm(*, width: int = 32) -> Any:
+    """A `GlmModel` for `write_glm_tokenizer`'s tokens."""
+    from transformers import GlmConfig, GlmModel
+
+    ids = _spelled(LLAMA_MARKS)[0]
+    marks = {f"{name}_id": ids[mark] for name, mark in LLAMA_MARKS.items() if name != "unk_token"}
+    sizes: dict[str, Any] = {**_sizes(width, 3), "vocab_size": len(ids), "head_dim": width // 2, **marks}
+    return GlmModel(GlmConfig(**sizes))
+
+
 def gemma2(*, width: int = 32) -> Any:
     """A `Gemma2Model` for `write_gemma_tokenizer`'s tokens."""
     from transformers import Gemma2Config, Gemma2Model

@@ -204,6 +204,7 @@ def test_the_recipes_of_this_repository_load():
     assert [recipe.name for recipe in examples] == [
         "flowers_aura_flow",
         "flowers_chroma",
+        "flowers_cogview4",
         "flowers_flux2_klein",
         "flowers_flux_dev",
         "flowers_flux_schnell",
