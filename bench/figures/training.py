@@ -1,0 +1,137 @@
+"""trained_lora: its steps against the model's own arithmetic, and its loader against reading the files."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from bench.figures.instead import LEARNING_RATE, RANK, square_project
+from bench.measure import Figure, Sides, Workplace, timed
+from bench.workload import photographs
+from pipeline.entries import Entries
+from pipeline.families.tiny import make_tiny
+from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.training.order import TrainingOrder
+from pipeline.training.run import training_inputs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from pipeline.training.loader import MicroInput
+
+COUNT = 24
+RESOLUTION = 256
+
+
+def prepared_order(folder: Path, *, steps: int) -> TrainingOrder:
+    """A training of `steps` batches of 4 squares, its cache filled by the stages themselves."""
+    make_tiny(folder / "tiny")
+    photographs(folder / "photos", COUNT, max_px=400_000)
+    project = square_project(folder, resolution=RESOLUTION, steps=steps)
+    for stage in (project.scan, project.validate, project.buckets, project.latents, project.text):
+        stage()
+    recipe, tables, entries = project.recipe, project.tables, Entries(project.recipe)
+    inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
+    return TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+
+
+def bare_steps(
+    unet: Any, optimizer: torch.optim.Optimizer, scheduler: Any, batches: list[MicroInput]
+) -> None:
+    """Forward, backward and AdamW over tensors in memory, and nothing else."""
+    from torch.nn.functional import mse_loss
+
+    for batch in batches:
+        noisy = scheduler.add_noise(batch.latent, batch.noise, batch.timesteps)
+        answer = unet(noisy, batch.timesteps, encoder_hidden_states=batch.conditions["text_embedding"])
+        mse_loss(answer.sample, batch.noise).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@contextmanager
+def _steps(place: Workplace) -> Generator[Sides]:
+    import torch
+    from diffusers import UNet2DConditionModel
+    from peft import LoraConfig
+
+    from pipeline.families import detect
+    from pipeline.training.engine import Engine
+    from pipeline.training.loader import MicroBatchMaker, micro_inputs
+
+    torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+    order = prepared_order(place.folder, steps=200 if place.full else 30)
+    plan, family = order.plan(), detect(order.base)
+    engine = Engine(order, family)
+    device = engine.accelerator.device
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    batches = [maker.make(step, batch.micro_batches[0][0]).to(device) for step, batch in plan.iterate()]
+    unet: Any = UNet2DConditionModel.from_pretrained(order.base / "unet")
+    unet.to(device).train().requires_grad_(False)
+    unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=family.lora_targets()))
+    weights = [weight for weight in unet.parameters() if weight.requires_grad]
+    optimizer = torch.optim.AdamW(weights, lr=LEARNING_RATE)
+
+    def ours() -> None:
+        inputs = micro_inputs(plan, maker, rank=0, start=0, pin=device.type == "cuda")
+        for _, batch in plan.iterate():
+            engine.step(batch, inputs, stop=False)
+        inputs.close()
+
+    def limit() -> None:
+        bare_steps(unet, optimizer, engine.scheduler, batches)
+        # A GPU is still at work when the last call returns.
+        weights[0].sum().item()
+
+    yield Sides(len(plan), timed(ours), timed(limit))
+
+
+@contextmanager
+def _loader(place: Workplace) -> Generator[Sides]:
+    from safetensors.torch import load_file
+
+    from pipeline.families import detect
+    from pipeline.store import Store
+    from pipeline.training.loader import MicroBatchMaker, micro_inputs
+    from pipeline.training.noise import make_noise_scheduler
+
+    order = prepared_order(place.folder, steps=2000 if place.full else 400)
+    plan, family, store = order.plan(), detect(order.base), Store(order.recipe.cache_dir)
+    scheduler = make_noise_scheduler(family, order.recipe.training)
+    maker = MicroBatchMaker(order, family, scheduler)
+    entries = {item.sample_id: (item.latent, item.text) for item in order.inputs}
+    slots = [slot for _, batch in plan.iterate() for slot in batch.slots()]
+    paths = [store.path(spec) for slot in slots for spec in entries[slot.sample_id]]
+
+    def ours() -> None:
+        for _ in micro_inputs(plan, maker, rank=0, start=0, pin=False):
+            pass
+
+    def limit() -> None:
+        for path in paths:
+            load_file(path)
+
+    yield Sides(len(slots), timed(ours), timed(limit))
+
+
+FIGURES = [
+    Figure(
+        "training step",
+        "steps",
+        "reading, noise, forward, backward, AdamW",
+        "forward, backward, AdamW on tensors in memory",
+        1.05,
+        _steps,
+    ),
+    Figure(
+        "training loader",
+        "samples",
+        "batches with noise and timesteps, nothing trained",
+        "safetensors.torch.load_file of both entries",
+        None,
+        _loader,
+    ),
+]

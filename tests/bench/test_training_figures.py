@@ -1,0 +1,44 @@
+"""The bare steps that training is measured against really train."""
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from peft import LoraConfig
+
+from bench.figures.training import bare_steps
+from pipeline.training.loader import MicroInput
+from pipeline.training.lora import adapter_state, trainable_weights
+
+
+def test_each_bare_step_moves_the_adapter_and_leaves_the_base_alone(tiny_sd: Path) -> None:
+    torch.manual_seed(0)
+    unet = UNet2DConditionModel.from_pretrained(tiny_sd / "unet")
+    unet.requires_grad_(False)
+    unet.add_adapter(LoraConfig(r=2, lora_alpha=2, target_modules=["to_q", "to_v"]))
+    frozen = {name: w.clone() for name, w in unet.named_parameters() if not w.requires_grad}
+    optimizer = torch.optim.AdamW(trainable_weights(unet), lr=1e-2)
+    scheduler = DDPMScheduler.from_pretrained(tiny_sd / "scheduler")
+    seen = [adapter_state(unet)]
+    for batch in (batch_for(unet), batch_for(unet)):
+        bare_steps(unet, optimizer, scheduler, [batch])
+        seen.append(adapter_state(unet))
+    for before, after in pairwise(seen):
+        assert any(not torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(w, frozen[name]) for name, w in unet.named_parameters() if name in frozen)
+    assert all(weight.grad is None for weight in trainable_weights(unet)), "each step begins at zero"
+
+
+def batch_for(unet: UNet2DConditionModel) -> MicroInput:
+    shape = (2, unet.config["in_channels"], 8, 8)
+    noise = torch.randn(shape)
+    return MicroInput(
+        sample_ids=("a", "b"),
+        latent=torch.randn(shape),
+        noise=noise,
+        input_noise=noise,
+        timesteps=torch.tensor([10, 500]),
+        conditions={"text_embedding": torch.randn(2, 77, unet.config["cross_attention_dim"])},
+        weights=torch.ones(2),
+    )
