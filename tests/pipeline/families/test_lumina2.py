@@ -5,10 +5,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import Lumina2Pipeline
+from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 
+from pipeline.families import detect
 from pipeline.families.tiny import make_tiny_lumina2
+from pipeline.recipe import LoraSettings
+from pipeline.training.export import Exporter, _keyed
 from pipeline.training.loader import MicroInput
+from pipeline.training.lora import add_lora
 from tests.pipeline.families.whole_job import Case
 
 ORIGINAL = ("attention_qkv", "attention_out", "feed_forward_w1", "feed_forward_w2", "feed_forward_w3")
@@ -52,3 +56,36 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(Lumina2Case())
+
+
+def test_its_fused_layers_of_the_published_width_are_read_by_diffusers(tmp_path: Path) -> None:
+    """Its converter knows only that width, and not kohya's names: those are put into the original's."""
+    make_tiny_lumina2(tmp_path)
+    family = detect(tmp_path)
+    with torch.device("meta"):
+        real: Any = Lumina2Transformer2DModel(num_layers=0, num_refiner_layers=1)
+    del real.noise_refiner
+    add_lora(real, LoraSettings(rank=2, alpha=2.0), targets=family.lora_targets(), seed=1)
+    modules = Exporter(family, "demo", {}).modules(real)
+    random = torch.Generator().manual_seed(1)
+    state = {
+        f"{module.name}.lora_{side}.weight": torch.randn(shape, generator=random)
+        for module in modules
+        for side, shape in zip("AB", module.shapes("diffusers").values(), strict=True)
+    }
+    original = {
+        key.replace("lora_unet_context_refiner_0_", "diffusion_model.context_refiner.0.")
+        .replace("attention_", "attention.")
+        .replace("feed_forward_", "feed_forward.")
+        .replace("lora_down", "lora_A")
+        .replace("lora_up", "lora_B"): tensor
+        for key, tensor in _keyed("kohya", modules, state).items()
+        if not key.endswith(".alpha")
+    }
+    converted = Lumina2Pipeline.lora_state_dict(original)
+    assert set(converted) == {f"transformer.{name}" for name in state}
+    for module in modules:
+        down, up = (converted[f"transformer.{module.name}.lora_{side}.weight"] for side in "AB")
+        own_down, own_up = (state[f"{module.name}.lora_{side}.weight"] for side in "AB")
+        probe = torch.randn(down.shape[1], generator=random)
+        torch.testing.assert_close(up @ (down @ probe), own_up @ (own_down @ probe), rtol=1e-5, atol=1e-3)
