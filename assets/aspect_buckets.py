@@ -22,12 +22,14 @@ def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
 
     @asset(**asset_settings(recipe, "aspect_buckets", DESCRIPTION), ins=ins, kinds={"polars"})
     def bucketed(context: AssetExecutionContext, validated: Any) -> Iterator[MaterializeResult[Any]]:
+        from pipeline.bucket_report import write_bucket_report
         from pipeline.buckets import assign_buckets
 
         with failures_stated():
             require_isolated(context.run.run_id, recipe)
             result = assign_buckets(recipe, validated, log=context.log.info)
-            output = publish(recipe, "aspect_buckets", result)
+            pictures = write_bucket_report(recipe, result.table)
+            output = publish(recipe, "aspect_buckets", result, pictures=pictures)
         yield output
 
     return bucketed

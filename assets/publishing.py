@@ -1,9 +1,11 @@
 """What Dagster keeps of a materialization: the table, its data version, and numbers worth looking at."""
 
+import base64
 import hashlib
 import html
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dagster import (
@@ -22,12 +24,22 @@ from pipeline.reports import Report, StageResult, write_report
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
 """Stat values, of sources and (with `entry_`) of store entries: they may differ where the content doesn't."""
 
+MAX_PICTURES_BYTES = 200_000
+"""Of one asset: they are kept in Dagster's event log, once a materialization."""
+
+PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
+
 MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 20
 
 
-def publish(recipe: Recipe, asset: str, result: StageResult) -> MaterializeResult[Any]:
+def publish(
+    recipe: Recipe, asset: str, result: StageResult, *, pictures: Path | None = None
+) -> MaterializeResult[Any]:
     """The asset's result: writes its rejected rows and its report, and describes the table.
+
+    Pictures in the folder `pictures` are shown as they are, those that together stay below
+    `MAX_PICTURES_BYTES`.
 
     The data version is a hash of what the table says, so that making the same table again leaves everything
     downstream as fresh as it was.
@@ -42,6 +54,8 @@ def publish(recipe: Recipe, asset: str, result: StageResult) -> MaterializeResul
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
         "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
     }
+    if pictures is not None:
+        metadata |= picture_metadata(pictures)
     version = DataVersion(content_version(result.table))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
 
@@ -50,6 +64,21 @@ def content_version(table: Any) -> str:
     """16 hex digits over a Polars table without `VOLATILE_COLUMNS`; the order of its rows counts."""
     kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
     return hashlib.sha256(table.select(kept).write_csv().encode("utf-8")).hexdigest()[:16]
+
+
+def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
+    """Each picture in the folder by its file's name, inside of the metadata, so that any browser shows it."""
+    shown: dict[str, MetadataValue[Any]] = {}
+    left_bytes = MAX_PICTURES_BYTES
+    for path in sorted(folder.iterdir()):
+        kind = PICTURE_KINDS.get(path.suffix)
+        if kind is None or path.stat().st_size > left_bytes:
+            continue
+        data = path.read_bytes()
+        left_bytes -= len(data)
+        text = base64.b64encode(data).decode("ascii")
+        shown[path.stem] = MetadataValue.md(f"![{path.stem}](data:{kind};base64,{text})")
+    return shown
 
 
 def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:

@@ -100,19 +100,24 @@ def read_header(source: bytes | Path | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
         )
 
 
-def decode(source: bytes | Path, background: Background, *, max_px: int = MAX_IMAGE_PX) -> Image.Image:
+def decode(
+    source: bytes | Path, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
+) -> Image.Image:
     """The first frame, upright, in 8-bit sRGB (mode RGB), every pixel decoded.
 
     Args:
         source: The file's bytes, or its path.
         background: Shows through transparent pixels.
         max_px: Most height times width.
+        draft_px: For a thumbnail: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, edges at least this.
 
     Raises:
         ImageError: For every failure of this image.
     """
     with _opened(source, max_px) as image:
         first_open = _orientation(image)
+        if draft_px is not None:
+            image.draft(None, (draft_px, draft_px))
         image.load()
         # TIFF is upright once loaded, and says so by having no orientation any more; a PNG may hold its
         # orientation behind the pixels, and only now shows it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,15 @@ import polars as pl
 import pytest
 from dagster import FloatMetadataValue, IntMetadataValue, TableMetadataValue
 
-from assets.publishing import content_version, escaped, publish, report_metadata, table_metadata
+from assets.publishing import (
+    MAX_PICTURES_BYTES,
+    content_version,
+    escaped,
+    picture_metadata,
+    publish,
+    report_metadata,
+    table_metadata,
+)
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reports import StageResult, report_path
 from pipeline.tables import SCHEMAS, Tables, frame
@@ -83,3 +92,30 @@ def test_rows_that_lack_a_column_and_values_of_any_type_make_a_table() -> None:
 def test_I18_names_cannot_break_out_of_markdown() -> None:
     text = escaped("a|b`c\n<script>[x](y)*")
     assert text == "a\\|b\\`c &lt;script&gt;\\[x\\]\\(y\\)\\*"
+
+
+def test_pictures_are_shown_by_name_and_other_files_are_not(tmp_path: Path) -> None:
+    (tmp_path / "crops.jpg").write_bytes(b"\xff\xd8 a picture")
+    (tmp_path / "sizes.png").write_bytes(b"\x89PNG another")
+    (tmp_path / "buckets.parquet").write_bytes(b"no picture")
+    shown = picture_metadata(tmp_path)
+    assert list(shown) == ["crops", "sizes"]
+    text = str(shown["crops"].value)
+    start = "![crops](data:image/jpeg;base64,"
+    assert text.startswith(start)
+    assert base64.b64decode(text[len(start) : -1]) == b"\xff\xd8 a picture"
+
+
+def test_pictures_of_an_asset_together_stay_within_the_limit(tmp_path: Path) -> None:
+    """What is kept in the event log once a materialization must not fill it."""
+    for name, size in (("a.png", MAX_PICTURES_BYTES - 10), ("b.png", 11), ("c.png", 10)):
+        (tmp_path / name).write_bytes(b"x" * size)
+    assert list(picture_metadata(tmp_path)) == ["a", "c"]
+
+
+def test_a_published_asset_shows_its_pictures(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures" / "sheet.jpg").write_bytes(b"jpeg")
+    published = publish(recipe, "raw_images", result([], {}), pictures=tmp_path / "pictures")
+    assert "sheet" in (published.metadata or {})
+    assert "sheet" not in (publish(recipe, "raw_images", result([], {})).metadata or {})
