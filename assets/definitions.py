@@ -12,6 +12,7 @@ from assets.last_words import keep
 from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from pipeline.errors import RecipeError
+from pipeline.model_sizes import require_divisible
 from pipeline.recipe import Recipe, load_recipes
 from resources.launcher import AccelerateLauncher
 from resources.tables import TableIOManager
@@ -32,7 +33,9 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
 
 def _load() -> Definitions:
     try:
-        return build_definitions(load_recipes())
+        recipes = load_recipes()
+        require_divisible(recipes)
+        return build_definitions(recipes)
     except RecipeError as err:
         keep(f"{type(err).__name__}: {err}")
         raise

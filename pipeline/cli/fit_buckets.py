@@ -14,7 +14,8 @@ from pipeline.bucket_fit.fit import FittedList, Request, fitted_lists
 from pipeline.cli.arguments import RECIPE
 from pipeline.errors import BucketError, LatentlineError
 from pipeline.geometry import Placement, placement_of
-from pipeline.recipe import Recipe, load_recipe, project_root
+from pipeline.model_sizes import local_family
+from pipeline.recipe import Recipe, load_recipe
 
 NUMBERS = (4, 6, 8, 12, 16, 20, 28, 36, 48)
 """Of sizes, that are shown unless one is asked for."""
@@ -105,13 +106,11 @@ def _dataset(recipe: Recipe) -> tuple[Dataset, str]:
 
 def _model_step(recipe: Recipe) -> int:
     """What the base model divides edges by, at least 8; `DEFAULT_STEP` where it cannot be asked."""
-    from pipeline.families import detect
-
-    folder = project_root() / Path(recipe.model.base).expanduser()
-    if not folder.is_dir():  # nothing is downloaded for this
-        click.echo(f"{recipe.model.base} is no local folder; steps of {DEFAULT_STEP} fit every family")
+    family = local_family(recipe)
+    if family is None:  # nothing is downloaded for this
+        click.echo(f"{recipe.model.base} is no local model; steps of {DEFAULT_STEP} fit every family")
         return DEFAULT_STEP
-    multiple = detect(folder).size_multiple()
+    multiple = family.size_multiple()
     return multiple * -(-8 // multiple)
 
 

@@ -93,6 +93,14 @@ def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | 
     return _recipe(document.data, name=name, source=source)
 
 
+def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
+    """A mistake that was found in a recipe as a whole, with its line in the recipe's file if there is one."""
+    line = None
+    if recipe.source.is_file():
+        line = parse(recipe.source.read_text(encoding="utf-8")).line(mistake.path)
+    return PlacedMistake(_shown(recipe.source), mistake, line)
+
+
 def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
     """The recipe in `file`, or all that is wrong with it."""
     shown = _shown(file)
@@ -153,11 +161,8 @@ def _shared_outputs(recipes: list[Recipe]) -> list[PlacedMistake]:
         earlier = first.setdefault(os.path.realpath(recipe.output_dir), recipe)
         if earlier is not recipe:
             what = f"output_dir is also the output_dir of recipe {earlier.name}: {recipe.output_dir}"
-            line = parse(recipe.source.read_text(encoding="utf-8")).line(("output_dir",))
-            mistake = Mistake(
-                ("output_dir",), what, f"use a folder of its own, such as outputs/{recipe.name}"
-            )
-            mistakes.append(PlacedMistake(_shown(recipe.source), mistake, line))
+            fix = f"use a folder of its own, such as outputs/{recipe.name}"
+            mistakes.append(placed(recipe, Mistake(("output_dir",), what, fix)))
     return mistakes
 
 
