@@ -79,8 +79,9 @@ SCHEMAS: dict[str, Columns] = {
         **_ID,
         **_CONTENT,
         "bucket": pl.String,
-        "latent_key": pl.String,
-        "text_key": pl.String,
+        "latent_keys": pl.String,
+        "text_keys": pl.String,
+        "caption_hashes": pl.String,
         "times_seen": pl.Int32,
     },
 }
@@ -89,7 +90,8 @@ the dataset, as the file system spells it; `bucket` is "<height>x<width>"; `crop
 `scale` is resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized
 area that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder`
 which decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat
-of the store entry when it was last verified."""
+of the store entry when it was last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of
+all of a sample's views and variants, with spaces between them."""
 
 REJECTED: Columns = {
     **_ID,

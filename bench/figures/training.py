@@ -12,8 +12,8 @@ from bench.workload import photographs
 from pipeline.entries import Entries
 from pipeline.families.tiny import make_tiny
 from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.training.inputs import training_inputs
 from pipeline.training.order import TrainingOrder
-from pipeline.training.run import training_inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -102,7 +102,7 @@ def _loader(place: Workplace) -> Generator[Sides]:
     plan, family, store = order.plan(), detect(order.base), Store(order.recipe.cache_dir)
     scheduler = make_noise_scheduler(family, order.recipe.training)
     maker = MicroBatchMaker(order, family, scheduler)
-    entries = {item.sample_id: (item.latent, item.text) for item in order.inputs}
+    entries = {item.sample_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}
     slots = [slot for _, batch in plan.iterate() for slot in batch.slots()]
     paths = [store.path(spec) for slot in slots for spec in entries[slot.sample_id]]
 

@@ -20,8 +20,8 @@ from pipeline.entries import Entries
 from pipeline.entry_format import EntrySpec
 from pipeline.families.tiny import make_tiny
 from pipeline.reports import StageResult, write_report
+from pipeline.training.inputs import training_inputs
 from pipeline.training.order import TrainingOrder
-from pipeline.training.run import training_inputs
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 

@@ -14,7 +14,7 @@ from pipeline.runs import RunLayout
 if TYPE_CHECKING:
     from pipeline.entries import Entries
     from pipeline.recipe import Recipe
-    from pipeline.training.order import TrainingInput
+    from pipeline.training.inputs import TrainingInput
 
 TRAINING_VERSION = 1
 """Raised when the code would train other weights from the same facts."""
@@ -39,8 +39,12 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         "version": TRAINING_VERSION,
         "samples": {
             "number": len(inputs),
-            "latents": _digest((item.sample_id, item.bucket, item.latent.key) for item in inputs),
-            "text": _digest((item.sample_id, item.text.key) for item in inputs),
+            "latents": _digest(
+                (item.sample_id, item.bucket, *(view.entry.key for view in item.views)) for item in inputs
+            ),
+            "text": _digest(
+                (item.sample_id, *(variant.entry.key for variant in item.variants)) for item in inputs
+            ),
             "repeats": _digest((item.sample_id, item.repeats) for item in inputs),
         },
         "empty_text": entries.text("").key if dropout > 0 else None,

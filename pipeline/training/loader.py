@@ -21,8 +21,9 @@ from torch import Tensor
 
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store
+from pipeline.training.inputs import TrainingInput
 from pipeline.training.noise import Noise, noise_levels
-from pipeline.training.order import TrainingInput, TrainingOrder
+from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
 from pipeline.training.seeding import stream
 
@@ -36,7 +37,9 @@ AHEAD = 4
 """Micro-batches that are ready or in the making at most, so that memory does not grow with the plan."""
 
 LATENT = "latent"
-"""Name of the tensor in a latent's entry."""
+"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
+
+MEAN, STD = "mean", "std"
 
 T = TypeVar("T")
 
@@ -112,14 +115,15 @@ class MicroBatchMaker:
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         """The tensors of one rank's share of one micro-batch.
 
-        A slot's noise and timestep depend on (seed, step, slot index) alone.
+        A slot's noise and timestep depend on (seed, step, slot index) alone, a draw of the VAE's posterior
+        on (seed, sample, epoch).
 
         Raises:
             StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
                 and file.
         """
         items = [self._inputs[slot.sample_id] for slot in share]
-        latent = torch.stack([self._latent(item) for item in items])
+        latent = torch.stack([self._latent(slot) for slot in share])
         latent_shape = (latent.shape[1], latent.shape[2], latent.shape[3])
         drawn = [self._noise.draw(step, slot.index, latent_shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
@@ -136,17 +140,28 @@ class MicroBatchMaker:
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
         )
 
-    def _latent(self, item: TrainingInput) -> Tensor:
-        return self._read(item.latent, item.sample_id)[LATENT]
+    def _latent(self, slot: Slot) -> Tensor:
+        """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw."""
+        entry = self._inputs[slot.sample_id].views[slot.view].entry
+        tensors = self._read(entry, slot.sample_id)
+        if LATENT in tensors:
+            return tensors[LATENT]
+        mean, std = tensors[MEAN], tensors[STD]
+        random = stream(self._seed, "moments", slot.sample_id, slot.epoch, slot.occurrence)
+        return mean + std * torch.from_numpy(random.standard_normal(tuple(mean.shape), dtype=np.float32))
 
     def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
         texts = [
-            self._read(self._empty_text if slot.drop_caption else item.text, item.sample_id)
+            self._read(
+                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
+            )
             for slot, item in zip(share, items, strict=True)
         ]
         conditions = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
         conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
-        conditions["crop_top_left"] = torch.tensor([item.crop_top_left for item in items])
+        conditions["crop_top_left"] = torch.tensor(
+            [item.views[slot.view].crop_top_left for slot, item in zip(share, items, strict=True)]
+        )
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in items])
         return conditions
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,28 +21,14 @@ import polars as pl
 from pipeline.atomic import write_bytes, write_text
 from pipeline.recipe import Recipe
 from pipeline.runs import run_folder
-from pipeline.store import EntrySpec, TensorSpec
+from pipeline.store import EntrySpec
+from pipeline.training.inputs import TrainingInput, as_frame, from_frame, pair, spec_of, tensors_json
 from pipeline.training.plan import PlanSample, PlanSettings, TrainingPlan
 
 ORDER_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
 DROPPED_FILE = "dropped.parquet"
 """Of runs that drop what does not fill a batch: epoch, sample_id, times."""
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingInput:
-    """One sample as training sees it; sizes and positions are (height, width) or (top, left) in pixels."""
-
-    sample_id: str
-    bucket: str
-    repeats: int
-    caption: str
-    latent: EntrySpec
-    text: EntrySpec
-    original_size_hw: tuple[int, int]
-    crop_top_left: tuple[int, int]
-    target_size_hw: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -96,7 +81,12 @@ class TrainingOrder:
             seed=training.seed,
             underfilled=self.recipe.buckets.underfilled,
         )
-        samples = [PlanSample(row.sample_id, row.bucket, row.repeats) for row in self.inputs]
+        samples = [
+            PlanSample(
+                row.sample_id, row.bucket, row.repeats, variants=len(row.variants), views=len(row.views)
+            )
+            for row in self.inputs
+        ]
         return TrainingPlan(samples, settings)
 
     def write(self) -> Path:
@@ -106,7 +96,7 @@ class TrainingOrder:
             The order file's path.
         """
         buffer = io.BytesIO()
-        pl.DataFrame([_row(item) for item in self.inputs], schema=_INPUT_COLUMNS).write_parquet(buffer)
+        as_frame(self.inputs).write_parquet(buffer)
         write_bytes(self.folder / INPUTS_FILE, buffer.getvalue())
         order = {
             "recipe": self.recipe.model_dump(mode="json"),
@@ -144,73 +134,13 @@ def read_order(path: Path) -> TrainingOrder:
         recipe=Recipe.model_validate_json(json.dumps(order["recipe"])),
         base=Path(order["base"]),
         run=order["run"],
-        inputs=tuple(_input(row) for row in inputs.iter_rows(named=True)),
-        empty_text=_spec(order["empty_text"]),
+        inputs=from_frame(inputs),
+        empty_text=spec_of(order["empty_text"]),
         prompts=tuple(
-            Prompt(item["caption"], _spec(item["text"]), _pair(item["size_hw"])) for item in order["prompts"]
+            Prompt(item["caption"], spec_of(item["text"]), pair(item["size_hw"])) for item in order["prompts"]
         ),
     )
 
 
-_INPUT_COLUMNS: dict[str, Any] = {
-    "sample_id": pl.String,
-    "bucket": pl.String,
-    "repeats": pl.Int32,
-    "caption": pl.String,
-    "latent": pl.String,
-    "latent_tensors": pl.String,
-    "text": pl.String,
-    "text_tensors": pl.String,
-    "original_size_hw": pl.List(pl.Int32),
-    "crop_top_left": pl.List(pl.Int32),
-    "target_size_hw": pl.List(pl.Int32),
-}
-"""`latent` and `text` are keys; `*_tensors` are JSON, the same for many rows."""
-
-
-def _row(item: TrainingInput) -> dict[str, Any]:
-    return {
-        "sample_id": item.sample_id,
-        "bucket": item.bucket,
-        "repeats": item.repeats,
-        "caption": item.caption,
-        "latent": item.latent.key,
-        "latent_tensors": _tensors_json(item.latent),
-        "text": item.text.key,
-        "text_tensors": _tensors_json(item.text),
-        "original_size_hw": item.original_size_hw,
-        "crop_top_left": item.crop_top_left,
-        "target_size_hw": item.target_size_hw,
-    }
-
-
-def _input(row: Mapping[str, Any]) -> TrainingInput:
-    return TrainingInput(
-        sample_id=row["sample_id"],
-        bucket=row["bucket"],
-        repeats=row["repeats"],
-        caption=row["caption"],
-        latent=_spec({"kind": "latents", "key": row["latent"], "tensors": json.loads(row["latent_tensors"])}),
-        text=_spec({"kind": "text", "key": row["text"], "tensors": json.loads(row["text_tensors"])}),
-        original_size_hw=_pair(row["original_size_hw"]),
-        crop_top_left=_pair(row["crop_top_left"]),
-        target_size_hw=_pair(row["target_size_hw"]),
-    )
-
-
-def _pair(values: list[int]) -> tuple[int, int]:
-    first, second = values
-    return first, second
-
-
-def _tensors_json(spec: EntrySpec) -> str:
-    return json.dumps({name: [tensor.dtype, tensor.shape] for name, tensor in spec.tensors.items()})
-
-
 def _spec_json(spec: EntrySpec) -> dict[str, Any]:
-    return {"kind": spec.kind, "key": spec.key, "tensors": json.loads(_tensors_json(spec))}
-
-
-def _spec(value: Mapping[str, Any]) -> EntrySpec:
-    tensors = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
-    return EntrySpec(kind=value["kind"], key=value["key"], tensors=tensors)
+    return {"kind": spec.kind, "key": spec.key, "tensors": json.loads(tensors_json(spec))}

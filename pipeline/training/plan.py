@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, overload
 
 from pipeline.errors import TrainingError
@@ -30,11 +30,13 @@ others of the bucket, from the epoch's order; or none in this epoch, and others 
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
-    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, `repeats` is >= 1."""
+    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, counts are >= 1."""
 
     sample_id: str
     bucket: str
     repeats: int = 1
+    variants: int = 1
+    views: int = 1
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class PlanSettings:
         gradient_accumulation: Micro-steps in a full step, >= 1.
         num_processes: The world size, >= 1.
         caption_dropout: Share of the slots that see the empty caption, in [0, 1].
-        seed: Of shuffle and dropout.
+        seed: Of shuffle, dropout, variants and views.
         underfilled: What becomes of a bucket's remainder.
     """
 
@@ -71,6 +73,8 @@ class Slot:
         epoch: From 0.
         occurrence: Which of the sample's repeats in this epoch, from 0.
         drop_caption: Whether the empty caption stands in for its own.
+        variant: Which of its captions, from 0.
+        view: Which of its latents, from 0.
         weight: 1.0, or 0.0 for the stand-in of a rank that has no sample in this micro-step.
     """
 
@@ -79,6 +83,8 @@ class Slot:
     epoch: int
     occurrence: int
     drop_caption: bool
+    variant: int = 0
+    view: int = 0
     weight: float = 1.0
 
 
@@ -127,6 +133,7 @@ class TrainingPlan(Sequence[StepPlan]):
         self.settings = settings
         self.samples = tuple(sorted(samples, key=lambda sample: sample.sample_id))
         _require_usable(self.samples, settings)
+        self._by_id = {sample.sample_id: sample for sample in self.samples}
         self._capacity = settings.batch_size * settings.num_processes
         sizes: Counter[str] = Counter()
         self._by_bucket: defaultdict[str, list[PlanSample]] = defaultdict(list)
@@ -226,14 +233,20 @@ class TrainingPlan(Sequence[StepPlan]):
         return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
 
     def _slot(self, draw: _Draw, index: int, epoch: int) -> Slot:
-        chance = hash_bits(64, self.settings.seed, "dropout", draw.sample_id, epoch, draw.occurrence) / 2**64
+        sample = self._by_id[draw.sample_id]
         return Slot(
             sample_id=draw.sample_id,
             index=index,
             epoch=epoch,
             occurrence=draw.occurrence,
-            drop_caption=chance < self.settings.caption_dropout,
+            drop_caption=self._drawn("dropout", draw, epoch) / 2**64 < self.settings.caption_dropout,
+            variant=self._drawn("variant", draw, epoch) % sample.variants if sample.variants > 1 else 0,
+            view=self._drawn("view", draw, epoch) % sample.views if sample.views > 1 else 0,
         )
+
+    def _drawn(self, purpose: str, draw: _Draw, epoch: int) -> int:
+        """64 bits that depend on nothing but the seed, the sample, the epoch, and which of its repeats."""
+        return hash_bits(64, self.settings.seed, purpose, draw.sample_id, epoch, draw.occurrence)
 
     def _shuffled(self, epoch: int) -> list[list[_Draw]]:
         """An epoch's micro-batches, in order.
@@ -310,7 +323,7 @@ def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
 
 
 def _stand_in(slot: Slot) -> Slot:
-    return Slot(slot.sample_id, slot.index, slot.epoch, slot.occurrence, slot.drop_caption, weight=0.0)
+    return replace(slot, weight=0.0)
 
 
 def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> None:
@@ -325,8 +338,8 @@ def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> No
         fix = "materialize vae_latents again; if it comes back, report it as a defect"
         raise TrainingError(f"{len(twice)} sample ids stand there twice", where=twice[0], fix=fix)
     counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
-    if min(counts) < 1 or min(sample.repeats for sample in samples) < 1:
-        fix = "give steps, batch_size, gradient_accumulation, num_processes and repeats of at least 1"
+    if min(counts) < 1 or min(min(each.repeats, each.variants, each.views) for each in samples) < 1:
+        fix = "let steps, batch_size, gradient_accumulation, num_processes and repeats be at least 1"
         raise TrainingError(f"a count below 1 in {settings}", where="training", fix=fix)
     if not 0.0 <= settings.caption_dropout <= 1.0:
         what = f"caption dropout {settings.caption_dropout} is no share"

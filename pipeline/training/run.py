@@ -5,6 +5,7 @@ Torch-free: a finished run that nothing has changed for launches nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
 from contextlib import suppress
@@ -17,15 +18,16 @@ from pipeline.atomic import write_text, write_through
 from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
-from pipeline.errors import GateClosedError, TrainingError
+from pipeline.errors import GateClosedError
 from pipeline.lora_files import PROVENANCE_FILE
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.runs import RunLayout, read_metrics, run_folder
 from pipeline.tables import Tables
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
+from pipeline.training.inputs import TrainingInput, training_inputs
 from pipeline.training.locking import only_one
 from pipeline.training.objective import require_objective
-from pipeline.training.order import Prompt, TrainingInput, TrainingOrder
+from pipeline.training.order import Prompt, TrainingOrder
 from pipeline.training.provenance import provenance
 from pipeline.training.publish import TABLE_FILE, accept_result, mark_finished, publish, read_finished
 
@@ -114,39 +116,6 @@ def require_valid_inputs(recipe: Recipe, log: Log) -> None:
         raise GateClosedError(f"{finding.summary}{more}", where=where, fix=finding.fix)
 
 
-def training_inputs(
-    recipe: Recipe, entries: Entries, latents: pl.DataFrame, text: pl.DataFrame
-) -> tuple[TrainingInput, ...]:
-    """The samples with both their entries, sorted by sample_id.
-
-    Raises:
-        TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
-    """
-    captions = dict(text.select("sample_id", "caption").iter_rows())
-    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
-    rows = latents.sort("sample_id").to_dicts()
-    missing = [row for row in rows if row["sample_id"] not in captions or row["dataset"] not in repeats]
-    if missing:
-        fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
-        what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
-        raise TrainingError(what, where=missing[0]["sample_id"], fix=fix)
-    specs = {caption: entries.text(caption) for caption in set(captions.values())}
-    return tuple(
-        TrainingInput(
-            sample_id=row["sample_id"],
-            bucket=row["bucket"],
-            repeats=repeats[row["dataset"]],
-            caption=captions[row["sample_id"]],
-            latent=entries.latent(row),
-            text=specs[captions[row["sample_id"]]],
-            original_size_hw=(row["height"], row["width"]),
-            crop_top_left=(row["crop_top"], row["crop_left"]),
-            target_size_hw=(row["target_height"], row["target_width"]),
-        )
-        for row in rows
-    )
-
-
 def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> tuple[Prompt, ...]:
     """What is drawn while training: the recipe's prompts, as squares; or the first captions."""
     if recipe.training.sample_every == 0:
@@ -154,22 +123,33 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput
     square = (recipe.buckets.resolution, recipe.buckets.resolution)
     if recipe.training.sample_prompts:
         return tuple(Prompt(text, entries.text(text), square) for text in recipe.training.sample_prompts)
-    firsts = {item.caption: item for item in reversed(inputs)}
+    firsts = {item.variants[0].caption: item for item in reversed(inputs)}
     chosen = sorted(firsts.values(), key=lambda item: item.sample_id)[:NUM_DEFAULT_PROMPTS]
-    return tuple(Prompt(item.caption, item.text, item.target_size_hw) for item in chosen)
+    return tuple(
+        Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw) for item in chosen
+    )
 
 
 def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
     """The table of trained_lora: which sample, by which entries, how often over the whole plan."""
     seen = order.plan().times_seen()
-    keys = {item.sample_id: (item.latent.key, item.text.key) for item in order.inputs}
+    inputs = {item.sample_id: item for item in order.inputs}
     columns = ("sample_id", "dataset", "path", "content_hash", "height", "width", "bucket")
     rows: list[dict[str, Any]] = []
-    for row in latents.select(columns).iter_rows(named=True):
-        latent_key, text_key = keys[row["sample_id"]]
-        times = seen[row["sample_id"]]
-        rows.append({**row, "latent_key": latent_key, "text_key": text_key, "times_seen": times})
+    for row in latents.select(columns).unique("sample_id", maintain_order=True).iter_rows(named=True):
+        item = inputs[row["sample_id"]]
+        keys = {
+            "latent_keys": " ".join(view.entry.key for view in item.views),
+            "text_keys": " ".join(variant.entry.key for variant in item.variants),
+            "caption_hashes": " ".join(caption_hash(variant.caption) for variant in item.variants),
+        }
+        rows.append({**row, **keys, "times_seen": seen[row["sample_id"]]})
     return table_schemas.frame("trained_lora", rows)
+
+
+def caption_hash(caption: str) -> str:
+    """sha256 of a caption as UTF-8, in hex digits."""
+    return hashlib.sha256(caption.encode("utf-8")).hexdigest()
 
 
 def _train(

@@ -22,9 +22,10 @@ from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.tables import Tables
+from pipeline.training.inputs import training_inputs
 from pipeline.training.loader import MicroBatchMaker
 from pipeline.training.order import TrainingOrder
-from pipeline.training.run import sample_prompts, training_inputs
+from pipeline.training.run import sample_prompts
 
 OTHER = (ladder(96, 16, 2.0),)
 _assign_many = Placement.assign_many

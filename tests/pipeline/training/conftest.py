@@ -19,8 +19,9 @@ from pipeline.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.store import EntrySpec
 from pipeline.tables import SCHEMAS, Tables, frame
+from pipeline.training.inputs import training_inputs
 from pipeline.training.order import TrainingOrder
-from pipeline.training.run import sample_prompts, training_inputs
+from pipeline.training.run import sample_prompts
 
 SIZES = {"64x64": 5, "32x96": 3}
 """Samples by bucket: with batches of 2 both have a partial one."""

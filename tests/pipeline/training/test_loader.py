@@ -11,6 +11,7 @@ import torch
 from pipeline.errors import StoreError
 from pipeline.families import detect
 from pipeline.store import EntrySpec, Store, TensorSpec
+from pipeline.training.inputs import LatentView
 from pipeline.training.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
 from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import StepPlan
@@ -38,7 +39,7 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
     store = Store(order.recipe.cache_dir)
     for _, micro in made:
         for index, sample_id in enumerate(micro.sample_ids):
-            stored = store.read_torch(inputs[sample_id].latent)["latent"].float()
+            stored = store.read_torch(inputs[sample_id].views[0].entry)["latent"].float()
             assert torch.equal(micro.latent[index], stored)
         assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.sample_ids)
         assert micro.latent.dtype == micro.noise.dtype == torch.float32
@@ -49,13 +50,14 @@ def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
 ) -> None:
     order = make_project().order()
     first = order.inputs[0]
-    wrong = EntrySpec("latents", first.latent.key, {"latent": TensorSpec("float16", (4, 9, 9))})
-    order = replace(order, inputs=(replace(first, latent=wrong), *order.inputs[1:]))
+    key = first.views[0].entry.key
+    wrong = EntrySpec("latents", key, {"latent": TensorSpec("float16", (4, 9, 9))})
+    order = replace(order, inputs=(replace(first, views=(LatentView(wrong, (0, 0)),)), *order.inputs[1:]))
     slot = next(s for step in order.plan() for s in step.slots() if s.sample_id == first.sample_id)
     with pytest.raises(StoreError) as caught:
         maker_of(order).make(0, (slot,))
     assert first.sample_id in caught.value.where
-    assert first.latent.key in caught.value.where
+    assert key in caught.value.where
 
 
 def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encoded(
@@ -63,7 +65,7 @@ def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encod
 ) -> None:
     order = make_project(dropout=0.0).order()
     for item in order.inputs:
-        Store(order.recipe.cache_dir).path(item.text).unlink()
+        Store(order.recipe.cache_dir).path(item.variants[0].entry).unlink()
     with pytest.raises(StoreError, match="read") as caught:
         list(micro_inputs(order.plan(), maker_of(order), rank=0, start=0, pin=False))
     assert "text" in caught.value.where

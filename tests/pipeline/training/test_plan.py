@@ -280,3 +280,33 @@ def test_nothing_is_dropped_unless_asked_for() -> None:
     assert plan.numbers()["dropped_per_epoch"] == 0
     dropping = replace(settings_of(batch=2), underfilled="drop")
     assert TrainingPlan(samples_of({"64x64": 5}), dropping).dropped(0)
+
+
+def with_choices(samples: list[PlanSample]) -> list[PlanSample]:
+    return [replace(sample, variants=3, views=2) for sample in samples]
+
+
+@given(samples_with_repeats(), shapes)
+def test_variants_and_views_are_drawn_for_sample_and_epoch_and_change_nothing_else(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    plain, rich = TrainingPlan(samples, shape), TrainingPlan(with_choices(samples), shape)
+    for before, after in zip(plain, rich, strict=True):
+        assert [replace(slot, variant=0, view=0) for slot in after.slots()] == before.slots()
+    one_by_one = TrainingPlan(with_choices(samples), replace(shape, batch_size=1, gradient_accumulation=1))
+    drawn = {(s.sample_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
+    for slot in epoch_slots(rich, 0):
+        if (slot.sample_id, slot.epoch, slot.occurrence) in drawn:
+            assert drawn[slot.sample_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
+
+
+def test_every_variant_and_view_has_its_share_and_they_are_drawn_apart() -> None:
+    samples = [PlanSample(f"a/{number:03}", "64x64", variants=3, views=2) for number in range(100)]
+    counts = Counter(
+        (slot.variant, slot.view, slot.drop_caption)
+        for step in TrainingPlan(samples, settings_of(600, batch=2, dropout=0.5))
+        for slot in step.slots()
+    )
+    # 1200 draws in 12 equal classes: 100 each, with a standard deviation of 9.6; 40 is more than four.
+    assert len(counts) == 12
+    assert all(60 <= number <= 140 for number in counts.values())

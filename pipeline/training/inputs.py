@@ -1,0 +1,197 @@
+"""The samples of a run: what the tables say of each, joined, with the store entries that training reads.
+
+A sample may have several captions, its variants, and several latents, its views: as it is, and mirrored. The
+plan draws one of each anew for every epoch. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.errors import TrainingError
+from pipeline.store import EntrySpec, TensorSpec
+
+if TYPE_CHECKING:
+    from pipeline.entries import Entries
+    from pipeline.recipe import Recipe
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptionVariant:
+    """One of a sample's captions, and its entry."""
+
+    caption: str
+    entry: EntrySpec
+
+
+@dataclass(frozen=True, slots=True)
+class LatentView:
+    """One of a sample's latents, and where its crop lies in the resized image, mirrored with it if it is."""
+
+    entry: EntrySpec
+    crop_top_left: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingInput:
+    """One sample as training sees it; sizes and positions are (height, width) or (top, left) in pixels.
+
+    Attributes:
+        sample_id: Which.
+        bucket: Who may share a batch with it.
+        repeats: How often an epoch shows it, >= 1.
+        variants: At least one, by the number of the variant.
+        views: At least one; as it is before mirrored.
+        original_size_hw: After EXIF orientation.
+        target_size_hw: The bucket's.
+    """
+
+    sample_id: str
+    bucket: str
+    repeats: int
+    variants: tuple[CaptionVariant, ...]
+    views: tuple[LatentView, ...]
+    original_size_hw: tuple[int, int]
+    target_size_hw: tuple[int, int]
+
+
+def training_inputs(
+    recipe: Recipe, entries: Entries, latents: pl.DataFrame, text: pl.DataFrame
+) -> tuple[TrainingInput, ...]:
+    """The samples with their entries, sorted by sample_id.
+
+    Raises:
+        TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
+    """
+    captions = _variants(entries, text)
+    views: defaultdict[str, list[Row]] = defaultdict(list)
+    for row in latents.to_dicts():
+        views[row["sample_id"]].append(row)
+    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
+    missing = [
+        name for name, rows in views.items() if name not in captions or rows[0]["dataset"] not in repeats
+    ]
+    if missing:
+        fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
+        what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
+        raise TrainingError(what, where=min(missing), fix=fix)
+    inputs: list[TrainingInput] = []
+    for sample_id, rows in sorted(views.items()):
+        first = rows[0]
+        inputs.append(
+            TrainingInput(
+                sample_id=sample_id,
+                bucket=first["bucket"],
+                repeats=repeats[first["dataset"]],
+                variants=captions[sample_id],
+                views=tuple(_view(entries, row) for row in sorted(rows, key=_flipped)),
+                original_size_hw=(first["height"], first["width"]),
+                target_size_hw=(first["target_height"], first["target_width"]),
+            )
+        )
+    return tuple(inputs)
+
+
+def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
+    specs = {caption: entries.text(caption) for caption in text["caption"].unique().sort()}
+    order = ["sample_id", "variant"] if "variant" in text.columns else ["sample_id"]
+    variants: defaultdict[str, list[CaptionVariant]] = defaultdict(list)
+    for sample_id, caption in text.sort(order).select("sample_id", "caption").iter_rows():
+        variants[sample_id].append(CaptionVariant(caption, specs[caption]))
+    return {sample_id: tuple(each) for sample_id, each in variants.items()}
+
+
+def _view(entries: Entries, row: Row) -> LatentView:
+    left = row["crop_left"]
+    if _flipped(row):
+        left = row["resized_width"] - row["crop_left"] - row["target_width"]
+    return LatentView(entries.latent(row), (row["crop_top"], left))
+
+
+def _flipped(row: Mapping[str, Any]) -> bool:
+    return bool(row.get("flipped", False))
+
+
+_COLUMNS: dict[str, Any] = {
+    "sample_id": pl.String,
+    "bucket": pl.String,
+    "repeats": pl.Int32,
+    "captions": pl.List(pl.String),
+    "texts": pl.List(pl.String),
+    "text_tensors": pl.String,
+    "latents": pl.List(pl.String),
+    "latent_tensors": pl.String,
+    "crops_top": pl.List(pl.Int32),
+    "crops_left": pl.List(pl.Int32),
+    "original_size_hw": pl.List(pl.Int32),
+    "target_size_hw": pl.List(pl.Int32),
+}
+"""`latents` and `texts` are keys; `*_tensors` are JSON, of all variants or views of a sample."""
+
+
+def as_frame(inputs: Iterable[TrainingInput]) -> pl.DataFrame:
+    """One row a sample, for `from_frame`."""
+    return pl.DataFrame([_row(item) for item in inputs], schema=_COLUMNS)
+
+
+def from_frame(frame: pl.DataFrame) -> tuple[TrainingInput, ...]:
+    """The inverse of `as_frame`."""
+    return tuple(_input(row) for row in frame.iter_rows(named=True))
+
+
+def tensors_json(spec: EntrySpec) -> str:
+    """The entry's tensors, names to dtype and shape, for `spec_of`."""
+    return json.dumps({name: [tensor.dtype, tensor.shape] for name, tensor in spec.tensors.items()})
+
+
+def spec_of(value: Mapping[str, Any]) -> EntrySpec:
+    """The entry of `kind` and `key` whose `tensors` are as `tensors_json` has them, parsed."""
+    tensors = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
+    return EntrySpec(kind=value["kind"], key=value["key"], tensors=tensors)
+
+
+def _row(item: TrainingInput) -> Row:
+    return {
+        "sample_id": item.sample_id,
+        "bucket": item.bucket,
+        "repeats": item.repeats,
+        "captions": [variant.caption for variant in item.variants],
+        "texts": [variant.entry.key for variant in item.variants],
+        "text_tensors": tensors_json(item.variants[0].entry),
+        "latents": [view.entry.key for view in item.views],
+        "latent_tensors": tensors_json(item.views[0].entry),
+        "crops_top": [view.crop_top_left[0] for view in item.views],
+        "crops_left": [view.crop_top_left[1] for view in item.views],
+        "original_size_hw": item.original_size_hw,
+        "target_size_hw": item.target_size_hw,
+    }
+
+
+def _input(row: Mapping[str, Any]) -> TrainingInput:
+    text_tensors, latent_tensors = json.loads(row["text_tensors"]), json.loads(row["latent_tensors"])
+    texts = [spec_of({"kind": "text", "key": key, "tensors": text_tensors}) for key in row["texts"]]
+    latents = [spec_of({"kind": "latents", "key": key, "tensors": latent_tensors}) for key in row["latents"]]
+    crops = zip(row["crops_top"], row["crops_left"], strict=True)
+    return TrainingInput(
+        sample_id=row["sample_id"],
+        bucket=row["bucket"],
+        repeats=row["repeats"],
+        variants=tuple(map(CaptionVariant, row["captions"], texts)),
+        views=tuple(map(LatentView, latents, crops)),
+        original_size_hw=pair(row["original_size_hw"]),
+        target_size_hw=pair(row["target_size_hw"]),
+    )
+
+
+def pair(values: list[int]) -> tuple[int, int]:
+    """Two numbers as JSON and Parquet have them."""
+    first, second = values
+    return first, second
