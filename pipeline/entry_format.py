@@ -15,13 +15,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
 import safetensors
 
 Kind = Literal["latents", "text"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
 Array = npt.NDArray[Any]
 
 FORMAT = 1
@@ -136,7 +137,7 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
     if len(raw) != spec.file_bytes:
         raise WrongEntryError(f"it has {len(raw)} bytes, {spec.file_bytes} are expected")
     header = read_header(raw[:DATA_START])
-    metadata = _metadata(header)
+    metadata = stated_metadata(header)
     if (metadata.get("kind"), metadata.get("key")) != (spec.kind, spec.key):
         raise WrongEntryError(f"it is the entry of {metadata.get('kind')} {metadata.get('key')}")
     stated = stated_tensors(header)
@@ -174,7 +175,12 @@ def read_header(start: bytes) -> dict[str, Any]:
     return cast("dict[str, Any]", header)
 
 
-def _metadata(header: dict[str, Any]) -> dict[str, Any]:
+def stated_metadata(header: dict[str, Any]) -> dict[str, Any]:
+    """What the header says beside its tensors, key and checksum among it.
+
+    Raises:
+        WrongEntryError: It says nothing that makes sense.
+    """
     try:
         metadata = json.loads(header["__metadata__"][_METADATA_KEY])
     except (KeyError, TypeError, ValueError) as err:

@@ -21,6 +21,7 @@ import numpy as np
 from pipeline.atomic import temp_beside
 from pipeline.entry_format import (
     DATA_START,
+    KINDS,
     Array,
     EntrySpec,
     Kind,
@@ -29,6 +30,7 @@ from pipeline.entry_format import (
     parse,
     read_header,
     serialise,
+    stated_metadata,
     stated_tensors,
 )
 from pipeline.errors import StoreError
@@ -36,7 +38,7 @@ from pipeline.errors import StoreError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
+__all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
 
 SUFFIX = ".safetensors"
 DISPLACED_SUFFIX = ".displaced"
@@ -118,11 +120,18 @@ class Store:
 
         None when there is no file, or it has no header that makes sense.
         """
-        path = self.path(spec)
         try:
-            _regular_stat(path)
-            with path.open("rb") as file:
-                return stated_tensors(read_header(file.read(DATA_START)))
+            return stated_tensors(_header(self.path(spec)))
+        except (OSError, WrongEntryError):
+            return None
+
+    def facts(self, kind: Kind, key: str) -> dict[str, Any] | None:
+        """What the header of an entry says that it was made of, unchecked; no data is read.
+
+        None when there is no file, or it has no header that makes sense.
+        """
+        try:
+            return stated_metadata(_header(self.path(EntrySpec(kind, key, {}))))
         except (OSError, WrongEntryError):
             return None
 
@@ -224,6 +233,12 @@ class Store:
         _link(aside, path)
         with suppress(FileNotFoundError):
             aside.unlink()
+
+
+def _header(path: Path) -> dict[str, Any]:
+    _regular_stat(path)
+    with path.open("rb") as file:
+        return read_header(file.read(DATA_START))
 
 
 def _read_whole(path: Path) -> tuple[bytes, EntryStat]:

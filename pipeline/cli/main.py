@@ -16,6 +16,10 @@ from pipeline.errors import LatentlineError
 COMMANDS = {
     "validate": "pipeline.cli.validate",
     "fit-buckets": "pipeline.cli.fit_buckets",
+    "plan": "pipeline.cli.plan",
+    "explain": "pipeline.cli.explain",
+    "verify": "pipeline.cli.verify",
+    "gc": "pipeline.cli.gc",
 }
 """Subcommand to module, in the order that `latentline --help` shows."""
 

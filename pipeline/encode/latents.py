@@ -63,7 +63,7 @@ def cache_latents(
         row = wanted[spec.key][1]
         return _job(entries, folders[row["dataset"]], row, spec)
 
-    made = Maker(entries, launch, log=log, watch=watch).make(
+    made = Maker(entries, "latents", launch, log=log, watch=watch).make(
         [spec for spec, _ in wanted.values()], job, trusted=trusted_stats(known), settings=_settings(recipe)
     )
     kept = [_kept(row, spec, made) for row, spec in zip(rows, specs, strict=True) if spec.key in made.states]

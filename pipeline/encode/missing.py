@@ -15,8 +15,9 @@ from pipeline.encode.outcome import Failure
 from pipeline.entries import Entries, recorded_stat
 from pipeline.errors import StoreError
 from pipeline.launching import Launch
+from pipeline.registry import note_speed, register
 from pipeline.reports import Log, Stopwatch
-from pipeline.store import EntrySpec, EntryStat, EntryState, Store
+from pipeline.store import EntrySpec, EntryStat, EntryState, Kind, Store
 
 ENTRY_MODULE = "pipeline.entrypoints.encode"
 _MAX_NAMED = 10
@@ -55,9 +56,10 @@ class Made:
 class Maker:
     """Brings the entries of one stage up to date, starting a process only if one is missing."""
 
-    def __init__(self, entries: Entries, launch: Launch, *, log: Log, watch: Stopwatch) -> None:
-        """For the stage that `watch` times; what is found and done is said to `log`."""
+    def __init__(self, entries: Entries, kind: Kind, launch: Launch, *, log: Log, watch: Stopwatch) -> None:
+        """For entries of one kind, and the stage that `watch` times; what is found and done goes to `log`."""
         self._entries = entries
+        self._kind: Kind = kind
         self._launch = launch
         self._log = log
         self._watch = watch
@@ -73,7 +75,8 @@ class Maker:
         """Look at every entry, and make those that are missing or wrong.
 
         Args:
-            specs: What is wanted: entries of one kind, each key once.
+            specs: What is wanted: entries of this maker's kind, each key once. The output folder is
+                registered as needing these.
             job_of: What has to be done for an entry; asked of those that are missing only.
             trusted: By key, the stat of entries that were verified earlier.
             settings: As `Order.settings`.
@@ -82,7 +85,9 @@ class Maker:
             StoreError: The disk is too small or not writable, or an entry that was made is not valid.
             LatentlineError: As `Launch`; what was made before stays.
         """
-        store = self._entries.store
+        store, recipe = self._entries.store, self._entries.recipe
+        keys = (spec.key for spec in specs)
+        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
         states = {spec.key: store.check(spec, trusted.get(spec.key)) for spec in specs}
         missing = [job_of(spec) for spec in specs if not states[spec.key].valid]
         made = Made(states, damaged={key for key, state in states.items() if state.status == "wrong"})
@@ -90,8 +95,11 @@ class Maker:
         if not missing:
             return made
         _require_space(store.root, sum(job.spec.file_bytes for job in missing))
-        order = Order(missing[0].spec.kind, self._entries.model_folder, store.root, settings, missing)
+        order = Order(self._kind, self._entries.model_folder, store.root, settings, missing)
         results = self._launched(order)
+        cost = sum(job.cost for job in missing if job.spec.key in results.made)
+        if cost:
+            note_speed(store.root, self._kind, results.work_s / cost)
         for job in missing:
             _settle(job, store.check(job.spec), results=results, made=made, store=store)
         return made

@@ -57,7 +57,7 @@ def cache_text(
     captions = {spec.key: caption for caption, spec in specs.items()}
     previous = tables.read_previous(ASSET)
     known = {row["key"]: row for row in previous.to_dicts()} if previous is not None else {}
-    made = Maker(entries, launch, log=log, watch=watch).make(
+    made = Maker(entries, "text", launch, log=log, watch=watch).make(
         list(specs.values()),
         lambda spec: _job(entries, captions[spec.key], spec),
         trusted=trusted_stats(list(known.values())),

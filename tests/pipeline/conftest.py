@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reports import StageResult, write_report
 from pipeline.tables import Tables
+from tests.conftest import LaunchHere
+from tests.pipeline.cached_job import Job, recipe_of
 
 
 def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
@@ -109,3 +112,25 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         monkeypatch.setattr("pipeline.ingest.discover.CLOCK_GRANULARITY_NS", -(10**18))
 
     return pass_time
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds what the first test's job made, for the others to copy."""
+    return tmp_path_factory.mktemp("finished") / "root"
+
+
+@pytest.fixture
+def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere, finished: Path) -> Job:
+    """Yours to change; only the first test of a module encodes."""
+    made = Job(recipe_of(tmp_path, tiny_sd), launch_here)
+    if finished.is_dir():
+        shutil.rmtree(photos)
+        shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+        shutil.rmtree(tmp_path / "cache" / "outputs")  # names the first test's folder
+        made.cache()  # launches nothing; copies have stats of their own
+        assert launch_here.modules == []
+    else:
+        made.run()
+        shutil.copytree(tmp_path, finished)
+    return made

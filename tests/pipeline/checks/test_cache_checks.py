@@ -2,107 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
 
-from pipeline.buckets import assign_buckets
-from pipeline.checks import text_embeddings, vae_latents
-from pipeline.checks.base import CheckContext, Finding
-from pipeline.encode.latents import cache_latents
-from pipeline.encode.text import cache_text
 from pipeline.entries import Entries
 from pipeline.entry_format import DATA_START, serialise
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
-from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.reports import StageResult
 from pipeline.store import EntrySpec, TensorSpec
-from pipeline.tables import Tables
-
-Checks = Callable[[CheckContext], list[Finding]]
-
-
-@dataclass
-class Job:
-    recipe: Recipe
-    launch: Any
-
-    @property
-    def tables(self) -> Tables:
-        return Tables(self.recipe.output_dir)
-
-    def keep(self, asset: str, result: StageResult) -> StageResult:
-        self.tables.write(asset, result.table)
-        self.tables.write_rejected(asset, result.rejected)
-        return result
-
-    def run(self) -> None:
-        quiet = {"log": lambda _: None}
-        raw = self.keep("raw_images", scan(self.recipe, self.tables, **quiet)).table
-        validated = validate(self.recipe, raw, self.tables, **quiet)
-        self.keep("validated_dataset", validated)
-        self.keep("aspect_buckets", assign_buckets(self.recipe, validated.table, **quiet))
-        self.cache()
-
-    def cache(self) -> None:
-        buckets, validated = self.tables.read("aspect_buckets"), self.tables.read("validated_dataset")
-        launch = {"launch": self.launch, "log": lambda _: None}
-        self.keep("vae_latents", cache_latents(self.recipe, buckets, self.tables, **launch))
-        self.keep("text_embeddings", cache_text(self.recipe, validated, self.tables, **launch))
-
-    def failing(self, asset: str, recipe: Recipe | None = None) -> dict[str, Finding]:
-        check = {"vae_latents": vae_latents.run, "text_embeddings": text_embeddings.run}[asset]
-        found = check(CheckContext(recipe or self.recipe, self.tables))
-        return {finding.name: finding for finding in found if not finding.passed}
-
-    def entry(self, asset: str, sample: str = "photos/cat.png") -> Path:
-        entries = Entries(self.recipe)
-        row = self.tables.read(asset).row(by_predicate=pl.col("sample_id") == sample, named=True)
-        spec = entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
-        return entries.store.path(spec)
-
-    def changed(self, **sections: dict[str, Any]) -> Recipe:
-        return recipe_of(self.recipe.output_dir.parent, self.recipe.model.base, **sections)
-
-
-def recipe_of(root: Path, base: str | Path, **sections: dict[str, Any]) -> Recipe:
-    fields = {
-        "datasets": [{"name": "photos", "path": str(root / "photos")}],
-        "cache_dir": str(root / "cache"),
-        "output_dir": str(root / "out"),
-        "model": {"base": str(base)},
-        "buckets": {"resolution": 64, "step": 16},
-    }
-    return recipe_from_mapping("sample", fields | sections)
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what the first test's job made, for the others to copy."""
-    return tmp_path_factory.mktemp("finished") / "root"
-
-
-@pytest.fixture
-def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here, finished: Path) -> Job:
-    made = Job(recipe_of(tmp_path, tiny_sd), launch_here)
-    if finished.is_dir():
-        shutil.rmtree(photos)
-        shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-        made.cache()  # launches nothing; copies have stats of their own
-        assert launch_here.modules == []
-    else:
-        made.run()
-        shutil.copytree(tmp_path, finished)
-    return made
-
-
-ASSETS = ["vae_latents", "text_embeddings"]
+from tests.pipeline.cached_job import ASSETS, Job
 
 
 @pytest.mark.parametrize("asset", ASSETS)

@@ -12,9 +12,7 @@ import pytest
 
 from pipeline.entries import Entries
 from pipeline.entry_format import DATA_START
-from tests.pipeline.checks.test_cache_checks import ASSETS, Job, finished, job
-
-__all__ = ["finished", "job"]  # fixtures
+from tests.pipeline.cached_job import ASSETS, Job
 
 _random = random.Random(4)
 

@@ -1,0 +1,35 @@
+"""`latentline explain`: all that is known of one sample."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pipeline.cli.arguments import RECIPE
+from pipeline.recipe import Recipe
+from pipeline.tables import Tables
+from pipeline.upkeep.sample import explain, find_sample
+
+
+@click.command
+@click.argument("recipe", type=RECIPE)
+@click.argument("sample")
+@click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
+def command(recipe: Recipe, sample: str, as_json: bool) -> None:
+    """Say all that is known of SAMPLE in RECIPE, from its file to its cache entries.
+
+    SAMPLE is its id, <dataset>/<path>, or as much of it as no other sample has.
+    """
+    tables = Tables(recipe.output_dir)
+    sample_id = find_sample(tables, sample)
+    known = explain(recipe, tables, sample_id)
+    if as_json:
+        stages = {each.stage: each.facts for each in known}
+        click.echo(json.dumps({"sample_id": sample_id, **stages}, indent=2, ensure_ascii=False, default=str))
+        return
+    for each in known:
+        click.echo(each.stage)
+        for name, value in each.facts.items():
+            shown = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
+            click.echo(f"  {name:24} {shown}")

@@ -1,0 +1,208 @@
+"""What the next cache job would encode, and why; nothing is made and nothing is written.
+
+The same functions that the job runs are asked: scan, validation, geometry, keys and store.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.buckets import assign_buckets
+from pipeline.encode.missing import trusted_stats
+from pipeline.encode.text import wanted_captions
+from pipeline.entries import Entries
+from pipeline.ingest.discover import scan
+from pipeline.ingest.validate import validate
+from pipeline.registry import speed
+from pipeline.reports import Log
+from pipeline.store import EntrySpec, Kind
+
+if TYPE_CHECKING:
+    import polars as pl
+
+    from pipeline.recipe import Recipe
+    from pipeline.tables import Tables
+
+NEW, CHANGED, GEOMETRY = "new image", "image changed", "geometry changed"
+NEW_CAPTION, CAPTION_CHANGED = "new caption", "caption changed"
+DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
+
+_GEOMETRY_COLUMNS = (
+    "resized_height",
+    "resized_width",
+    "crop_top",
+    "crop_left",
+    "target_height",
+    "target_width",
+)
+_INPUT_NAMES = {"vae": "VAE", "encoders": "text encoders", "preprocessing_version": "preprocessing"}
+
+Row = Mapping[str, Any]
+
+
+@dataclass
+class Expected:
+    """What would happen to one kind of entries.
+
+    Attributes:
+        kind: Of the entries.
+        there: Entries that would be used as they are.
+        reasons: Why entries would be made: reason to the names of what asks for them, an entry each.
+        num_bytes: Of the entries that would be made.
+        seconds: That making them would take, from the last measurement on this machine; None where there is
+            none. Process start and model loading are not in it.
+    """
+
+    kind: Kind
+    there: int = 0
+    reasons: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    num_bytes: int = 0
+    seconds: float | None = None
+
+    @property
+    def to_make(self) -> int:
+        """Number of entries that would be made."""
+        return sum(map(len, self.reasons.values()))
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The next cache job.
+
+    Attributes:
+        samples: That it would keep.
+        rejected: That it would reject, by reason.
+        gone: Samples of the last tables that are no more.
+        latents: Their entries.
+        text: Captions' entries.
+    """
+
+    samples: int
+    rejected: Mapping[str, int]
+    gone: Sequence[str]
+    latents: Expected
+    text: Expected
+
+
+def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
+    """What `<recipe>_cache` would do now.
+
+    Raises:
+        DatasetError: A dataset's folder is missing, or cannot be listed.
+        ModelError: The base model cannot be found.
+        StoreError: The cache cannot be read.
+    """
+    raw = scan(recipe, tables, log=log)
+    valid = validate(recipe, raw.table, tables, log=log)
+    buckets = assign_buckets(recipe, valid.table, log=lambda _: None)
+    rejected: dict[str, int] = defaultdict(int)
+    for result in (raw, valid, buckets):
+        for reason in result.rejected["reason"]:
+            rejected[reason] += 1
+    entries = Entries(recipe)
+    before = _rows(tables.read_previous("vae_latents"))
+    gone = sorted(before.keys() - set(buckets.table["sample_id"]))
+    return Forecast(
+        len(buckets.table),
+        dict(rejected),
+        gone,
+        _latents(entries, buckets.table.to_dicts(), before),
+        _text(entries, valid.table.to_dicts(), _rows(tables.read_previous("text_embeddings"))),
+    )
+
+
+def _rows(table: pl.DataFrame | None) -> dict[str, dict[str, Any]]:
+    return {row["sample_id"]: row for row in table.to_dicts()} if table is not None else {}
+
+
+def _latents(entries: Entries, rows: Sequence[Row], before: Mapping[str, Row]) -> Expected:
+    expected, trusted = Expected("latents"), trusted_stats(list(before.values()))
+    seen: set[str] = set()
+    cost = 0
+    for row in rows:
+        spec = entries.latent(row)
+        if spec.key in seen:
+            continue
+        seen.add(spec.key)
+        state = entries.store.check(spec, trusted.get(spec.key))
+        if state.valid:
+            expected.there += 1
+            continue
+        earlier = before.get(row["sample_id"])
+        why = DAMAGED if state.status == "wrong" else _why_latent(entries, row, spec, earlier)
+        expected.reasons.setdefault(why, []).append(row["sample_id"])
+        expected.num_bytes += spec.file_bytes
+        cost += row["target_height"] * row["target_width"]
+    _estimate(entries, expected, cost)
+    return expected
+
+
+def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
+    if earlier is None:
+        return NEW
+    if earlier["content_hash"] != row["content_hash"]:
+        return CHANGED
+    if earlier["key"] == spec.key:
+        return MISSING
+    if any(earlier[name] != row[name] for name in _GEOMETRY_COLUMNS):
+        return GEOMETRY
+    return _changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
+
+
+def _text(entries: Entries, rows: Sequence[Row], before: Mapping[str, Row]) -> Expected:
+    expected, trusted = Expected("text"), trusted_stats(list(before.values()))
+    samples: dict[str, Row] = {}
+    for row in rows:
+        samples.setdefault(row["caption"], row)
+    for caption in wanted_captions(entries.recipe, samples):
+        spec = entries.text(caption)
+        state = entries.store.check(spec, trusted.get(spec.key))
+        if state.valid:
+            expected.there += 1
+            continue
+        row = samples.get(caption)
+        why = DAMAGED if state.status == "wrong" else _why_text(entries, caption, spec, before, row)
+        name = (
+            row["sample_id"] if row else f"the sample prompt {caption!r}" if caption else "the empty caption"
+        )
+        expected.reasons.setdefault(why, []).append(name)
+        expected.num_bytes += spec.file_bytes
+    _estimate(entries, expected, expected.to_make)
+    return expected
+
+
+def _why_text(
+    entries: Entries, caption: str, spec: EntrySpec, before: Mapping[str, Row], row: Row | None
+) -> str:
+    earlier = before.get(row["sample_id"]) if row else None
+    if earlier is None:
+        return NEW_CAPTION
+    if earlier["caption"] != caption:
+        return CAPTION_CHANGED
+    if earlier["key"] == spec.key:
+        return MISSING
+    return _changed_inputs(entries, spec, earlier["key"], vars(entries.text_inputs(caption)))
+
+
+def _changed_inputs(entries: Entries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]) -> str:
+    """Which inputs of the key are other than those that the earlier entry's header states."""
+    facts = entries.store.facts(spec.kind, earlier_key)
+    if facts is None or not isinstance(facts.get("inputs"), dict):
+        return MODEL_UNKNOWN
+    earlier = facts["inputs"]
+    changed = [
+        name
+        for name, value in inputs.items()
+        if name != "caption" and earlier.get(name) != (list(value) if isinstance(value, tuple) else value)
+    ]
+    return (
+        f"{', '.join(_INPUT_NAMES.get(name, name) for name in changed)} changed" if changed else MODEL_UNKNOWN
+    )
+
+
+def _estimate(entries: Entries, expected: Expected, cost: int) -> None:
+    measured = speed(entries.store.root, expected.kind)
+    expected.seconds = 0.0 if not cost else measured * cost if measured is not None else None

@@ -1,0 +1,107 @@
+"""All that is known of one sample, from its file to its entries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.entries import Entries
+from pipeline.errors import LatentlineError, TableError
+from pipeline.store import EntrySpec
+from pipeline.tables import ASSETS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.recipe import Recipe
+    from pipeline.tables import Tables
+
+MAX_CANDIDATES = 10
+
+
+@dataclass(frozen=True)
+class Known:
+    """What one stage knows of a sample.
+
+    Attributes:
+        stage: An asset, "rejected", or "latents entry" and "text entry" for the store.
+        facts: Name to value, in the order to show.
+    """
+
+    stage: str
+    facts: Mapping[str, Any]
+
+
+def find_sample(tables: Tables, said: str) -> str:
+    """The one sample that `said` means: its id, its path, or the end of either.
+
+    Raises:
+        TableError: There is no table yet, no sample is meant, or several are.
+    """
+    ids: set[str] = set(tables.read("raw_images")["sample_id"]) | set(tables.read_rejected()["sample_id"])
+    if said in ids:
+        return said
+    meant = sorted(name for name in ids if name.endswith(f"/{said}")) or sorted(
+        name for name in ids if said in name
+    )
+    if len(meant) == 1:
+        return meant[0]
+    where = str(tables.path("raw_images"))
+    if not meant:
+        fix = "name a sample by its id, <dataset>/<path>; an image that was just added is known after a job"
+        raise TableError(f"no sample is called {said!r}", where=where, fix=fix)
+    listed = ", ".join(meant[:MAX_CANDIDATES]) + (" and more" if len(meant) > MAX_CANDIDATES else "")
+    what = f"{len(meant):,} samples may be meant by {said!r}"
+    raise TableError(what, where=where, fix=f"say which: {listed}")
+
+
+def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[Known]:
+    """What each stage knows of the sample, in the order of the graph, and the state of its entries.
+
+    Stages that have no table, or no row of it, are left out. Entries are read whole.
+    """
+    known: list[Known] = []
+    latest: dict[str, dict[str, Any]] = {}
+    for asset in ASSETS:
+        table = tables.read_previous(asset)
+        rows = table.filter(pl.col("sample_id") == sample_id).to_dicts() if table is not None else []
+        for row in rows:
+            said = {name: value for name, value in row.items() if _is_news(name, value, latest.values())}
+            known.append(Known(asset, said))
+            latest[asset] = row
+    for row in tables.read_rejected().filter(pl.col("sample_id") == sample_id).to_dicts():
+        known.append(Known("rejected", {name: row[name] for name in ("stage", "reason", "detail", "fix")}))
+    return [*known, *_entries(recipe, latest)]
+
+
+def _is_news(name: str, value: Any, earlier: Any) -> bool:
+    """Whether no earlier stage has said the same of the sample."""
+    return not any(row.get(name, ...) == value for row in earlier)
+
+
+def _entries(recipe: Recipe, rows: Mapping[str, Mapping[str, Any]]) -> list[Known]:
+    entries = Entries(recipe)
+    wanted: dict[str, EntrySpec] = {}
+    try:
+        if "aspect_buckets" in rows:
+            wanted["latents entry"] = entries.latent(rows["aspect_buckets"])
+        if "validated_dataset" in rows:
+            wanted["text entry"] = entries.text(rows["validated_dataset"]["caption"])
+    except LatentlineError as err:  # no base model, no keys
+        return [Known("entries", {"unknown": err.what})]
+    known: list[Known] = []
+    for stage, spec in wanted.items():
+        state = entries.store.check(spec)
+        facts = {
+            "key": spec.key,
+            "path": str(entries.store.path(spec)),
+            "state": state.reason or state.status,
+        }
+        stated = entries.store.facts(spec.kind, spec.key) or {}
+        facts |= {f"{name} {list(tensor.shape)}": tensor.dtype for name, tensor in spec.tensors.items()}
+        made_of = stated.get("inputs", {})
+        facts |= {f"made of {name}": value for name, value in made_of.items() if name != "content_hash"}
+        known.append(Known(stage, facts))
+    return known

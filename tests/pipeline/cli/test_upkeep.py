@@ -1,0 +1,122 @@
+"""The commands plan, explain, verify and gc, as they are called."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pipeline.cli.main import latentline
+from pipeline.errors import LatentlineError
+from tests.pipeline.cached_job import Job
+
+OLD_S = 1_000_000_000
+
+
+@pytest.fixture
+def cli(job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    configs = tmp_path / "configs"
+    configs.mkdir()
+    text = f"""\
+datasets: [{{name: photos, path: {tmp_path}/photos}}]
+cache_dir: {tmp_path}/cache
+output_dir: {tmp_path}/out
+model: {{base: {job.recipe.model.base}}}
+buckets: {{resolution: 64, step: 16}}
+"""
+    (configs / "sample.yaml").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(configs))
+
+    def call(*arguments: str) -> Result:
+        return CliRunner().invoke(latentline, arguments)
+
+    return call
+
+
+def test_plan_counts_names_and_measures(cli: Any, job: Job) -> None:
+    assert "5 there         0 to encode" in cli("plan", "sample").stdout
+    job.entry("vae_latents").unlink()
+    done = cli("plan", "sample")
+    assert done.exit_code == 0
+    assert "4 there         1 to encode   2.56 kB, about" in done.stdout
+    assert "1 entry missing: photos/cat.png" in done.stdout
+    as_json = json.loads(cli("plan", "sample", "--json").stdout)
+    assert as_json["latents_to_make"] == 1
+    assert as_json["latents"]["reasons"] == {"entry missing": ["photos/cat.png"]}
+    assert not job.entry("vae_latents").exists()
+
+
+def test_explain_prints_every_stage(cli: Any) -> None:
+    done = cli("explain", "sample", "cat")
+    assert done.exit_code == 0
+    assert '"a cat that looks at the camera"' in done.stdout
+    assert json.loads(cli("explain", "sample", "cat", "--json").stdout)["latents entry"]["state"] == "valid"
+
+
+def test_verify_ends_with_1_and_names_the_file_and_the_fix(cli: Any, job: Job) -> None:
+    assert cli("verify", "sample").exit_code == 0
+    path = job.entry("vae_latents")
+    path.write_bytes(path.read_bytes()[:-1])
+    done = cli("verify", "sample")
+    assert done.exit_code == 1
+    assert f"photos/cat.png: it has 2559 bytes, 2560 are expected\n    {path}" in done.stdout
+    assert "latentline verify sample --repair" in done.stderr
+
+
+def test_verify_repairs_with_a_process_of_its_own(cli: Any, job: Job) -> None:
+    path = job.entry("text_embeddings")
+    sound = path.read_bytes()
+    path.write_bytes(sound[:-1])
+    done = cli("verify", "sample", "--repair")
+    assert (done.exit_code, "repaired 1 of 1" in done.stdout) == (0, True), done.output
+    assert path.read_bytes() == sound
+    assert cli("verify", "sample").exit_code == 0
+
+
+def test_L13_gc_deletes_nothing_unless_told_to(cli: Any, job: Job) -> None:
+    path = job.entry("vae_latents")
+    for suffix in (".png", ".txt"):
+        (job.recipe.datasets[0].path / f"cat{suffix}").unlink()
+    job.run()
+    assert "2 needed by nobody and younger than 24 h: kept" in cli("gc").stdout
+    os.utime(path, (OLD_S, OLD_S))
+    shown = cli("gc")
+    assert shown.exit_code == 0
+    assert "1 orphans, 2.56 kB" in shown.stdout
+    assert "nothing was deleted" in shown.stdout
+    assert path.exists()
+    assert "deleted 1 files, 2.56 kB" in cli("gc", "--delete").stdout
+    assert not path.exists()
+    assert cli("verify", "sample").exit_code == 0
+
+
+def test_L13_an_output_folder_is_forgotten_only_when_it_is_gone(cli: Any, job: Job, tmp_path: Path) -> None:
+    done = cli("gc", "--forget", str(job.recipe.output_dir))
+    assert isinstance(done.exception, LatentlineError)
+    assert "still there" in done.exception.what
+    job.recipe.output_dir.rename(tmp_path / "moved")
+    assert "not there now: kept" in cli("gc", "--grace-hours", "0").stdout
+    shown = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
+    entries = len(list(job.recipe.cache_dir.rglob("*.safetensors")))
+    assert f"{entries} orphans" in shown
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])
+def test_O03_no_command_imports_torch_to_look(cli: Any, name: str) -> None:
+    import subprocess
+
+    arguments = {"plan": ["sample"], "explain": ["sample", "cat"], "verify": ["sample"], "gc": []}[name]
+    code = (
+        "import sys\nfrom pipeline.cli.main import latentline\n"
+        "latentline(sys.argv[1:], standalone_mode=False)\n"
+        "print(sorted({'torch', 'diffusers', 'transformers', 'dagster'} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, name, *arguments], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"

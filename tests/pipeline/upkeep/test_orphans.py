@@ -1,0 +1,144 @@
+"""latentline gc: what nobody needs, and never anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import polars as pl
+import pytest
+
+from pipeline.errors import StoreError, TableError
+from pipeline.registry import forget, register
+from pipeline.upkeep.orphans import delete, survey
+from tests.pipeline.cached_job import Job
+
+OLD_S = 1_000_000_000
+
+
+def age(job: Job) -> None:
+    """Every file of the cache becomes old."""
+    for path in job.recipe.cache_dir.rglob("*"):
+        os.utime(path, (OLD_S, OLD_S))
+
+
+def entries(job: Job) -> set[Path]:
+    return set(job.recipe.cache_dir.rglob("*.safetensors"))
+
+
+def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
+    """An image and its caption go, and the job runs again; its two entries."""
+    gone = job.entry("vae_latents", f"photos/{name}.png"), job.entry("text_embeddings", f"photos/{name}.png")
+    for suffix in (".png", ".txt"):
+        (job.recipe.datasets[0].path / f"{name}{suffix}").unlink()
+    job.run()
+    return gone
+
+
+def test_a_cache_in_use_has_no_orphans_however_old(job: Job) -> None:
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    assert (found.entries, found.orphans, found.young, found.foreign) == (len(entries(job)), {}, 0, [])
+    assert found.entry_bytes == sum(path.stat().st_size for path in entries(job))
+    assert [user.output_dir for user in found.users] == [job.recipe.output_dir]
+    assert delete(job.recipe.cache_dir, found) == (0, 0)
+
+
+def test_L13_what_a_removed_sample_needed_is_an_orphan_after_the_grace_period(job: Job) -> None:
+    gone = drop_sample(job)
+    assert survey(job.recipe.cache_dir).young == 2, "within the grace period they are kept"
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    assert set(found.orphans) == set(gone)
+    before = entries(job)
+    assert delete(job.recipe.cache_dir, found) == (2, sum(found.orphans.values()))
+    assert entries(job) == before - set(gone)
+    assert job.failing("vae_latents") == job.failing("text_embeddings") == {}
+
+
+def test_L13_the_empty_caption_and_sample_prompts_are_needed_without_a_row(job: Job) -> None:
+    named = {*job.tables.read("vae_latents")["key"], *job.tables.read("text_embeddings")["key"]}
+    without_row = {path for path in entries(job) if path.stem not in named}
+    assert without_row, "there is no entry without a row"
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_an_entry_that_another_project_needs_is_no_orphan(job: Job, tmp_path: Path) -> None:
+    latent, _ = drop_sample(job)
+    register(job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem])
+    age(job)
+    assert latent not in survey(job.recipe.cache_dir).orphans
+    forget(job.recipe.cache_dir, tmp_path / "elsewhere")
+    assert latent in survey(job.recipe.cache_dir).orphans
+
+
+def test_L13_an_output_folder_that_is_gone_or_not_mounted_still_counts(job: Job) -> None:
+    shutil.rmtree(job.recipe.output_dir)
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_a_table_is_believed_beside_the_registration(job: Job) -> None:
+    """A job that is running has registered other keys; its last tables still stand."""
+    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_not(job: Job) -> None:
+    latent, text = drop_sample(job)
+    run = job.recipe.output_dir / "runs" / "0123456789abcdef"
+    run.mkdir(parents=True)
+    pl.DataFrame({"latent": [latent.stem], "text": [text.stem]}).write_parquet(run / "inputs.parquet")
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+    (run / "finished.json").write_text("{}")
+    assert set(survey(job.recipe.cache_dir).orphans) == {latent, text}
+
+
+def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> None:
+    latent, text = drop_sample(job)
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[latent.stem])
+    assert delete(job.recipe.cache_dir, found)[0] == 1
+    assert latent.exists()
+    assert not text.exists()
+
+
+def test_I27_leftovers_of_writers_go_and_foreign_files_stay(job: Job) -> None:
+    root = job.recipe.cache_dir
+    leftovers = {root / "latents" / "ab" / ".12-cd.tmp", root / "outputs" / ".1-2.tmp", root / ".3-4.tmp"}
+    foreign = {root / "latents" / "mine.npz", root / "notes.txt", root / "photos" / "a.safetensors"}
+    misplaced = root / "latents" / "zz" / ("0" * 64 + ".safetensors")
+    for path in leftovers | foreign | {misplaced}:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"123")
+    young = survey(root)
+    assert young.leftovers == {}, "a writer may be at work on them"
+    age(job)
+    found = survey(root)
+    assert set(found.leftovers) == leftovers
+    assert set(found.foreign) == foreign | {misplaced}
+    assert delete(root, found) == (3, 9)
+    assert all(path.exists() for path in foreign | {misplaced})
+
+
+def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(job: Job) -> None:
+    age(job)
+    table = job.tables.path("vae_latents")
+    raw = table.read_bytes()
+    table.write_bytes(b"torn")
+    with pytest.raises(TableError, match="nobody knows"):
+        survey(job.recipe.cache_dir)
+    table.write_bytes(raw)
+    (path,) = (job.recipe.cache_dir / "outputs").glob("*.json")
+    path.write_text("torn")
+    with pytest.raises(StoreError, match="registration"):
+        survey(job.recipe.cache_dir)
+
+
+def test_an_empty_or_missing_cache_holds_nothing(tmp_path: Path) -> None:
+    assert survey(tmp_path / "none").entries == 0
