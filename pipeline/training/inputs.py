@@ -18,6 +18,8 @@ from pipeline.errors import TrainingError
 from pipeline.store import EntrySpec, TensorSpec
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.entries import Entries
     from pipeline.recipe import Recipe
 
@@ -195,3 +197,9 @@ def pair(values: list[int]) -> tuple[int, int]:
     """Two numbers as JSON and Parquet have them."""
     first, second = values
     return first, second
+
+
+def keys_named(file: Path) -> set[str]:
+    """Of the entries that the samples in `file`, written from `as_frame`, are trained on."""
+    keys = pl.read_parquet(file, columns=["latents", "texts"])
+    return set(keys["latents"].explode()) | set(keys["texts"].explode())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +16,7 @@ from pipeline.registry import FOLDER, Registered, registered
 from pipeline.runs import RunLayout
 from pipeline.store import KINDS, SUFFIX
 from pipeline.tables import Tables
+from pipeline.training.inputs import keys_named
 
 GRACE_S = 24 * 3600.0
 """An entry younger than this is nobody's orphan: who wanted it may not have said so yet."""
@@ -149,7 +150,7 @@ def _in_tables(output_dir: Path) -> set[str]:
     for asset in ("vae_latents", "text_embeddings"):
         path = tables.path(asset)
         if path.is_file():
-            keys |= _column(path, "key")
+            keys |= _readable(path, lambda table: set(pl.read_parquet(table, columns=["key"])["key"]))
     return keys
 
 
@@ -158,13 +159,13 @@ def _in_runs(output_dir: Path) -> set[str]:
     keys: set[str] = set()
     for inputs in output_dir.glob("runs/*/inputs.parquet"):
         if not RunLayout(inputs.parent).finished.exists():
-            keys |= _column(inputs, "latent") | _column(inputs, "text")
+            keys |= _readable(inputs, keys_named)
     return keys
 
 
-def _column(path: Path, name: str) -> set[str]:
+def _readable(path: Path, keys: Callable[[Path], set[str]]) -> set[str]:
     try:
-        return set(pl.read_parquet(path, columns=[name])[name])
+        return keys(path)
     except (OSError, pl.exceptions.PolarsError) as err:
         fix = "run the recipe's job again, which writes it anew, or delete the file"
         what = f"a table cannot be read, so that nobody knows which entries it names: {err}"

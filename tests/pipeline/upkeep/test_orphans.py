@@ -6,11 +6,13 @@ import os
 import shutil
 from pathlib import Path
 
-import polars as pl
 import pytest
 
+from pipeline.entries import Entries
 from pipeline.errors import StoreError, TableError
 from pipeline.registry import forget, register
+from pipeline.training.inputs import training_inputs
+from pipeline.training.order import TrainingOrder
 from pipeline.upkeep.orphans import delete, survey
 from tests.pipeline.cached_job import Job
 
@@ -88,10 +90,13 @@ def test_L13_a_table_is_believed_beside_the_registration(job: Job) -> None:
 
 
 def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_not(job: Job) -> None:
+    tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
+    entries = Entries(job.recipe)
+    inputs = training_inputs(job.recipe, entries, *tables)
+    order = TrainingOrder(job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text(""), ())
+    order.write()
+    run = order.folder
     latent, text = drop_sample(job)
-    run = job.recipe.output_dir / "runs" / "0123456789abcdef"
-    run.mkdir(parents=True)
-    pl.DataFrame({"latent": [latent.stem], "text": [text.stem]}).write_parquet(run / "inputs.parquet")
     age(job)
     assert survey(job.recipe.cache_dir).orphans == {}
     (run / "finished.json").write_text("{}")
