@@ -72,8 +72,10 @@ def _read(context: CheckContext) -> _Result:
     record = _json(lora / PROVENANCE_FILE)
     layout = RunLayout(run_folder(recipe.output_dir, str(record.get("run"))))
     finished = _json(layout.finished)
-    steps = recipe.training.steps
     try:
+        # How many steps an epoch has is known to the run that counted them.
+        counted = finished.get("epochs") == recipe.training.epochs is not None
+        steps = int(finished["steps"]) if counted else recipe.training.num_steps
         return _Result(
             steps=int(finished["steps"]),
             asked_steps=steps,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
@@ -12,13 +13,12 @@ from pipeline.recipe.schema import (
     DatasetSettings,
     Dtype,
     LatentSettings,
-    LoraSettings,
     ModelSettings,
     RecacheSettings,
     Recipe,
     TextSettings,
-    TrainingSettings,
 )
+from pipeline.recipe.training import TrainingSettings
 
 __all__ = [
     "AccelerateSettings",

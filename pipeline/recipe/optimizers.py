@@ -81,7 +81,9 @@ class Schedule(Protocol):
     @property
     def warmup_steps(self) -> int: ...  # noqa: D102
     @property
-    def steps(self) -> int: ...  # noqa: D102
+    def epochs(self) -> int | None: ...  # noqa: D102
+    @property
+    def num_steps(self) -> int: ...  # noqa: D102
 
 
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
@@ -147,10 +149,12 @@ def broken_schedule(settings: Schedule) -> list[Broken]:
 
 
 def _broken_decay(settings: Schedule) -> list[Broken]:
-    most = settings.steps - settings.warmup_steps
     if settings.decay_steps == 0:
         what = "lr_scheduler wsd needs decay_steps: the last steps, in which the learning rate goes down"
-        return [Broken("decay_steps", what, f"set it, for example to {max(1, settings.steps // 5)}")]
+        return [Broken("decay_steps", what, "set it, for example to a fifth of the steps")]
+    if settings.epochs is not None:
+        return []
+    most = settings.num_steps - settings.warmup_steps
     if settings.decay_steps > most:
         what = f"decay_steps {settings.decay_steps} is more than the {most} steps after warm-up"
         return [Broken("decay_steps", what, f"use at most {most}")]

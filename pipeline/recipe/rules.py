@@ -144,6 +144,19 @@ def repeated_names(items: tuple[NamedT, ...]) -> tuple[NamedT, ...]:
     return items
 
 
+def broken_weights(weights: Sequence[float | None], exhausted: str) -> list[Broken]:
+    """What contradicts itself in the weights of the datasets, in their order, and `training.exhausted`."""
+    given = [index for index, weight in enumerate(weights) if weight is not None]
+    if not given and exhausted != "leave":
+        what = f"exhausted {exhausted} has no effect: no dataset has a weight, so all end together"
+        return [Broken("training.exhausted", what, "give each dataset a weight, or remove exhausted")]
+    if given and len(given) < len(weights):
+        missing = next(index for index, weight in enumerate(weights) if weight is None)
+        what = f"{len(given)} of {len(weights)} datasets have a weight, this one has none"
+        return [Broken(f"datasets[{missing}]", what, "give each dataset a weight, or none")]
+    return []
+
+
 def divisible(resolution: int, step: int) -> Broken | None:
     """The broken rule when `resolution` is no multiple of `step`, with values that would work."""
     if resolution % step == 0:

@@ -9,15 +9,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
-from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
-from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
 from pipeline.recipe.rules import (
     Broken,
+    broken_weights,
     check_encoding,
     check_gate,
     check_path,
@@ -25,21 +24,18 @@ from pipeline.recipe.rules import (
     raise_broken,
     repeated_names,
 )
-from pipeline.recipe.section import Settings
+from pipeline.recipe.section import MAX_COUNT, Settings
+from pipeline.recipe.training import TrainingSettings
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is full.")]
 RecipePath = Annotated[Path, BeforeValidator(check_path)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffix = Annotated[str, AfterValidator(check_suffix)]
-OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Of a recipe: it becomes part of asset, job and file names."""
-
-MAX_COUNT = 1_000_000_000
-"""Of steps, samples and processes: anything above is a slip of the hand."""
 
 
 class CaptionSettings(Settings):
@@ -96,6 +92,12 @@ class DatasetSettings(Settings):
         le=MAX_COUNT,
         description="How often training sees each image in one epoch; cached once all the same.",
     )
+    weight: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Share of the training samples that come from this dataset, relative to the weights of "
+        "the others, whatever their sizes; for all datasets or none. null: by size and repeats.",
+    )
 
 
 class ModelSettings(Settings):
@@ -138,123 +140,6 @@ class TextSettings(Settings):
     )
     dtype: Dtype = Field(default="float16", description="Number format on disk.")
     compute_dtype: Dtype = Field(default="float32", description="Number format the encoders compute in.")
-
-
-class LoraSettings(Settings):
-    """The size of the adapter."""
-
-    rank: int = Field(default=16, ge=1, le=4096, description="Inner dimension of each adapter matrix.")
-    alpha: float = Field(
-        default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
-    )
-
-
-class OptimizerArguments(Settings):
-    """Any arguments, by name; which ones an optimizer takes is looked at beside its name."""
-
-    model_config = ConfigDict(extra="allow")
-
-    # So pydantic is told of what type unknown keys are.
-    __pydantic_extra__: dict[str, OptimizerArgument] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
-        init=False
-    )
-
-    def given(self) -> dict[str, OptimizerArgument]:
-        """The arguments as the recipe has them."""
-        return dict(self.__pydantic_extra__)
-
-
-class TrainingSettings(Settings):
-    """How the LoRA is trained; each of these is part of the run's fingerprint."""
-
-    steps: int = Field(default=1000, ge=1, le=MAX_COUNT, description="Optimizer steps.")
-    batch_size: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Samples a process takes in one forward pass."
-    )
-    gradient_accumulation: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Forward passes in one optimizer step."
-    )
-    learning_rate: float = Field(default=1e-4, gt=0.0, description="After warm-up, before any decay.")
-    optimizer: Annotated[str, AfterValidator(check_optimizer)] = Field(
-        default="adamw",
-        description="adamw, adamw8bit (bitsandbytes, on a GPU), adafactor, prodigy (learning_rate: 1.0), "
-        "lion (with a third of AdamW's rate), schedule_free, or the import path of a torch optimizer.",
-    )
-    optimizer_arguments: OptimizerArguments = Field(
-        default_factory=OptimizerArguments,
-        description="Arguments of the optimizer beside the learning rate, such as weight_decay or betas.",
-    )
-    lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd"] = (
-        Field(
-            default="constant",
-            description="What the learning rate does after warm-up: stay, or go down to zero in a line, half "
-            "a cosine, several (lr_cycles), or a power (lr_power); wsd stays, then goes down in the "
-            "last decay_steps.",
-        )
-    )
-    lr_cycles: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Cosines of `lr_scheduler: cosine_with_restarts`."
-    )
-    lr_power: float = Field(default=1.0, gt=0.0, description="Of `lr_scheduler: polynomial`.")
-    decay_steps: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="Last steps, in which wsd goes down to zero.",
-    )
-    ema_decay: float | None = Field(
-        default=None,
-        gt=0.0,
-        lt=1.0,
-        description="The LoRA is an exponential moving average of the trained weights with this decay, such "
-        "as 0.99; null: the weights as they are.",
-    )
-    warmup_steps: int = Field(
-        default=0,
-        ge=0,
-        le=MAX_COUNT,
-        description="Steps in which the learning rate rises from zero; at most steps.",
-    )
-    loss: LossSettings = Field(default_factory=LossSettings, description="What is minimised.")
-    noise: NoiseSettings = Field(
-        default_factory=NoiseSettings, description="What is mixed into a latent beside plain noise."
-    )
-    timesteps: TimestepSettings = Field(
-        default_factory=TimestepSettings, description="Which noise levels are drawn."
-    )
-    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
-    seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")
-    checkpoint_every: int = Field(
-        default=250, ge=1, le=MAX_COUNT, description="Steps between two checkpoints."
-    )
-    sample_every: int = Field(
-        default=250, ge=0, le=MAX_COUNT, description="Steps between two sets of preview pictures; 0: none."
-    )
-    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Prompts of the preview pictures; empty: the first captions are used."
-    )
-    lora: LoraSettings = Field(default_factory=LoraSettings, description="The size of the adapter.")
-
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> TrainingSettings:
-        if self.warmup_steps > self.steps:
-            what = f"warmup_steps {self.warmup_steps} is more than steps {self.steps}"
-            fix = f"use at most {self.steps}, or raise training.steps"
-            raise_broken([Broken("warmup_steps", what, fix)], involves=("warmup_steps", "steps"))
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_takes_its_arguments(self) -> TrainingSettings:
-        if broken := unknown_arguments(self.optimizer, self.optimizer_arguments.given()):
-            raise_broken(broken, involves=("optimizer", "optimizer_arguments"))
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> TrainingSettings:
-        keys = ("optimizer", "lr_scheduler", "lr_cycles", "lr_power", "decay_steps", "warmup_steps", "steps")
-        if broken := broken_schedule(self):
-            raise_broken(broken, involves=keys)
-        return self
 
 
 class AccelerateSettings(Settings):
@@ -322,6 +207,13 @@ class RecipeFile(Settings):
         default_factory=RecacheSettings,
         description="When the cache is brought up to date without being asked.",
     )
+
+    @model_validator(mode="after")
+    def _weights_agree(self) -> RecipeFile:
+        weights = [dataset.weight for dataset in self.datasets]
+        if broken := broken_weights(weights, self.training.exhausted):
+            raise_broken(broken, involves=("datasets", "training"))
+        return self
 
 
 class Recipe(RecipeFile):

@@ -48,7 +48,10 @@ def _wrong_type(expected: str) -> Callable[[KeyPath, Any, dict[str, Any]], Descr
 
 def _type_fix(path: KeyPath, value: Any, expected: str) -> str:
     section = section_at(path)
-    default = getattr(field_at(path), "default", None)
+    info = field_at(path)
+    default = getattr(info, "default", None)
+    if default is None and info is not None and info.examples:
+        default = info.examples[0]
     fix = f"write {expected}"
     if expected == "true or false" and isinstance(value, str) and value.lower() in _SPOKEN:
         fix = f"write {_SPOKEN[value.lower()]}, without quotes"

@@ -32,7 +32,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     training = recipe.training
     schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
     if training.lr_scheduler != "constant":
-        schedule |= {"steps": training.steps, "cycles": training.lr_cycles, "power": training.lr_power}
+        schedule |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
         schedule |= {"decay_steps": training.decay_steps}
     dropout = recipe.text.caption_dropout
     return {
@@ -56,6 +56,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
             "num_processes": recipe.accelerate.num_processes,
             "caption_dropout": dropout,
             "underfilled": recipe.buckets.underfilled,
+            **_mix(recipe),
         },
         "loss": {
             **training.loss.model_dump(),
@@ -79,6 +80,11 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         },
         "mixed_precision": recipe.accelerate.mixed_precision,
     }
+
+
+def _mix(recipe: Recipe) -> Facts:
+    weights = {each.name: each.weight for each in recipe.datasets if each.weight is not None}
+    return {"weights": weights, "exhausted": recipe.training.exhausted} if weights else {}
 
 
 def run_id(facts: Facts) -> str:

@@ -48,6 +48,7 @@ class TrainingInput:
 
     Attributes:
         sample_id: Which.
+        dataset: Whose.
         bucket: Who may share a batch with it.
         repeats: How often an epoch shows it, >= 1.
         variants: At least one, by the number of the variant.
@@ -57,6 +58,7 @@ class TrainingInput:
     """
 
     sample_id: str
+    dataset: str
     bucket: str
     repeats: int
     variants: tuple[CaptionVariant, ...]
@@ -91,6 +93,7 @@ def training_inputs(
         inputs.append(
             TrainingInput(
                 sample_id=sample_id,
+                dataset=first["dataset"],
                 bucket=first["bucket"],
                 repeats=repeats[first["dataset"]],
                 variants=captions[sample_id],
@@ -124,6 +127,7 @@ def _flipped(row: Mapping[str, Any]) -> bool:
 
 _COLUMNS: dict[str, Any] = {
     "sample_id": pl.String,
+    "dataset": pl.String,
     "bucket": pl.String,
     "repeats": pl.Int32,
     "captions": pl.List(pl.String),
@@ -163,6 +167,7 @@ def spec_of(value: Mapping[str, Any]) -> EntrySpec:
 def _row(item: TrainingInput) -> Row:
     return {
         "sample_id": item.sample_id,
+        "dataset": item.dataset,
         "bucket": item.bucket,
         "repeats": item.repeats,
         "captions": [variant.caption for variant in item.variants],
@@ -184,6 +189,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
     return TrainingInput(
         sample_id=row["sample_id"],
+        dataset=row["dataset"],
         bucket=row["bucket"],
         repeats=row["repeats"],
         variants=tuple(map(CaptionVariant, row["captions"], texts)),

@@ -114,13 +114,13 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: TrainingSettings) 
             optimizer,
             num_warmup_steps=settings.warmup_steps,
             num_decay_steps=settings.decay_steps,
-            num_training_steps=settings.steps,
+            num_training_steps=settings.num_steps,
         )
     return get_scheduler(
         SCHEDULES[settings.lr_scheduler],
         optimizer=optimizer,
         num_warmup_steps=settings.warmup_steps,
-        num_training_steps=settings.steps,
+        num_training_steps=settings.num_steps,
         num_cycles=settings.lr_cycles,
         power=settings.lr_power,
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,13 @@ from typing import Any
 import polars as pl
 
 from pipeline.atomic import write_bytes, write_text
+from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
 from pipeline.runs import run_folder
 from pipeline.store import EntrySpec
 from pipeline.training.inputs import TrainingInput, as_frame, from_frame, pair, spec_of, tensors_json
-from pipeline.training.plan import PlanSample, PlanSettings, TrainingPlan
+from pipeline.training.mix import PlanSample
+from pipeline.training.plan import PlanSettings, TrainingPlan
 
 ORDER_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
@@ -71,23 +74,7 @@ class TrainingOrder:
         Raises:
             TrainingError: There is no sample.
         """
-        training = self.recipe.training
-        settings = PlanSettings(
-            steps=training.steps,
-            batch_size=training.batch_size,
-            gradient_accumulation=training.gradient_accumulation,
-            num_processes=self.recipe.accelerate.num_processes,
-            caption_dropout=self.recipe.text.caption_dropout,
-            seed=training.seed,
-            underfilled=self.recipe.buckets.underfilled,
-        )
-        samples = [
-            PlanSample(
-                row.sample_id, row.bucket, row.repeats, variants=len(row.variants), views=len(row.views)
-            )
-            for row in self.inputs
-        ]
-        return TrainingPlan(samples, settings)
+        return TrainingPlan(plan_samples(self.inputs), plan_settings(self.recipe))
 
     def write(self) -> Path:
         """Write order and inputs into the run's folder.
@@ -118,12 +105,67 @@ class TrainingOrder:
         plan = self.plan()
         if plan.settings.underfilled != "drop":
             return
-        epochs = range(-(-len(plan) // plan.steps_per_epoch))
-        rows = [(epoch, name, times) for epoch in epochs for name, times in plan.dropped(epoch).items()]
+        rows = [
+            (epoch, name, times)
+            for epoch in range(plan.num_epochs)
+            for name, times in plan.dropped(epoch).items()
+        ]
         schema = {"epoch": pl.Int32, "sample_id": pl.String, "times": pl.Int32}
         buffer = io.BytesIO()
         pl.DataFrame(rows, schema=schema, orient="row").write_parquet(buffer)
         write_bytes(self.folder / DROPPED_FILE, buffer.getvalue())
+
+
+def plan_samples(inputs: Iterable[TrainingInput]) -> list[PlanSample]:
+    """The samples as the plan sees them."""
+    return [
+        PlanSample(
+            sample_id=item.sample_id,
+            bucket=item.bucket,
+            repeats=item.repeats,
+            variants=len(item.variants),
+            views=len(item.views),
+            dataset=item.dataset,
+        )
+        for item in inputs
+    ]
+
+
+def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
+    """What the recipe says of its plan; `steps` stands in where the recipe counts epochs."""
+    training = recipe.training
+    return PlanSettings(
+        steps=training.num_steps if steps is None else steps,
+        batch_size=training.batch_size,
+        gradient_accumulation=training.gradient_accumulation,
+        num_processes=recipe.accelerate.num_processes,
+        caption_dropout=recipe.text.caption_dropout,
+        seed=training.seed,
+        underfilled=recipe.buckets.underfilled,
+        weights={each.name: each.weight for each in recipe.datasets if each.weight is not None},
+        exhausted=training.exhausted,
+    )
+
+
+def with_steps(recipe: Recipe, inputs: Iterable[TrainingInput]) -> Recipe:
+    """The recipe with its epochs counted in steps; itself when it counts steps already.
+
+    Raises:
+        TrainingError: Warm-up and decay take more steps than the epochs have.
+    """
+    training = recipe.training
+    if training.epochs is None:
+        return recipe
+    steps = TrainingPlan.steps_in(plan_samples(inputs), plan_settings(recipe, steps=1), training.epochs)
+    if training.warmup_steps + training.decay_steps > steps:
+        raise TrainingError(
+            f"{training.epochs} epochs are {steps} steps, and warmup_steps {training.warmup_steps} and "
+            f"decay_steps {training.decay_steps} together are more",
+            where="training.epochs",
+            fix=f"raise epochs, or let both together be at most {steps}",
+        )
+    settled = training.model_copy(update={"steps": steps, "epochs": None})
+    return recipe.model_copy(update={"training": settled})
 
 
 def read_order(path: Path) -> TrainingOrder:

@@ -10,33 +10,25 @@ The words used here, from the inside out:
     share         the slots of one rank in one micro-step, at most `batch_size`
     micro-batch   the shares of all ranks: one forward and backward on each rank; one bucket
     step          up to `gradient_accumulation` micro-batches, then the optimizer
-    epoch         each sample as often as its `repeats` say; never shares a step with the next epoch
+    epoch         each sample as often as its `repeats` say, or what `mix` makes of weights; never shares a
+                  step with the next epoch
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, overload
 
 from pipeline.errors import TrainingError
+from pipeline.training.mix import Draw, Exhausted, Mix, PlanSample
 from pipeline.training.seeding import hash_bits
 
 Underfilled = Literal["partial", "repeat", "drop"]
 """What becomes of the samples that do not fill a bucket's last micro-batch: a smaller one; one filled up with
 others of the bucket, from the epoch's order; or none in this epoch, and others in the next."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanSample:
-    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, counts are >= 1."""
-
-    sample_id: str
-    bucket: str
-    repeats: int = 1
-    variants: int = 1
-    views: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,6 +43,8 @@ class PlanSettings:
         caption_dropout: Share of the slots that see the empty caption, in [0, 1].
         seed: Of shuffle, dropout, variants and views.
         underfilled: What becomes of a bucket's remainder.
+        weights: Of the datasets, as `Mix` takes them.
+        exhausted: What happens when a dataset runs out, where there are weights.
     """
 
     steps: int
@@ -60,6 +54,8 @@ class PlanSettings:
     caption_dropout: float
     seed: int
     underfilled: Underfilled = "partial"
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])
+    exhausted: Exhausted = "leave"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +109,6 @@ class StepPlan:
         return [slot for micro in self.micro_batches for share in micro for slot in share if slot.weight > 0]
 
 
-@dataclass(frozen=True, slots=True)
-class _Draw:
-    """A sample's one appearance in an epoch."""
-
-    sample_id: str
-    occurrence: int
-
-
 class TrainingPlan(Sequence[StepPlan]):
     """All optimizer steps of a run; `plan[i]` costs one epoch's shuffle at most, and the last one is kept."""
 
@@ -135,16 +123,25 @@ class TrainingPlan(Sequence[StepPlan]):
         _require_usable(self.samples, settings)
         self._by_id = {sample.sample_id: sample for sample in self.samples}
         self._capacity = settings.batch_size * settings.num_processes
-        sizes: Counter[str] = Counter()
-        self._by_bucket: defaultdict[str, list[PlanSample]] = defaultdict(list)
-        for sample in self.samples:
-            sizes[sample.bucket] += sample.repeats
-            self._by_bucket[sample.bucket].append(sample)
-        self._bucket_sizes = dict(sorted(sizes.items()))
-        micro_batches = sum(self._micro_batches(size) for size in sizes.values())
-        _require_batches(micro_batches, self._bucket_sizes, self._capacity)
-        self.steps_per_epoch = -(-micro_batches // settings.gradient_accumulation)
-        self._epoch: tuple[int, list[list[_Draw]]] = (-1, [])
+        self._mix = Mix(self.samples, settings.seed, settings.weights, settings.exhausted)
+        self._bucket_sizes = self._mix.sizes(0)
+        self.steps_per_epoch = self._steps_of(0)
+        self._starts = [0, self.steps_per_epoch]
+        while not self._mix.constant and self._starts[-1] < settings.steps:
+            self._starts.append(self._starts[-1] + self._steps_of(len(self._starts) - 1))
+        self._epoch: tuple[int, list[list[Draw]]] = (-1, [])
+
+    @staticmethod
+    def steps_in(samples: Iterable[PlanSample], settings: PlanSettings, epochs: int) -> int:
+        """The optimizer steps of so many whole epochs; the `steps` of the settings are not looked at.
+
+        Raises:
+            TrainingError: As the plan itself.
+        """
+        plan = TrainingPlan(samples, replace(settings, steps=1))
+        if plan._mix.constant:
+            return epochs * plan.steps_per_epoch
+        return sum(plan._steps_of(epoch) for epoch in range(epochs))
 
     def __len__(self) -> int:
         """The number of optimizer steps, exactly."""
@@ -171,7 +168,7 @@ class TrainingPlan(Sequence[StepPlan]):
     def times_seen(self) -> dict[str, int]:
         """How often each sample is trained on over the whole plan, by sample_id; 0 for never."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
-        even = self.settings.underfilled == "partial" or self._remainder() == 0
+        even = self._mix.constant and (self.settings.underfilled == "partial" or self._remainder() == 0)
         seen = {sample.sample_id: sample.repeats * whole if even else 0 for sample in self.samples}
         for number in range(len(self) - rest if even else 0, len(self)):
             for slot in self._step(number).slots():
@@ -179,7 +176,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return seen
 
     def numbers(self) -> dict[str, int | float | str]:
-        """Facts for the log and the report, all of one epoch but `epochs` and `steps`."""
+        """Facts for the log and the report, all of the first epoch but `epochs` and `steps`."""
         capacity = self._capacity
         micro_batches = sum(self._micro_batches(size) for size in self._bucket_sizes.values())
         remainder = self._remainder()
@@ -188,7 +185,7 @@ class TrainingPlan(Sequence[StepPlan]):
         draws = everything - remainder if policy == "drop" else everything
         return {
             "steps": len(self),
-            "epochs": round(len(self) / self.steps_per_epoch, 3),
+            "epochs": round(self._epochs(), 3),
             "steps_per_epoch": self.steps_per_epoch,
             "draws_per_epoch": draws,
             "micro_batches_per_epoch": micro_batches,
@@ -204,10 +201,33 @@ class TrainingPlan(Sequence[StepPlan]):
         if self.settings.underfilled != "drop":
             return {}
         left_out = Counter[str]()
-        for bucket in self._bucket_sizes:
-            draws = self._draws(bucket, epoch)
+        for bucket, draws in self._mix.draws(epoch).items():
             left_out.update(draw.sample_id for draw in self._left_out(bucket, draws, epoch))
         return dict(sorted(left_out.items()))
+
+    @property
+    def num_epochs(self) -> int:
+        """How many epochs there are, the last one perhaps cut short."""
+        return self._place(len(self) - 1)[0] + 1
+
+    def _epochs(self) -> float:
+        if self._mix.constant:
+            return len(self) / self.steps_per_epoch
+        epoch, place = self._place(len(self) - 1)
+        return epoch + (place + 1) / (self._starts[epoch + 1] - self._starts[epoch])
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The epoch of a step, and which of its steps it is."""
+        if self._mix.constant:
+            return divmod(number, self.steps_per_epoch)
+        epoch = bisect_right(self._starts, number) - 1
+        return epoch, number - self._starts[epoch]
+
+    def _steps_of(self, epoch: int) -> int:
+        sizes = self._mix.sizes(epoch)
+        micro_batches = sum(self._micro_batches(size) for size in sizes.values())
+        _require_batches(micro_batches, sizes, self._capacity)
+        return -(-micro_batches // self.settings.gradient_accumulation)
 
     def _micro_batches(self, bucket_size: int) -> int:
         if self.settings.underfilled == "drop":
@@ -219,7 +239,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return sum(size % self._capacity for size in self._bucket_sizes.values())
 
     def _step(self, number: int) -> StepPlan:
-        epoch, place = divmod(number, self.steps_per_epoch)
+        epoch, place = self._place(number)
         if self._epoch[0] != epoch:
             self._epoch = (epoch, self._shuffled(epoch))
         window = self.settings.gradient_accumulation
@@ -232,7 +252,7 @@ class TrainingPlan(Sequence[StepPlan]):
             index += len(group)
         return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
 
-    def _slot(self, draw: _Draw, index: int, epoch: int) -> Slot:
+    def _slot(self, draw: Draw, index: int, epoch: int) -> Slot:
         sample = self._by_id[draw.sample_id]
         return Slot(
             sample_id=draw.sample_id,
@@ -244,65 +264,65 @@ class TrainingPlan(Sequence[StepPlan]):
             view=self._drawn("view", draw, epoch) % sample.views if sample.views > 1 else 0,
         )
 
-    def _drawn(self, purpose: str, draw: _Draw, epoch: int) -> int:
+    def _drawn(self, purpose: str, draw: Draw, epoch: int) -> int:
         """64 bits that depend on nothing but the seed, the sample, the epoch, and which of its repeats."""
         return hash_bits(64, self.settings.seed, purpose, draw.sample_id, epoch, draw.occurrence)
 
-    def _shuffled(self, epoch: int) -> list[list[_Draw]]:
+    def _shuffled(self, epoch: int) -> list[list[Draw]]:
         """An epoch's micro-batches, in order.
 
         Samples are shuffled inside their bucket, which also rotates who is in the partial micro-batch; then
-        the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order.
+        the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order. Where
+        datasets are mixed by weights, a micro-batch's turn is when its samples are due on average.
         """
-        turns: list[tuple[int, str]] = []
-        batches: dict[str, Iterator[list[_Draw]]] = {}
-        for bucket in self._bucket_sizes:
-            mixed = self._in_batches(bucket, epoch)
+        turns: list[tuple[float, str]] = []
+        batches: dict[str, Iterator[list[Draw]]] = {}
+        for bucket, draws in self._mix.draws(epoch).items():
+            mixed = self._in_batches(bucket, draws, epoch)
             starts = range(0, len(mixed), self._capacity)
-            batches[bucket] = iter([mixed[start : start + self._capacity] for start in starts])
-            turns += [
-                (hash_bits(64, self.settings.seed, "turn", bucket, epoch, turn), bucket)
-                for turn in range(len(starts))
-            ]
+            groups = [mixed[start : start + self._capacity] for start in starts]
+            batches[bucket] = iter(groups)
+            turns += [(self._turn(bucket, epoch, turn, group), bucket) for turn, group in enumerate(groups)]
         return [next(batches[bucket]) for _, bucket in sorted(turns)]
 
-    def _draws(self, bucket: str, epoch: int) -> list[_Draw]:
-        """Every appearance of the bucket's samples, in the epoch's order."""
-        seed = self.settings.seed
-        order = sorted(
-            (hash_bits(64, seed, "sample", sample.sample_id, epoch, occurrence), sample.sample_id, occurrence)
-            for sample in self._by_bucket[bucket]
-            for occurrence in range(sample.repeats)
-        )
-        return [_Draw(sample_id, occurrence) for _, sample_id, occurrence in order]
+    def _turn(self, bucket: str, epoch: int, turn: int, group: Sequence[Draw]) -> float:
+        if self.settings.weights:
+            return sum(draw.due for draw in group) / len(group)
+        return hash_bits(64, self.settings.seed, "turn", bucket, epoch, turn)
 
-    def _in_batches(self, bucket: str, epoch: int) -> list[_Draw]:
+    def _in_batches(self, bucket: str, draws: list[Draw], epoch: int) -> list[Draw]:
         """The bucket's draws, cut or filled up to whole micro-batches where the recipe asks for it.
 
         What fills up is a further occurrence, so that its dropout is drawn anew.
         """
-        draws = self._draws(bucket, epoch)
         if self.settings.underfilled == "drop":
             left_out = set(self._left_out(bucket, draws, epoch))
             return [draw for draw in draws if draw not in left_out]
         missing = -len(draws) % self._capacity
         if self.settings.underfilled == "partial" or missing == 0:
             return draws
-        repeats = {sample.sample_id: sample.repeats for sample in self._by_bucket[bucket]}
+        times = Counter(draw.sample_id for draw in draws)
         filling = [(at // len(draws), draws[at % len(draws)]) for at in range(missing)]
         return draws + [
-            _Draw(draw.sample_id, draw.occurrence + repeats[draw.sample_id] * (1 + turn))
+            Draw(draw.sample_id, draw.occurrence + times[draw.sample_id] * (1 + turn), draws[-1].due)
             for turn, draw in filling
         ]
 
-    def _left_out(self, bucket: str, draws: Sequence[_Draw], epoch: int) -> list[_Draw]:
+    def _left_out(self, bucket: str, draws: Sequence[Draw], epoch: int) -> list[Draw]:
         """The draws that the epoch leaves out: a window that moves on by its own length each epoch.
 
-        So no draw is left out twice before every other was left out once (FAILURES B02).
+        So no draw is left out twice before every other was left out once (FAILURES B02). Where epochs differ
+        in their draws it is the last ones.
         """
         size = len(draws)
         remainder = size % self._capacity
-        fixed = self._draws(bucket, -1)
+        if not self._mix.constant:
+            return list(draws[size - remainder :])
+        if self.settings.weights:
+            by_name = {(draw.sample_id, draw.occurrence): draw for draw in draws}
+            fixed = [by_name[draw.sample_id, draw.occurrence] for draw in self._mix.shuffled(bucket, -1)]
+        else:
+            fixed = self._mix.shuffled(bucket, -1)
         return [fixed[(epoch * remainder + at) % size] for at in range(remainder)]
 
 

@@ -27,7 +27,7 @@ from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, 
 from pipeline.training.inputs import TrainingInput, training_inputs
 from pipeline.training.locking import only_one
 from pipeline.training.objective import require_objective
-from pipeline.training.order import Prompt, TrainingOrder
+from pipeline.training.order import Prompt, TrainingOrder, with_steps
 from pipeline.training.provenance import provenance
 from pipeline.training.publish import TABLE_FILE, accept_result, mark_finished, publish, read_finished
 
@@ -68,6 +68,7 @@ def train_lora(
     entries = Entries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
     inputs = training_inputs(recipe, entries, latents, text)
+    epochs, recipe = recipe.training.epochs, with_steps(recipe, inputs)
     facts = run_facts(recipe, entries, inputs)
     run = run_id(facts)
     layout = RunLayout(run_folder(recipe.output_dir, run))
@@ -81,13 +82,16 @@ def train_lora(
     )
     table = trained_table(latents, order)
     with only_one(layout.lock, log):
-        finished = read_finished(layout, steps=recipe.training.steps, recipe_name=recipe.name)
+        finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
         launched = finished is None
         if finished is None:
             finished = _train(order, facts, table, launch=launch, log=log)
             watch.startup_s = finished["startup_s"]
         else:
             log(f"run {run} is finished and unchanged: nothing is launched")
+        if finished.get("epochs") != epochs:
+            finished["epochs"] = epochs
+            mark_finished(layout, finished)
         replaced = publish(layout, recipe.output_dir / "lora", finished)
     log(f"lora/ holds run {run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
     report = _report(order, finished, launched=launched)

@@ -21,6 +21,7 @@ def recipe(**training: Any) -> Recipe:
         {"lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
         {"lr_scheduler": "polynomial", "lr_power": 2.0},
         {"ema_decay": 0.99},
+        {"epochs": 3, "warmup_steps": 5000},
     ],
     ids=str,
 )
@@ -44,6 +45,8 @@ def test_a_recipe_may_say_so(training: dict[str, Any]) -> None:
         ({"lr_power": 2.0}, "set lr_scheduler: polynomial"),
         ({"lr_scheduler": "polynomial", "learning_rate": 1e-8}, "raise it"),
         ({"ema_decay": 1.0}, "less than 1"),
+        ({"steps": 5, "epochs": 2}, "remove one of the two"),
+        ({"exhausted": "repeat"}, "give each dataset a weight"),
     ],
     ids=str,
 )

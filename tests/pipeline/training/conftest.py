@@ -79,13 +79,17 @@ def tiny_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., Project]:
-    """Makes a project below the test's own folder; keyword arguments are settings of `training`."""
+    """Makes a project below the test's own folder; keyword arguments are settings of `training`.
+
+    Its samples go to its datasets in turns.
+    """
 
     def make(
         *,
         prediction: str = "epsilon",
         sizes: dict[str, int] | None = None,
         dropout: float = 0.25,
+        datasets: dict[str, dict[str, Any]] | None = None,
         **training: Any,
     ) -> Project:
         settings = {"steps": 6, "batch_size": 2, "gradient_accumulation": 2, "seed": 7, "learning_rate": 1e-2}
@@ -96,7 +100,10 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
             **training,
         }
         values = {
-            "datasets": [{"name": "photos", "path": tmp_path / "photos"}],
+            "datasets": [
+                {"name": name, "path": tmp_path / name, **settings}
+                for name, settings in (datasets or {"photos": {}}).items()
+            ],
             "cache_dir": tmp_path / "cache",
             "output_dir": tmp_path / "output",
             "model": {"base": str(tiny_bases[prediction])},
@@ -121,7 +128,8 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     put(entries, entries.text(""))
     for bucket, number in sizes.items():
         for index in range(number):
-            row = geometry_row(bucket, index)
+            dataset = recipe.datasets[index % len(recipe.datasets)].name
+            row = geometry_row(bucket, index, dataset)
             ids = {name: row[name] for name in ("sample_id", "dataset", "path")}
             spec = entries.latent(row)
             channels, height, width = spec.tensors["latent"].shape
@@ -133,7 +141,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     return frame("vae_latents", latents), frame("text_embeddings", text)
 
 
-def geometry_row(bucket: str, index: int) -> dict[str, Any]:
+def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
     """One sample whose geometry is what its bucket's name says, with a few rows cropped away."""
     height, width = (int(edge) for edge in bucket.split("x"))
     geometry = PLACEMENT.assign(Size(2 * height + 8, 2 * width))
@@ -141,8 +149,8 @@ def geometry_row(bucket: str, index: int) -> dict[str, Any]:
     assert geometry.bucket == bucket
     path = f"{bucket}-{index}.jpg"
     return {
-        "sample_id": f"photos/{path}",
-        "dataset": "photos",
+        "sample_id": f"{dataset}/{path}",
+        "dataset": dataset,
         "path": path,
         "content_hash": hashlib.sha256(path.encode()).hexdigest(),
         "height": geometry.original_size.height,

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.training.plan import PlanSample, PlanSettings, Slot, StepPlan, TrainingPlan, Underfilled
+from pipeline.training.mix import PlanSample
+from pipeline.training.plan import PlanSettings, Slot, StepPlan, TrainingPlan, Underfilled
 
 
 def settings_of(

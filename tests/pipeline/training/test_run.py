@@ -11,6 +11,8 @@ import polars as pl
 import pytest
 from safetensors.torch import load_file
 
+from pipeline.checks import trained_lora
+from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
 from pipeline.runs import RunLayout, read_metrics
@@ -169,6 +171,42 @@ def test_more_steps_go_on_from_a_run_whose_schedule_does_not_depend_on_them(
     shorter = run(project, launch)
     assert shorter.report["resumed_from"] == 6
     assert shorter.report["steps"] == 6
+
+
+def test_epochs_are_counted_in_steps_and_the_gate_knows_how_many_there_should_be(
+    make_project: Callable[..., Project],
+) -> None:
+    weighted = {"photos": {"weight": 3.0}, "studio": {"weight": 1.0}}
+    project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
+    launch = Here()
+    result = run(project, launch)
+    plan = read_order(launch.launched[0]).plan()
+    assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
+    assert result.report["steps"] == len(plan)
+    assert completed(project)
+    other = project.changed("output", epochs=3)
+    assert not completed(other)
+    assert run(other, launch).report["resumed_from"] == len(plan)
+    assert completed(other)
+    assert not completed(project)
+    in_steps = project.changed("output", epochs=None, steps=len(plan))
+    assert run(in_steps, launch).report["run"] == result.report["run"]
+    assert completed(in_steps)
+    run(project, launch)
+    assert completed(project)
+
+
+def completed(project: Project) -> bool:
+    context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
+    return next(each.passed for each in trained_lora.run(context) if each.name == "plan_completed")
+
+
+def test_decay_that_takes_more_steps_than_the_epochs_have_is_refused(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=None, epochs=2, lr_scheduler="wsd", decay_steps=30)
+    with pytest.raises(TrainingError, match="2 epochs are 6 steps"):
+        run(project, Here())
 
 
 def test_R12_an_interrupted_run_goes_on_when_it_is_started_again(
