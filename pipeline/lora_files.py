@@ -1,11 +1,19 @@
 """The LoRA files that a run leaves: their names, their keys in each layout, and reading them without torch.
 
-A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (rank, in), `up` (out, rank).
+A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (rank, in), `up` (out, rank). Of a
+convolution they are (rank, in, height, width) and (out, rank, 1, 1), and their product is that of both
+flattened to matrices. With DoRA (https://arxiv.org/abs/2402.09353) each row of the sum is then divided by its
+length and multiplied by a trained one.
 
     layout       a module's down matrix, up matrix, and alpha
     diffusers    <denoiser>.<module>.lora_A.weight <denoiser>.<module>.lora_B.weight  in the file's metadata
     kohya        <kohya key>.lora_down.weight      <kohya key>.lora_up.weight         <kohya key>.alpha
     comfyui      <comfyui key>.lora_down.weight    <comfyui key>.lora_up.weight       <comfyui key>.alpha
+
+DoRA's lengths are <denoiser>.<module>.lora_magnitude_vector in diffusers' layout, as peft keeps them, and
+<key>.dora_scale (out, 1) in the two others. In ComfyUI's they are other numbers: ComfyUI divides a row by the
+length that it had in the base model (`weight_decompose` in comfy/weight_adapter/base.py), so that each is
+multiplied by the base row's length over the adapted row's, which comes to the same weights.
 
 <denoiser> is unet or transformer. In kohya's layout some modules are parts of one layer, as in the original
 code: query, key and value, say. With n parts of rank r the layer's down matrix is theirs one below the other,
@@ -21,6 +29,8 @@ comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and sca
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -63,6 +73,8 @@ class LoraModule:
         out_features: Rows of `up`.
         rank: Rows of `down`.
         alpha: The module's scale is alpha / rank.
+        kernel: (height, width) of a convolution; empty for a linear layer.
+        magnitude: Whether it has DoRA's lengths.
         kohya_part: Which part of its layer it is in kohya's layout.
         kohya_outs: Rows of each part's `up` in that layer; empty where the module is a layer of its own.
     """
@@ -75,6 +87,8 @@ class LoraModule:
     out_features: int
     rank: int
     alpha: float
+    kernel: tuple[int, ...] = ()
+    magnitude: bool = False
     kohya_part: int = 0
     kohya_outs: tuple[int, ...] = ()
 
@@ -85,13 +99,29 @@ class LoraModule:
         key = self.kohya if layout == "kohya" else self.comfyui
         return f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"
 
+    def magnitude_key(self, layout: Layout) -> str:
+        """The key of DoRA's lengths."""
+        if layout == "diffusers":
+            return f"{self.diffusers}.lora_magnitude_vector"
+        return f"{self.kohya if layout == 'kohya' else self.comfyui}.dora_scale"
+
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
         """Key to shape of each tensor that holds the module, or the layer that it is a part of."""
         down, up, alpha = self.keys(layout)
         outs = self._outs(layout)
         rank = self.rank * len(outs)
-        shapes: dict[str, tuple[int, ...]] = {down: (rank, self.in_features), up: (sum(outs), rank)}
-        return shapes if alpha is None else {**shapes, alpha: ()}
+        ones = (1,) * len(self.kernel)
+        shapes: dict[str, tuple[int, ...]] = {
+            down: (rank, self.in_features, *self.kernel),
+            up: (sum(outs), rank, *ones),
+        }
+        if alpha is not None:
+            shapes[alpha] = ()
+        if self.magnitude and layout == "diffusers":
+            shapes[self.magnitude_key(layout)] = (1, sum(outs), *ones) if ones else (sum(outs),)
+        elif self.magnitude:
+            shapes[self.magnitude_key(layout)] = (sum(outs), 1, *ones)
+        return shapes
 
     def place(self, layout: Layout) -> tuple[slice, slice]:
         """Where the module's own factors lie: rows of the `down` in the file, and rows of the `up`.
@@ -114,7 +144,8 @@ class LoraModule:
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LoraModule:
         """The inverse of `as_json`."""
-        return replace(LoraModule(**value), kohya_outs=tuple(value["kohya_outs"]))
+        module = LoraModule(**value)
+        return replace(module, kohya_outs=tuple(module.kohya_outs), kernel=tuple(module.kernel))
 
 
 @dataclass(frozen=True)
@@ -159,7 +190,7 @@ def read_lora_file(path: Path) -> LoraFile:
 
 
 def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:
-    """(down, up) of one module: (rank, in) and (out, rank), arrays or tensors as `tensors` has them.
+    """(down, up) of one module, of as many dimensions as its weight; arrays or tensors as `tensors` has them.
 
     Raises:
         KeyError: One of the two is not there.
@@ -167,6 +198,16 @@ def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> t
     down, up, _ = module.keys(layout)
     ranks, outs = module.place(layout)
     return tensors[down][ranks], tensors[up][outs, ranks]
+
+
+def lengths(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> Any:
+    """DoRA's lengths of one module's rows as the layout holds them, (out,).
+
+    Raises:
+        KeyError: They are not there.
+    """
+    _, outs = module.place(layout)
+    return tensors[module.magnitude_key(layout)].reshape(-1)[outs]
 
 
 def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
@@ -177,13 +218,17 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     """
     down_key, _, alpha_key = module.keys(layout)
     try:
-        rank = file.tensors[down_key].shape[0]
         if alpha_key is not None:
-            return float(file.tensors[alpha_key]) / rank
-        adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
+            return float(file.tensors[alpha_key]) / file.tensors[down_key].shape[0]
         component = module.diffusers.removesuffix(f".{module.name}")
-        return float(adapter[f"{component}.lora_alpha"]) / int(adapter[f"{component}.r"])
-    except (KeyError, ValueError, TypeError) as err:
+        prefix = f"{component}."
+        adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
+        own = {key.removeprefix(prefix): value for key, value in adapter.items() if key.startswith(prefix)}
+        key = f"^{re.escape(module.name)}"
+        rank = int((own.get("rank_pattern") or {}).get(key, own["r"]))
+        alpha = float((own.get("alpha_pattern") or {}).get(key, own["lora_alpha"]))
+        return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
+    except (KeyError, ValueError, TypeError, AttributeError) as err:
         what = f"the file does not say alpha and rank of {module.name}: {err}"
         fix = "materialize trained_lora again"
         raise TrainingError(what, where=str(file.path), fix=fix) from err

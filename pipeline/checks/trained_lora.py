@@ -24,9 +24,11 @@ from pipeline.lora_files import (
     LoraModule,
     factors,
     layout_file,
+    lengths,
     module_scale,
     read_lora_file,
 )
+from pipeline.recipe import LoraSettings
 from pipeline.runs import Metrics, RunLayout, read_metrics, run_folder
 
 _AGAIN = "delete lora/ and materialize trained_lora again"
@@ -38,8 +40,7 @@ class _Result:
 
     steps: int
     asked_steps: int
-    rank: int
-    alpha: float
+    asked: LoraSettings
     metrics: list[Metrics]
     modules: list[LoraModule]
     recorded: dict[str, dict[str, Any]]
@@ -79,8 +80,7 @@ def _read(context: CheckContext) -> _Result:
         return _Result(
             steps=int(finished["steps"]),
             asked_steps=steps,
-            rank=recipe.training.lora.rank,
-            alpha=recipe.training.lora.alpha,
+            asked=recipe.training.lora,
             metrics=read_metrics(layout.metrics, steps),
             modules=[LoraModule.from_json(module) for module in finished["modules"]],
             recorded={item["name"]: item for item in finished["files"]},
@@ -128,8 +128,8 @@ def _adapter_not_zero(result: _Result) -> Outcome:
     for module in result.modules:
         down, up, _ = module.keys("diffusers")
         if down in file.tensors and up in file.tensors:
-            delta = file.tensors[up] @ file.tensors[down]
-            norms[module.name] = float(np.linalg.norm(delta)) * module.alpha / module.rank
+            rows, columns = (file.tensors[key].reshape(len(file.tensors[key]), -1) for key in (up, down))
+            norms[module.name] = float(np.linalg.norm(rows @ columns)) * module.alpha / module.rank
     zero = [name for name, norm in norms.items() if norm == 0.0]
     odd = [name for name, norm in norms.items() if not math.isfinite(norm)]
     numbers = {
@@ -155,7 +155,7 @@ def _reload_equals(result: _Result) -> Outcome:
         rows += [
             {"file": file.path.name, "module": module.name, "reason": reason}
             for module in result.modules
-            if (reason := _difference(result.files["diffusers"], file, module, layout))
+            if (reason := _difference(result, file, module, layout))
         ]
     errors = {name: item.get("max_error") for name, item in result.recorded.items()}
     if rows:
@@ -165,22 +165,29 @@ def _reload_equals(result: _Result) -> Outcome:
     return Outcome(True, summary, numbers=errors)
 
 
-def _difference(reference: LoraFile, file: LoraFile, module: LoraModule, layout: Layout) -> str:
-    """Why the module's factors in `file` are not those of the diffusers layout; empty when they are."""
+def _difference(result: _Result, file: LoraFile, module: LoraModule, layout: Layout) -> str:
+    """Why the module's adapter in `file` is not that of the diffusers layout; empty when it is."""
+    reference = result.files["diffusers"]
     try:
-        scale, expected = module_scale(file, module, layout), module.alpha / module.rank
+        scale, expected = module_scale(file, module, layout), result.asked.scale_of(module.name)
     except TrainingError as err:
         return err.what
     if not math.isclose(scale, expected, rel_tol=1e-6):
-        return f"scaled by {scale}, trained with {expected}"
+        return f"scaled by {scale}, asked for {expected}"
     try:
         expected_factors = factors(reference.tensors, module, "diffusers")
         found = factors(file.tensors, module, layout)
+        own_lengths = lengths(reference.tensors, module, "diffusers") if module.magnitude else np.ones(1)
+        other_lengths = lengths(file.tensors, module, layout) if module.magnitude else np.ones(1)
     except KeyError as err:
         return f"{err.args[0]} is missing"
     for key, own, other in zip(module.keys(layout)[:2], expected_factors, found, strict=True):
         if not np.array_equal(own, other):
             return f"{key} holds other numbers than the diffusers layout"
+    if not np.isfinite(other_lengths).all() or (
+        layout != "comfyui" and not np.array_equal(own_lengths, other_lengths)
+    ):
+        return f"{module.magnitude_key(layout)} holds other lengths than the diffusers layout"
     return ""
 
 
@@ -199,18 +206,19 @@ def _shapes(result: _Result) -> Outcome:
             for key in sorted({*found, *expected})
             if found.get(key) != expected.get(key)
         ]
+    ranks = sorted({result.asked.size_of(module.name)[0] for module in result.modules})
+    asked = f"rank {', '.join(map(str, ranks))}"
     if rows or not result.modules:
-        summary = (
-            f"{len(rows)} keys are missing, unknown, or of another shape than rank {result.rank} asks for"
-        )
+        summary = f"{len(rows)} keys are missing, unknown, or of another shape than {asked} asks for"
         return Outcome(False, summary, _AGAIN, rows=rows)
-    summary = f"all keys of {len(result.modules)} modules have rank {result.rank} in each layout"
-    return Outcome(True, summary, numbers={"modules": len(result.modules), "rank": result.rank})
+    summary = f"all keys of {len(result.modules)} modules have {asked} in each layout"
+    numbers = {"modules": len(result.modules), "rank": ranks[-1]}
+    return Outcome(True, summary, numbers=numbers)
 
 
 def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Key to shape of every tensor in the layout's file, for the rank that the recipe asks for."""
-    asked = (replace(module, rank=result.rank) for module in result.modules)
+    """Key to shape of every tensor in the layout's file, for the ranks that the recipe asks for."""
+    asked = (replace(module, rank=result.asked.size_of(module.name)[0]) for module in result.modules)
     return {key: shape for module in asked for key, shape in module.shapes(layout).items()}
 
 

@@ -23,8 +23,12 @@ _ORIGINAL = {
     "x_block_attn_proj": ("attn.to_out.0",),
     "x_block_attn2_qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
     "x_block_attn2_proj": ("attn2.to_out.0",),
+    "x_block_mlp_fc1": ("ff.net.0.proj",),
+    "x_block_mlp_fc2": ("ff.net.2",),
     "context_block_attn_qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
     "context_block_attn_proj": ("attn.to_add_out",),
+    "context_block_mlp_fc1": ("ff_context.net.0.proj",),
+    "context_block_mlp_fc2": ("ff_context.net.2",),
 }
 """Layers of Stability AI's MMDiT to diffusers' modules."""
 
@@ -100,7 +104,7 @@ class StableDiffusion3(FlowTransformer):
             raise FamilyError(
                 f"the module {module} has no name in kohya's layout",
                 where=str(self.folder / "transformer" / "config.json"),
-                fix="adapt attention modules only",
+                fix="adapt attention and feed-forward modules only",
             )
         modules = tuple(f"transformer_blocks.{found[1]}.{name}" for name in layer[1])
         return Layer(f"lora_unet_joint_blocks_{found[1]}_{layer[0]}", modules)

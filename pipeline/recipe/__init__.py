@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
-from pipeline.recipe.lora import LoraSettings
+from pipeline.recipe.lora import LoraSettings, RankSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
@@ -32,6 +32,7 @@ __all__ = [
     "LossSettings",
     "ModelSettings",
     "NoiseSettings",
+    "RankSettings",
     "RecacheSettings",
     "Recipe",
     "TextSettings",

@@ -1,16 +1,123 @@
-"""The section `training.lora`: the adapter."""
+"""The adapter of a recipe: its size, which modules it is put on, and of what kind it is."""
 
 from __future__ import annotations
 
-from pydantic import Field
+from fnmatch import fnmatchcase
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, Field, model_validator
+
+from pipeline.recipe.rules import Broken, raise_broken, reject
 from pipeline.recipe.section import Settings
+
+MAX_RANK = 4096
+
+
+def _check_pattern(value: str) -> str:
+    if any(sign in value for sign in " /\\^$|()+"):
+        reject(
+            f"{value!r} is no pattern of module paths",
+            "write a dotted path with * for any text and ? for any one character, such as *.attn2.to_q",
+        )
+    return value
+
+
+ModulePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
+"""Of dotted module paths in the diffusers denoiser, as `fnmatch` reads it: * also matches dots."""
+
+
+class RankSettings(Settings):
+    """Modules whose rank is not that of the others."""
+
+    modules: ModulePattern = Field(
+        description="Pattern of their dotted paths in the diffusers model, such as `*.attn2.*`."
+    )
+    rank: int = Field(ge=1, le=MAX_RANK, description="Inner dimension of their adapter matrices.")
+    alpha: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Their alpha; null: in proportion, so that they are scaled as the others are.",
+    )
 
 
 class LoraSettings(Settings):
-    """The size of the adapter."""
+    """The adapter: its size, its modules and its kind."""
 
-    rank: int = Field(default=16, ge=1, le=4096, description="Inner dimension of each adapter matrix.")
+    rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Inner dimension of each adapter matrix.")
     alpha: float = Field(
         default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
     )
+    dropout: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="Share of each adapter's inputs that a training step leaves out, drawn from the seed.",
+    )
+    targets: Literal["family", "attention", "blocks"] = Field(
+        default="family",
+        description="Which modules get an adapter. family: those that docs/families.md names. attention: the "
+        "linear layers of every attention. blocks: every linear layer of the repeated blocks, attention and "
+        "feed-forward.",
+    )
+    modules: tuple[ModulePattern, ...] = Field(
+        default=(),
+        description="In place of `targets`: patterns of dotted paths in the diffusers model, with * and ?, "
+        "such as `*.attn2.to_q`.",
+    )
+    ranks: tuple[RankSettings, ...] = Field(
+        default=(), description="Ranks of their own for some modules; the first pattern that fits counts."
+    )
+    dora: bool = Field(
+        default=False,
+        description="Also train the length of each row of the adapted weights (DoRA, "
+        "https://arxiv.org/abs/2402.09353): closer to full training, slower. diffusers reads it from its own "
+        "layout only.",
+    )
+    rslora: bool = Field(
+        default=False,
+        description="Scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732), so that large ranks "
+        "learn as fast as small ones. Files hold an alpha that comes to the same.",
+    )
+    init: Literal["kaiming", "gaussian"] = Field(
+        default="kaiming",
+        description="Of the down matrices: uniform as a linear layer's, or normal with deviation 1 / rank. "
+        "The up matrices begin at zero.",
+    )
+
+    @model_validator(mode="after")
+    def _ranks_differ(self) -> LoraSettings:
+        seen: set[str] = set()
+        for index, each in enumerate(self.ranks):
+            if each.modules in seen:
+                what = f"the pattern {each.modules} stands there before, and the first that fits counts"
+                raise_broken([Broken(f"ranks[{index}].modules", what, "remove one of the two")])
+            seen.add(each.modules)
+        return self
+
+    @model_validator(mode="after")
+    def _modules_or_targets(self) -> LoraSettings:
+        if self.modules and self.targets != "family":
+            what = f"targets: {self.targets} has no effect beside modules"
+            raise_broken([Broken("targets", what, "remove one of the two")], involves=("targets", "modules"))
+        return self
+
+    @property
+    def family_modules(self) -> bool:
+        """Whether the adapted modules are just those that the family names."""
+        return self.targets == "family" and not self.modules
+
+    def rule_of(self, module: str) -> RankSettings | None:
+        """The entry of `ranks` that counts for a module; None where `rank` and `alpha` do."""
+        return next((each for each in self.ranks if fnmatchcase(module, each.modules)), None)
+
+    def size_of(self, module: str) -> tuple[int, float]:
+        """(rank, alpha) of the module with this dotted path."""
+        rule = self.rule_of(module)
+        if rule is None:
+            return self.rank, self.alpha
+        return rule.rank, self.alpha * rule.rank / self.rank if rule.alpha is None else rule.alpha
+
+    def scale_of(self, module: str) -> float:
+        """What the product of the module's two matrices is multiplied by."""
+        rank, alpha = self.size_of(module)
+        return alpha / rank**0.5 if self.rslora else alpha / rank

@@ -120,7 +120,7 @@ class TrainingSettings(Settings):
     sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Prompts of the preview pictures; empty: the first captions are used."
     )
-    lora: LoraSettings = Field(default_factory=LoraSettings, description="The size of the adapter.")
+    lora: LoraSettings = Field(default_factory=LoraSettings, description="The adapter that is trained.")
 
     @property
     def num_steps(self) -> int:

@@ -20,8 +20,17 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.families.files import read_json
-from pipeline.lora_files import LAYOUTS, Layout, LoraModule, factors, layout_file
-from pipeline.training.lora import ADAPTER, adapter_state, delta_weights, lora_modules
+from pipeline.lora_files import LAYOUTS, LoraModule, layout_file
+from pipeline.training.layouts import (
+    DEFECT,
+    Effects,
+    Lengths,
+    describe_modules,
+    effects,
+    effects_by_rule,
+    layout_tensors,
+)
+from pipeline.training.lora import ADAPTER, adapter_state, delta_weights, magnitudes, row_lengths
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -29,9 +38,6 @@ if TYPE_CHECKING:
 RELOAD_TOLERANCE = 1e-6
 """Largest difference of a delta weight, relative to the largest delta weight of its module: the files hold
 the very float32 factors, so only the order of a product's additions may differ."""
-
-
-_DEFECT = "report this as a defect, with the versions of diffusers and peft; the last checkpoint is kept"
 
 
 @dataclass(frozen=True)
@@ -69,42 +75,25 @@ class Exporter:
 
     def modules(self, denoiser: nn.Module) -> list[LoraModule]:
         """The modules that have an adapter, with their names in each layout."""
-        described: list[LoraModule] = []
-        for name, module in lora_modules(denoiser):
-            down, up = (cast("nn.Linear", side[ADAPTER]).weight for side in (module.lora_A, module.lora_B))
-            layer = self._family.kohya_layer(name)
-            outs = tuple(_out_features(denoiser, part) for part in layer.modules)
-            described.append(
-                LoraModule(
-                    name=name,
-                    diffusers=f"{self._component}.{name}",
-                    kohya=layer.key,
-                    comfyui=self._family.comfyui_key(name),
-                    in_features=down.shape[1],
-                    out_features=up.shape[0],
-                    rank=down.shape[0],
-                    alpha=float(cast("Any", module).lora_alpha[ADAPTER]),
-                    kohya_part=layer.modules.index(name),
-                    kohya_outs=outs if len(outs) > 1 else (),
-                )
-            )
-        return described
+        return describe_modules(self._family, denoiser)
 
     def export(self, denoiser: nn.Module, folder: Path) -> list[ExportedFile]:
         """Write the three files into `folder`, which is emptied first, and read each of them back.
 
         Raises:
-            TrainingError: A file does not give back the delta weights in memory (FAILURES R06).
+            TrainingError: A file does not give back the delta weights in memory (FAILURES R06), or a layout
+                cannot hold them.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         state = adapter_state(denoiser)
         modules = self.modules(denoiser)
+        lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
         self._save_diffusers(folder, state, cast("Any", denoiser).peft_config[ADAPTER])
         for layout in ("kohya", "comfyui"):
-            tensors = _keyed(layout, modules, state)
+            tensors = layout_tensors(layout, modules, state, lengths)
             save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
-        return self._verified(denoiser, modules, folder)
+        return self._verified(denoiser, modules, folder, lengths)
 
     def _save_diffusers(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         layers = {f"{self._component}_lora_layers": state}
@@ -114,20 +103,24 @@ class Exporter:
         header = _metadata_of(path)
         save_file(load_file(path), path, metadata={**self._metadata, **header})
 
-    def _verified(self, denoiser: nn.Module, modules: list[LoraModule], folder: Path) -> list[ExportedFile]:
-        trained = delta_weights(denoiser)
+    def _verified(
+        self, denoiser: nn.Module, modules: list[LoraModule], folder: Path, lengths: Lengths
+    ) -> list[ExportedFile]:
+        trained = effects(delta_weights(denoiser), magnitudes(denoiser), lengths)
+        # Of kohya's layout diffusers leaves out DoRA's lengths, and all alphas but the commonest.
+        plain = not lengths and len({module.alpha for module in modules}) == 1
         files: list[ExportedFile] = []
         for layout in LAYOUTS:
             path = folder / layout_file(layout, self._name)
             error = 0.0
             if layout != "diffusers":
-                error = _compare(path, trained, _deltas_by_rule(path, modules, layout))
-            if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads()):
-                error = max(error, _compare(path, trained, self._deltas_by_loader(path, denoiser)))
-            files.append(ExportedFile(path.name, error, len(trained)))
+                error = _compare(path, trained, effects_by_rule(path, modules, layout, lengths))
+            if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
+                error = max(error, _compare(path, trained, self._effects_by_loader(path, denoiser, lengths)))
+            files.append(ExportedFile(path.name, error, len(modules)))
         return files
 
-    def _deltas_by_loader(self, path: Path, denoiser: nn.Module) -> dict[str, Tensor]:
+    def _effects_by_loader(self, path: Path, denoiser: nn.Module, lengths: Lengths) -> Effects:
         """What diffusers' own loader makes of the file, on a denoiser whose base weights take no memory."""
         skeleton = _skeleton(denoiser)
         try:
@@ -143,8 +136,8 @@ class Exporter:
                 adapter_name="reloaded",
             )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
-            raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=_DEFECT) from err
-        return delta_weights(skeleton, "reloaded")
+            raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=DEFECT) from err
+        return effects(delta_weights(skeleton, "reloaded"), magnitudes(skeleton, "reloaded"), lengths)
 
 
 def _skeleton(denoiser: nn.Module) -> Any:
@@ -158,55 +151,18 @@ def _skeleton(denoiser: nn.Module) -> Any:
     return skeleton
 
 
-def _out_features(denoiser: nn.Module, module: str) -> int:
-    return int(cast("Any", denoiser.get_submodule(module)).weight.shape[0])
-
-
-def _keyed(layout: Layout, modules: list[LoraModule], state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for module in modules:
-        for key, shape in module.shapes(layout).items():
-            tensors.setdefault(key, torch.zeros(shape))
-        down, up = factors(tensors, module, layout)
-        down.copy_(state[f"{module.name}.lora_A.weight"])
-        up.copy_(state[f"{module.name}.lora_B.weight"])
-        down_key, _, alpha_key = module.keys(layout)
-        assert alpha_key is not None
-        num_parts = tensors[down_key].shape[0] // module.rank
-        tensors[alpha_key] = torch.tensor(module.alpha * num_parts)
-    return tensors
-
-
-def _deltas_by_rule(path: Path, modules: list[LoraModule], layout: Layout) -> dict[str, Tensor]:
-    """What the rule of `pipeline.lora_files` makes of a file in kohya's or ComfyUI's layout."""
-    tensors = load_file(path)
-    expected = {key for module in modules for key in module.shapes(layout)}
-    if set(tensors) != expected:
-        odd = sorted(set(tensors) ^ expected)
-        what = f"{len(odd)} keys are missing or unknown, the first is {odd[0]}"
-        raise TrainingError(what, where=str(path), fix=_DEFECT)
-    deltas: dict[str, Tensor] = {}
-    for module in modules:
-        down, up = factors(tensors, module, layout)
-        down_key, _, alpha_key = module.keys(layout)
-        assert alpha_key is not None
-        scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
-        deltas[module.name] = scale * (up.flatten(1) @ down.flatten(1))
-    return deltas
-
-
 def _compare(path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor]) -> float:
     if set(trained) != set(reloaded):
         odd = sorted(set(trained) ^ set(reloaded))
         what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
-        raise TrainingError(what, where=str(path), fix=_DEFECT)
+        raise TrainingError(what, where=str(path), fix=DEFECT)
     worst = 0.0
     for name, delta in trained.items():
         scale = float(delta.abs().max()) or 1.0
         error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
         if not error <= RELOAD_TOLERANCE:
             what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
-            raise TrainingError(what, where=str(path), fix=_DEFECT)
+            raise TrainingError(what, where=str(path), fix=DEFECT)
         worst = max(worst, error)
     return worst
 

@@ -74,9 +74,8 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         },
         "schedule": schedule,
         "lora": {
-            "rank": training.lora.rank,
-            "alpha": training.lora.alpha,
-            "targets": entries.family.lora_targets(),
+            **training.lora.model_dump(mode="json"),
+            "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
         "mixed_precision": recipe.accelerate.mixed_precision,
     }

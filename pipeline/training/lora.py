@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.training.seeding import hash_bits
+from pipeline.training.targets import sizes_of, target_modules
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -23,38 +25,42 @@ ADAPTER = "default"
 
 
 def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> LoraConfig:
-    """Freeze the denoiser and put a fresh adapter on the targeted modules.
+    """Freeze the denoiser and put a fresh adapter on the modules that the settings choose.
 
     The new weights are float32 whatever the base's dtype (FAILURES R10), drawn from `seed`; the delta weights
     are zero. Global random state is left as it was.
 
     Args:
         denoiser: A diffusers model; changed in place.
-        settings: Rank and alpha.
-        targets: Module name endings, as peft takes them.
+        settings: Size, modules and kind.
+        targets: Endings of module names: what the settings mean by the family's modules.
         seed: Of the down matrices.
 
     Returns:
         The configuration that was used.
 
     Raises:
-        TrainingError: No module has one of the names.
+        TrainingError: No module, or none of some pattern, is there.
     """
     denoiser.requires_grad_(False)
+    chosen = target_modules(denoiser, settings, targets)
+    ranks, alphas = sizes_of(chosen, settings)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast("int", settings.alpha),
-        target_modules=targets,
-        init_lora_weights=True,
+        lora_dropout=settings.dropout,
+        target_modules=targets if settings.family_modules else chosen,
+        rank_pattern=ranks,
+        alpha_pattern=cast("dict[str, int]", alphas),
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
+        init_lora_weights=True if settings.init == "kaiming" else settings.init,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
-        try:
-            denoiser.add_adapter(config, adapter_name=ADAPTER)
-        except ValueError as err:
-            fix = f"the family's targets are {', '.join(targets)}; report this base model"
-            where = type(denoiser).__name__
-            raise TrainingError(f"no module takes the adapter: {err}", where=where, fix=fix) from err
+        denoiser.add_adapter(config, adapter_name=ADAPTER)
+    have = [name for name, _ in lora_modules(denoiser)]
+    assert have == chosen, f"peft adapted {sorted({*have} ^ {*chosen})} differently"
     for weight in trainable_weights(denoiser):
         weight.data = weight.data.float()
     return config
@@ -97,13 +103,39 @@ def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
 
 
 def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
-    """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name."""
+    """What the two matrices add to each module's weight, scale included: float32 on the CPU, by module name.
+
+    With DoRA the sum's rows are then brought to the length of `magnitudes`.
+    """
     deltas: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, module in lora_modules(denoiser):
             if adapter in module.lora_A:
                 deltas[name] = _delta(module, adapter).float().cpu()
     return deltas
+
+
+def magnitudes(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
+    """DoRA's lengths of the rows of each adapted weight, (rows,) float32 on the CPU; empty without DoRA."""
+    return {
+        name: cast("Any", module.lora_magnitude_vector[adapter]).weight.detach().float().cpu().flatten()
+        for name, module in lora_modules(denoiser)
+        if adapter in module.lora_magnitude_vector
+    }
+
+
+def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Euclidean lengths of the rows of each module's weight, without and with `delta_weights` added.
+
+    Quantised weights are unpacked for it. Each is (rows,), float32 on the CPU.
+    """
+    lengths: dict[str, tuple[Tensor, Tensor]] = {}
+    with torch.no_grad():
+        for name, module in lora_modules(denoiser):
+            weight = dequantize_module_weight(cast("Any", module).get_base_layer()).float().flatten(1)
+            adapted = weight + _delta(module, ADAPTER).float().flatten(1)
+            lengths[name] = (weight.norm(dim=1).cpu(), adapted.norm(dim=1).cpu())
+    return lengths
 
 
 def _delta(module: LoraLayer, adapter: str) -> Tensor:

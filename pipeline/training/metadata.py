@@ -5,10 +5,12 @@ ModelSpec: https://github.com/Stability-AI/ModelSpec. Nothing volatile is in it.
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.families import Family
+    from pipeline.recipe import LoraSettings
     from pipeline.training.order import TrainingOrder
 
 
@@ -45,6 +47,20 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
         "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
         "latentline.run": order.run,
     }
+    if kinds := _network_arguments(lora):
+        numbers["ss_network_args"] = json.dumps(kinds, sort_keys=True)
     if prediction != "flow":  # ModelSpec has no word for it
         numbers["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
     return {name: str(value) for name, value in numbers.items()}
+
+
+def _network_arguments(lora: LoraSettings) -> dict[str, object]:
+    """What is special about the adapter, under LyCORIS's names where it has them."""
+    kinds: dict[str, object] = {}
+    if lora.dropout:
+        kinds["dropout"] = lora.dropout
+    if lora.dora:
+        kinds["dora_wd"] = True
+    if lora.rslora:
+        kinds["rs_lora"] = True
+    return kinds

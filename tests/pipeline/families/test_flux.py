@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -11,7 +11,8 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from pipeline.families import Family, detect
 from pipeline.families.tiny import make_tiny_flux
 from pipeline.recipe import LoraSettings
-from pipeline.training.export import Exporter, _keyed
+from pipeline.training.export import Exporter
+from pipeline.training.layouts import layout_tensors
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import add_lora
 from tests.pipeline.families.whole_job import Case
@@ -59,6 +60,8 @@ class DevCase(Case):
 
 
 class SchnellCase(DevCase):
+    previewing: ClassVar[dict[str, Any]] = {"max_sequence_length": 256}
+
     guidance = None
 
     def make(self, folder: Path) -> None:
@@ -125,7 +128,7 @@ def test_kohyas_layout_of_the_published_width_is_read_by_diffusers(family: Famil
         for side, shape in zip("AB", module.shapes("diffusers").values(), strict=True)
     }
     assert len(modules) == 12 + 5
-    converted = FluxPipeline.lora_state_dict(_keyed("kohya", modules, state))
+    converted = FluxPipeline.lora_state_dict(layout_tensors("kohya", modules, state, {}))
     assert set(converted) == {f"transformer.{name}" for name in state}
     for module in modules:
         down, up = (converted[f"transformer.{module.name}.lora_{side}.weight"] for side in "AB")

@@ -10,7 +10,8 @@ from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 from pipeline.families import detect
 from pipeline.families.tiny import make_tiny_lumina2
 from pipeline.recipe import LoraSettings
-from pipeline.training.export import Exporter, _keyed
+from pipeline.training.export import Exporter
+from pipeline.training.layouts import layout_tensors
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import add_lora
 from tests.pipeline.families.whole_job import Case
@@ -79,7 +80,7 @@ def test_its_fused_layers_of_the_published_width_are_read_by_diffusers(tmp_path:
         .replace("feed_forward_", "feed_forward.")
         .replace("lora_down", "lora_A")
         .replace("lora_up", "lora_B"): tensor
-        for key, tensor in _keyed("kohya", modules, state).items()
+        for key, tensor in layout_tensors("kohya", modules, state, {}).items()
         if not key.endswith(".alpha")
     }
     converted = Lumina2Pipeline.lora_state_dict(original)

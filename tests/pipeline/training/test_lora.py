@@ -66,4 +66,4 @@ def test_a_state_of_another_adapter_is_refused(tiny_bases: dict[str, Path]) -> N
 def test_targets_that_do_not_exist_are_named(tiny_bases: dict[str, Path]) -> None:
     with pytest.raises(TrainingError) as caught:
         adapted(tiny_bases["epsilon"], targets=["no_such_module"])
-    assert "no_such_module" in caught.value.fix
+    assert "no_such_module" in caught.value.what

@@ -1,0 +1,142 @@
+"""The adapter in the layouts of kohya and ComfyUI, there and back: `pipeline.lora_files` draws them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from pipeline.errors import TrainingError
+from pipeline.lora_files import Layout, LoraModule, factors
+from pipeline.lora_files import lengths as stored_lengths
+from pipeline.training.lora import ADAPTER, lora_modules
+
+if TYPE_CHECKING:
+    from pipeline.families import Family
+
+Effects: TypeAlias = dict[str, Tensor]
+"""What an adapter does, by module: its delta weight; and with DoRA, as "<module> rows", what each row of the
+sum of base and delta weight is multiplied by."""
+
+Lengths: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
+"""Of rows, without and with the delta weight, by module, as `row_lengths` gives them; empty without DoRA."""
+
+DEFECT = "report this as a defect, with the versions of diffusers and peft; the last checkpoint is kept"
+
+
+def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
+    """The modules that have an adapter, with their names in each layout.
+
+    Raises:
+        FamilyError: One has no name in a layout.
+        TrainingError: Parts of one layer of kohya's have adapters that it cannot hold together.
+    """
+    described: list[LoraModule] = []
+    for name, module in lora_modules(denoiser):
+        down, up = (cast("nn.Linear", side[ADAPTER]).weight for side in (module.lora_A, module.lora_B))
+        layer = family.kohya_layer(name)
+        outs = tuple(_out_features(denoiser, part) for part in layer.modules)
+        described.append(
+            LoraModule(
+                name=name,
+                diffusers=f"{family.denoiser_name}.{name}",
+                kohya=layer.key,
+                comfyui=family.comfyui_key(name),
+                in_features=down.shape[1],
+                out_features=up.shape[0],
+                rank=down.shape[0],
+                alpha=float(cast("Any", module).scaling[ADAPTER]) * down.shape[0],
+                kernel=tuple(down.shape[2:]),
+                magnitude=ADAPTER in module.lora_magnitude_vector,
+                kohya_part=layer.modules.index(name),
+                kohya_outs=outs if len(outs) > 1 else (),
+            )
+        )
+    _require_layers_that_fit(described)
+    return described
+
+
+def _out_features(denoiser: nn.Module, module: str) -> int:
+    return int(cast("Any", denoiser.get_submodule(module)).weight.shape[0])
+
+
+def _require_layers_that_fit(modules: list[LoraModule]) -> None:
+    trained = Counter(module.kohya for module in modules)
+    sizes: dict[str, tuple[int, float]] = {}
+    for module in modules:
+        size = (module.rank, module.alpha)
+        if sizes.setdefault(module.kohya, size) != size:
+            what = f"parts of kohya's layer {module.kohya} have several ranks or alphas"
+            fix = f"give all of them one entry of training.lora.ranks; {module.name} is one of them"
+            raise TrainingError(what, where="training.lora.ranks", fix=fix)
+        if module.magnitude and module.kohya_outs and trained[module.kohya] < len(module.kohya_outs):
+            what = f"DoRA needs every part of kohya's layer {module.kohya}, and not {module.name} alone"
+            fix = "let training.lora.modules fit query, key and value together, or set dora: false"
+            raise TrainingError(what, where="training.lora.modules", fix=fix)
+
+
+def layout_tensors(
+    layout: Layout, modules: list[LoraModule], state: Mapping[str, Tensor], lengths: Lengths
+) -> dict[str, Tensor]:
+    """The tensors of a file in kohya's or ComfyUI's layout.
+
+    Args:
+        layout: Not that of diffusers, which peft and diffusers make.
+        modules: All that have an adapter.
+        state: Its weights by peft's names.
+        lengths: Of the same adapter.
+    """
+    tensors: dict[str, Tensor] = {}
+    for module in modules:
+        for key, shape in module.shapes(layout).items():
+            tensors.setdefault(key, torch.zeros(shape))
+        down, up = factors(tensors, module, layout)
+        down.copy_(state[f"{module.name}.lora_A.weight"])
+        up.copy_(state[f"{module.name}.lora_B.weight"])
+        down_key, _, alpha_key = module.keys(layout)
+        assert alpha_key is not None
+        num_parts = tensors[down_key].shape[0] // module.rank
+        tensors[alpha_key] = torch.tensor(module.alpha * num_parts)
+        if module.magnitude:
+            trained = state[f"{module.name}.lora_magnitude_vector"].flatten()
+            before, after = lengths[module.name]
+            stored = trained * (before / after) if layout == "comfyui" else trained
+            stored_lengths(tensors, module, layout).copy_(stored)
+    return tensors
+
+
+def effects(deltas: Mapping[str, Tensor], trained: Mapping[str, Tensor], lengths: Lengths) -> Effects:
+    """What delta weights and DoRA's trained lengths come to, the two as `lora` gives them."""
+    rows = {f"{name} rows": length / lengths[name][1] for name, length in trained.items()}
+    return {**deltas, **rows}
+
+
+def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengths: Lengths) -> Effects:
+    """What a reader of a file in kohya's or ComfyUI's layout makes of it.
+
+    Raises:
+        TrainingError: Keys are missing or unknown.
+    """
+    tensors = load_file(path)
+    expected = {key for module in modules for key in module.shapes(layout)}
+    if set(tensors) != expected:
+        odd = sorted(set(tensors) ^ expected)
+        what = f"{len(odd)} keys are missing or unknown, the first is {odd[0]}"
+        raise TrainingError(what, where=str(path), fix=DEFECT)
+    found: Effects = {}
+    for module in modules:
+        down, up = factors(tensors, module, layout)
+        down_key, _, alpha_key = module.keys(layout)
+        assert alpha_key is not None
+        scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
+        found[module.name] = scale * (up.flatten(1) @ down.flatten(1))
+        if module.magnitude:
+            before, after = lengths[module.name]
+            divided_by = before if layout == "comfyui" else after
+            found[f"{module.name} rows"] = stored_lengths(tensors, module, layout) / divided_by
+    return found

@@ -1,0 +1,253 @@
+"""Every kind of adapter: what its files make of the base model, by their readers' own rules, was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from safetensors.torch import load_file
+
+from pipeline.checks import trained_lora
+from pipeline.checks.base import CheckContext
+from pipeline.errors import TrainingError
+from pipeline.families import detect
+from pipeline.families.tiny import TINY, make_tiny_sd3
+from pipeline.lora_files import layout_file, read_lora_file
+from pipeline.recipe import LoraSettings
+from pipeline.recipe.locate import dotted
+from pipeline.recipe.mistakes import find_mistakes
+from pipeline.tables import Tables
+from pipeline.training.engine import Engine
+from pipeline.training.export import Exporter
+from pipeline.training.layouts import describe_modules
+from pipeline.training.loop import train
+from pipeline.training.lora import add_lora, lora_modules
+from pipeline.training.metadata import header_metadata
+from pipeline.training.order import TrainingOrder, read_order
+from pipeline.training.run import train_lora
+from pipeline.training.stopping import StopRequest
+from pipeline.training.targets import target_modules
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+
+KINDS: dict[str, dict[str, Any]] = {
+    "patterns": {"modules": ["*.attn2.to_?", "mid_block.*.ff.net.2"]},
+    "attention": {"targets": "attention"},
+    "blocks": {"targets": "blocks", "init": "gaussian"},
+    "ranks": {"ranks": [{"modules": "*.attn2.*", "rank": 8}, {"modules": "mid_*", "rank": 2, "alpha": 6.0}]},
+    "rslora": {"rslora": True, "ranks": [{"modules": "*.to_k", "rank": 9, "alpha": 3.0}]},
+    "dora": {"dora": True},
+    "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
+}
+
+
+class Loose:
+    """An engine whose adapter is far from zero, and the files of it."""
+
+    def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
+        settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
+        self.order = project.changed("kind", lora=settings).order()
+        family = detect(self.order.base)
+        self.denoiser: Any = Engine(self.order, family).denoiser.eval()
+        rng = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in (each for each in self.denoiser.parameters() if each.requires_grad):
+                change = 0.2 * torch.randn(weight.shape, generator=rng)
+                weight.copy_(weight * (1 + change) if weight.ndim == 1 else change)
+        self.exporter = Exporter(family, "demo", header_metadata(self.order, family))
+        self.files = self.exporter.export(self.denoiser, folder)
+        self.folder = folder
+
+
+def answer(unet: Any) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(5)
+    noisy, text = torch.randn(2, 4, 8, 8, generator=rng), torch.randn(2, 77, 32, generator=rng)
+    with torch.no_grad():
+        return unet(noisy, torch.tensor([5, 700]), text).sample
+
+
+def loaded(base: Path, folder: Path, name: str | None = None) -> Any:
+    pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None)
+    pipe.load_lora_weights(folder, **({"weight_name": name} if name else {}))
+    return pipe.unet.eval()
+
+
+def merged(loose: Loose, layout: Any) -> Any:
+    """The base model with the file's weights in it, by the reader's formula, written down anew.
+
+    ComfyUI's `weight_decompose` divides by the base row's length, LyCORIS's `apply_weight_decompose` by the
+    adapted one's.
+    """
+    unet = UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval()
+    tensors = load_file(loose.folder / layout_file(layout, "demo"))
+    for module in loose.exporter.modules(loose.denoiser):
+        key = module.kohya if layout == "kohya" else module.comfyui
+        down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
+        weight = unet.get_submodule(module.name).weight.data
+        change = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
+        adapted = weight + change * (tensors[f"{key}.alpha"].item() / down.shape[0])
+        if f"{key}.dora_scale" in tensors:
+            lengths = (weight if layout == "comfyui" else adapted).flatten(1).norm(dim=1)
+            by = tensors[f"{key}.dora_scale"].flatten() / lengths
+            adapted = adapted * by.reshape(-1, *[1] * (weight.ndim - 1))
+        weight.copy_(adapted)
+    return unet
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_R06_every_file_makes_the_trained_model_of_the_base_model(
+    make_project: Callable[..., Project], tmp_path: Path, kind: str
+) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
+    expected = answer(loose.denoiser)
+    plain = answer(UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval())
+    assert (expected - plain).abs().max() > 0.05
+    torch.testing.assert_close(answer(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
+    for layout in ("kohya", "comfyui"):
+        torch.testing.assert_close(answer(merged(loose, layout)), expected, rtol=0, atol=1e-4)
+    if kind in {"patterns", "attention", "blocks"}:  # it knows no lengths, and no alpha but the commonest
+        kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
+        torch.testing.assert_close(answer(kohya), expected, rtol=0, atol=1e-4)
+
+
+def test_ranks_and_scales_are_those_asked_for(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["ranks"])
+    sizes = {module.name: (module.rank, module.alpha) for module in loose.exporter.modules(loose.denoiser)}
+    attn2 = {size for name, size in sizes.items() if ".attn2." in name}
+    assert attn2 == {(8, 4.0)}  # the first pattern that fits, alpha in proportion
+    assert {size for name, size in sizes.items() if "mid" in name and ".attn1." in name} == {(2, 6.0)}
+    assert {size for name, size in sizes.items() if "mid" not in name and ".attn1." in name} == {(4, 2.0)}
+    roots = Loose(make_project(), tmp_path / "roots", KINDS["rslora"])
+    scales = {name: module.scaling["default"] for name, module in lora_modules(roots.denoiser)}
+    assert {scale for name, scale in scales.items() if name.endswith("to_k")} == {3.0 / 9**0.5}
+    assert {scale for name, scale in scales.items() if name.endswith("to_q")} == {2.0 / 4**0.5}
+
+
+class Here:
+    """A launch in this process that can be stopped after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+
+    def __call__(self, module: str, order: Path) -> None:
+        self.stop = StopRequest()
+        self.finished = train(read_order(order), self, self.stop)
+        if not self.finished:
+            raise InterruptedError
+
+    def info(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        if self.stop_after is not None and done + 1 >= self.stop_after:
+            self.stop.request()
+
+
+def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
+    make_project: Callable[..., Project],
+) -> None:
+    lora = {"rank": 4, "alpha": 2.0, "dropout": 0.2, **KINDS["dora ranks rslora"], "targets": "blocks"}
+    project = make_project(lora=lora, gradient_accumulation=1, steps=6)
+
+    def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
+        for stop in stops:
+            with pytest.raises(InterruptedError):
+                train_lora(which.recipe, which.latents, which.text, launch=Here(stop), log=print)
+        train_lora(which.recipe, which.latents, which.text, launch=Here(), log=print)
+        found = (which.recipe.output_dir / "lora").glob("*.safetensors")
+        return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in found}
+
+    whole = files(project)
+    findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
+    assert [finding.name for finding in findings if not finding.passed] == []
+    assert files(project.changed("cut"), 1, 3) == whole
+    header = read_lora_file(project.recipe.output_dir / "lora" / "demo_kohya.safetensors").metadata
+    assert json.loads(header["ss_network_args"]) == {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
+    without = project.changed(
+        "without", lora=project.recipe.training.lora.model_copy(update={"dropout": 0.0})
+    )
+    assert files(without) != whole
+
+
+def engine_error(order: TrainingOrder) -> TrainingError:
+    with pytest.raises(TrainingError) as caught:
+        Engine(order, detect(order.base))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"modules": ["*.attn7.*"]}, "no layer takes an adapter"),
+        ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* fits no layer"),
+        ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* fits no layer"),
+    ],
+)
+def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
+    make_project: Callable[..., Project], lora: dict[str, Any], said: str
+) -> None:
+    error = engine_error(make_project(lora={"rank": 4, **lora}).order())
+    assert said in error.what
+    assert ".to_" in error.fix
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs every part"),
+        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "several ranks or alphas"),
+    ],
+)
+def test_what_kohyas_fused_layers_cannot_hold_is_refused(
+    tmp_path: Path, lora: dict[str, Any], said: str
+) -> None:
+    make_tiny_sd3(tmp_path)
+    family = detect(tmp_path)
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json(json.dumps(lora))
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    with pytest.raises(TrainingError, match=said):
+        describe_modules(family, denoiser)
+
+
+@pytest.mark.parametrize("preset", ["attention", "blocks"])
+@pytest.mark.parametrize("kind", TINY)
+def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
+    TINY[kind](tmp_path)
+    family = detect(tmp_path)
+    denoiser = family.load_denoiser("float32", "cpu")
+    chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
+    assert all(family.kohya_layer(name).key and family.comfyui_key(name) for name in chosen)
+    assert not any("norm" in name or "embed" in name or "mod" in name for name in chosen)
+    own = set(target_modules(denoiser, LoraSettings(), family.lora_targets()))
+    attention = {name for name in own if "attn" in name or "attention" in name}
+    assert attention <= set(chosen)
+    assert preset == "attention" or own <= set(chosen)
+
+
+@pytest.mark.parametrize(
+    ("lora", "key", "said"),
+    [
+        ({"targets": "blocks", "modules": ["*"]}, "training.lora.targets", "has no effect beside modules"),
+        ({"modules": ["a b"]}, "training.lora.modules[0]", "is no pattern of module paths"),
+        ({"dropout": 1.0}, "training.lora.dropout", "less than"),
+        (
+            {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
+            "training.lora.ranks[1].modules",
+            "stands there before",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(lora: dict[str, Any], key: str, said: str) -> None:
+    smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
+    found = find_mistakes({**smallest, "training": {"lora": lora}})
+    assert [dotted(each.path) for each in found] == [key]
+    assert said in found[0].what
