@@ -19,6 +19,11 @@ LAYERS += tuple(f"{side}_mlp.net.{layer}" for side in ("img", "txt") for layer i
 class QwenImageCase(Case):
     pipeline_class = QwenImagePipeline
     targets: ClassVar[list[str]] = list(LAYERS)
+    previewing: ClassVar[dict[str, Any]] = {
+        "negative_prompt": "",
+        "true_cfg_scale": 4.0,
+        "guidance_scale": None,
+    }
 
     def make(self, folder: Path) -> None:
         make_tiny_qwen_image(folder)

@@ -70,10 +70,23 @@ class StableDiffusionCase(Case):
         return {f"diffusion_model.{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS}
 
 
+class VPredictionCase(StableDiffusionCase):
+    """As Stable Diffusion 2.1 at 768 pixels."""
+
+    def make(self, folder: Path) -> None:
+        make_tiny(folder, prediction_type="v_prediction")
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
+
+
+@pytest.mark.parametrize("case", [StableDiffusionCase, VPredictionCase])
 def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    prove: Callable[[Case], None], case: type[Case]
 ) -> None:
-    prove(StableDiffusionCase())
+    prove(case())
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,8 @@ from pipeline.encode.latents import cache_latents
 from pipeline.encode.text import cache_text
 from pipeline.entries import Entries
 from pipeline.families import Family, detect
-from pipeline.geometry import Geometry
+from pipeline.families.diffusers_family import DiffusersFamily
+from pipeline.geometry import Geometry, Size
 from pipeline.images import load_pixels
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
@@ -47,6 +48,9 @@ class Case(ABC):
 
     drawing: ClassVar[dict[str, Any]] = {}
     """Arguments of the pipeline that a plain picture takes beside its prompt."""
+
+    previewing: ClassVar[dict[str, Any]] = {}
+    """Arguments that its preview takes beside the family's guidance."""
 
     @abstractmethod
     def make(self, folder: Path) -> None:
@@ -118,10 +122,13 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
         check_latent(case, row, photos, entries, pipe)
     for caption in [*tables.read("text_embeddings")["caption"], ""]:
         check_text(case, caption, entries, pipe)
-    check_step(case, order, detect(base), pipe)
+    family = cast("DiffusersFamily", detect(base))
+    check_cut(family)
+    check_step(case, order, family, pipe)
+    check_drawing(case, family, pipe)
     assert json.loads((order.folder / "result.json").read_text())["warnings"] == []
     assert len(list((order.folder / "samples").glob("*.png"))) == len(order.prompts) > 0
-    check_files(case, recipe.output_dir / "lora", pipe, detect(base))
+    check_files(case, recipe.output_dir / "lora", pipe, family)
 
 
 def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
@@ -183,6 +190,33 @@ def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
         torch.testing.assert_close(tensor, expected[name][0].float(), **TOLERANCE)
 
 
+def check_cut(family: DiffusersFamily) -> None:
+    """What a caption is said to lose makes no difference, and the word before it does."""
+    encoders = family.load_text_encoders("float32", "cpu")
+    caption = "cat " * (family.max_length() + 20)
+    encoded = family.encode_caption(encoders, caption)
+    cut = encoded.cut_from
+    assert cut is not None
+    kept, lost = caption[:cut], caption[cut:]
+    assert 0 < encoded.num_cut <= encoded.num_tokens - lost.count("cat") // 2
+    before, word, rest = kept.rpartition("cat")
+    for other, same in ((kept + lost.replace("cat", "cup"), True), (before + "cup" + rest + lost, False)):
+        assert word == "cat"
+        assert len(other) == len(caption)
+        tensors = family.encode_caption(encoders, other).tensors
+        assert all(torch.equal(tensors[name], encoded.tensors[name]) for name in tensors) == same
+
+
+def check_drawing(case: Case, family: DiffusersFamily, pipe: Any) -> None:
+    """A preview is the picture that the whole pipeline draws of the same words."""
+    encoders = family.load_text_encoders("float32", "cpu")
+    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    expected = drawn(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
+    np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
+
+
 def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
     """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
     engine = Engine(order, family)
@@ -235,7 +269,8 @@ def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
     return keys
 
 
-def drawn(case: Case, pipe: Any) -> np.ndarray[Any, Any]:
+def drawn(case: Case, pipe: Any, **options: Any) -> np.ndarray[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     size = {"height": 64, "width": 64, "num_inference_steps": 2}
-    return pipe(prompt="a cat", **size, **case.drawing, generator=generator, output_type="np").images[0]
+    given = {**size, **case.drawing, **options}
+    return pipe(prompt="a cat", **given, generator=generator, output_type="np").images[0]
