@@ -92,6 +92,11 @@ class LoraModule:
     kohya_part: int = 0
     kohya_outs: tuple[int, ...] = ()
 
+    @property
+    def is_convolution(self) -> bool:
+        """Whether it looks at more than one pixel."""
+        return max(self.kernel, default=1) > 1
+
     def keys(self, layout: Layout) -> tuple[str, str, str | None]:
         """(down, up, alpha) as the layout names them; no alpha in diffusers' layout."""
         if layout == "diffusers":

@@ -169,9 +169,13 @@ def _difference(result: _Result, file: LoraFile, module: LoraModule, layout: Lay
     """Why the module's adapter in `file` is not that of the diffusers layout; empty when it is."""
     reference = result.files["diffusers"]
     try:
-        scale, expected = module_scale(file, module, layout), result.asked.scale_of(module.name)
+        scale, expected = (
+            module_scale(file, module, layout),
+            result.asked.scale_of(module.name, conv=module.is_convolution),
+        )
     except TrainingError as err:
         return err.what
+    expected = result.asked.scale_of(module.name, conv=module.is_convolution)
     if not math.isclose(scale, expected, rel_tol=1e-6):
         return f"scaled by {scale}, asked for {expected}"
     try:
@@ -206,7 +210,7 @@ def _shapes(result: _Result) -> Outcome:
             for key in sorted({*found, *expected})
             if found.get(key) != expected.get(key)
         ]
-    ranks = sorted({result.asked.size_of(module.name)[0] for module in result.modules})
+    ranks = sorted({_asked_rank(result, module) for module in result.modules})
     asked = f"rank {', '.join(map(str, ranks))}"
     if rows or not result.modules:
         summary = f"{len(rows)} keys are missing, unknown, or of another shape than {asked} asks for"
@@ -218,8 +222,12 @@ def _shapes(result: _Result) -> Outcome:
 
 def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ...]]:
     """Key to shape of every tensor in the layout's file, for the ranks that the recipe asks for."""
-    asked = (replace(module, rank=result.asked.size_of(module.name)[0]) for module in result.modules)
+    asked = (replace(module, rank=_asked_rank(result, module)) for module in result.modules)
     return {key: shape for module in asked for key, shape in module.shapes(layout).items()}
+
+
+def _asked_rank(result: _Result, module: LoraModule) -> int:
+    return result.asked.size_of(module.name, conv=module.is_convolution)[0]
 
 
 def _file_sizes(result: _Result) -> Outcome:

@@ -8,8 +8,17 @@ from pipeline.errors import FamilyError
 from pipeline.families.base import Layer
 from pipeline.families.noise import BetaNoise
 
-_BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.(.+)")
-_MID_BLOCK = re.compile(r"mid_block\.attentions\.0\.(.+)")
+_BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(attentions|resnets)\.(\d+)\.(.+)")
+_MID_BLOCK = re.compile(r"mid_block\.(attentions|resnets)\.(\d+)\.(.+)")
+_SAMPLER = re.compile(r"(down|up)_blocks\.(\d+)\.(?:down|up)samplers\.0\.conv")
+
+_RESIDUAL = {
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+"""Members of a residual block to CompVis's."""
 
 
 class ClipUNet(BetaNoise):
@@ -33,23 +42,31 @@ class ClipUNet(BetaNoise):
         """The path in CompVis's UNet, whose blocks are numbered through all levels.
 
         There, a level of the way down is its residual blocks and one more block that halves; a level of the
-        way up has one residual block more than on the way down, and each block's attention is its member 1.
+        way up has one residual block more than on the way down. A block's member 0 is residual, its member 1
+        the attention, and the last member of a level's last block on the way up doubles.
 
         Raises:
-            FamilyError: The module is not inside of an attention, or the levels differ in their blocks.
+            FamilyError: The module is not inside of a block, or the levels differ in their blocks.
         """
-        if found := _MID_BLOCK.fullmatch(module):
-            return f"middle_block.1.{found[1]}"
-        if found := _BLOCK.fullmatch(module):
-            layers = self.denoiser_config.get("layers_per_block", 2)
-            if isinstance(layers, int):
-                index = int(found[2]) * (layers + 1) + int(found[3])
-                side = f"input_blocks.{index + 1}" if found[1] == "down" else f"output_blocks.{index}"
-                return f"{side}.1.{found[4]}"
+        layers = self.denoiser_config.get("layers_per_block", 2)
+        if isinstance(layers, int):
+            if (found := _MID_BLOCK.fullmatch(module)) and (inner := _inner(found[1], found[3])):
+                member = 1 if found[1] == "attentions" else 2 * int(found[2])
+                return f"middle_block.{member}.{inner}"
+            if (found := _BLOCK.fullmatch(module)) and (inner := _inner(found[3], found[5])):
+                index = int(found[2]) * (layers + 1) + int(found[4])
+                block = f"input_blocks.{index + 1}" if found[1] == "down" else f"output_blocks.{index}"
+                return f"{block}.{int(found[3] == 'attentions')}.{inner}"
+            if found := _SAMPLER.fullmatch(module):
+                index = (int(found[2]) + 1) * (layers + 1)
+                if found[1] == "down":
+                    return f"input_blocks.{index}.0.op"
+                attention = "CrossAttn" in self.denoiser_config["up_block_types"][int(found[2])]
+                return f"output_blocks.{index - 1}.{2 if attention else 1}.conv"
         raise FamilyError(
             f"the module {module} has no name in the original code's layout",
             where=str(self.folder / "unet" / "config.json"),
-            fix="adapt attention modules only, on a UNet with one layers_per_block for all levels",
+            fix="adapt modules of blocks only, on a UNet with one layers_per_block for all levels",
         )
 
     def kohya_layer(self, module: str) -> Layer:
@@ -59,3 +76,8 @@ class ClipUNet(BetaNoise):
     def comfyui_key(self, module: str) -> str:
         """`diffusion_model.` and `original_name`: ComfyUI's generic keys."""
         return f"diffusion_model.{self.original_name(module)}"
+
+
+def _inner(kind: str, path: str) -> str | None:
+    """CompVis's path inside of an attention or a residual block; None where it has no such layer."""
+    return path if kind == "attentions" else _RESIDUAL.get(path)

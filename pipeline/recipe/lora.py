@@ -64,6 +64,17 @@ class LoraSettings(Settings):
         description="In place of `targets`: patterns of dotted paths in the diffusers model, with * and ?, "
         "such as `*.attn2.to_q`.",
     )
+    conv_rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANK,
+        description="Also adapt the convolutions of a UNet's blocks, with this rank (LoCon); null: none.",
+    )
+    conv_alpha: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Of the convolutions; null: in proportion, so that they are scaled as the others are.",
+    )
     ranks: tuple[RankSettings, ...] = Field(
         default=(), description="Ranks of their own for some modules; the first pattern that fits counts."
     )
@@ -101,23 +112,46 @@ class LoraSettings(Settings):
             raise_broken([Broken("targets", what, "remove one of the two")], involves=("targets", "modules"))
         return self
 
+    @model_validator(mode="after")
+    def _conv_alpha_has_an_effect(self) -> LoraSettings:
+        if self.conv_alpha is not None and self.conv_rank is None:
+            broken = Broken(
+                "conv_alpha", "conv_alpha has no effect without conv_rank", "set conv_rank, or remove it"
+            )
+            raise_broken([broken], involves=("conv_alpha", "conv_rank"))
+        return self
+
     @property
     def family_modules(self) -> bool:
         """Whether the adapted modules are just those that the family names."""
-        return self.targets == "family" and not self.modules
+        return self.targets == "family" and not self.modules and self.conv_rank is None
 
-    def rule_of(self, module: str) -> RankSettings | None:
-        """The entry of `ranks` that counts for a module; None where `rank` and `alpha` do."""
+    def has_own_size(self, module: str, *, conv: bool) -> bool:
+        """Whether the module's size is another than `rank` and `alpha`; arguments as of `size_of`."""
+        return self._rule_of(module) is not None or (conv and self.conv_rank is not None)
+
+    def size_of(self, module: str, *, conv: bool) -> tuple[int, float]:
+        """(rank, alpha) of a module.
+
+        Args:
+            module: Its dotted path.
+            conv: Whether it is a convolution of more than one pixel.
+        """
+        rule = self._rule_of(module)
+        if rule is not None:
+            return rule.rank, self._proportional(rule.rank) if rule.alpha is None else rule.alpha
+        if conv and self.conv_rank is not None:
+            alpha = self._proportional(self.conv_rank) if self.conv_alpha is None else self.conv_alpha
+            return self.conv_rank, alpha
+        return self.rank, self.alpha
+
+    def scale_of(self, module: str, *, conv: bool) -> float:
+        """What the product of the module's two matrices is multiplied by; arguments as of `size_of`."""
+        rank, alpha = self.size_of(module, conv=conv)
+        return alpha / rank**0.5 if self.rslora else alpha / rank
+
+    def _rule_of(self, module: str) -> RankSettings | None:
         return next((each for each in self.ranks if fnmatchcase(module, each.modules)), None)
 
-    def size_of(self, module: str) -> tuple[int, float]:
-        """(rank, alpha) of the module with this dotted path."""
-        rule = self.rule_of(module)
-        if rule is None:
-            return self.rank, self.alpha
-        return rule.rank, self.alpha * rule.rank / self.rank if rule.alpha is None else rule.alpha
-
-    def scale_of(self, module: str) -> float:
-        """What the product of the module's two matrices is multiplied by."""
-        rank, alpha = self.size_of(module)
-        return alpha / rank**0.5 if self.rslora else alpha / rank
+    def _proportional(self, rank: int) -> float:
+        return self.alpha * rank / self.rank

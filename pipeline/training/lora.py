@@ -44,7 +44,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
     """
     denoiser.requires_grad_(False)
     chosen = target_modules(denoiser, settings, targets)
-    ranks, alphas = sizes_of(chosen, settings)
+    ranks, alphas = sizes_of(denoiser, chosen, settings)
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=cast("int", settings.alpha),

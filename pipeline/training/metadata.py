@@ -57,6 +57,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
     """What is special about the adapter, under LyCORIS's names where it has them."""
     kinds: dict[str, object] = {}
+    if lora.conv_rank is not None:
+        kinds["conv_dim"], kinds["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:
         kinds["dropout"] = lora.dropout
     if lora.dora:

@@ -37,9 +37,12 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     chosen = [name for name, module in layers.items() if _chosen(name, module, settings, family_targets)]
     where = f"training.lora, {type(denoiser).__name__}"
     if not chosen:
-        wanted = ", ".join(family_targets if settings.family_modules else [settings.targets])
+        wanted = ", ".join(family_targets if settings.targets == "family" else [settings.targets])
         fix = "set training.lora.modules to patterns of this model's layers, such as " + _some(layers)
         raise TrainingError(f"no layer takes an adapter: asked for {wanted}", where=where, fix=fix)
+    if settings.conv_rank is not None and not any(is_convolution(layers[name]) for name in chosen):
+        what = f"training.lora.conv_rank: the blocks of {type(denoiser).__name__} have no convolutions"
+        raise TrainingError(what, where=where, fix="set conv_rank: null; only UNets have them")
     for key, patterns, names in (
         ("modules", settings.modules, list(layers)),
         ("ranks", [each.modules for each in settings.ranks], chosen),
@@ -51,20 +54,33 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     return chosen
 
 
-def sizes_of(modules: list[str], settings: LoraSettings) -> tuple[dict[str, int], dict[str, float]]:
-    """(rank, alpha) of the modules that `ranks` speaks of, by peft's patterns: each one whole path."""
-    ruled = [name for name in modules if settings.rule_of(name) is not None]
-    sizes = {f"^{re.escape(name)}": settings.size_of(name) for name in ruled}
+def sizes_of(
+    denoiser: nn.Module, modules: list[str], settings: LoraSettings
+) -> tuple[dict[str, int], dict[str, float]]:
+    """(ranks, alphas) of the modules whose size is their own, by peft's patterns: each one whole path."""
+    sizes: dict[str, tuple[int, float]] = {}
+    for name in modules:
+        conv = is_convolution(denoiser.get_submodule(name))
+        if settings.has_own_size(name, conv=conv):
+            sizes[f"^{re.escape(name)}"] = settings.size_of(name, conv=conv)
     return {key: rank for key, (rank, _) in sizes.items()}, {key: alpha for key, (_, alpha) in sizes.items()}
 
 
+def is_convolution(module: nn.Module) -> bool:
+    """Whether it looks at more than one pixel; a convolution of one is a linear layer."""
+    return isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
+
+
 def _chosen(name: str, module: nn.Module, settings: LoraSettings, family_targets: list[str]) -> bool:
+    first, *parts = name.split(".")
+    inside = _BLOCKS.fullmatch(first) is not None
+    if settings.conv_rank is not None and inside and is_convolution(module):
+        return True
     if settings.modules:
         return any(fnmatchcase(name, pattern) for pattern in settings.modules)
-    if settings.family_modules:
+    if settings.targets == "family":
         return any(name == target or name.endswith(f".{target}") for target in family_targets)
-    first, *parts = name.split(".")
-    inside = _BLOCKS.fullmatch(first) is not None and isinstance(module, nn.Linear)
+    inside = inside and isinstance(module, nn.Linear)
     if settings.targets == "attention":
         return inside and any(_ATTENTION.fullmatch(part) for part in parts)
     return inside and not any(_BESIDE.search(part) for part in parts)

@@ -16,7 +16,10 @@ from pipeline.errors import FamilyError
 from pipeline.families import Family, detect
 from pipeline.families.tiny import make_tiny_sdxl
 from pipeline.geometry import Size
+from pipeline.recipe import LoraSettings
+from pipeline.training.export import Exporter
 from pipeline.training.loader import MicroInput
+from pipeline.training.lora import add_lora, trainable_weights
 from tests.pipeline.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
@@ -142,7 +145,29 @@ def test_a_schedule_that_cannot_be_trained_is_an_error(
 
 def test_a_module_that_kohya_has_no_name_for_is_an_error(family: Family) -> None:
     with pytest.raises(FamilyError, match="no name in the original"):
-        family.kohya_layer("down_blocks.0.resnets.0.conv1")
+        family.kohya_layer("add_embedding.linear_1")
+
+
+def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
+    family: Family, base: Path, tmp_path: Path
+) -> None:
+    unet: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings(rank=2, alpha=2.0, modules=("*.time_emb_proj", "*.conv_shortcut"), conv_rank=2)
+    add_lora(unet, settings, targets=family.lora_targets(), seed=1)
+    for weight in trainable_weights(unet):
+        torch.nn.init.normal_(weight.data, generator=torch.Generator().manual_seed(weight.numel()))
+    exporter = Exporter(family, "demo", {})
+    assert [file.max_error for file in exporter.export(unet, tmp_path)] == [0.0] * 3
+    keys = {module.kohya for module in exporter.modules(unet)}
+    assert {
+        "lora_unet_input_blocks_1_0_in_layers_2",
+        "lora_unet_input_blocks_2_0_out_layers_3",
+        "lora_unet_input_blocks_3_0_op",
+        "lora_unet_input_blocks_4_0_skip_connection",
+        "lora_unet_input_blocks_4_0_emb_layers_1",
+        "lora_unet_middle_block_2_in_layers_2",
+        "lora_unet_output_blocks_2_2_conv",
+    } <= keys
 
 
 def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:

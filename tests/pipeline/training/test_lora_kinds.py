@@ -45,6 +45,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "blocks": {"targets": "blocks", "init": "gaussian"},
     "ranks": {"ranks": [{"modules": "*.attn2.*", "rank": 8}, {"modules": "mid_*", "rank": 2, "alpha": 6.0}]},
     "rslora": {"rslora": True, "ranks": [{"modules": "*.to_k", "rank": 9, "alpha": 3.0}]},
+    "locon": {"conv_rank": 4},
+    "locon of other alphas": {"conv_rank": 2, "conv_alpha": 3.0, "modules": ["*.conv_shortcut", "*.proj_in"]},
+    "locon dora": {"conv_rank": 3, "dora": True},
     "dora": {"dora": True},
     "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
 }
@@ -114,7 +117,12 @@ def test_R06_every_file_makes_the_trained_model_of_the_base_model(
     torch.testing.assert_close(answer(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
     for layout in ("kohya", "comfyui"):
         torch.testing.assert_close(answer(merged(loose, layout)), expected, rtol=0, atol=1e-4)
-    if kind in {"patterns", "attention", "blocks"}:  # it knows no lengths, and no alpha but the commonest
+    if kind in {
+        "patterns",
+        "attention",
+        "blocks",
+        "locon",
+    }:  # it knows lengths of none, and one alpha
         kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
         torch.testing.assert_close(answer(kohya), expected, rtol=0, atol=1e-4)
 
@@ -199,6 +207,14 @@ def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
     assert ".to_" in error.fix
 
 
+def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
+    make_tiny_sd3(tmp_path)
+    family = detect(tmp_path)
+    denoiser = family.load_denoiser("float32", "cpu")
+    with pytest.raises(TrainingError, match="SD3Transformer2DModel have no convolutions"):
+        target_modules(denoiser, LoraSettings(conv_rank=4), family.lora_targets())
+
+
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
@@ -239,6 +255,7 @@ def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind:
         ({"targets": "blocks", "modules": ["*"]}, "training.lora.targets", "has no effect beside modules"),
         ({"modules": ["a b"]}, "training.lora.modules[0]", "is no pattern of module paths"),
         ({"dropout": 1.0}, "training.lora.dropout", "less than"),
+        ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
         (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
             "training.lora.ranks[1].modules",
