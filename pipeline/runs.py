@@ -1,6 +1,6 @@
 """The folder of one training run: where things lie in it, and its metrics.
 
-`logs/metrics.jsonl` is only ever appended to. A run that resumes, or is asked for fewer steps, may write a
+The files below `logs` are only ever appended to. A run that resumes, or is asked for fewer steps, may write a
 step again; the last line of a step is the one that counts.
 """
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 Metrics = dict[str, Any]
-"""`step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`."""
+"""`step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`, `memory_bytes`."""
 
 
 def run_folder(output_dir: Path, run: str) -> Path:
@@ -60,6 +60,16 @@ class RunLayout:
     def metrics(self) -> Path:
         """A line for each step."""
         return self.folder / "logs" / "metrics.jsonl"
+
+    @property
+    def sample_losses(self) -> Path:
+        """A line for each step: `losses` and `timesteps` of its samples, in the plan's order."""
+        return self.folder / "logs" / "sample_losses.jsonl"
+
+    @property
+    def last_good(self) -> Path:
+        """The LoRA files from before a step that failed; absent where none did."""
+        return self.folder / "last_good_lora"
 
 
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:

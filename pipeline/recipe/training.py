@@ -114,8 +114,18 @@ class TrainingSettings(Settings):
     checkpoint_every: int = Field(
         default=250, ge=1, le=MAX_COUNT, description="Steps between two checkpoints."
     )
+    keep_checkpoints: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_COUNT,
+        description="How many of the last checkpoints are kept; null: all. A run goes on from the newest "
+        "that is sound, so keep 2 at least.",
+    )
     sample_every: int = Field(
-        default=250, ge=0, le=MAX_COUNT, description="Steps between two sets of preview pictures; 0: none."
+        default=250,
+        ge=0,
+        le=MAX_COUNT,
+        description="Steps between two sets of preview pictures, the first before the first step; 0: none.",
     )
     sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Prompts of the preview pictures; empty: the first captions are used."

@@ -90,6 +90,21 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
+def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
+    """Delete all but the last `keep` checkpoints up to step `newest`, oldest first; their steps.
+
+    One is renamed before it is deleted, so that a torn one is never taken for a checkpoint.
+    """
+    steps = sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+    old = [step for step in steps if step <= newest][:-keep]
+    for step in old:
+        path = checkpoint_path(folder, step)
+        away = folder / f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
+        path.rename(away)
+        shutil.rmtree(away, ignore_errors=True)
+    return old
+
+
 def load_checkpoint(path: Path, run: str) -> TrainingState:
     """The state in `path`, after its marker and hashes are checked.
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
@@ -43,12 +42,16 @@ class StepOutcome:
         grad_norm: Before it was cut; infinite where fp16's loss scaling left the step out.
         learning_rate: The one that was used.
         stop: Whether any rank was asked to end.
+        losses: Of each sample, by its slot's index.
+        timesteps: Of each sample, by its slot's index.
     """
 
     loss: float
     grad_norm: float
     learning_rate: float
     stop: bool
+    losses: tuple[float, ...]
+    timesteps: tuple[float, ...]
 
 
 class Engine:
@@ -98,26 +101,28 @@ class Engine:
         """
         seed = hash_bits(32, self._settings.seed, "step", batch.step, self.accelerator.process_index)
         torch.manual_seed(seed)
-        total = torch.zeros((), device=self.accelerator.device)
-        seen: list[tuple[tuple[str, ...], Tensor]] = []
+        # One row each: losses and timesteps by slot, and in the last one whether to stop.
+        noted = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
+        noted[2, 0] = float(stop)
         for left in reversed(range(len(batch.micro_batches))):
             planned, micro = next(inputs)
             assert planned.step == batch.step, f"inputs of step {planned.step} in step {batch.step}"
-            losses, weights = self._backward(micro, batch.num_samples, last=left == 0)
-            total += (losses * weights).sum()
-            seen.append((micro.sample_ids, losses))
-        flags = torch.stack([total, torch.tensor(float(stop), device=total.device)])
-        summed = cast("Tensor", self.accelerator.reduce(flags, reduction="sum")).tolist()
-        loss = summed[0] / batch.num_samples
+            here = micro.to(self.accelerator.device)
+            losses = self._backward(here, batch.num_samples, last=left == 0)
+            both = torch.stack([losses, here.timesteps.float()]) * here.weights
+            noted[:2].index_add_(1, here.indices, both)
+        summed = cast("Tensor", self.accelerator.reduce(noted, reduction="sum")).tolist()
+        loss = math.fsum(summed[0]) / batch.num_samples
         if not math.isfinite(loss):
-            raise _not_finite(f"the loss of step {batch.step} is {loss}", _odd_samples(seen))
+            odd = [slot.sample_id for slot in batch.slots() if not math.isfinite(summed[0][slot.index])]
+            raise _not_finite(f"the loss of step {batch.step} is {loss}", odd)
         learning_rate = float(self._schedule.get_last_lr()[0])
         grad_norm = self._update(batch)
-        return StepOutcome(loss, grad_norm, learning_rate, stop=summed[1] > 0)
+        stopping = summed[2][0] > 0
+        return StepOutcome(loss, grad_norm, learning_rate, stopping, tuple(summed[0]), tuple(summed[1]))
 
-    def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> tuple[Tensor, Tensor]:
-        """(losses, weights), each (B,) and detached; gradients are exchanged after the last one only."""
-        here = micro.to(self.accelerator.device)
+    def _backward(self, here: MicroInput, num_samples: int, *, last: bool) -> Tensor:
+        """Losses (B,), detached; gradients are exchanged after the last micro-batch only."""
         sync = nullcontext() if last else self.accelerator.no_sync(self._model)
         with sync:
             losses = self.losses(here, self._model)
@@ -128,7 +133,7 @@ class Engine:
                 num_processes=self.accelerator.num_processes,
             )
             self.accelerator.backward(share)
-        return losses.detach(), here.weights
+        return losses.detach()
 
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
         """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
@@ -202,17 +207,6 @@ def _require_world_size(accelerator: Accelerator, asked: int) -> None:
         what = f"{accelerator.num_processes} processes run, the recipe asks for {asked}"
         fix = "start training through Latentline, which passes the number on to accelerate launch"
         raise TrainingError(what, where="accelerate.num_processes", fix=fix)
-
-
-def _odd_samples(seen: list[tuple[tuple[str, ...], Tensor]]) -> list[str]:
-    """Sample ids whose loss is not finite, of all ranks."""
-    mine = [
-        name
-        for names, losses in seen
-        for name, loss in zip(names, losses.tolist(), strict=True)
-        if not math.isfinite(loss)
-    ]
-    return sorted(set(cast("list[str]", gather_object(mine))))
 
 
 def _not_finite(what: str, samples: list[str]) -> TrainingError:

@@ -56,6 +56,7 @@ class MicroInput:
         timesteps: (B,), as `Family.timesteps` gives them.
         conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
         weights: Float32 (B,): 1, or 0 for a stand-in.
+        indices: Int64 (B,): the slots' places in the step's global batch.
     """
 
     sample_ids: tuple[str, ...]
@@ -65,6 +66,7 @@ class MicroInput:
     timesteps: Tensor
     conditions: dict[str, Tensor]
     weights: Tensor
+    indices: Tensor
 
     def to(self, device: torch.device) -> MicroInput:
         """The same on `device`; copies from pinned memory do not block."""
@@ -77,6 +79,7 @@ class MicroInput:
             timesteps=move(self.timesteps),
             conditions={name: move(tensor) for name, tensor in self.conditions.items()},
             weights=move(self.weights),
+            indices=move(self.indices),
         )
 
     def pinned(self) -> MicroInput:
@@ -89,6 +92,7 @@ class MicroInput:
             timesteps=self.timesteps.pin_memory(),
             conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
             weights=self.weights.pin_memory(),
+            indices=self.indices.pin_memory(),
         )
 
 
@@ -138,6 +142,7 @@ class MicroBatchMaker:
             timesteps=self._family.timesteps(self._scheduler, levels, latent_shape),
             conditions=self._conditions(share, items),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
+            indices=torch.tensor([slot.index for slot in share]),
         )
 
     def _latent(self, slot: Slot) -> Tensor:

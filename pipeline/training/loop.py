@@ -6,7 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,14 +22,15 @@ from pipeline.training.checkpoint import (
     checkpoint_path,
     load_checkpoint,
     newest_checkpoint,
+    prune_checkpoints,
     remove_leftovers,
     save_checkpoint,
 )
 from pipeline.training.engine import Engine, StepOutcome
 from pipeline.training.export import ExportedFile, Exporter
+from pipeline.training.journal import Journal
 from pipeline.training.loader import MicroBatchMaker, MicroInput, micro_inputs
 from pipeline.training.metadata import header_metadata
-from pipeline.training.metrics import MetricsLog
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import StepPlan
 from pipeline.training.samples import draw_samples
@@ -77,6 +78,7 @@ class _Run:
         self.report = report
         self.paths = RunLayout(order.folder)
         self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
+        self.journal: Journal | None = None
         self.warnings: list[str] = []
         self.started_at_s = 0.0
         self.resumed_from = 0
@@ -84,8 +86,13 @@ class _Run:
     def train(self, stop: StopRequest) -> bool:
         start = self._resume()
         self.started_at_s = time.time()
-        with MetricsLog(self.paths.metrics) as metrics, closing(self._inputs(start)) as inputs:
-            done = self._steps(start, inputs, metrics, stop)
+        with ExitStack() as open_files:
+            inputs = open_files.enter_context(closing(self._inputs(start)))
+            if self.main:
+                self.journal = open_files.enter_context(Journal(self.paths))
+            if start == 0:
+                self._look(0)
+            done = self._steps(start, inputs, stop)
         finished = done == len(self.plan)
         if finished and self.main:
             self._finish()
@@ -102,7 +109,6 @@ class _Run:
         self,
         start: int,
         inputs: Generator[tuple[StepPlan, MicroInput]],
-        metrics: MetricsLog,
         stop: StopRequest,
     ) -> int:
         """Train from `start`; the number of steps done by the end, fewer than planned when asked to stop."""
@@ -113,14 +119,12 @@ class _Run:
             begun_s = time.perf_counter()
             try:
                 outcome = self.engine.step(batch, inputs, stop=stop.requested)
-            except TrainingError:
-                self._keep_last_good(done)
-                raise
+            except TrainingError as err:
+                raise self._with_last_good(err, done) from err
             done = number + 1
-            if self.main:
-                self._note(batch, outcome, metrics, time.perf_counter() - begun_s)
-                self._keep(done, metrics, stopping=outcome.stop)
-                self._draw(done)
+            self._note(batch, outcome, time.perf_counter() - begun_s)
+            self._keep(done, stopping=outcome.stop)
+            self._look(done)
             if outcome.stop:
                 break
         if done < len(self.plan) and self.main:
@@ -180,37 +184,39 @@ class _Run:
         self.exporter.export(self.engine.denoiser, rehearsal)
         shutil.rmtree(rehearsal)
 
-    def _keep_last_good(self, done: int) -> None:
-        if self.main and self.engine.weights_finite():
-            self._save(self.engine.state(done))
+    def _with_last_good(self, err: TrainingError, done: int) -> TrainingError:
+        """The error, saying where the LoRA from before the step lies; one of finite weights is kept."""
+        if not self.main or not self.engine.weights_finite():
+            return err
+        self._save(self.engine.state(done))
+        with self.engine.result_weights():
+            self.exporter.export(self.engine.denoiser, self.paths.last_good)
+        what = f"{err.what}; the LoRA of {done} steps is kept in {self.paths.last_good}"
+        return TrainingError(what, where=err.where, fix=err.fix)
 
     def _save(self, state: TrainingState) -> None:
         save_checkpoint(self.paths.checkpoints, self.order.run, state)
+        keep = self.order.recipe.training.keep_checkpoints
+        if keep is not None:
+            prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
 
-    def _keep(self, done: int, metrics: MetricsLog, *, stopping: bool) -> None:
+    def _keep(self, done: int, *, stopping: bool) -> None:
         due = done % self.order.recipe.training.checkpoint_every == 0
-        if due or stopping or done == len(self.plan):
-            metrics.sync()
+        if self.journal is not None and (due or stopping or done == len(self.plan)):
+            self.journal.sync()
             self._save(self.engine.state(done))
 
-    def _note(self, batch: StepPlan, outcome: StepOutcome, metrics: MetricsLog, seconds: float) -> None:
-        metrics.append(
-            {
-                "step": batch.step,
-                "epoch": batch.epoch,
-                "samples": batch.num_samples,
-                "loss": outcome.loss,
-                "learning_rate": outcome.learning_rate,
-                "grad_norm": outcome.grad_norm,
-                "seconds": round(seconds, 4),
-            }
-        )
+    def _note(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
+        if self.journal is None:
+            return
+        self.journal.step(batch, outcome, seconds)
         text = f"steps, loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
         self.report.progress(batch.step + 1, len(self.plan), text)
 
-    def _draw(self, done: int) -> None:
+    def _look(self, done: int) -> None:
+        """Draw the sample pictures, if it is time."""
         every = self.order.recipe.training.sample_every
-        if every > 0 and (done % every == 0 or done == len(self.plan)):
+        if self.main and every > 0 and (done % every == 0 or done == len(self.plan)):
             with self.engine.result_weights():
                 draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
 
@@ -219,6 +225,7 @@ class _Run:
         self.report.info(f"warning: {text}")
 
     def _finish(self) -> None:
+        shutil.rmtree(self.paths.last_good, ignore_errors=True)
         with self.engine.result_weights():
             files = self.exporter.export(self.engine.denoiser, self.paths.exported)
         self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")

@@ -1,35 +1,55 @@
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import pytest
 import torch
+from safetensors.torch import load_file
 
+from pipeline.errors import TrainingError
 from pipeline.runs import RunLayout, read_metrics
+from pipeline.store import Store
+from pipeline.training import loop
 from pipeline.training.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.training.loader import MicroBatchMaker, MicroInput
 from pipeline.training.loop import train
 from pipeline.training.order import TrainingOrder
-from pipeline.training.stopping import StopRequest
+from pipeline.training.plan import Slot
+from pipeline.training.stopping import StopRequest, heard_signals
 
 if TYPE_CHECKING:
     from conftest import Project
 
+TWO_DATASETS = {"photos": {"weight": 2.0, "repeats": 2}, "studio": {"weight": 1.0}}
+STEPS = 9
+
 
 @dataclass
 class Notes:
-    """A report that remembers; and asks for a stop once `stop_after` steps are done."""
+    """A report that remembers; once `stop_after` steps are done it asks for a stop, or `act`s."""
 
     stop: StopRequest = field(default_factory=StopRequest)
     stop_after: int = 10**9
     lines: list[str] = field(default_factory=list)
+    act: Callable[[], None] | None = None
 
     def info(self, text: str) -> None:
         self.lines.append(text)
 
     def progress(self, done: int, total: int, text: str) -> None:
         self.lines.append(f"{done}/{total} {text}")
-        if done + 1 >= self.stop_after:
+        if self.act is not None and done >= self.stop_after:
+            self.act()
+        elif done + 1 >= self.stop_after:
             self.stop.request()
 
 
@@ -40,34 +60,241 @@ def run_until(order: TrainingOrder, stop_after: int = 10**9) -> tuple[bool, list
     return train(order, notes, notes.stop), notes.lines
 
 
-def outcome(order: TrainingOrder) -> tuple[list[tuple[int, float, float]], dict[str, torch.Tensor]]:
-    layout = RunLayout(order.folder)
-    steps = order.recipe.training.steps
-    metrics = read_metrics(layout.metrics, steps)
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, steps), order.run)
-    return [(line["step"], line["loss"], line["learning_rate"]) for line in metrics], state.adapter
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run did: ids, timesteps and losses of each step, and what it left."""
+
+    steps: list[Any]
+    samples: list[Any]
+    adapter: dict[str, str]
+    exported: dict[str, str]
 
 
-def assert_same(a: Any, b: Any) -> None:
-    assert a[0] == b[0]
-    assert set(a[1]) == set(b[1])
-    assert all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+def outcome(order: TrainingOrder) -> Outcome:
+    layout, plan = RunLayout(order.folder), order.plan()
+    steps = read_metrics(layout.metrics, len(plan))
+    assert [line["step"] for line in steps] == list(range(len(plan)))
+    samples = read_metrics(layout.sample_losses, len(plan))
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), order.run)
+    return Outcome(
+        [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
+        [
+            [
+                (slot.sample_id, line["timesteps"][slot.index], line["losses"][slot.index])
+                for slot in step.slots()
+            ]
+            for line, step in zip(samples, plan, strict=True)
+        ],
+        bits(state.adapter),
+        bits(load_file(layout.exported / "demo_kohya.safetensors")),
+    )
 
 
-def test_R01_a_run_cut_at_any_step_and_cut_twice_equals_the_uncut_one_bit_for_bit(
-    make_project: Callable[..., Project],
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors.items()}
+
+
+def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
+    """Accumulation, two datasets by weights, partial batches, buckets, an average, a schedule, dropout."""
+    settings: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "ema_decay": 0.9, "steps": STEPS}
+    settings |= {"exhausted": "end_epoch", "gradient_accumulation": 3, "checkpoint_every": 4, **training}
+    project = make_project(datasets=TWO_DATASETS, **settings)
+    steps = list(project.order().plan())
+    sizes = {len(share) for step in steps for micro in step.micro_batches for share in micro}
+    assert sizes == {1, 2}, "partial batches and whole ones"
+    assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and whole ones"
+    assert len({step.epoch for step in steps}) > 1
+    assert {slot.sample_id.split("/")[0] for step in steps for slot in step.slots()} == set(TWO_DATASETS)
+    return project
+
+
+class Recording(MicroBatchMaker):
+    """Remembers the bits of everything it makes, by step and slots: a second making has to be the same."""
+
+    made: dict[tuple[int, tuple[int, ...]], str]
+
+    def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
+        micro = super().make(step, share)
+        parts = [micro.latent, micro.noise, micro.input_noise, micro.timesteps, *micro.conditions.values()]
+        digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+        place = (step, tuple(slot.index for slot in share))
+        assert self.made.setdefault(place, digest) == digest, f"other inputs in step {step}"
+        return micro
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, tuple[int, ...]], str]:
+    """The bits of all inputs of this test's runs; the same place with other bits is an error at once."""
+    made: dict[tuple[int, tuple[int, ...]], str] = {}
+    monkeypatch.setattr(Recording, "made", made, raising=False)
+    monkeypatch.setattr(loop, "MicroBatchMaker", Recording)
+    return made
+
+
+def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) -> None:
+    order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
+    for cut in cuts:
+        finished, lines = run_until(order, stop_after=cut)
+        assert not finished
+        assert f"asked to stop: {cut} of {STEPS} steps are done and kept" in lines
+    assert run_until(order)[0]
+    assert outcome(order) == expected
+
+
+def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
+    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
 ) -> None:
-    project = make_project(lr_scheduler="cosine", warmup_steps=2)
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    assert {step for step, _ in recorded} == set(range(STEPS))
+    for cuts in ((0,), (5,), (2, 6)):
+        cut_and_compare(project, outcome(whole), cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_for_bit(
+    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
+) -> None:
+    project = torture_project(make_project)
     whole = project.changed("whole").order()
     assert run_until(whole)[0]
     expected = outcome(whole)
-    assert len(expected[0]) == 6
-    assert [line[0] for line in expected[0]] == list(range(6))
-    for cuts in [(0,), (2,), (3,), (4,), (5,), (2, 4)]:
-        order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
-        for cut in cuts:
-            finished, lines = run_until(order, stop_after=cut)
-            assert not finished
-            assert f"asked to stop: {cut} of 6 steps are done and kept" in lines
-        assert run_until(order)[0]
-        assert_same(outcome(order), expected)
+    for first in range(STEPS):
+        cut_and_compare(project, expected, (first,))
+        for second in range(first + 1, STEPS):
+            cut_and_compare(project, expected, (first, second))
+
+
+def signalled(order: TrainingOrder, number: signal.Signals, after: int) -> int:
+    """Train in a process of its own, which gets the signal after so many steps; its exit status."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            with heard_signals() as stop:
+                act = lambda: os.kill(os.getpid(), number)  # noqa: E731
+                notes = Notes(stop=stop, stop_after=after, act=act)
+                if after == 0:
+                    act()
+                status = 0 if train(order, notes, stop) else 143
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def signal_and_compare(project: Project, expected: Outcome, number: signal.Signals, after: list[int]) -> None:
+    order = project.changed(f"{number.name}-{'-'.join(map(str, after))}").order()
+    for steps in after:
+        status = signalled(order, number, steps)
+        assert status == (-signal.SIGKILL if number == signal.SIGKILL else 143)
+    assert run_until(order)[0]
+    assert outcome(order) == expected
+
+
+def test_R01_R12_a_process_that_is_signalled_ends_where_the_uncut_run_did(
+    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    signal_and_compare(project, outcome(whole), signal.SIGTERM, [5])
+    signal_and_compare(project, outcome(whole), signal.SIGKILL, [3, 6])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncut_run_did(
+    make_project: Callable[..., Project],
+    recorded: dict[tuple[int, tuple[int, ...]], str],
+    number: signal.Signals,
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    expected = outcome(whole)
+    for first in range(1, STEPS - 1):
+        signal_and_compare(project, expected, number, [first])
+        for second in range(first + 1, STEPS - 1):
+            signal_and_compare(project, expected, number, [first, second])
+
+
+def poisoned(order: TrainingOrder) -> tuple[TrainingOrder, str]:
+    """The order with one sample, not among the first eight, whose latent is NaN; and that sample."""
+    seen = {slot.sample_id for step in order.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in order.inputs if item.sample_id not in seen)
+    store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
+    path, (latent,) = store.path(entry), entry.tensors.values()
+    odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
+    path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
+    return order, chosen.sample_id
+
+
+def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_the_lora_from_before(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=6, ema_decay=0.5)
+    good = project.changed("good", steps=2).order()
+    assert run_until(good)[0]
+    order, culprit = poisoned(project.changed("poisoned").order())
+    with pytest.raises(TrainingError, match="the LoRA of 2 steps is kept in") as caught:
+        run_until(order)
+    others = {item.sample_id for item in order.inputs} - {culprit}
+    assert culprit in caught.value.where
+    assert not any(name in caught.value.where for name in others)
+    layout = RunLayout(order.folder)
+    assert str(layout.last_good) in caught.value.what
+    for path in sorted(RunLayout(good.folder).exported.iterdir()):
+        kept = load_file(layout.last_good / path.name)
+        assert bits(kept) == bits(load_file(path))
+    assert not layout.result.exists()
+    assert load_checkpoint(checkpoint_path(layout.checkpoints, 2), order.run).step == 2
+
+
+def steps_kept(order: TrainingOrder) -> list[int]:
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in RunLayout(order.folder).checkpoints.iterdir()
+    )
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked_and_a_shorter_plan_spares_the_later_ones(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=7, checkpoint_every=2)
+    everything = project.changed("everything").order()
+    assert run_until(everything)[0]
+    assert steps_kept(everything) == [0, 2, 4, 6, 7]
+    two = project.changed("two", keep_checkpoints=2).order()
+    assert run_until(two)[0]
+    assert steps_kept(two) == [6, 7]
+    recipe = everything.recipe.model_copy(
+        update={"training": everything.recipe.training.model_copy(update={"steps": 5, "keep_checkpoints": 1})}
+    )
+    shorter = replace(everything, recipe=recipe)
+    assert run_until(shorter)[0]
+    assert steps_kept(everything) == [5, 6, 7]
+
+
+def test_R08_before_the_first_step_a_checkpoint_is_saved_and_reloaded_and_files_are_exported(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project(sample_every=4).order()
+
+    def broken(path: Path, run: str) -> Any:
+        state = load_checkpoint(path, run)
+        first = next(iter(state.adapter))
+        return replace(state, adapter={**state.adapter, first: state.adapter[first] + 1})
+
+    monkeypatch.setattr(loop, "load_checkpoint", broken)
+    with pytest.raises(TrainingError, match="does not read back"):
+        run_until(order)
+    monkeypatch.undo()
+    assert not RunLayout(order.folder).metrics.exists()
+    shutil.rmtree(order.folder)
+    finished, _ = run_until(order)
+    assert finished
+    drawn = sorted(path.name for path in (order.folder / "samples").iterdir())
+    assert [name[5:13] for name in drawn[::2]] == ["00000000", "00000004", "00000006"]
+    assert json.loads(RunLayout(order.folder).result.read_text())["warnings"] == []

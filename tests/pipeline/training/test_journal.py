@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.runs import read_metrics
-from pipeline.training.metrics import MetricsLog
+from pipeline.training.journal import Lines
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:
-    with MetricsLog(path) as log:
+    with Lines(path) as log:
         for step, loss in lines:
             log.append({"step": step, "loss": loss})
 

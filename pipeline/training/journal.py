@@ -1,0 +1,105 @@
+"""What a run writes down as it goes: numbers for each step and each sample; `pipeline.runs` reads them."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.runs import Metrics, RunLayout
+
+if TYPE_CHECKING:
+    from pipeline.training.engine import StepOutcome
+    from pipeline.training.plan import StepPlan
+
+
+class Lines:
+    """Appends lines of JSON to a file; use it as a context."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending; a line that an earlier process left torn is ended first."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab")
+        if self._file.tell() > 0:
+            with path.open("rb") as file:
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"
+            if torn:
+                self._file.write(b"\n")
+
+    def append(self, line: Metrics) -> None:
+        """Add a line; a reader sees it at once."""
+        self._file.write(json.dumps(line).encode("utf-8") + b"\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Bring all lines to the disk; called with each checkpoint, so that no resumed run lacks any."""
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Lines:
+        """These lines."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Journal:
+    """The logs of one run, kept by its first rank; use it as a context."""
+
+    def __init__(self, layout: RunLayout) -> None:
+        """Open what there is, to go on with it."""
+        self._files = ExitStack()
+        self._metrics = self._files.enter_context(Lines(layout.metrics))
+        self._samples = self._files.enter_context(Lines(layout.sample_losses))
+
+    def step(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
+        """Note an optimizer step that took so many seconds."""
+        self._metrics.append(
+            {
+                "step": batch.step,
+                "epoch": batch.epoch,
+                "samples": batch.num_samples,
+                "loss": outcome.loss,
+                "learning_rate": outcome.learning_rate,
+                "grad_norm": outcome.grad_norm,
+                "seconds": round(seconds, 4),
+                "memory_bytes": peak_memory_bytes(),
+            }
+        )
+        self._samples.append(
+            {"step": batch.step, "losses": outcome.losses, "timesteps": outcome.timesteps},
+        )
+
+    def sync(self) -> None:
+        """Bring all that is noted to the disk."""
+        self._metrics.sync()
+        self._samples.sync()
+
+    def __enter__(self) -> Journal:
+        """This journal."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+def peak_memory_bytes() -> int:
+    """The most memory this process has held so far: of the GPU where it uses one, else of the machine."""
+    if torch.cuda.is_initialized():
+        return torch.cuda.max_memory_allocated()
+    unit_bytes = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit_bytes
