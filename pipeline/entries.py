@@ -5,21 +5,44 @@ The cache assets, their checks and the trainer all ask here, so they cannot disa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from pipeline.families import Family, Use, detect
-from pipeline.fingerprints import Fingerprints, LatentInputs, TextInputs, latent_key, text_key
-from pipeline.geometry import Geometry
+from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
+from pipeline.geometry import Geometry, Size
 from pipeline.images import PREPROCESSING_VERSION
 from pipeline.model_source import resolve_base
-from pipeline.store import EntrySpec, EntryStat, Store, TensorSpec
+from pipeline.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.recipe import Recipe
+
+
+LATENT = "latent"
+"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
+
+MEAN, STD = MOMENTS = ("mean", "std")
+
+STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
+"""Of tables: an entry's `EntryStat` when it was last verified, field by field."""
+
+
+TARGET = ("target_height", "target_width")
+LATENT_SHAPE = ("latent_channels", "latent_height", "latent_width")
+
+_SHAPES = {
+    **dict.fromkeys((*TARGET, *LATENT_SHAPE), pl.Int32),
+    "dtype": pl.String,
+    "num_bytes": pl.Int64,
+}
 
 
 class Entries:
@@ -66,7 +89,7 @@ class Entries:
             content_hash=row["content_hash"],
             resized_size=geometry.resized_size,
             crop=geometry.crop,
-            flip=False,
+            flip=bool(row.get("flipped", False)),
             background=settings.background,
             preprocessing_version=PREPROCESSING_VERSION,
             vae=self.fingerprint("latents"),
@@ -77,10 +100,62 @@ class Entries:
         )
 
     def latent(self, row: Mapping[str, Any]) -> EntrySpec:
-        """The entry of one row of aspect_buckets or vae_latents: one tensor "latent" (C, h, w)."""
-        shape = self.family.latent_shape(Geometry.from_row(row).target_size)
-        tensor = TensorSpec(self.recipe.latents.dtype, shape)
-        return EntrySpec("latents", latent_key(self.latent_inputs(row)), {"latent": tensor})
+        """The entry of one row of aspect_buckets or vae_latents, with the tensors of `latent_tensors`."""
+        tensors = self.latent_tensors(Geometry.from_row(row).target_size)
+        return EntrySpec("latents", latent_key(self.latent_inputs(row)), tensors)
+
+    def latent_tensors(self, target_size: Size) -> dict[str, TensorSpec]:
+        """Tensors (C, h, w) of such an entry: `LATENT`, or both `MOMENTS` where the recipe asks for them."""
+        tensor = TensorSpec(self.recipe.latents.dtype, self.family.latent_shape(target_size))
+        names = MOMENTS if self.recipe.latents.posterior == "moments" else (LATENT,)
+        return dict.fromkeys(names, tensor)
+
+    def latent_rows(self, buckets: pl.DataFrame) -> pl.DataFrame:
+        """A row for each latent that the recipe asks for: those of aspect_buckets, and what follows.
+
+        Added are `flipped`, `key`, `num_bytes` (of the entry's file), and the latent's shape and dtype.
+        """
+        flips = (False, True) if self.recipe.latents.flip else (False,)
+        rows = pl.concat([buckets.with_columns(flipped=pl.lit(flip)) for flip in flips])
+        rows = rows.with_columns(key=pl.Series(self.latent_keys(rows), dtype=pl.String))
+        return rows.join(self.latent_shapes(rows), on=TARGET, maintain_order="left")
+
+    def latent_shapes(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """For each target size in `rows`: the latent's shape and dtype, and its file's `num_bytes`."""
+        shapes: list[dict[str, Any]] = []
+        for height, width in rows.select(TARGET).unique(maintain_order=True).rows():
+            tensors = self.latent_tensors(Size(height, width))
+            tensor = next(iter(tensors.values()))
+            num_bytes = EntrySpec("latents", "", tensors).file_bytes
+            values = (height, width, *tensor.shape, tensor.dtype, num_bytes)
+            shapes.append(dict(zip(_SHAPES, values, strict=True)))
+        return pl.DataFrame(shapes, schema=_SHAPES)
+
+    def text_rows(self, captions: Sequence[str]) -> pl.DataFrame:
+        """A row for each caption: `caption`, `key`, and its file's `num_bytes`."""
+        rows = {"caption": captions, "key": self.text_keys(captions)}
+        table = pl.DataFrame(rows, schema={"caption": pl.String, "key": pl.String})
+        return table.with_columns(num_bytes=pl.lit(self.text("").file_bytes, dtype=pl.Int64))
+
+    def latent_keys(self, rows: pl.DataFrame) -> list[str]:
+        """The keys of `latent` for every row, at 2 microseconds each.
+
+        Args:
+            rows: Columns of vae_latents, as far as they decide a key.
+        """
+        if rows.is_empty():
+            return []
+        inputs = vars(self.latent_inputs(rows.row(0, named=True)))
+        resized, crop = (
+            ("resized_height", "resized_width"),
+            ("crop_top", "crop_left", "target_height", "target_width"),
+        )
+        places: dict[str, Any] = {"content_hash": "@content_hash@", "flip": "@flipped@"}
+        places |= {"resized_size": [f"@{name}@" for name in resized], "crop": [f"@{name}@" for name in crop]}
+        template = KeyTemplate({"latents": inputs | places})
+        in_json = {"content_hash": pl.format('"{}"', "content_hash")}
+        texts = rows.select(in_json.get(name, pl.col(name).cast(pl.String)) for name in template.names)
+        return [key for part in texts.iter_slices() for key in template.hashes(part.iter_rows())]
 
     def text_inputs(self, caption: str) -> TextInputs:
         """What decides the text embeddings of one canonical caption."""
@@ -99,21 +174,44 @@ class Entries:
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._text_shapes.items()}
         return EntrySpec("text", text_key(self.text_inputs(caption)), tensors)
 
+    def text_keys(self, captions: Iterable[str]) -> list[str]:
+        """The keys of `text` for every caption, at 2 microseconds each."""
+        template = KeyTemplate({"text": {**vars(self.text_inputs("")), "caption": "@caption@"}})
+        return template.hashes((json.dumps(caption),) for caption in captions)
+
     @cached_property
     def _text_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.family.text_shapes()
 
 
+def with_recorded(wanted: pl.DataFrame, known: pl.DataFrame | None) -> pl.DataFrame:
+    """`wanted` with the `STAT_COLUMNS` that a table recorded of the same key; null where it has none."""
+    if known is None:
+        return wanted.with_columns(pl.lit(None, dtype=pl.Int64).alias(name) for name in STAT_COLUMNS)
+    recorded = known.select("key", *STAT_COLUMNS).unique("key", keep="first")
+    return wanted.join(recorded, on="key", how="left", maintain_order="left")
+
+
+def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
+    """For each row, whether its entry is as it was when its stat was recorded; Boolean.
+
+    Args:
+        store: Where the entries are.
+        kind: Of all of them.
+        rows: Columns `key`, `num_bytes` (what the entry's shape asks for) and `STAT_COLUMNS`, null where
+            nothing was recorded.
+    """
+    recorded = rows.select(pl.col(name).cast(pl.Int64).fill_null(-1) for name in STAT_COLUMNS)
+    found = pl.DataFrame(store.stats(kind, rows["key"]), schema=list(STAT_COLUMNS), orient="row")
+    same = pl.all_horizontal(pl.col(name) == recorded[name] for name in STAT_COLUMNS)
+    return found.select(same & (pl.col("entry_bytes") == rows["num_bytes"])).to_series()
+
+
 def recorded_stat(row: Mapping[str, Any]) -> EntryStat:
     """The stat of a row's entry when it was last verified."""
-    return EntryStat(row["entry_bytes"], row["entry_mtime_ns"], row["entry_ctime_ns"], row["entry_inode"])
+    return EntryStat(*(row[name] for name in STAT_COLUMNS))
 
 
 def stat_columns(stat: EntryStat) -> dict[str, int]:
     """The columns in which `recorded_stat` finds it again."""
-    return {
-        "entry_bytes": stat.num_bytes,
-        "entry_mtime_ns": stat.mtime_ns,
-        "entry_ctime_ns": stat.ctime_ns,
-        "entry_inode": stat.inode,
-    }
+    return dict(zip(STAT_COLUMNS, astuple(stat), strict=True))

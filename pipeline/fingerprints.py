@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -60,7 +61,7 @@ class LatentInputs:
         preprocessing_version: Of the code from file bytes to pixels.
         vae: Fingerprint of the VAE's configuration and weights.
         method: `Family.latent_method`.
-        posterior: "sample" or "mean".
+        posterior: "sample", "mean" or "moments".
         compute_dtype: In which the VAE computes.
         dtype: On disk.
     """
@@ -109,10 +110,35 @@ def text_key(inputs: TextInputs) -> str:
     return canonical_hash({"text": vars(inputs)})
 
 
+def canonical_text(value: Any) -> str:
+    """A JSON-serialisable value as ASCII; the order of keys does not matter."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+
+
 def canonical_hash(value: Any) -> str:
-    """The sha256 of a JSON-serialisable value, in hex; the order of keys does not matter."""
-    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(text.encode("ascii")).hexdigest()
+    """The sha256 of a value's `canonical_text`, in hex."""
+    return hashlib.sha256(canonical_text(value).encode("ascii")).hexdigest()
+
+
+class KeyTemplate:
+    """Hashes of values that differ in a few places: `canonical_hash`, in a tenth of its time.
+
+    The value is written once, with a string "@name@" wherever values differ.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Of a JSON-serialisable value with places."""
+        parts = re.split(r'"@(\w+)@"', canonical_text(value))
+        self._texts, self.names = parts[::2], tuple(parts[1::2])
+
+    def hashes(self, places: Iterable[tuple[str, ...]]) -> list[str]:
+        """The hash of the value with each row of `places`, by `names`, put in as canonical JSON."""
+        start, *texts = self._texts
+        made: list[str] = []
+        for row in places:
+            text = start + "".join(chain.from_iterable(zip(row, texts, strict=True)))
+            made.append(hashlib.sha256(text.encode("ascii")).hexdigest())
+        return made
 
 
 class Fingerprints:

@@ -72,9 +72,17 @@ SCHEMAS: dict[str, Columns] = {
         "latent_channels": pl.Int32,
         "latent_height": pl.Int32,
         "latent_width": pl.Int32,
+        "flipped": pl.Boolean,
         **_ENTRY,
     },
-    "text_embeddings": {**_ID, "caption": pl.String, "num_tokens": pl.Int32, "num_cut": pl.Int32, **_ENTRY},
+    "text_embeddings": {
+        **_ID,
+        "variant": pl.Int32,
+        "caption": pl.String,
+        "num_tokens": pl.Int32,
+        "num_cut": pl.Int32,
+        **_ENTRY,
+    },
     "trained_lora": {
         **_ID,
         **_CONTENT,
@@ -85,13 +93,15 @@ SCHEMAS: dict[str, Columns] = {
         "times_seen": pl.Int32,
     },
 }
-"""Of each asset. `height` and `width` are the original size, after EXIF orientation; `path` is relative to
-the dataset, as the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels;
-`scale` is resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized
-area that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder`
-which decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat
-of the store entry when it was last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of
-all of a sample's views and variants, with spaces between them."""
+"""Of each asset. A row is a sample; in vae_latents a sample and whether it is `flipped` (mirrored left to
+right, its geometry as if it were not), in text_embeddings a sample and a `variant` of its caption.
+`height` and `width` are the original size, after EXIF orientation; `path` is relative to the dataset, as
+the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels; `scale` is
+resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized area
+that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder` which
+decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat of the
+store entry when it was last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all
+of a sample's views and variants, with spaces between them."""
 
 REJECTED: Columns = {
     **_ID,
@@ -116,7 +126,7 @@ def empty(asset: str) -> pl.DataFrame:
 
 
 def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
-    """Rows as a table of `asset` (or "rejected"), sorted by `sample_id`.
+    """Rows as a table of `asset` (or "rejected"), sorted by what names a row, `sample_id` first.
 
     Raises:
         TableError: A column is missing or of another type.
@@ -126,7 +136,7 @@ def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
         table = pl.DataFrame(rows, schema=_columns(asset), strict=True)
     except (TypeError, ValueError, pl.exceptions.PolarsError) as err:
         raise _schema_error(asset, where, str(err)) from err
-    return validated(asset, table, where).sort("sample_id")
+    return validated(asset, table, where).sort(_unique(asset))
 
 
 def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
@@ -174,7 +184,9 @@ def _nullable(asset: str) -> set[str]:
 
 
 def _unique(asset: str) -> list[str]:
-    return ["sample_id", "stage"] if asset == "rejected" else ["sample_id"]
+    """The columns that name a row; tables are sorted by them."""
+    more = {"rejected": "stage", "vae_latents": "flipped", "text_embeddings": "variant"}
+    return ["sample_id", *([more[asset]] if asset in more else [])]
 
 
 class Tables:
@@ -216,7 +228,7 @@ class Tables:
             return None
 
     def write(self, asset: str, table: pl.DataFrame) -> Path:
-        """Replace the table atomically, sorted by `sample_id`.
+        """Replace the table atomically, sorted by what names a row, `sample_id` first.
 
         Returns:
             The file's path.
@@ -225,7 +237,7 @@ class Tables:
             TableError: The table is not what the asset's schema says; nothing is written.
         """
         path = self.path(asset)
-        rows = validated(asset, table, f"what {asset} wanted to write to {path}").sort("sample_id")
+        rows = validated(asset, table, f"what {asset} wanted to write to {path}").sort(_unique(asset))
         write_through(path, rows.write_parquet)
         return path
 

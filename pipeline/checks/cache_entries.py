@@ -13,57 +13,57 @@ each entry, sizes need no statistics: an outlier in a bucket cannot have the siz
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+import polars as pl
+
 from pipeline.checks.base import Outcome
-from pipeline.store import EntrySpec, EntryStat, Store
+from pipeline.entries import unchanged
+from pipeline.store import EntrySpec, EntryStat, Kind, Store
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
 REPAIR = "run the job <recipe>_cache again: it makes what is missing or damaged"
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """An entry that must be there.
-
-    Attributes:
-        name: A sample, or what else asks for it.
-        spec: What it must be.
-        recorded: Its stat when it was last verified; None where no table recorded one.
-    """
-
-    name: str
-    spec: EntrySpec
-    recorded: EntryStat | None
-
-
 class Problems:
     """The problems of some entries, by check, as rows to show."""
 
-    def __init__(self, store: Store, wanted: Iterable[Wanted]) -> None:
+    def __init__(
+        self, store: Store, kind: Kind, wanted: pl.DataFrame, spec_of: Callable[[dict[str, Any]], EntrySpec]
+    ) -> None:
         """Look at each entry.
+
+        Args:
+            store: Where they are.
+            kind: Of all of them.
+            wanted: A row an entry: `sample_id` (or what else asks for it), `key`, `num_bytes`, the
+                `STAT_COLUMNS` of when it was last verified, null where nothing was recorded, and what
+                `spec_of` needs.
+            spec_of: What the entry of a row must be.
 
         Raises:
             StoreError: An entry may not be read.
         """
-        self.num_entries = 0
+        self.num_entries = len(wanted)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
-        for entry in wanted:
-            self.num_entries += 1
-            state = store.check(entry.spec, entry.recorded)
-            if state.valid:
-                continue
-            row = {
-                "sample_id": entry.name,
-                "problem": state.reason or "it is missing",
-                "bytes": state.stat.num_bytes if state.stat else None,
-                "expected_bytes": entry.spec.file_bytes,
-                "path": str(store.path(entry.spec)),
-            }
-            self._rows.setdefault(_kind(store, entry.spec, state.stat), []).append(row)
+        doubtful = wanted.filter(~unchanged(store, kind, wanted))
+        for row in doubtful.iter_rows(named=True):
+            self._look(store, row["sample_id"], spec_of(row))
+
+    def _look(self, store: Store, name: str, spec: EntrySpec) -> None:
+        state = store.check(spec)
+        if state.valid:
+            return
+        row = {
+            "sample_id": name,
+            "problem": state.reason or "it is missing",
+            "bytes": state.stat.num_bytes if state.stat else None,
+            "expected_bytes": spec.file_bytes,
+            "path": str(store.path(spec)),
+        }
+        self._rows.setdefault(_kind(store, spec, state.stat), []).append(row)
 
     def outcome(self, check: Problem, fine: str, *, more: Sequence[Mapping[str, Any]] = ()) -> Outcome:
         """What `check` has to say: `more`, then these entries' problems; `fine` when there are none."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
+import polars as pl
+
 from pipeline.checks.base import MAX_ROWS, CheckContext, Finding, Outcome, findings
-from pipeline.checks.cache_entries import Problems, Wanted
-from pipeline.entries import Entries, recorded_stat
+from pipeline.checks.cache_entries import Problems
+from pipeline.entries import STAT_COLUMNS, Entries, with_recorded
 
 STAGE = "text_embeddings"
 
@@ -20,61 +22,68 @@ def run(context: CheckContext) -> list[Finding]:
         ModelError: The recipe's base model cannot be found, or is of no known family.
         StoreError: An entry may not be read.
     """
-    rows = context.tables.read(STAGE).to_dicts()
+    table = context.tables.read(STAGE)
     validated = context.tables.read("validated_dataset").select("sample_id", "caption")
     entries = Entries(context.recipe)
-    captions: dict[str, str] = dict(validated.iter_rows())
-    keys = {caption: entries.text(caption).key for caption in set(captions.values())}
-    problems = Problems(entries.store, _wanted(context, entries, rows))
+    problems = Problems(
+        entries.store, "text", _wanted(context, entries, table), lambda row: entries.text(row["caption"])
+    )
     count = f"{problems.num_entries:,} entries"
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {len(captions):,} samples and the empty caption has its entry",
-            more=list(_out_of_step(rows, {name: keys[caption] for name, caption in captions.items()})),
+            f"each of {len(validated):,} samples and the empty caption has its entry",
+            more=list(_out_of_step(entries, table, validated)),
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity", f"{count} of the shapes that the encoders' configurations say"
         ),
         "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the right bytes"),
         "finite_values": problems.outcome("finite_values", f"{count} with sound content"),
-        "captions_fit": _captions_fit(entries, rows),
+        "captions_fit": _captions_fit(entries, table),
     }
     return findings(context, STAGE, outcomes)
 
 
-def _wanted(context: CheckContext, entries: Entries, rows: list[dict[str, Any]]) -> Iterator[Wanted]:
+def _wanted(context: CheckContext, entries: Entries, table: pl.DataFrame) -> pl.DataFrame:
     """Each distinct entry of the table, and those that belong to no sample."""
-    seen: set[str] = set()
-    for row in rows:
-        spec = entries.text(row["caption"])
-        if spec.key == row["key"] and spec.key not in seen:
-            seen.add(spec.key)
-            yield Wanted(row["sample_id"], spec, recorded_stat(row))
-    for caption in ("", *context.recipe.training.sample_prompts):
-        spec = entries.text(caption)
-        if spec.key not in seen:
-            seen.add(spec.key)
-            yield Wanted(f"the sample prompt {caption!r}" if caption else "the empty caption", spec, None)
+    columns = ("sample_id", "caption", "key", "num_bytes", *STAT_COLUMNS)
+    asked = entries.text_rows(table["caption"].unique().to_list())
+    own = table.join(asked, on=("caption", "key")).sort("sample_id", "variant")
+    own = own.unique("key", keep="first", maintain_order=True).select(columns)
+    extra = entries.text_rows(list(dict.fromkeys(("", *context.recipe.training.sample_prompts))))
+    names = [
+        f"the sample prompt {caption!r}" if caption else "the empty caption" for caption in extra["caption"]
+    ]
+    extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
+    extra = with_recorded(extra, None).select(columns).cast(own.schema)
+    return pl.concat([own, extra.join(own, on="key", how="anti")])
 
 
-def _out_of_step(rows: list[dict[str, Any]], expected: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _out_of_step(entries: Entries, table: pl.DataFrame, validated: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
-    keys = {row["sample_id"]: row["key"] for row in rows}
-    for sample_id in sorted(expected.keys() | keys.keys()):
-        if sample_id not in keys:
-            yield {"sample_id": sample_id, "problem": "it is in validated_dataset and not here"}
-        elif sample_id not in expected:
-            yield {"sample_id": sample_id, "problem": "it is not in validated_dataset"}
-        elif keys[sample_id] != expected[sample_id]:
+    keys = entries.text_rows(validated["caption"].unique().to_list()).select("caption", wanted="key")
+    expected = validated.join(keys, on="caption").select("sample_id", "wanted")
+    own = table.filter(pl.col("variant") == 0).select("sample_id", "key")
+    both = own.join(expected, on="sample_id", how="full", coalesce=True)
+    for sample_id, key, wanted in (
+        both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort("sample_id").iter_rows()
+    ):
+        if key is None:
+            problem = "it is in validated_dataset and not here"
+        elif wanted is None:
+            problem = "it is not in validated_dataset"
+        else:
             problem = "its entry was made for another caption, model or setting"
-            yield {"sample_id": sample_id, "problem": problem}
+        yield {"sample_id": sample_id, "problem": problem}
 
 
-def _captions_fit(entries: Entries, rows: list[dict[str, Any]]) -> Outcome:
+def _captions_fit(entries: Entries, table: pl.DataFrame) -> Outcome:
     """Captions longer than the encoder takes, with what it never sees."""
-    cut = sorted((row for row in rows if row["num_cut"] > 0), key=lambda row: -row["num_cut"])
-    numbers = {"samples": len(rows), "cut": len(cut), "max_length": entries.family.max_length()}
+    cut = (
+        table.filter(pl.col("num_cut") > 0).sort("num_cut", "sample_id", descending=[True, False]).to_dicts()
+    )
+    numbers = {"samples": len(table), "cut": len(cut), "max_length": entries.family.max_length()}
     if not cut:
         return Outcome(True, f"all captions fit into {numbers['max_length']} tokens", numbers=numbers)
     shown = [
@@ -86,7 +95,7 @@ def _captions_fit(entries: Entries, rows: list[dict[str, Any]]) -> Outcome:
         }
         for index, row in enumerate(cut)
     ]
-    summary = f"{len(cut):,} of {len(rows):,} captions are cut after {numbers['max_length']} tokens; "
+    summary = f"{len(cut):,} of {len(table):,} captions are cut after {numbers['max_length']} tokens; "
     summary += f"of {cut[0]['sample_id']}, {cut[0]['num_cut']:,} tokens are never seen"
     fix = "shorten these captions, or put what matters first"
     return Outcome(False, summary, fix, shown, numbers)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
-from pipeline.checks.cache_entries import REPAIR, Problems, Wanted
-from pipeline.entries import Entries, recorded_stat
-from pipeline.geometry import Size, placement_of
+from pipeline.checks.cache_entries import REPAIR, Problems
+from pipeline.entries import LATENT_SHAPE, TARGET, Entries
+from pipeline.geometry import placement_of
 
 STAGE = "vae_latents"
 
@@ -28,71 +28,69 @@ def run(context: CheckContext) -> list[Finding]:
     table, buckets = context.tables.read(STAGE), context.tables.read("aspect_buckets")
     rejected = context.tables.read_rejected(STAGE)
     entries = Entries(context.recipe)
-    rows = table.to_dicts()
-    expected = {row["sample_id"]: entries.latent(row).key for row in buckets.to_dicts()}
-    problems = Problems(entries.store, _wanted(entries, rows))
+    asked = table.with_columns(asked=pl.Series(entries.latent_keys(table), dtype=pl.String))
+    own = asked.filter(pl.col("key") == pl.col("asked")).unique("key", keep="first", maintain_order=True)
+    sized = own.join(
+        entries.latent_shapes(own).select(*TARGET, "num_bytes"), on=TARGET, maintain_order="left"
+    )
+    problems = Problems(entries.store, "latents", sized, entries.latent)
     count = f"{problems.num_entries:,} entries"
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
             f"each of {len(buckets):,} samples has its entry or was rejected",
-            more=list(_out_of_step(rows, expected, set(rejected["sample_id"]))),
+            more=list(_out_of_step(table, entries.latent_rows(buckets), rejected)),
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity",
             f"{count} of the geometry's shapes, one in each bucket",
-            more=[*_other_shapes(context, entries, rows), *_mixed_buckets(table)],
+            more=[*_other_shapes(context, entries, table), *_mixed_buckets(table)],
         ),
         "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the right bytes"),
         "finite_values": problems.outcome("finite_values", f"{count} with sound content"),
-        "rejected_fraction": _rejected_fraction(context, len(table)),
+        "rejected_fraction": _rejected_fraction(context, table["sample_id"].n_unique()),
     }
     return findings(context, STAGE, outcomes)
 
 
-def _wanted(entries: Entries, rows: list[dict[str, Any]]) -> Iterator[Wanted]:
-    """Each distinct entry of the table, as the geometry in its row and the recipe say it must be."""
-    seen: set[str] = set()
-    for row in rows:
-        spec = entries.latent(row)
-        if spec.key == row["key"] and spec.key not in seen:
-            seen.add(spec.key)
-            yield Wanted(row["sample_id"], spec, recorded_stat(row))
-
-
 def _out_of_step(
-    rows: list[dict[str, Any]], expected: Mapping[str, str], rejected: set[str]
+    table: pl.DataFrame, expected: pl.DataFrame, rejected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
-    keys = {row["sample_id"]: row["key"] for row in rows}
-    for sample_id in sorted(expected.keys() | keys.keys()):
-        if sample_id not in keys:
-            if sample_id not in rejected:
-                yield {"sample_id": sample_id, "problem": "it is in aspect_buckets and not here"}
-        elif sample_id not in expected:
-            yield {"sample_id": sample_id, "problem": "it is not in aspect_buckets"}
-        elif keys[sample_id] != expected[sample_id]:
+    names = ["sample_id", "flipped"]
+    wanted = expected.select(*names, wanted="key").join(
+        rejected.select("sample_id"), on="sample_id", how="anti"
+    )
+    both = table.select(*names, "key").join(wanted, on=names, how="full", coalesce=True)
+    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
+    here = set(table["sample_id"])
+    for sample_id, flipped, key, asked in wrong.select(*names, "key", "wanted").iter_rows():
+        if key is None:
+            what = "its mirrored latent" if flipped and sample_id in here else "it"
+            problem = f"{what} is in aspect_buckets and not here"
+        elif asked is None:
+            problem = "it is not in aspect_buckets" if not flipped else "its mirrored latent is not asked for"
+        else:
             problem = "its entry was made for another content, geometry, model or setting"
-            yield {"sample_id": sample_id, "problem": problem}
+        yield {"sample_id": sample_id, "problem": problem}
 
 
-def _other_shapes(
-    context: CheckContext, entries: Entries, rows: list[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
+def _other_shapes(context: CheckContext, entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows whose latent is not of the shape that the geometry, asked anew, gives for the original size."""
-    if not rows:
+    if table.is_empty():
         return
-    names = [row["sample_id"] for row in rows]
     placement = placement_of(context.recipe.buckets)
-    placed = placement.assign_many([row["height"] for row in rows], [row["width"] for row in rows], names)
-    anew = placed.columns
-    heights, widths = anew.target_height.tolist(), anew.target_width.tolist()
-    for row, height, width in zip(rows, heights, widths, strict=True):
-        shape = entries.family.latent_shape(Size(height, width))
-        recorded = (row["latent_channels"], row["latent_height"], row["latent_width"])
-        if recorded != shape:
-            problem = f"its latent is {recorded}, the geometry asks for {shape}"
-            yield {"sample_id": row["sample_id"], "problem": problem}
+    names = table["sample_id"] if placement.crop == "random" else None
+    anew = placement.assign_many(table["height"].to_numpy(), table["width"].to_numpy(), names).columns
+    sizes = pl.DataFrame({"target_height": anew.target_height, "target_width": anew.target_width})
+    asked = sizes.cast(pl.Int32).join(entries.latent_shapes(sizes), on=TARGET, maintain_order="left")
+    both = table.select("sample_id", *LATENT_SHAPE).hstack(
+        asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_"))
+    )
+    same = pl.all_horizontal(pl.col(name) == pl.col(f"asked_{name}") for name in LATENT_SHAPE)
+    for sample_id, *shapes in both.filter(~same).iter_rows():
+        problem = f"its latent is {tuple(shapes[:3])}, the geometry asks for {tuple(shapes[3:])}"
+        yield {"sample_id": sample_id, "problem": problem}
 
 
 def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:

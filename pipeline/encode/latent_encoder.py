@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import groupby
 from pathlib import Path
@@ -18,12 +18,13 @@ from pipeline.encode.feed import ahead
 from pipeline.encode.order import Job, Order
 from pipeline.encode.outcome import Encoded, Failure, Outcome
 from pipeline.encode.progress import Progress
+from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import LatentlineError, LaunchError
 from pipeline.families import Posterior, detect
 from pipeline.geometry import Geometry
 from pipeline.image_formats import ImageError
 from pipeline.images import load_pixels
-from pipeline.store import Store
+from pipeline.store import Store, TensorSpec
 
 Pixels = npt.NDArray[np.uint8]
 
@@ -54,7 +55,7 @@ class LatentEncoder:
         threads = os.cpu_count() or 1
         depth = threads + 2 * self._batch_size(jobs[0]) if jobs else 1
         decoded = ahead(jobs, lambda job: self._pixels(job, store), threads=threads, depth=depth)
-        for _, group in groupby(decoded, key=lambda pair: pair[0].spec.tensors["latent"].shape):
+        for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
             batch: list[tuple[Job, Pixels]] = []
             for job, future in group:
                 self._progress.working_on(job.name)
@@ -76,12 +77,13 @@ class LatentEncoder:
         if store.path(job.spec).exists() and store.check(job.spec).valid:
             return None
         red, green, blue = self._settings["background"]
-        return load_pixels(
+        pixels = load_pixels(
             Path(job.work["path"]),
             Geometry.from_row(job.work),
             (red, green, blue),
             content_hash=job.work["content_hash"],
         )
+        return np.ascontiguousarray(pixels[:, ::-1]) if job.work["flipped"] else pixels
 
     def _batch(self, batch: list[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
         """The batch's latents; after an out-of-memory error those of its halves."""
@@ -107,32 +109,38 @@ class LatentEncoder:
 
     def _finished(self, job: Job, pixels: Pixels, posterior: Posterior) -> Outcome:
         """The entry of one image; half precision that overflowed is repeated in float32."""
-        latent = self._latent(job, posterior)
-        if not torch.isfinite(latent).all() and self._dtype != "float32":
+        values = self._values(job, posterior)
+        if not _finite(values) and self._dtype != "float32":
             self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
             if self._exact_vae is None:
                 self._exact_vae = self._family.load_vae("float32", self._device)
-            latent = self._latent(job, self._posterior(self._exact_vae, [pixels]))
-        dtype = job.spec.tensors["latent"].dtype
-        stored = latent.to(getattr(torch, dtype))
-        if not torch.isfinite(latent).all():
+            values = self._values(job, self._posterior(self._exact_vae, [pixels]))
+        dtype = _tensor(job).dtype
+        stored = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
+        if not _finite(values):
             return Failure(
                 "latent_not_finite",
                 "the VAE's answer holds NaN or infinite values, also in float32",
                 "look at the image, or remove it; if many are concerned, the base model's VAE is damaged",
             )
-        if not torch.isfinite(stored).all():
-            largest = float(latent.abs().max())
+        if not _finite(stored):
+            largest = max(float(value.abs().max()) for value in values.values())
             detail = f"a value of {largest:.4g} does not fit into {dtype}"
             return Failure("latent_overflow", detail, "set latents.dtype to bfloat16 or float32")
-        return Encoded({"latent": as_stored(stored)}, {})
+        return Encoded({name: as_stored(value) for name, value in stored.items()}, {})
 
-    def _latent(self, job: Job, posterior: Posterior) -> Tensor:
-        """Float32 (C, h, w): the mean, or one draw whose noise the entry's key decides."""
-        raw = posterior.mean
+    def _values(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
+        """Float32 (C, h, w) each: the mean; one draw whose noise the entry's key decides; or both moments.
+
+        A family's normalisation is affine, so a standard deviation is normalised without its shift.
+        """
+        raw, normalise = posterior.mean, self._family.normalise
+        if self._settings["posterior"] == "moments":
+            std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
+            return {MEAN: normalise(raw)[0], STD: std[0]}
         if self._settings["posterior"] == "sample":
             raw = raw + posterior.std * posterior_noise(job.spec.key, tuple(raw.shape))
-        return self._family.normalise(raw)[0]
+        return {LATENT: normalise(raw)[0]}
 
     def _shrink(self, batch: Sequence[tuple[Job, Any]], err: torch.OutOfMemoryError) -> None:
         """Halve what a pass takes from here on."""
@@ -146,6 +154,15 @@ class LatentEncoder:
         torch.cuda.empty_cache()
         self._max_px = max(1, len(batch) // 2) * job.cost
         self._progress.say(f"memory ran out with {len(batch)} images a pass, going on with {len(batch) // 2}")
+
+
+def _tensor(job: Job) -> TensorSpec:
+    """Of the job's entry; where there are several, all are alike."""
+    return next(iter(job.spec.tensors.values()))
+
+
+def _finite(values: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in values.values())
 
 
 def posterior_noise(key: str, shape: tuple[int, ...]) -> Tensor:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
 from pipeline import tables as table_files
-from pipeline.encode.missing import Made, Maker, trusted_stats
+from pipeline.encode.missing import Made, Maker
 from pipeline.encode.order import Job
-from pipeline.entries import Entries, stat_columns
+from pipeline.entries import Entries
 from pipeline.geometry import Geometry
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
-from pipeline.store import EntrySpec
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import polars as pl
 
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
@@ -31,7 +30,7 @@ Row = Mapping[str, Any]
 def cache_latents(
     recipe: Recipe, buckets: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
 ) -> StageResult:
-    """A valid latent for each row of `buckets`, or the row's rejection.
+    """A valid latent for each row of `buckets`, and its mirrored one if the recipe says so; or a rejection.
 
     Images of the same content and geometry share one entry. Nothing is launched when nothing is missing.
 
@@ -52,33 +51,31 @@ def cache_latents(
     """
     watch = Stopwatch()
     entries = Entries(recipe)
-    rows = buckets.to_dicts()
-    specs = [entries.latent(row) for row in rows]
+    rows = entries.latent_rows(buckets)
+    wanted = rows.unique("key", keep="first", maintain_order=True)
     folders = {dataset.name: dataset.path for dataset in recipe.datasets}
-    wanted = {spec.key: (spec, row) for row, spec in zip(rows, specs, strict=True)}
     previous = tables.read_previous(ASSET)
-    known = previous.to_dicts() if previous is not None else []
 
-    def job(spec: EntrySpec) -> Job:
-        row = wanted[spec.key][1]
-        return _job(entries, folders[row["dataset"]], row, spec)
+    def jobs(keys: Sequence[str]) -> list[Job]:
+        asked = wanted.filter(pl.col("key").is_in(keys))
+        return [_job(entries, folders[row["dataset"]], row) for row in asked.iter_rows(named=True)]
 
-    made = Maker(entries, "latents", launch, log=log, watch=watch).make(
-        [spec for spec, _ in wanted.values()], job, trusted=trusted_stats(known), settings=_settings(recipe)
-    )
-    kept = [_kept(row, spec, made) for row, spec in zip(rows, specs, strict=True) if spec.key in made.states]
-    lost = [_lost(row, spec, made) for row, spec in zip(rows, specs, strict=True) if spec.key in made.failed]
-    removed = {row["key"] for row in known} - {row["key"] for row in kept}
+    maker = Maker(entries, "latents", launch, log=log, watch=watch)
+    made = maker.make(wanted.select("key", "num_bytes"), jobs, known=previous, settings=_settings(recipe))
+    failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
+    kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
+    lost = [_lost(row, made) for row in failed.iter_rows(named=True)]
+    removed = 0 if previous is None else len(set(previous["key"]) - set(kept["key"]))
+    table = table_files.validated(ASSET, kept.select(*table_files.SCHEMAS[ASSET]), "what vae_latents made")
     report = {
         **made.counters(removed),
-        "samples": len(kept),
-        "in": len(rows),
-        "kept": len(kept),
+        "samples": table["sample_id"].n_unique(),
+        "in": len(buckets),
+        "kept": table["sample_id"].n_unique(),
         "rejected": len(lost),
-        "bytes": sum(state.stat.num_bytes for state in made.states.values() if state.stat),
         **watch.numbers(),
     }
-    return StageResult(table_files.frame(ASSET, kept), table_files.frame("rejected", lost), report)
+    return StageResult(table.sort("sample_id", "flipped"), table_files.frame("rejected", lost), report)
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -90,8 +87,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _job(entries: Entries, dataset_path: Path, row: Row, spec: EntrySpec) -> Job:
-    geometry = Geometry.from_row(row)
+def _job(entries: Entries, dataset_path: Path, row: Row) -> Job:
+    geometry, spec = Geometry.from_row(row), entries.latent(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
         "original_size": list(geometry.original_size),
@@ -99,27 +96,12 @@ def _job(entries: Entries, dataset_path: Path, row: Row, spec: EntrySpec) -> Job
         "crop": list(geometry.crop),
     }
     columns = ("height", "width", "resized_height", "resized_width")
-    columns += ("crop_top", "crop_left", "target_height", "target_width", "content_hash")
+    columns += ("crop_top", "crop_left", "target_height", "target_width", "content_hash", "flipped")
     work = {"path": str(dataset_path / row["path"]), **{name: row[name] for name in columns}}
     cost = geometry.target_size.height * geometry.target_size.width
     return Job(spec, facts, work, row["sample_id"], cost)
 
 
-def _kept(row: Row, spec: EntrySpec, made: Made) -> dict[str, Any]:
-    stat = made.states[spec.key].stat
-    assert stat is not None
-    channels, height, width = spec.tensors["latent"].shape
-    added = {
-        "latent_channels": channels,
-        "latent_height": height,
-        "latent_width": width,
-        "key": spec.key,
-        "dtype": spec.tensors["latent"].dtype,
-        **stat_columns(stat),
-    }
-    return {name: {**row, **added}[name] for name in table_files.SCHEMAS[ASSET]}
-
-
-def _lost(row: Row, spec: EntrySpec, made: Made) -> dict[str, Any]:
-    added = {"stage": ASSET, **asdict(made.failed[spec.key])}
+def _lost(row: Row, made: Made) -> dict[str, Any]:
+    added = {"stage": ASSET, **asdict(made.failed[row["key"]])}
     return {name: {**row, **added}[name] for name in table_files.REJECTED}

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import polars as pl
+
 from pipeline.encode.order import Job, Order, Results, read_results, write_order
 from pipeline.encode.outcome import Failure
-from pipeline.entries import Entries, recorded_stat
+from pipeline.entries import STAT_COLUMNS, Entries, stat_columns, unchanged, with_recorded
 from pipeline.errors import StoreError
 from pipeline.launching import Launch
 from pipeline.registry import note_speed, register
 from pipeline.reports import Log, Stopwatch
-from pipeline.store import EntrySpec, EntryStat, EntryState, Kind, Store
+from pipeline.store import EntryState, Kind, Store
 
 ENTRY_MODULE = "pipeline.entrypoints.encode"
 _MAX_NAMED = 10
@@ -30,26 +34,29 @@ class Made:
     """How the wanted entries came to be there.
 
     Attributes:
-        states: Of each key whose entry is valid now.
+        entries: Of each key whose entry is valid now: `key` and the `STAT_COLUMNS`.
+        metadata: By key, of the entries that were read whole.
         encoded: Keys whose entries this run put in place.
         damaged: Keys whose entries were there and wrong; part of those that were made again.
         failed: Keys without an entry, and why.
     """
 
-    states: dict[str, EntryState]
+    entries: pl.DataFrame
+    metadata: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     encoded: set[str] = field(default_factory=set[str])
     damaged: set[str] = field(default_factory=set[str])
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
 
-    def counters(self, removed: set[str]) -> dict[str, int]:
+    def counters(self, removed: int) -> dict[str, int]:
         """The report's numbers; each counts entries, of which samples may share one."""
         return {
-            "entries": len(self.states),
+            "entries": len(self.entries),
             "encoded": len(self.encoded),
-            "reused": len(self.states) - len(self.encoded),
-            "removed": len(removed),
+            "reused": len(self.entries) - len(self.encoded),
+            "removed": removed,
             "failed": len(self.failed),
             "damaged": len(self.damaged),
+            "bytes": int(self.entries["entry_bytes"].sum()),
         }
 
 
@@ -66,19 +73,19 @@ class Maker:
 
     def make(
         self,
-        specs: Sequence[EntrySpec],
-        job_of: Callable[[EntrySpec], Job],
+        wanted: pl.DataFrame,
+        jobs_of: Callable[[Sequence[str]], list[Job]],
         *,
-        trusted: Mapping[str, EntryStat],
+        known: pl.DataFrame | None,
         settings: Mapping[str, Any],
     ) -> Made:
         """Look at every entry, and make those that are missing or wrong.
 
         Args:
-            specs: What is wanted: entries of this maker's kind, each key once. The output folder is
+            wanted: `key`, each once, and `num_bytes`, the exact size of its file. The output folder is
                 registered as needing these.
-            job_of: What has to be done for an entry; asked of those that are missing only.
-            trusted: By key, the stat of entries that were verified earlier.
+            jobs_of: What has to be done for some keys, in their order; asked of those in doubt only.
+            known: The last table: an entry is trusted as long as its stat is as it says.
             settings: As `Order.settings`.
 
         Raises:
@@ -86,25 +93,28 @@ class Maker:
             LatentlineError: As `Launch`; what was made before stays.
         """
         store, recipe = self._entries.store, self._entries.recipe
-        keys = (spec.key for spec in specs)
-        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
-        states = {spec.key: store.check(spec, trusted.get(spec.key)) for spec in specs}
-        missing = [job_of(spec) for spec in specs if not states[spec.key].valid]
-        made = Made(states, damaged={key for key, state in states.items() if state.status == "wrong"})
-        self._say(missing, states)
-        if not missing:
-            return made
+        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=wanted["key"])
+        looked_at = with_recorded(wanted, known)
+        same = unchanged(store, self._kind, looked_at)
+        sound = looked_at.filter(same).select("key", *STAT_COLUMNS)
+        jobs = jobs_of(looked_at.filter(~same)["key"].to_list())
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            checked = pool.map(lambda job: store.check(job.spec), jobs)
+            states = {job.spec.key: state for job, state in zip(jobs, checked, strict=True)}
+        missing = [job for job in jobs if not states[job.spec.key].valid]
+        made = Made(sound, damaged={key for key, state in states.items() if state.status == "wrong"})
+        self._say(len(wanted), missing, states)
+        if missing:
+            results = self._launched(missing, settings)
+            for job in missing:
+                states[job.spec.key] = store.check(job.spec)
+                _settle(job, states[job.spec.key], results=results, made=made, store=store)
+        return _with_states(made, states)
+
+    def _launched(self, missing: Sequence[Job], settings: Mapping[str, Any]) -> Results:
+        store = self._entries.store
         _require_space(store.root, sum(job.spec.file_bytes for job in missing))
         order = Order(self._kind, self._entries.model_folder, store.root, settings, missing)
-        results = self._launched(order)
-        cost = sum(job.cost for job in missing if job.spec.key in results.made)
-        if cost:
-            note_speed(store.root, self._kind, results.work_s / cost)
-        for job in missing:
-            _settle(job, store.check(job.spec), results=results, made=made, store=store)
-        return made
-
-    def _launched(self, order: Order) -> Results:
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
             started_s = time.perf_counter()
@@ -112,33 +122,44 @@ class Maker:
             results = read_results(Path(folder))
             launched_s = time.perf_counter() - started_s
         self._watch.startup_s += max(0.0, launched_s - results.work_s)
+        cost = sum(job.cost for job in missing if job.spec.key in results.made)
+        if cost:
+            note_speed(store.root, self._kind, results.work_s / cost)
         return results
 
-    def _say(self, missing: Sequence[Job], states: Mapping[str, EntryState]) -> None:
+    def _say(self, num_wanted: int, missing: Sequence[Job], states: Mapping[str, EntryState]) -> None:
         wrong = [job for job in missing if states[job.spec.key].status == "wrong"]
         self._log(
-            f"{len(states)} entries wanted, {len(states) - len(missing)} are there, "
-            f"{len(missing) - len(wrong)} are missing, {len(wrong)} are damaged and made again"
+            f"{num_wanted:,} entries wanted, {num_wanted - len(missing):,} are there, "
+            f"{len(missing) - len(wrong):,} are missing, {len(wrong):,} are damaged and made again"
         )
         for job in wrong[:_MAX_NAMED]:
             path, reason = self._entries.store.path(job.spec), states[job.spec.key].reason
             self._log(f"damaged entry of {job.name}: {reason} ({path})")
 
 
-def trusted_stats(rows: Sequence[Mapping[str, Any]]) -> dict[str, EntryStat]:
-    """By key, the stats that rows of an earlier table recorded."""
-    return {row["key"]: recorded_stat(row) for row in rows}
+def _with_states(made: Made, states: Mapping[str, EntryState]) -> Made:
+    """`made` with the entries that were looked at, as they are at last."""
+    rows: list[dict[str, Any]] = []
+    for key, state in states.items():
+        if not state.valid:
+            continue
+        assert state.stat is not None
+        rows.append({"key": key, **stat_columns(state.stat)})
+        if state.metadata is not None:
+            made.metadata[key] = state.metadata
+    schema = pl.Schema({"key": pl.String, **dict.fromkeys(STAT_COLUMNS, pl.Int64)})
+    made.entries = pl.concat([made.entries.cast(schema), pl.DataFrame(rows, schema=schema)])
+    return made
 
 
 def _settle(job: Job, state: EntryState, *, results: Results, made: Made, store: Store) -> None:
     """Note how one job ended; what is in the store counts, and not what a process said."""
     key = job.spec.key
-    made.states[key] = state
     if state.valid:
         if key not in results.present:
             made.encoded.add(key)
         return
-    del made.states[key]
     if key not in results.failed:
         raise StoreError(
             f"the entry of {job.name} was to be made and is {state.status}: {state.reason or 'no file'}",

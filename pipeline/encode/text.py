@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import polars as pl
 
 from pipeline import tables as table_files
-from pipeline.encode.missing import Maker, trusted_stats
+from pipeline.encode.missing import Made, Maker
 from pipeline.encode.order import Job
-from pipeline.entries import Entries, stat_columns
+from pipeline.entries import Entries
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
-from pipeline.store import EntrySpec, EntryState
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
 
@@ -52,57 +51,53 @@ def cache_text(
     """
     watch = Stopwatch()
     entries = Entries(recipe)
-    rows = validated.to_dicts()
-    specs = {caption: entries.text(caption) for caption in wanted_captions(recipe, validated["caption"])}
-    captions = {spec.key: caption for caption, spec in specs.items()}
+    captions = wanted_captions(recipe, validated["caption"].unique())
+    wanted = entries.text_rows(captions)
     previous = tables.read_previous(ASSET)
-    known = {row["key"]: row for row in previous.to_dicts()} if previous is not None else {}
-    made = Maker(entries, "text", launch, log=log, watch=watch).make(
-        list(specs.values()),
-        lambda spec: _job(entries, captions[spec.key], spec),
-        trusted=trusted_stats(list(known.values())),
+
+    def jobs(keys: Sequence[str]) -> list[Job]:
+        asked = wanted.filter(pl.col("key").is_in(keys))
+        return [_job(entries, caption) for caption in asked["caption"]]
+
+    maker = Maker(entries, "text", launch, log=log, watch=watch)
+    made = maker.make(
+        wanted.select("key", "num_bytes"),
+        jobs,
+        known=previous,
         settings={"compute_dtype": recipe.text.compute_dtype},
     )
-    table = [_row(row, specs[row["caption"]], states=made.states, known=known) for row in rows]
-    cut = sum(row["num_cut"] > 0 for row in table)
-    removed = known.keys() - {spec.key for spec in specs.values()}
+    counts = _token_counts(made, previous)
+    rows = validated.join(wanted, on="caption").join(made.entries, on="key").join(counts, on="key")
+    rows = rows.with_columns(variant=pl.lit(0, dtype=pl.Int32), dtype=pl.lit(recipe.text.dtype))
+    table = table_files.validated(
+        ASSET, rows.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
+    )
     report = {
-        **made.counters(removed),
+        **made.counters(0 if previous is None else len(set(previous["key"]) - set(wanted["key"]))),
         "samples": len(table),
-        "in": len(rows),
+        "in": len(validated),
         "kept": len(table),
         "rejected": 0,
-        "captions_cut": cut,
-        "bytes": sum(state.stat.num_bytes for state in made.states.values() if state.stat),
+        "captions_cut": int((table["num_cut"] > 0).sum()),
         **watch.numbers(),
     }
-    return StageResult(table_files.frame(ASSET, table), table_files.empty("rejected"), report)
+    return StageResult(table.sort("sample_id", "variant"), table_files.empty("rejected"), report)
 
 
-def _job(entries: Entries, caption: str, spec: EntrySpec) -> Job:
+def _job(entries: Entries, caption: str) -> Job:
     inputs = dict(vars(entries.text_inputs(caption)))
     # A caption may be longer than an entry's header; its hash says which it was.
     inputs["caption"] = hashlib.sha256(inputs["caption"].encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"
-    return Job(spec, {"inputs": inputs}, {"caption": caption}, name, 1)
+    return Job(entries.text(caption), {"inputs": inputs}, {"caption": caption}, name, 1)
 
 
-def _row(
-    row: Mapping[str, Any],
-    spec: EntrySpec,
-    *,
-    states: Mapping[str, EntryState],
-    known: Mapping[str, Mapping[str, Any]],
-) -> dict[str, Any]:
-    """One row of the table; the token counts are the entry's own, or as recorded if it was not read again."""
-    state = states[spec.key]
-    assert state.stat is not None
-    counts = state.metadata if state.metadata is not None else known[spec.key]
-    added = {
-        "num_tokens": counts["num_tokens"],
-        "num_cut": counts["num_cut"],
-        "key": spec.key,
-        "dtype": spec.tensors["text_embedding"].dtype,
-        **stat_columns(state.stat),
-    }
-    return {name: {**row, **added}[name] for name in table_files.SCHEMAS[ASSET]}
+def _token_counts(made: Made, previous: pl.DataFrame | None) -> pl.DataFrame:
+    """Of each entry, its own counts where it was read; otherwise as they were recorded when it was."""
+    counts = ("num_tokens", "num_cut")
+    schema = {"key": pl.String, **dict.fromkeys(counts, pl.Int32)}
+    read = [{"key": key, **{name: said[name] for name in counts}} for key, said in made.metadata.items()]
+    tables = [pl.DataFrame(read, schema=schema)]
+    if previous is not None:
+        tables.append(previous.select(*schema))
+    return pl.concat(tables).unique("key", keep="first", maintain_order=True)

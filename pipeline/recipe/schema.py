@@ -120,9 +120,15 @@ class LatentSettings(Settings):
     compute_dtype: Dtype = Field(
         default="float32", description="Number format the VAE computes in; float32 never overflows."
     )
-    posterior: Literal["sample", "mean"] = Field(
+    posterior: Literal["sample", "mean", "moments"] = Field(
         default="sample",
-        description="sample: one draw from the VAE's posterior, the same each time. mean: its mean.",
+        description="sample: one draw from the VAE's posterior, the same each time. mean: its mean. moments: "
+        "its mean and standard deviation, from which training draws anew each epoch; twice the bytes.",
+    )
+    flip: bool = Field(
+        default=False,
+        description="Cache each image mirrored left to right as well; training draws one of the two each "
+        "epoch. Not for pictures of text or of anything else with a left and a right.",
     )
     background: tuple[ColourLevel, ColourLevel, ColourLevel] = Field(
         default=(255, 255, 255), description="Red, green, blue behind transparent pixels."

@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -97,7 +98,7 @@ def training_inputs(
                 bucket=first["bucket"],
                 repeats=repeats[first["dataset"]],
                 variants=captions[sample_id],
-                views=tuple(_view(entries, row) for row in sorted(rows, key=_flipped)),
+                views=tuple(_view(entries, row) for row in sorted(rows, key=itemgetter("flipped"))),
                 original_size_hw=(first["height"], first["width"]),
                 target_size_hw=(first["target_height"], first["target_width"]),
             )
@@ -107,22 +108,17 @@ def training_inputs(
 
 def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
     specs = {caption: entries.text(caption) for caption in text["caption"].unique().sort()}
-    order = ["sample_id", "variant"] if "variant" in text.columns else ["sample_id"]
     variants: defaultdict[str, list[CaptionVariant]] = defaultdict(list)
-    for sample_id, caption in text.sort(order).select("sample_id", "caption").iter_rows():
+    for sample_id, caption in text.sort("sample_id", "variant").select("sample_id", "caption").iter_rows():
         variants[sample_id].append(CaptionVariant(caption, specs[caption]))
     return {sample_id: tuple(each) for sample_id, each in variants.items()}
 
 
 def _view(entries: Entries, row: Row) -> LatentView:
     left = row["crop_left"]
-    if _flipped(row):
+    if row["flipped"]:
         left = row["resized_width"] - row["crop_left"] - row["target_width"]
     return LatentView(entries.latent(row), (row["crop_top"], left))
-
-
-def _flipped(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("flipped", False))
 
 
 _COLUMNS: dict[str, Any] = {

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store
 from pipeline.training.inputs import TrainingInput
@@ -35,11 +36,6 @@ READERS = 2
 
 AHEAD = 4
 """Micro-batches that are ready or in the making at most, so that memory does not grow with the plan."""
-
-LATENT = "latent"
-"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
-
-MEAN, STD = "mean", "std"
 
 T = TypeVar("T")
 

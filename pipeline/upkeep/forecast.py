@@ -6,14 +6,13 @@ The same functions that the job runs are asked: scan, validation, geometry, keys
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.buckets import assign_buckets
-from pipeline.encode.missing import trusted_stats
 from pipeline.encode.text import wanted_captions
-from pipeline.entries import Entries
+from pipeline.entries import Entries, unchanged, with_recorded
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.registry import speed
@@ -62,6 +61,11 @@ class Expected:
     num_bytes: int = 0
     seconds: float | None = None
 
+    def add(self, why: str, name: str, spec: EntrySpec) -> None:
+        """One more entry that would be made."""
+        self.reasons.setdefault(why, []).append(name)
+        self.num_bytes += spec.file_bytes
+
     @property
     def to_make(self) -> int:
         """Number of entries that would be made."""
@@ -103,41 +107,51 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         for reason in result.rejected["reason"]:
             rejected[reason] += 1
     entries = Entries(recipe)
-    before = _rows(tables.read_previous("vae_latents"))
-    gone = sorted(before.keys() - set(buckets.table["sample_id"]))
+    latents, text = tables.read_previous("vae_latents"), tables.read_previous("text_embeddings")
+    before: set[str] = set(latents["sample_id"]) if latents is not None else set()
     return Forecast(
         len(buckets.table),
         dict(rejected),
-        gone,
-        _latents(entries, buckets.table.to_dicts(), before),
-        _text(entries, valid.table.to_dicts(), _rows(tables.read_previous("text_embeddings"))),
+        sorted(before - set(buckets.table["sample_id"])),
+        _latents(entries, entries.latent_rows(buckets.table), latents),
+        _text(entries, valid.table, text),
     )
 
 
-def _rows(table: pl.DataFrame | None) -> dict[str, dict[str, Any]]:
-    return {row["sample_id"]: row for row in table.to_dicts()} if table is not None else {}
-
-
-def _latents(entries: Entries, rows: Sequence[Row], before: Mapping[str, Row]) -> Expected:
-    expected, trusted = Expected("latents"), trusted_stats(list(before.values()))
-    seen: set[str] = set()
-    cost = 0
-    for row in rows:
-        spec = entries.latent(row)
-        if spec.key in seen:
-            continue
-        seen.add(spec.key)
-        state = entries.store.check(spec, trusted.get(spec.key))
-        if state.valid:
-            expected.there += 1
-            continue
-        earlier = before.get(row["sample_id"])
-        why = DAMAGED if state.status == "wrong" else _why_latent(entries, row, spec, earlier)
-        expected.reasons.setdefault(why, []).append(row["sample_id"])
-        expected.num_bytes += spec.file_bytes
+def _latents(entries: Entries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
+    wanted = rows.unique("key", keep="first", maintain_order=True)
+    before = {(row["sample_id"], row["flipped"]): row for row in _rows(known)}
+    expected, cost = Expected("latents"), 0
+    for row, spec, status in _unmade(entries, expected, wanted, known, entries.latent):
+        earlier = before.get((row["sample_id"], row["flipped"]))
+        why = DAMAGED if status == "wrong" else _why_latent(entries, row, spec, earlier)
+        expected.add(why, f"{row['sample_id']}, mirrored" if row["flipped"] else row["sample_id"], spec)
         cost += row["target_height"] * row["target_width"]
     _estimate(entries, expected, cost)
     return expected
+
+
+def _rows(table: pl.DataFrame | None) -> list[dict[str, Any]]:
+    return [] if table is None else table.to_dicts()
+
+
+def _unmade(
+    entries: Entries,
+    expected: Expected,
+    wanted: pl.DataFrame,
+    known: pl.DataFrame | None,
+    spec_of: Callable[[dict[str, Any]], EntrySpec],
+) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
+    """The rows whose entry is missing or wrong; the others are counted as there."""
+    same = unchanged(entries.store, expected.kind, with_recorded(wanted, known))
+    expected.there = int(same.sum())
+    for row in wanted.filter(~same).iter_rows(named=True):
+        spec = spec_of(row)
+        state = entries.store.check(spec)
+        if state.valid:
+            expected.there += 1
+        else:
+            yield row, spec, state.status
 
 
 def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
@@ -152,32 +166,24 @@ def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None
     return _changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
 
 
-def _text(entries: Entries, rows: Sequence[Row], before: Mapping[str, Row]) -> Expected:
-    expected, trusted = Expected("text"), trusted_stats(list(before.values()))
-    samples: dict[str, Row] = {}
-    for row in rows:
-        samples.setdefault(row["caption"], row)
-    for caption in wanted_captions(entries.recipe, samples):
-        spec = entries.text(caption)
-        state = entries.store.check(spec, trusted.get(spec.key))
-        if state.valid:
-            expected.there += 1
-            continue
-        row = samples.get(caption)
-        why = DAMAGED if state.status == "wrong" else _why_text(entries, caption, spec, before, row)
-        name = (
-            row["sample_id"] if row else f"the sample prompt {caption!r}" if caption else "the empty caption"
-        )
-        expected.reasons.setdefault(why, []).append(name)
-        expected.num_bytes += spec.file_bytes
+def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
+    captions = valid.select("caption", "sample_id").unique("caption", keep="first", maintain_order=True)
+    wanted = entries.text_rows(wanted_captions(entries.recipe, captions["caption"]))
+    wanted = wanted.join(captions, on="caption", how="left", maintain_order="left")
+    before = {row["sample_id"]: row for row in _rows(known)}
+    expected = Expected("text")
+    for row, spec, status in _unmade(
+        entries, expected, wanted, known, lambda row: entries.text(row["caption"])
+    ):
+        caption, sample_id = row["caption"], row["sample_id"]
+        why = DAMAGED if status == "wrong" else _why_text(entries, caption, spec, before.get(sample_id))
+        name = f"the sample prompt {caption!r}" if caption else "the empty caption"
+        expected.add(why, sample_id or name, spec)
     _estimate(entries, expected, expected.to_make)
     return expected
 
 
-def _why_text(
-    entries: Entries, caption: str, spec: EntrySpec, before: Mapping[str, Row], row: Row | None
-) -> str:
-    earlier = before.get(row["sample_id"]) if row else None
+def _why_text(entries: Entries, caption: str, spec: EntrySpec, earlier: Row | None) -> str:
     if earlier is None:
         return NEW_CAPTION
     if earlier["caption"] != caption:

@@ -35,6 +35,7 @@ def batch_for(unet: UNet2DConditionModel) -> MicroInput:
     noise = torch.randn(shape)
     return MicroInput(
         sample_ids=("a", "b"),
+        indices=torch.arange(2),
         latent=torch.randn(shape),
         noise=noise,
         input_noise=noise,

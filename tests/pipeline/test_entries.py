@@ -5,9 +5,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import polars as pl
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.entries import Entries, recorded_stat, stat_columns
+from pipeline.fingerprints import KeyTemplate, canonical_hash
 from pipeline.recipe import recipe_from_mapping
 from pipeline.store import EntryStat
 
@@ -108,3 +113,50 @@ def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_i
 def test_a_stat_is_found_again_in_its_columns() -> None:
     stat = EntryStat(1, 2, 3, 4)
     assert recorded_stat(stat_columns(stat)) == stat
+
+
+def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path: Path) -> None:
+    base = entries(tiny_sd, tmp_path)
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            **ROW,
+            "content_hash": random.bytes(32).hex(),
+            "flipped": bool(random.integers(2)),
+            **{name: int(random.integers(0, 5000)) for name in ("crop_top", "crop_left")},
+            **{name: int(random.integers(1, 5000)) for name in ("resized_height", "resized_width")},
+            **{name: 8 * int(random.integers(1, 500)) for name in ("target_height", "target_width")},
+        }
+        for _ in range(200)
+    ]
+    keys = base.latent_keys(pl.DataFrame(rows))
+    assert keys == [base.latent(row).key for row in rows]
+    assert len(set(keys)) == 200
+    assert base.latent_keys(pl.DataFrame(rows).clear()) == []
+
+
+@given(st.lists(st.text(max_size=30), max_size=5))
+def test_T01_keys_of_many_captions_are_those_of_each(captions: list[str]) -> None:
+    template = KeyTemplate({"text": {"caption": "@caption@", "max_length": 77}})
+    by_one = [canonical_hash({"text": {"caption": caption, "max_length": 77}}) for caption in captions]
+    assert template.hashes((json.dumps(caption),) for caption in captions) == by_one
+
+
+def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: Path, tmp_path: Path) -> None:
+    base, captions = entries(tiny_sd, tmp_path), ["", "a cat", 'a "quoted" é\n', "@caption@"]
+    for row, caption in zip(base.text_rows(captions).to_dicts(), captions, strict=True):
+        spec = base.text(caption)
+        assert row == {"caption": caption, "key": spec.key, "num_bytes": spec.file_bytes}
+
+
+def test_L11_a_mirrored_latent_and_moments_are_entries_of_their_own(tiny_sd: Path, tmp_path: Path) -> None:
+    base = entries(tiny_sd, tmp_path)
+    both = entries(tiny_sd, tmp_path, latents={"posterior": "moments", "flip": True})
+    mirrored, moments = base.latent({**ROW, "flipped": True}), both.latent(ROW)
+    assert len({base.latent(ROW).key, mirrored.key, moments.key}) == 3
+    assert set(moments.tensors) == {"mean", "std"}
+    rows = both.latent_rows(pl.DataFrame([ROW]))
+    assert rows["flipped"].to_list() == [False, True]
+    assert rows["key"].to_list() == [both.latent({**ROW, "flipped": flip}).key for flip in (False, True)]
+    assert rows["num_bytes"].to_list() == [moments.file_bytes] * 2
+    assert base.latent_rows(pl.DataFrame([ROW]))["flipped"].to_list() == [False]

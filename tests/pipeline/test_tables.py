@@ -18,6 +18,7 @@ VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
     pl.Int32: st.integers(-(2**31), 2**31 - 1),
     pl.Int64: st.integers(-(2**63), 2**63 - 1),
+    pl.Boolean: st.booleans(),
     pl.Float64: st.floats(allow_nan=False),
 }
 

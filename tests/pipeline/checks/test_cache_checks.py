@@ -192,3 +192,16 @@ def test_an_entry_is_read_only_if_its_stat_has_changed(job: Job, monkeypatch: py
     path.touch()
     assert job.failing("vae_latents") == {}
     assert read == [path]
+
+
+def test_L08_a_mirrored_latent_that_is_asked_for_and_missing_closes_the_gate(job: Job) -> None:
+    flipped = job.changed(latents={"flip": True})
+    finding = job.failing("vae_latents", flipped)["completeness"]
+    assert len(finding.rows) == 5
+    assert finding.rows[0]["problem"] == "its mirrored latent is in aspect_buckets and not here"
+    job.recipe = flipped
+    job.cache()
+    assert job.failing("vae_latents") == {}
+    assert job.failing("vae_latents", job.changed())["completeness"].rows[0]["problem"] == (
+        "its mirrored latent is not asked for"
+    )

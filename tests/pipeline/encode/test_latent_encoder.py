@@ -40,7 +40,7 @@ def order_of(cache, tmp_path: Path, **settings: str) -> Order:
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
         row = scanned | (square if scanned["path"] in ("cat.png", "camera.png") else {})
-        work = {**row, "path": str(cache.photos / row["path"])}
+        work = {**row, "path": str(cache.photos / row["path"]), "flipped": False}
         jobs.append(Job(entries.latent(row), {}, work, row["path"], 4096))
     jobs.sort(key=lambda job: job.spec.tensors["latent"].shape)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}

@@ -65,6 +65,46 @@ def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, t
         assert 0.3 < stored.std() < 3
 
 
+def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here, tiny_sd) -> None:
+    from diffusers import AutoencoderKL
+
+    cache = cache.with_settings(latents={"posterior": "moments", "flip": True, "dtype": "float32"})
+    result = cached(cache, launch_here)
+    vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
+    entries = Entries(cache.recipe)
+    assert counts(result) == {"encoded": 10, "reused": 0, "removed": 0, "failed": 0}
+    assert (result.report["samples"], result.report["kept"], result.report["in"]) == (5, 5, 5)
+    assert result.table["sample_id"].n_unique() == 5
+    for row in result.table.to_dicts():
+        with torch.no_grad():
+            pixels = pixels_by_hand(cache.photos / row["path"], Geometry.from_row(row))
+            posterior = vae.encode(pixels.flip(3) if row["flipped"] else pixels).latent_dist
+        stored = entries.store.read_torch(entries.latent(row))
+        scale = vae.config.scaling_factor
+        torch.testing.assert_close(stored["mean"], posterior.mean[0] * scale, rtol=0, atol=1e-5)
+        torch.testing.assert_close(stored["std"], posterior.std[0] * scale, rtol=0, atol=1e-5)
+        assert (stored["std"] > 0).all()
+
+
+def test_L11_mirrored_latents_are_added_without_touching_the_others(cache, launch_here, entry_bytes) -> None:
+    cached(cache, launch_here)
+    plain = entry_bytes()
+    flipped = cache.with_settings(latents={"flip": True})
+    assert counts(cached(flipped, launch_here)) == {"encoded": 5, "reused": 5, "removed": 0, "failed": 0}
+    assert plain.items() <= entry_bytes().items()
+    assert counts(cached(cache, launch_here)) == {"encoded": 0, "reused": 5, "removed": 5, "failed": 0}
+
+
+def test_a_sample_whose_mirrored_latent_fails_is_rejected_whole(cache, launch_here) -> None:
+    buckets = cache.buckets()
+    flipped = cache.with_settings(latents={"flip": True})
+    (cache.photos / "cat.png").unlink()
+    result = cache_latents(flipped.recipe, buckets, cache.tables, launch=launch_here, log=str)
+    assert result.rejected.select("sample_id", "reason").rows() == [("photos/cat.png", "vanished")]
+    assert "photos/cat.png" not in result.table["sample_id"].to_list()
+    assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (5, 4, 1)
+
+
 def test_a_second_run_encodes_nothing_and_reuses_everything(cache, launch_here, forbidden_launch) -> None:
     assert counts(cached(cache, launch_here)) == {"encoded": 5, "reused": 0, "removed": 0, "failed": 0}
     again = cached(cache, forbidden_launch)

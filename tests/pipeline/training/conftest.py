@@ -133,10 +133,15 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             ids = {name: row[name] for name in ("sample_id", "dataset", "path")}
             spec = entries.latent(row)
             channels, height, width = spec.tensors["latent"].shape
-            shape = {"latent_channels": channels, "latent_height": height, "latent_width": width}
+            shape = {
+                "latent_channels": channels,
+                "latent_height": height,
+                "latent_width": width,
+                "flipped": False,
+            }
             latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
             caption = f"photograph {index} of {bucket}"
-            counts = {"num_tokens": 7, "num_cut": 0}
+            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0}
             text.append({**ids, "caption": caption, **counts, **put(entries, entries.text(caption))})
     return frame("vae_latents", latents), frame("text_embeddings", text)
 
