@@ -32,7 +32,8 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
             require_isolated(context.run.run_id, recipe)
             launch = launcher.bind(context, recipe.accelerate)
             result = train_lora(recipe, latents, text, launch=launch, log=context.log.info)
-            output = publish(recipe, "trained_lora", result)
+            pictures = recipe.output_dir / "reports" / "trained_lora"
+            output = publish(recipe, "trained_lora", result, pictures=pictures)
         yield output
 
     return trained

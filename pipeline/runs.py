@@ -63,8 +63,26 @@ class RunLayout:
 
     @property
     def sample_losses(self) -> Path:
-        """A line for each step: `losses` and `timesteps` of its samples, in the plan's order."""
+        """A line for each step: `losses` and `timesteps` of its samples, in the plan's order.
+
+        `samples` are their numbers: rows of inputs.parquet, from 0.
+        """
         return self.folder / "logs" / "sample_losses.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        """A line for each measurement: `step` (steps done), `loss`, and `by_level`."""
+        return self.folder / "logs" / "validation.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        """The sample pictures."""
+        return self.folder / "samples"
+
+    @property
+    def report(self) -> Path:
+        """Pictures and tables of the finished run."""
+        return self.folder / "report"
 
     @property
     def last_good(self) -> Path:

@@ -90,6 +90,7 @@ SCHEMAS: dict[str, Columns] = {
         "latent_keys": pl.String,
         "text_keys": pl.String,
         "caption_hashes": pl.String,
+        "split": pl.String,
         "times_seen": pl.Int32,
     },
 }
@@ -101,7 +102,7 @@ resized over original, above 1 where the image is enlarged; `crop_loss` is the s
 that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder` which
 decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat of the
 store entry when it was last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all
-of a sample's views and variants, with spaces between them."""
+of a sample's views and variants, with spaces between them; `split` is "train" or "validation"."""
 
 REJECTED: Columns = {
     **_ID,

@@ -98,6 +98,14 @@ class DatasetSettings(Settings):
         description="Share of the training samples that come from this dataset, relative to the weights of "
         "the others, whatever their sizes; for all datasets or none. null: by size and repeats.",
     )
+    validation_fraction: float = Field(
+        default=0.0,
+        ge=0.0,
+        lt=1.0,
+        description="About this share of the images is never trained on, and the loss on them is measured "
+        "every `training.validate_every` steps. Which ones is decided by what an image holds: the same in "
+        "every run, and no copy of one is trained on.",
+    )
 
 
 class ModelSettings(Settings):

@@ -130,6 +130,18 @@ class TrainingSettings(Settings):
     sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         default=(), description="Prompts of the preview pictures; empty: the first captions are used."
     )
+    validate_every: int = Field(
+        default=250,
+        ge=0,
+        le=MAX_COUNT,
+        description="Steps between two measurements of the loss on images held out by "
+        "`datasets.validation_fraction`, the first before the first step; 0: none.",
+    )
+    trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=("tensorboard",),
+        description="Where numbers and pictures go while it trains, beside the run's own logs: tensorboard "
+        "reads runs/<run>/logs; wandb needs that package and an account.",
+    )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="The adapter that is trained.")
 
     @property

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
+from pipeline.recipe import LossSettings
 from pipeline.training.averaging import Averaging
 from pipeline.training.checkpoint import TrainingState
 from pipeline.training.loader import MicroInput
@@ -146,6 +147,26 @@ class Engine:
             return losses
         snr = family.signal_to_noise(scheduler, micro.timesteps)
         return losses * snr_weights(snr, self._settings.loss, family.prediction_type())
+
+    def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
+        """Each sample's mean squared error (B,), float32, of the adapter as it is; nothing is trained.
+
+        Neither the recipe's loss nor its weighting is in it, so that runs can be compared.
+
+        Args:
+            micro: On any device.
+            scheduler: Of the noise.
+        """
+        here, family = micro.to(self.accelerator.device), self._family
+        self.denoiser.eval()
+        try:
+            with torch.no_grad(), self.accelerator.autocast():
+                noisy = family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
+                prediction = family.predict(self.denoiser, noisy, here.timesteps, here.conditions)
+                target = family.target(scheduler, here.latent, here.noise, here.timesteps)
+                return sample_losses(prediction, target, LossSettings())
+        finally:
+            self.denoiser.train()
 
     def _update(self, batch: StepPlan) -> float:
         norm = self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm)

@@ -30,6 +30,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     of steps where the schedule does not depend on it, so that a longer run goes on from a shorter one.
     """
     training = recipe.training
+    inputs = tuple(item for item in inputs if not item.held_out)
     schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
     if training.lr_scheduler != "constant":
         schedule |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}

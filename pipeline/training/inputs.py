@@ -17,6 +17,7 @@ import polars as pl
 
 from pipeline.errors import TrainingError
 from pipeline.store import EntrySpec, TensorSpec
+from pipeline.training.seeding import hash_bits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -56,6 +57,7 @@ class TrainingInput:
         views: At least one; as it is before mirrored.
         original_size_hw: After EXIF orientation.
         target_size_hw: The bucket's.
+        held_out: Whether it is for validation, and never trained on.
     """
 
     sample_id: str
@@ -66,6 +68,7 @@ class TrainingInput:
     views: tuple[LatentView, ...]
     original_size_hw: tuple[int, int]
     target_size_hw: tuple[int, int]
+    held_out: bool = False
 
 
 def training_inputs(
@@ -80,9 +83,9 @@ def training_inputs(
     views: defaultdict[str, list[Row]] = defaultdict(list)
     for row in latents.to_dicts():
         views[row["sample_id"]].append(row)
-    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
+    datasets = {dataset.name: dataset for dataset in recipe.datasets}
     missing = [
-        name for name, rows in views.items() if name not in captions or rows[0]["dataset"] not in repeats
+        name for name, rows in views.items() if name not in captions or rows[0]["dataset"] not in datasets
     ]
     if missing:
         fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
@@ -96,11 +99,12 @@ def training_inputs(
                 sample_id=sample_id,
                 dataset=first["dataset"],
                 bucket=first["bucket"],
-                repeats=repeats[first["dataset"]],
+                repeats=datasets[first["dataset"]].repeats,
                 variants=captions[sample_id],
                 views=tuple(_view(entries, row) for row in sorted(rows, key=itemgetter("flipped"))),
                 original_size_hw=(first["height"], first["width"]),
                 target_size_hw=(first["target_height"], first["target_width"]),
+                held_out=_held_out(first, datasets[first["dataset"]].validation_fraction),
             )
         )
     return tuple(inputs)
@@ -121,6 +125,11 @@ def _view(entries: Entries, row: Row) -> LatentView:
     return LatentView(entries.latent(row), (row["crop_top"], left))
 
 
+def _held_out(row: Row, fraction: float) -> bool:
+    """Whether the image is one of that share; by its content, so that the share's images stay the same."""
+    return hash_bits(64, "held out", row["content_hash"]) / 2**64 < fraction
+
+
 _COLUMNS: dict[str, Any] = {
     "sample_id": pl.String,
     "dataset": pl.String,
@@ -135,6 +144,7 @@ _COLUMNS: dict[str, Any] = {
     "crops_left": pl.List(pl.Int32),
     "original_size_hw": pl.List(pl.Int32),
     "target_size_hw": pl.List(pl.Int32),
+    "held_out": pl.Boolean,
 }
 """`latents` and `texts` are keys; `*_tensors` are JSON, of all variants or views of a sample."""
 
@@ -175,6 +185,7 @@ def _row(item: TrainingInput) -> Row:
         "crops_left": [view.crop_top_left[1] for view in item.views],
         "original_size_hw": item.original_size_hw,
         "target_size_hw": item.target_size_hw,
+        "held_out": item.held_out,
     }
 
 
@@ -192,6 +203,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         views=tuple(map(LatentView, latents, crops)),
         original_size_hw=pair(row["original_size_hw"]),
         target_size_hw=pair(row["target_size_hw"]),
+        held_out=row["held_out"],
     )
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +19,8 @@ from pipeline.runs import Metrics, RunLayout
 if TYPE_CHECKING:
     from pipeline.training.engine import StepOutcome
     from pipeline.training.plan import StepPlan
+    from pipeline.training.trackers import Tracker
+    from pipeline.training.validation import FixedLoss
 
 
 class Lines:
@@ -57,34 +60,56 @@ class Lines:
 class Journal:
     """The logs of one run, kept by its first rank; use it as a context."""
 
-    def __init__(self, layout: RunLayout) -> None:
-        """Open what there is, to go on with it."""
+    def __init__(self, layout: RunLayout, sample_ids: Sequence[str], trackers: Sequence[Tracker]) -> None:
+        """Open what there is, to go on with it.
+
+        Args:
+            layout: Of the run.
+            sample_ids: Of the run's inputs, in their order.
+            trackers: Told of everything as well; closed with this.
+        """
         self._files = ExitStack()
+        self._trackers = list(trackers)
+        self._numbers = {sample_id: number for number, sample_id in enumerate(sample_ids)}
+        for tracker in self._trackers:
+            self._files.callback(tracker.close)
         self._metrics = self._files.enter_context(Lines(layout.metrics))
         self._samples = self._files.enter_context(Lines(layout.sample_losses))
+        self._validation = self._files.enter_context(Lines(layout.validation))
 
     def step(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
         """Note an optimizer step that took so many seconds."""
-        self._metrics.append(
-            {
-                "step": batch.step,
-                "epoch": batch.epoch,
-                "samples": batch.num_samples,
-                "loss": outcome.loss,
-                "learning_rate": outcome.learning_rate,
-                "grad_norm": outcome.grad_norm,
-                "seconds": round(seconds, 4),
-                "memory_bytes": peak_memory_bytes(),
-            }
-        )
-        self._samples.append(
-            {"step": batch.step, "losses": outcome.losses, "timesteps": outcome.timesteps},
-        )
+        numbers = {
+            "loss": outcome.loss,
+            "learning_rate": outcome.learning_rate,
+            "grad_norm": outcome.grad_norm,
+            "seconds": round(seconds, 4),
+            "memory_bytes": peak_memory_bytes(),
+        }
+        counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
+        self._metrics.append({**counts, **numbers})
+        samples = [self._numbers[slot.sample_id] for slot in batch.slots()]
+        drawn = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
+        self._samples.append({"step": batch.step, **drawn})
+        speed = batch.num_samples / max(seconds, 1e-9)
+        for tracker in self._trackers:
+            tracker.numbers(batch.step + 1, {**numbers, "samples_per_second": speed})
+
+    def validation(self, done: int, loss: FixedLoss) -> None:
+        """Note a measurement on held-out samples after so many steps."""
+        self._validation.append({"step": done, "loss": loss.mean, "by_level": loss.by_level})
+        for tracker in self._trackers:
+            tracker.numbers(done, {"validation_loss": loss.mean})
+
+    def pictures(self, done: int, files: Sequence[Path]) -> None:
+        """Show sample pictures drawn after so many steps."""
+        for tracker in self._trackers:
+            tracker.pictures(done, files)
 
     def sync(self) -> None:
         """Bring all that is noted to the disk."""
-        self._metrics.sync()
-        self._samples.sync()
+        for lines in (self._metrics, self._samples, self._validation):
+            lines.sync()
 
     def __enter__(self) -> Journal:
         """This journal."""

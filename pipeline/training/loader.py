@@ -10,7 +10,7 @@ B is the number of slots of one share, C, h, w are the latent's, T and D the tex
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,6 @@ from torch import Tensor
 from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store
-from pipeline.training.inputs import TrainingInput
 from pipeline.training.noise import Noise, noise_levels
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
@@ -122,10 +121,9 @@ class MicroBatchMaker:
             StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
                 and file.
         """
-        items = [self._inputs[slot.sample_id] for slot in share]
         latent = torch.stack([self._latent(slot) for slot in share])
-        latent_shape = (latent.shape[1], latent.shape[2], latent.shape[3])
-        drawn = [self._noise.draw(step, slot.index, latent_shape) for slot in share]
+        shape = _image_shape(latent)
+        drawn = [self._noise.draw(step, slot.index, shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
         levels = noise_levels(
             torch.tensor(uniform, dtype=torch.float64), self._timesteps, self._family.density
@@ -135,23 +133,60 @@ class MicroBatchMaker:
             latent=latent,
             noise=torch.from_numpy(np.stack([each.target for each in drawn])),
             input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
-            timesteps=self._family.timesteps(self._scheduler, levels, latent_shape),
-            conditions=self._conditions(share, items),
+            timesteps=self._family.timesteps(self._scheduler, levels, shape),
+            conditions=self._conditions(share),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
         )
 
-    def _latent(self, slot: Slot) -> Tensor:
-        """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw."""
+    def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
+        """Tensors that are the same in every run of every recipe that has these samples.
+
+        Plain normal noise by sample and noise level, the mean where an entry holds moments.
+
+        Args:
+            share: The samples; no caption is dropped.
+            levels: The noise level of each, in [0, 1), as `Family.timesteps` takes them.
+
+        Raises:
+            StoreError: As `make`.
+        """
+        latent = torch.stack([self._latent(slot, mean=True) for slot in share])
+        shape = _image_shape(latent)
+        noise = torch.from_numpy(
+            np.stack(
+                [
+                    stream("fixed noise", slot.sample_id, str(level)).standard_normal(shape, dtype=np.float32)
+                    for slot, level in zip(share, levels, strict=True)
+                ]
+            )
+        )
+        at = torch.tensor(levels, dtype=torch.float64)
+        return MicroInput(
+            sample_ids=tuple(slot.sample_id for slot in share),
+            latent=latent,
+            noise=noise,
+            input_noise=noise,
+            timesteps=self._family.timesteps(self._scheduler, at, shape),
+            conditions=self._conditions(share),
+            weights=torch.ones(len(share)),
+            indices=torch.tensor([slot.index for slot in share]),
+        )
+
+    def _latent(self, slot: Slot, *, mean: bool = False) -> Tensor:
+        """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw or the mean."""
         entry = self._inputs[slot.sample_id].views[slot.view].entry
         tensors = self._read(entry, slot.sample_id)
         if LATENT in tensors:
             return tensors[LATENT]
-        mean, std = tensors[MEAN], tensors[STD]
+        if mean:
+            return tensors[MEAN]
         random = stream(self._seed, "moments", slot.sample_id, slot.epoch, slot.occurrence)
-        return mean + std * torch.from_numpy(random.standard_normal(tuple(mean.shape), dtype=np.float32))
+        normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
+        return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
+    def _conditions(self, share: tuple[Slot, ...]) -> dict[str, Tensor]:
+        items = [self._inputs[slot.sample_id] for slot in share]
         texts = [
             self._read(
                 self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
@@ -168,6 +203,11 @@ class MicroBatchMaker:
 
     def _read(self, spec: EntrySpec, sample_id: str) -> dict[str, Tensor]:
         return read_entry(self._store, spec, f"sample {sample_id}")
+
+
+def _image_shape(latent: Tensor) -> tuple[int, int, int]:
+    _, channels, height, width = latent.shape
+    return channels, height, width
 
 
 def read_entry(store: Store, spec: EntrySpec, whose: str) -> dict[str, Tensor]:

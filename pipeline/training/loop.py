@@ -34,6 +34,8 @@ from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import StepPlan
 from pipeline.training.samples import draw_samples
+from pipeline.training.trackers import open_trackers
+from pipeline.training.validation import Validation
 
 if TYPE_CHECKING:
     from pipeline.training.stopping import StopRequest
@@ -79,6 +81,8 @@ class _Run:
         self.paths = RunLayout(order.folder)
         self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
         self.journal: Journal | None = None
+        held_out = order.held_out
+        self.validation = Validation(order, self.family, held_out) if held_out else None
         self.warnings: list[str] = []
         self.started_at_s = 0.0
         self.resumed_from = 0
@@ -89,7 +93,9 @@ class _Run:
         with ExitStack() as open_files:
             inputs = open_files.enter_context(closing(self._inputs(start)))
             if self.main:
-                self.journal = open_files.enter_context(Journal(self.paths))
+                trackers = open_trackers(self.order, self.paths.metrics.parent, start)
+                names = [item.sample_id for item in self.order.inputs]
+                self.journal = open_files.enter_context(Journal(self.paths, names, trackers))
             if start == 0:
                 self._look(0)
             done = self._steps(start, inputs, stop)
@@ -214,11 +220,21 @@ class _Run:
         self.report.progress(batch.step + 1, len(self.plan), text)
 
     def _look(self, done: int) -> None:
-        """Draw the sample pictures, if it is time."""
-        every = self.order.recipe.training.sample_every
-        if self.main and every > 0 and (done % every == 0 or done == len(self.plan)):
+        """Measure the loss on what is held out, and draw the sample pictures, if it is time for either."""
+        settings = self.order.recipe.training
+        if self.validation is not None and self._due(settings.validate_every, done):
             with self.engine.result_weights():
-                draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
+                loss = self.validation.loss(self.engine)
+            if self.journal is not None:
+                self.journal.validation(done, loss)
+                self.report.info(f"validation loss after {done} steps: {loss.mean:.4f}")
+        if self.journal is not None and self._due(settings.sample_every, done):
+            with self.engine.result_weights():
+                drawn = draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
+            self.journal.pictures(done, drawn)
+
+    def _due(self, every: int, done: int) -> bool:
+        return every > 0 and (done % every == 0 or done == len(self.plan))
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)

@@ -1,7 +1,8 @@
-"""Whether a base model can be trained towards what the recipe asks for. Torch-free: asked before a launch."""
+"""Whether a base model can be trained towards what the recipe asks for, here. Torch-free: asked first."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
@@ -9,6 +10,20 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from pipeline.families import Prediction
     from pipeline.recipe import TrainingSettings
+
+
+def require_trackers(settings: TrainingSettings) -> None:
+    """Refuse a tracker whose package is not there, before anything is launched.
+
+    Raises:
+        TrainingError: Says what to install.
+    """
+    if "wandb" in settings.trackers and find_spec("wandb") is None:
+        raise TrainingError(
+            "the package wandb is not installed",
+            where="training.trackers",
+            fix="pip install wandb, and wandb login; or remove it from trackers",
+        )
 
 
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:

@@ -51,7 +51,7 @@ class TrainingOrder:
         recipe: With absolute paths.
         base: The base model's local folder.
         run: The run's id, its fingerprint.
-        inputs: The samples, sorted by sample_id.
+        inputs: The samples, sorted by sample_id, those held out among them.
         empty_text: The empty caption's entry, for caption dropout and guidance.
         prompts: What sample pictures are drawn for.
     """
@@ -67,6 +67,16 @@ class TrainingOrder:
     def folder(self) -> Path:
         """`output_dir/runs/<run>`."""
         return run_folder(self.recipe.output_dir, self.run)
+
+    @property
+    def trained(self) -> tuple[TrainingInput, ...]:
+        """The samples that are trained on."""
+        return tuple(item for item in self.inputs if not item.held_out)
+
+    @property
+    def held_out(self) -> tuple[TrainingInput, ...]:
+        """The samples for validation."""
+        return tuple(item for item in self.inputs if item.held_out)
 
     def plan(self) -> TrainingPlan:
         """The run's plan; the same in every process.
@@ -117,7 +127,7 @@ class TrainingOrder:
 
 
 def plan_samples(inputs: Iterable[TrainingInput]) -> list[PlanSample]:
-    """The samples as the plan sees them."""
+    """The samples that are trained on, as the plan sees them."""
     return [
         PlanSample(
             sample_id=item.sample_id,
@@ -128,6 +138,7 @@ def plan_samples(inputs: Iterable[TrainingInput]) -> list[PlanSample]:
             dataset=item.dataset,
         )
         for item in inputs
+        if not item.held_out
     ]
 
 

@@ -80,6 +80,18 @@ def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str
     return replaced
 
 
+def copy_changed(source: Path, target: Path) -> None:
+    """Make the folder `target` hold the files of `source`, each replaced whole if changed, and no others."""
+    names = {path.name for path in source.iterdir()} if source.is_dir() else set[str]()
+    for name in sorted(names):
+        there = target / name
+        if not there.is_file() or file_sha256(there) != file_sha256(source / name):
+            _copy(source / name, there)
+    for path in list(target.iterdir()) if target.is_dir() else []:
+        if path.name not in names:
+            path.unlink()
+
+
 def file_sha256(path: Path) -> str:
     """Of the file's bytes, as hex digits.
 

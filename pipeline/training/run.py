@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -26,10 +27,18 @@ from pipeline.tables import Tables
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
 from pipeline.training.inputs import TrainingInput, training_inputs
 from pipeline.training.locking import only_one
-from pipeline.training.objective import require_objective
+from pipeline.training.objective import require_objective, require_trackers
 from pipeline.training.order import Prompt, TrainingOrder, with_steps
 from pipeline.training.provenance import provenance
-from pipeline.training.publish import TABLE_FILE, accept_result, mark_finished, publish, read_finished
+from pipeline.training.publish import (
+    TABLE_FILE,
+    accept_result,
+    copy_changed,
+    mark_finished,
+    publish,
+    read_finished,
+)
+from pipeline.training.run_report import LOSSES_FILE, hardest, write_run_report
 
 if TYPE_CHECKING:
     from pipeline.launching import Launch
@@ -67,6 +76,7 @@ def train_lora(
     require_valid_inputs(recipe, log)
     entries = Entries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
+    require_trackers(recipe.training)
     inputs = training_inputs(recipe, entries, latents, text)
     epochs, recipe = recipe.training.epochs, with_steps(recipe, inputs)
     facts = run_facts(recipe, entries, inputs)
@@ -93,6 +103,9 @@ def train_lora(
             finished["epochs"] = epochs
             mark_finished(layout, finished)
         replaced = publish(layout, recipe.output_dir / "lora", finished)
+        if not (layout.report / LOSSES_FILE).is_file():
+            write_run_report(order, layout)
+        copy_changed(layout.report, recipe.output_dir / "reports" / "trained_lora")
     log(f"lora/ holds run {run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
     report = _report(order, finished, launched=launched)
     return StageResult(table, table_schemas.empty("rejected"), {**report, **watch.numbers()})
@@ -145,9 +158,10 @@ def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
         keys = {
             "latent_keys": " ".join(view.entry.key for view in item.views),
             "text_keys": " ".join(variant.entry.key for variant in item.variants),
+            "split": "validation" if item.held_out else "train",
             "caption_hashes": " ".join(caption_hash(variant.caption) for variant in item.variants),
         }
-        rows.append({**row, **keys, "times_seen": seen[row["sample_id"]]})
+        rows.append({**row, **keys, "times_seen": seen.get(row["sample_id"], 0)})
     return table_schemas.frame("trained_lora", rows)
 
 
@@ -174,6 +188,8 @@ def _train(
     record = provenance(recipe, Entries(recipe), facts, result)
     write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
     write_through(layout.exported / TABLE_FILE, table.write_parquet)
+    with suppress(FileNotFoundError):
+        shutil.rmtree(layout.report)
     mark_finished(layout, result)
     return result
 
@@ -183,8 +199,10 @@ def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -
     losses = [line["loss"] for line in metrics]
     tenth = max(1, len(losses) // 10)
     every = max(1, -(-len(metrics) // CURVE_POINTS))
+    validation = read_metrics(RunLayout(order.folder).validation, len(order.plan()) + 1)
     return {
         "samples": len(order.inputs),
+        "held_out": len(order.held_out),
         "run": order.run,
         "launched": launched,
         "steps": finished["steps"],
@@ -192,6 +210,9 @@ def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -
         "first_loss": _mean(losses[:tenth]),
         "last_loss": _mean(losses[-tenth:]),
         "loss_curve": [[line["step"], line["loss"]] for line in metrics[::every]],
+        "first_validation_loss": validation[0]["loss"] if validation else None,
+        "last_validation_loss": validation[-1]["loss"] if validation else None,
+        "hardest_samples": hardest(RunLayout(order.folder)),
         "last_learning_rate": metrics[-1]["learning_rate"] if metrics else None,
         "num_weights": finished["num_weights"],
         "device": finished["device"],

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.atomic import write_through
 from pipeline.geometry import Size
+from pipeline.runs import RunLayout
 from pipeline.store import Store
 from pipeline.training.loader import read_entry
 
@@ -54,7 +55,7 @@ def draw_samples(
 
 
 def _paths(order: TrainingOrder, step: int) -> list[Path]:
-    folder = order.folder / "samples"
+    folder = RunLayout(order.folder).samples
     return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
 
 

@@ -126,3 +126,23 @@ def as_json(tensors: dict[str, TensorSpec]) -> str:
     from pipeline.training.inputs import tensors_json
 
     return tensors_json(EntrySpec("latents", "0" * 64, tensors))
+
+
+def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
+    order = project.order()
+    held_out = {item.sample_id for item in order.held_out}
+    # 200 draws of 0.2 have a standard deviation of 5.7: 20 is more than three of them.
+    assert 20 <= len(held_out) <= 60
+    assert len(order.trained) + len(held_out) == 200
+    assert not held_out & order.plan().times_seen().keys()
+    assert {item.sample_id for item in project.changed("other", seed=8).order().held_out} == held_out
+    fewer = project.latents.sample(fraction=0.5, seed=1)
+    again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
+    kept = set(fewer["sample_id"])
+    assert {item.sample_id for item in again if item.held_out} == held_out & kept
+    copies = project.latents.with_columns(content_hash=pl.lit("0" * 64))
+    same = training_inputs(project.recipe, Entries(project.recipe), copies, project.text)
+    assert len({item.held_out for item in same}) == 1

@@ -29,7 +29,10 @@ from pipeline.training.stopping import StopRequest, heard_signals
 if TYPE_CHECKING:
     from conftest import Project
 
-TWO_DATASETS = {"photos": {"weight": 2.0, "repeats": 2}, "studio": {"weight": 1.0}}
+TWO_DATASETS: dict[str, dict[str, Any]] = {
+    "photos": {"weight": 2.0, "repeats": 2, "validation_fraction": 0.3},
+    "studio": {"weight": 1.0},
+}
 STEPS = 9
 
 
@@ -53,9 +56,25 @@ class Notes:
             self.stop.request()
 
 
-def run_until(order: TrainingOrder, stop_after: int = 10**9) -> tuple[bool, list[str]]:
+class DuringTheFirstStep(StopRequest):
+    """Asked to stop once it has been looked at, when the first step is on its way."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    @property
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._looks += 1
+        return self._looks > 1
+
+
+def run_until(order: TrainingOrder, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
+    """Train from `start`, where the run stands, until so many steps are done in all."""
+    if stop_after == start + 1:
+        notes = Notes()
+        return train(order, notes, DuringTheFirstStep()), notes.lines
     notes = Notes(stop_after=stop_after)
-    if stop_after <= 0:
+    if stop_after <= start:
         notes.stop.request()
     return train(order, notes, notes.stop), notes.lines
 
@@ -68,6 +87,7 @@ class Outcome:
     samples: list[Any]
     adapter: dict[str, str]
     exported: dict[str, str]
+    validation: list[Any]
 
 
 def outcome(order: TrainingOrder) -> Outcome:
@@ -87,6 +107,7 @@ def outcome(order: TrainingOrder) -> Outcome:
         ],
         bits(state.adapter),
         bits(load_file(layout.exported / "demo_kohya.safetensors")),
+        [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
     )
 
 
@@ -97,7 +118,13 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
     """Accumulation, two datasets by weights, partial batches, buckets, an average, a schedule, dropout."""
     settings: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "ema_decay": 0.9, "steps": STEPS}
-    settings |= {"exhausted": "end_epoch", "gradient_accumulation": 3, "checkpoint_every": 4, **training}
+    settings |= {
+        "exhausted": "end_epoch",
+        "validate_every": 4,
+        "gradient_accumulation": 3,
+        "checkpoint_every": 4,
+        **training,
+    }
     project = make_project(datasets=TWO_DATASETS, **settings)
     steps = list(project.order().plan())
     sizes = {len(share) for step in steps for micro in step.micro_batches for share in micro}
@@ -133,8 +160,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, tuple[int, ...]
 
 def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) -> None:
     order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
-    for cut in cuts:
-        finished, lines = run_until(order, stop_after=cut)
+    for start, cut in zip((0, *cuts), cuts, strict=False):
+        finished, lines = run_until(order, stop_after=cut, start=start)
         assert not finished
         assert f"asked to stop: {cut} of {STEPS} steps are done and kept" in lines
     assert run_until(order)[0]
@@ -148,7 +175,8 @@ def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
     whole = project.changed("whole").order()
     assert run_until(whole)[0]
     assert {step for step, _ in recorded} == set(range(STEPS))
-    for cuts in ((0,), (5,), (2, 6)):
+    assert [step for step, _ in outcome(whole).validation] == [0, 4, 8, STEPS]
+    for cuts in ((0,), (1, 2), (5,)):
         cut_and_compare(project, outcome(whole), cuts)
 
 

@@ -1,0 +1,81 @@
+"""Which images are hard: what the losses of a run say of each sample. Torch-free."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+
+from pipeline.runs import read_metrics
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from pipeline.runs import RunLayout
+    from pipeline.training.inputs import TrainingInput
+
+MIN_DRAWS_A_BIN = 25
+MAX_BINS = 20
+
+COLUMNS: dict[str, Any] = {
+    "sample_id": pl.String,
+    "caption": pl.String,
+    "times": pl.Int32,
+    "mean_loss": pl.Float64,
+    "relative_loss": pl.Float64,
+    "deviation": pl.Float64,
+}
+
+
+def sample_statistics(inputs: tuple[TrainingInput, ...], layout: RunLayout, num_steps: int) -> pl.DataFrame:
+    """One row a sample that was trained on, the hardest first.
+
+    A loss depends on the noise level far more than on the image, so each is first divided by the mean loss of
+    all samples at about its timestep.
+
+    Columns: `times` it was drawn; `mean_loss`; `relative_loss`, the mean of those quotients, 1 for an
+    ordinary image; `deviation`, how many standard errors that is from 1. What is far above is hard, or has a
+    caption that is not its own.
+
+    Args:
+        inputs: The run's samples, in the order of their numbers.
+        layout: Of the run.
+        num_steps: Steps that count.
+    """
+    numbers: list[int] = []
+    timesteps: list[float] = []
+    losses: list[float] = []
+    for line in read_metrics(layout.sample_losses, num_steps):
+        numbers += line["samples"]
+        timesteps += line["timesteps"]
+        losses += line["losses"]
+    if not losses:
+        return pl.DataFrame(schema=COLUMNS)
+    values = np.asarray(losses)
+    relative = values / _expected(np.asarray(timesteps), values)
+    draws = pl.DataFrame({"number": numbers, "loss": values, "relative": relative})
+    spread = float(np.std(relative)) or 1.0
+    table = draws.group_by("number").agg(
+        times=pl.len().cast(pl.Int32),
+        mean_loss=pl.col("loss").mean(),
+        relative_loss=pl.col("relative").mean(),
+    )
+    table = table.with_columns(
+        sample_id=pl.col("number").map_elements(lambda at: inputs[at].sample_id, return_dtype=pl.String),
+        caption=pl.col("number").map_elements(
+            lambda at: inputs[at].variants[0].caption, return_dtype=pl.String
+        ),
+        deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
+    )
+    return table.select(*COLUMNS).sort(["deviation", "sample_id"], descending=[True, False])
+
+
+def _expected(timesteps: npt.NDArray[np.float64], losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The mean loss of the draws whose timesteps are nearest, in groups of equal number."""
+    bins = int(np.clip(len(losses) // MIN_DRAWS_A_BIN, 1, MAX_BINS))
+    ranks = np.argsort(np.argsort(timesteps, kind="stable"), kind="stable")
+    group = ranks * bins // len(losses)
+    sums = np.bincount(group, weights=losses, minlength=bins)
+    means = sums / np.bincount(group, minlength=bins)
+    return np.maximum(means[group], np.finfo(np.float64).tiny)
