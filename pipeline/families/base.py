@@ -207,8 +207,22 @@ class Family(ABC):
         """What the family's diffusers pipeline makes of one prompt."""
 
     @abstractmethod
-    def load_denoiser(self, dtype: str, device: str) -> nn.Module:
-        """The network that training adapts, frozen, in evaluation mode."""
+    def load_denoiser(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
+        """The network that training adapts, frozen, in evaluation mode.
+
+        Args:
+            dtype: Of its weights, and of what is multiplied with packed ones.
+            device: Where it lies.
+            quantization: diffusers' config of how weights are packed; None: they are not.
+        """
+
+    @abstractmethod
+    def recompute_activations(self, denoiser: nn.Module) -> None:
+        """Let the denoiser's backward pass compute activations again: less memory, the same gradients.
+
+        Raises:
+            ValueError: The denoiser's class cannot.
+        """
 
     @abstractmethod
     def load_noise_scheduler(self) -> Any:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pipeline.families.base import Conditions, Layer, Shapes
 from pipeline.families.flow_transformer import FlowTransformer
@@ -79,6 +80,14 @@ class Chroma(FlowTransformer):
             max_sequence_length=_T5_TOKENS,
         )
         return {"text_embedding": embedding, "text_mask": mask}
+
+    def recompute_activations(self, denoiser: nn.Module) -> None:
+        """Each block for itself: diffusers 0.42 leaves the mask out where it recomputes single blocks."""
+        from torch.utils.checkpoint import checkpoint
+
+        model = cast("Any", denoiser)
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

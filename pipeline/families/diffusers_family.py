@@ -187,9 +187,19 @@ class DiffusersFamily(Family):
         offset = whole["offset_mapping"][first][0] - text.rfind(caption)
         return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
 
-    def load_denoiser(self, dtype: str, device: str) -> nn.Module:
+    def load_denoiser(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
         """An instance of the class that `components` names."""
-        return self._load(self.denoiser_name, dtype, device)
+        if quantization is None:
+            return self._load(self.denoiser_name, dtype, device)
+        packing = {"quantization_config": quantization}
+        if quantization.quant_method.value == "torchao":  # packs nothing of what is mapped to the CPU
+            return self._read(self.denoiser_name, dtype, **packing).to(device)
+        # bitsandbytes packs what is mapped to a GPU, and cannot be moved afterwards.
+        return self._read(self.denoiser_name, dtype, **packing, device_map={"": device})
+
+    def recompute_activations(self, denoiser: nn.Module) -> None:
+        """Diffusers' gradient checkpointing."""
+        cast("Any", denoiser).enable_gradient_checkpointing()
 
     def load_noise_scheduler(self) -> Any:
         """The class that `components` names, with the configuration of the base model's scheduler."""
@@ -259,12 +269,15 @@ class DiffusersFamily(Family):
         return getattr(importlib.import_module(library), name)
 
     def _load(self, role: str, dtype: str, device: str) -> nn.Module:
+        return self._read(role, dtype).to(device)
+
+    def _read(self, role: str, dtype: str, **options: Any) -> nn.Module:
         import torch
 
         loaded = self.class_of(role).from_pretrained(
-            self.folder / role, dtype=getattr(torch, dtype), local_files_only=True
+            self.folder / role, dtype=getattr(torch, dtype), local_files_only=True, **options
         )
-        return loaded.requires_grad_(False).eval().to(device)
+        return loaded.requires_grad_(False).eval()
 
 
 def _component_names(pipeline_class: Any) -> list[str]:

@@ -171,10 +171,12 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     values = json.loads(json.dumps(data))
     root = project_root()
     values.setdefault("cache_dir", str(Recipe.model_fields["cache_dir"].default))
+    lora = values.get("training", {}).get("lora", {})
     for holder, key in [
         (values, "cache_dir"),
         (values, "output_dir"),
         *((d, "path") for d in values["datasets"]),
+        *((lora, "start_from") for _ in [0] if lora.get("start_from") is not None),
     ]:
         holder[key] = str(root / Path(holder[key]).expanduser())
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))

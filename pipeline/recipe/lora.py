@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from pipeline.recipe.rules import Broken, raise_broken, reject
+from pipeline.recipe.rules import Broken, check_path, raise_broken, reject
 from pipeline.recipe.section import Settings
 
 MAX_RANK = 4096
@@ -93,6 +94,12 @@ class LoraSettings(Settings):
         default="kaiming",
         description="Of the down matrices: uniform as a linear layer's, or normal with deviation 1 / rank. "
         "The up matrices begin at zero.",
+    )
+
+    start_from: Annotated[Path, BeforeValidator(check_path)] | None = Field(
+        default=None,
+        description="A LoRA file with which training begins, of the same modules, ranks and kind, in "
+        "diffusers', kohya's or ComfyUI's layout. Relative to the project root.",
     )
 
     @model_validator(mode="after")

@@ -111,6 +111,21 @@ class TrainingSettings(Settings):
     )
     max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
     seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")
+    quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
+        default="none",
+        description="Pack the frozen base weights, so that they take less memory: to 4 bits (nf4) or 8 "
+        "(int8) by bitsandbytes, on a GPU; or to 8 bits by torchao, anywhere. none: not at all.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Compute activations a second time instead of keeping them: much less memory, about a "
+        "third more time, the same gradients.",
+    )
+    compile: bool = Field(
+        default=False,
+        description="Compile the repeated blocks with torch.compile: the first steps of each size take "
+        "longer, those after them less. Needs a C++ compiler.",
+    )
     checkpoint_every: int = Field(
         default=250, ge=1, le=MAX_COUNT, description="Steps between two checkpoints."
     )
@@ -168,6 +183,14 @@ class TrainingSettings(Settings):
     def _optimizer_takes_its_arguments(self) -> TrainingSettings:
         if broken := unknown_arguments(self.optimizer, self.optimizer_arguments.given()):
             raise_broken(broken, involves=("optimizer", "optimizer_arguments"))
+        return self
+
+    @model_validator(mode="after")
+    def _dora_has_whole_weights(self) -> TrainingSettings:
+        if self.quantize != "none" and self.lora.dora:
+            what = f"dora measures the base weights, which quantize: {self.quantize} packs"
+            broken = Broken("quantize", what, "set quantize: none, or training.lora.dora: false")
+            raise_broken([broken], involves=("quantize", "lora"))
         return self
 
     @model_validator(mode="after")

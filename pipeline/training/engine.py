@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.recipe import LossSettings
 from pipeline.training.averaging import Averaging
+from pipeline.training.base_model import load_base, prepare_passes
 from pipeline.training.checkpoint import TrainingState
+from pipeline.training.layouts import describe_modules
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, trainable_weights
 from pipeline.training.loss import sample_losses, share_of_mean, snr_weights
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
 from pipeline.training.seeding import hash_bits
+from pipeline.training.starting import start_from
 
 if TYPE_CHECKING:
     from pipeline.families import Family
     from pipeline.training.order import TrainingOrder
     from pipeline.training.plan import StepPlan
-
-BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Of the frozen base weights, by `accelerate.mixed_precision`; LoRA weights are float32 always."""
 
 MAX_NAMED_SAMPLES = 20
 
@@ -62,7 +62,8 @@ class Engine:
         """Load the base model and put a fresh adapter on it.
 
         Raises:
-            TrainingError: The precision asked for needs a GPU, or the model takes no adapter.
+            TrainingError: What is asked for needs a GPU or a package, the model takes no such adapter, or the
+                LoRA to start from is another.
         """
         self._settings = order.recipe.training
         precision = order.recipe.accelerate.mixed_precision
@@ -70,13 +71,16 @@ class Engine:
         _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
-        self.denoiser = family.load_denoiser(BASE_DTYPES[precision], str(self.accelerator.device))
+        self.denoiser = load_base(family, order.recipe, str(self.accelerator.device))
         add_lora(
             cast("Any", self.denoiser),
             self._settings.lora,
             targets=family.lora_targets(),
             seed=self._settings.seed,
         )
+        if self._settings.lora.start_from is not None:
+            start_from(self.denoiser, describe_modules(family, self.denoiser), self._settings.lora.start_from)
+        prepare_passes(family, self.denoiser, order.recipe)
         self.denoiser.train()
         self.weights = trainable_weights(self.denoiser)
         optimizer = make_optimizer(self.weights, self._settings)

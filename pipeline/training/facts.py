@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic import write_text
+from pipeline.errors import TrainingError
 from pipeline.runs import RunLayout
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
 
     Not in it: how often checkpoints and pictures are made, paths and names, package versions, and the number
     of steps where the schedule does not depend on it, so that a longer run goes on from a shorter one.
+
+    Raises:
+        TrainingError: The LoRA to start from cannot be read.
     """
     training = recipe.training
     inputs = tuple(item for item in inputs if not item.held_out)
@@ -36,6 +40,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         schedule |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
         schedule |= {"decay_steps": training.decay_steps}
     dropout = recipe.text.caption_dropout
+    start = training.lora.start_from
     return {
         "version": TRAINING_VERSION,
         "samples": {
@@ -75,10 +80,13 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         },
         "schedule": schedule,
         "lora": {
-            **training.lora.model_dump(mode="json"),
+            **training.lora.model_dump(mode="json", exclude={"start_from"}),
+            "start_from": None if start is None else _file_hash(start),
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
         "mixed_precision": recipe.accelerate.mixed_precision,
+        "quantize": training.quantize,
+        "compile": training.compile,
     }
 
 
@@ -125,6 +133,16 @@ def describe_difference(before: Facts, after: Facts) -> list[str]:
     old, new = dict(_flat(before)), dict(_flat(after))
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     return [f"{name} {_short(old.get(name))} -> {_short(new.get(name))}" for name in names]
+
+
+def _file_hash(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as err:
+        fix = "name a LoRA file, or remove the key"
+        what = f"the LoRA to start from cannot be read: {err}"
+        raise TrainingError(what, where=f"training.lora.start_from: {path}", fix=fix) from err
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

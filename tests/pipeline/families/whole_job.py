@@ -233,6 +233,22 @@ def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
     torch.testing.assert_close(got, expected, **TOLERANCE)
     by_hand = ((expected - case.target(micro)) ** 2).mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses, by_hand, **TOLERANCE)
+    check_checkpointing(family, engine, micro)
+
+
+def check_checkpointing(family: Family, engine: Engine, micro: MicroInput) -> None:
+    """Activations computed a second time give the same gradients, to the bit."""
+    found: list[list[torch.Tensor]] = []
+    for again in (False, True):
+        if again:
+            family.recompute_activations(engine.denoiser)
+        engine.losses(micro, engine.denoiser).sum().backward()
+        found.append([weight.grad for weight in engine.weights if weight.grad is not None])
+        for weight in engine.weights:
+            weight.grad = None
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert any(bool(gradient.any()) for gradient in found[0])
 
 
 def check_files(case: Case, lora: Path, pipe: Any, family: Family) -> None:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 # diffusers' Chroma imports a class from where diffusers no longer wants it to be.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
+Tensors = dict[str, torch.Tensor]
+
 KINDS: dict[str, dict[str, Any]] = {
     "patterns": {"modules": ["*.attn2.to_?", "mid_block.*.ff.net.2"]},
     "attention": {"targets": "attention"},
@@ -61,14 +63,19 @@ class Loose:
         self.order = project.changed("kind", lora=settings).order()
         family = detect(self.order.base)
         self.denoiser: Any = Engine(self.order, family).denoiser.eval()
-        rng = torch.Generator().manual_seed(3)
-        with torch.no_grad():
-            for weight in (each for each in self.denoiser.parameters() if each.requires_grad):
-                change = 0.2 * torch.randn(weight.shape, generator=rng)
-                weight.copy_(weight * (1 + change) if weight.ndim == 1 else change)
+        loosen(self.denoiser)
         self.exporter = Exporter(family, "demo", header_metadata(self.order, family))
         self.files = self.exporter.export(self.denoiser, folder)
         self.folder = folder
+
+
+def loosen(denoiser: Any) -> None:
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in denoiser.named_parameters():
+            if weight.requires_grad:
+                change = 0.2 * torch.randn(weight.shape, generator=rng)
+                weight.copy_(weight * (1 + change) if "magnitude" in name else change)
 
 
 def answer(unet: Any) -> torch.Tensor:
@@ -84,25 +91,29 @@ def loaded(base: Path, folder: Path, name: str | None = None) -> Any:
     return pipe.unet.eval()
 
 
-def merged(loose: Loose, layout: Any) -> Any:
-    """The base model with the file's weights in it, by the reader's formula, written down anew.
+def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: bool) -> torch.Tensor:
+    """The weight with a file's layer in it, by the reader's formula, written down anew.
 
-    ComfyUI's `weight_decompose` divides by the base row's length, LyCORIS's `apply_weight_decompose` by the
-    adapted one's.
+    With DoRA ComfyUI's `weight_decompose` divides by the base row's length, LyCORIS's
+    `apply_weight_decompose` by the adapted one's.
     """
+    down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
+    change = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
+    adapted = weight + change * (tensors[f"{key}.alpha"].item() / down.shape[0])
+    if f"{key}.dora_scale" not in tensors:
+        return adapted
+    lengths = (weight if base_rows else adapted).flatten(1).norm(dim=1)
+    return adapted * (tensors[f"{key}.dora_scale"].flatten() / lengths).reshape(-1, *[1] * (weight.ndim - 1))
+
+
+def merged(loose: Loose, layout: Any) -> Any:
+    """The base model with the file's weights in it."""
     unet = UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval()
     tensors = load_file(loose.folder / layout_file(layout, "demo"))
     for module in loose.exporter.modules(loose.denoiser):
         key = module.kohya if layout == "kohya" else module.comfyui
-        down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
         weight = unet.get_submodule(module.name).weight.data
-        change = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
-        adapted = weight + change * (tensors[f"{key}.alpha"].item() / down.shape[0])
-        if f"{key}.dora_scale" in tensors:
-            lengths = (weight if layout == "comfyui" else adapted).flatten(1).norm(dim=1)
-            by = tensors[f"{key}.dora_scale"].flatten() / lengths
-            adapted = adapted * by.reshape(-1, *[1] * (weight.ndim - 1))
-        weight.copy_(adapted)
+        weight.copy_(by_formula(weight, tensors, key, base_rows=layout == "comfyui"))
     return unet
 
 
@@ -205,6 +216,40 @@ def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
     error = engine_error(make_project(lora={"rank": 4, **lora}).order())
     assert said in error.what
     assert ".to_" in error.fix
+
+
+def effective(module: Any) -> torch.Tensor:
+    """What an adapted linear layer multiplies with, from its answers to the unit vectors."""
+    plain = module.get_base_layer()
+    with torch.no_grad():
+        answers = module.eval()(torch.eye(plain.in_features))
+    return (answers if plain.bias is None else answers - plain.bias).T
+
+
+@pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Lumina Image 2"])
+@pytest.mark.parametrize("lora", [{"dora": True, "rslora": True}, {"ranks": [{"modules": "*", "rank": 3}]}])
+def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
+    tmp_path: Path, kind: str, lora: dict[str, Any]
+) -> None:
+    TINY[kind](tmp_path / "base")
+    family = detect(tmp_path / "base")
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    loosen(denoiser)
+    exporter = Exporter(family, "demo", {})
+    exporter.export(denoiser, tmp_path / "lora")
+    for layout in ("kohya", "comfyui"):
+        tensors = load_file(tmp_path / "lora" / layout_file(layout, "demo"))
+        for module in exporter.modules(denoiser):
+            key = module.kohya if layout == "kohya" else module.comfyui
+            parts = family.kohya_layer(module.name).modules if key == module.kohya else (module.name,)
+            layers = [denoiser.get_submodule(part) for part in parts]
+            weight = torch.cat([layer.get_base_layer().weight.detach() for layer in layers])
+            expected = torch.cat([effective(layer) for layer in layers])
+            assert not torch.allclose(expected, weight, atol=1e-2)
+            found = by_formula(weight, tensors, key, base_rows=layout == "comfyui")
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
 def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
