@@ -102,6 +102,10 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         CheckSpec("plan_completed", True, "Training reached the last step of its plan."),
         CheckSpec("shape_uniformity", True, "Ranks and key shapes are as asked, in each layout."),
         CheckSpec("file_size_outliers", True, "Each file has the bytes that its keys and ranks ask for."),
+        CheckSpec("output_changed", True, "The model answers otherwise with the adapter than without it."),
+        CheckSpec("loss_fell", False, "The last fifth of the losses is below the first."),
+        CheckSpec("validation_loss", False, "The loss on held-out images ended near its least."),
+        CheckSpec("modules_touched", False, "Every module's delta weights are other than zero."),
     ),
 }
 """Of each asset, in order."""

@@ -15,6 +15,8 @@ from typing import Any, cast
 import numpy as np
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
+from pipeline.checks.names import SPECS
+from pipeline.checks.training_outcome import loss_fell, modules_touched, output_changed, validation_loss
 from pipeline.errors import TrainingError
 from pipeline.lora_files import (
     LAYOUTS,
@@ -42,6 +44,9 @@ class _Result:
     asked_steps: int
     asked: LoraSettings
     metrics: list[Metrics]
+    validation: list[Metrics]
+    output_change: float
+    loss_trend: dict[str, float] | None
     modules: list[LoraModule]
     recorded: dict[str, dict[str, Any]]
     files: dict[Layout, LoraFile]
@@ -53,16 +58,19 @@ def run(context: CheckContext) -> list[Finding]:
         result = _read(context)
     except TrainingError as err:
         missing = Outcome(False, err.what, err.fix, rows=[{"where": err.where}])
-        names = ("loss_finite", "adapter_not_zero", "reload_equals", "plan_completed")
-        shapes = ("shape_uniformity", "file_size_outliers")
-        return findings(context, "trained_lora", dict.fromkeys((*names, *shapes), missing))
+        return findings(context, "trained_lora", {spec.name: missing for spec in SPECS["trained_lora"]})
+    norms = _norms(result)
     outcomes = {
         "loss_finite": _loss_finite(result),
-        "adapter_not_zero": _adapter_not_zero(result),
+        "adapter_not_zero": _adapter_not_zero(norms),
         "reload_equals": _reload_equals(result),
         "plan_completed": _plan_completed(result),
         "shape_uniformity": _shapes(result),
         "file_size_outliers": _file_sizes(result),
+        "output_changed": output_changed(result.output_change),
+        "loss_fell": loss_fell(result.loss_trend, result.steps),
+        "validation_loss": validation_loss(result.validation),
+        "modules_touched": modules_touched(norms),
     }
     return findings(context, "trained_lora", outcomes)
 
@@ -82,6 +90,9 @@ def _read(context: CheckContext) -> _Result:
             asked_steps=steps,
             asked=recipe.training.lora,
             metrics=read_metrics(layout.metrics, steps),
+            validation=read_metrics(layout.validation, steps + 1),
+            output_change=float(finished["output_change"]),
+            loss_trend=finished["loss_trend"],
             modules=[LoraModule.from_json(module) for module in finished["modules"]],
             recorded={item["name"]: item for item in finished["files"]},
             files={each: read_lora_file(lora / layout_file(each, recipe.name)) for each in LAYOUTS},
@@ -122,7 +133,8 @@ def _plan_completed(result: _Result) -> Outcome:
     return Outcome(True, f"all {result.steps} steps are done", numbers=numbers)
 
 
-def _adapter_not_zero(result: _Result) -> Outcome:
+def _norms(result: _Result) -> dict[str, float]:
+    """Of each module's delta weights, as the diffusers layout has them."""
     file = result.files["diffusers"]
     norms: dict[str, float] = {}
     for module in result.modules:
@@ -130,6 +142,10 @@ def _adapter_not_zero(result: _Result) -> Outcome:
         if down in file.tensors and up in file.tensors:
             rows, columns = (file.tensors[key].reshape(len(file.tensors[key]), -1) for key in (up, down))
             norms[module.name] = float(np.linalg.norm(rows @ columns)) * module.alpha / module.rank
+    return norms
+
+
+def _adapter_not_zero(norms: dict[str, float]) -> Outcome:
     zero = [name for name, norm in norms.items() if norm == 0.0]
     odd = [name for name, norm in norms.items() if not math.isfinite(norm)]
     numbers = {

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -161,14 +161,34 @@ class Engine:
             micro: On any device.
             scheduler: Of the noise.
         """
-        here, family = micro.to(self.accelerator.device), self._family
+        here = micro.to(self.accelerator.device)
+        with self._looking():
+            target = self._family.target(scheduler, here.latent, here.noise, here.timesteps)
+            return sample_losses(self._answer(here, scheduler), target, LossSettings())
+
+    def output_change(self, micro: MicroInput) -> float:
+        """How far the adapter moves the model's answer, relative to the answer's norm without it."""
+        here, denoiser = micro.to(self.accelerator.device), cast("Any", self.denoiser)
+        with self._looking():
+            adapted = self._answer(here, self.scheduler).double()
+            denoiser.disable_adapters()
+            try:
+                plain = self._answer(here, self.scheduler).double()
+            finally:
+                denoiser.enable_adapters()
+        return float((adapted - plain).norm() / plain.norm())
+
+    def _answer(self, here: MicroInput, scheduler: Any) -> Tensor:
+        noisy = self._family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
+        return self._family.predict(self.denoiser, noisy, here.timesteps, here.conditions)
+
+    @contextmanager
+    def _looking(self) -> Generator[None]:
+        """Inside, the model is asked and not trained: no dropout, no gradients."""
         self.denoiser.eval()
         try:
             with torch.no_grad(), self.accelerator.autocast():
-                noisy = family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
-                prediction = family.predict(self.denoiser, noisy, here.timesteps, here.conditions)
-                target = family.target(scheduler, here.latent, here.noise, here.timesteps)
-                return sample_losses(prediction, target, LossSettings())
+                yield
         finally:
             self.denoiser.train()
 

@@ -32,7 +32,7 @@ from pipeline.training.journal import Journal
 from pipeline.training.loader import MicroBatchMaker, MicroInput, micro_inputs
 from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder
-from pipeline.training.plan import StepPlan
+from pipeline.training.plan import Slot, StepPlan
 from pipeline.training.samples import draw_samples
 from pipeline.training.trackers import open_trackers
 from pipeline.training.validation import Validation
@@ -244,8 +244,17 @@ class _Run:
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         with self.engine.result_weights():
             files = self.exporter.export(self.engine.denoiser, self.paths.exported)
+            change = self.engine.output_change(self._one_sample())
         self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")
-        write_text(self.paths.result, json.dumps(self._result(files), indent=2) + "\n")
+        write_text(
+            self.paths.result, json.dumps({**self._result(files), "output_change": change}, indent=2) + "\n"
+        )
+
+    def _one_sample(self) -> MicroInput:
+        """The first of the samples, half noise."""
+        maker = MicroBatchMaker(self.order, self.family, self.engine.scheduler)
+        slot = Slot(self.order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+        return maker.make_fixed((slot,), [0.5])
 
     def _result(self, files: list[ExportedFile]) -> dict[str, Any]:
         device = self.engine.accelerator.device

@@ -39,6 +39,7 @@ from pipeline.training.publish import (
     read_finished,
 )
 from pipeline.training.run_report import LOSSES_FILE, hardest, write_run_report
+from pipeline.training.statistics import loss_trend
 
 if TYPE_CHECKING:
     from pipeline.launching import Launch
@@ -184,6 +185,7 @@ def _train(
     launch(MODULE, order.write())
     recipe = order.recipe
     result = accept_result(layout, run=order.run, steps=len(order.plan()), recipe_name=recipe.name)
+    result["loss_trend"] = loss_trend(layout, len(order.plan()))
     result["startup_s"] = max(0.0, result["started_at_s"] - launched_at_s)
     record = provenance(recipe, Entries(recipe), facts, result)
     write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")

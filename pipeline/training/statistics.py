@@ -43,19 +43,10 @@ def sample_statistics(inputs: tuple[TrainingInput, ...], layout: RunLayout, num_
         layout: Of the run.
         num_steps: Steps that count.
     """
-    numbers: list[int] = []
-    timesteps: list[float] = []
-    losses: list[float] = []
-    for line in read_metrics(layout.sample_losses, num_steps):
-        numbers += line["samples"]
-        timesteps += line["timesteps"]
-        losses += line["losses"]
-    if not losses:
+    draws = _draws(layout, num_steps)
+    if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
-    values = np.asarray(losses)
-    relative = values / _expected(np.asarray(timesteps), values)
-    draws = pl.DataFrame({"number": numbers, "loss": values, "relative": relative})
-    spread = float(np.std(relative)) or 1.0
+    spread = float(np.std(draws["relative"].to_numpy())) or 1.0
     table = draws.group_by("number").agg(
         times=pl.len().cast(pl.Int32),
         mean_loss=pl.col("loss").mean(),
@@ -69,6 +60,36 @@ def sample_statistics(inputs: tuple[TrainingInput, ...], layout: RunLayout, num_
         deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
     )
     return table.select(*COLUMNS).sort(["deviation", "sample_id"], descending=[True, False])
+
+
+def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
+    """Means of the first and the last fifth of the relative losses, as `sample_statistics` has them.
+
+    Returns:
+        `first`, `last`, and `error`, the standard error of their difference; None without losses.
+    """
+    relative = _draws(layout, num_steps)["relative"].to_numpy()
+    if not len(relative):
+        return None
+    fifth = max(1, len(relative) // 5)
+    first, last = relative[:fifth], relative[-fifth:]
+    error = float(np.sqrt((np.var(first) + np.var(last)) / fifth))
+    return {"first": float(np.mean(first)), "last": float(np.mean(last)), "error": error}
+
+
+def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
+    """`number` of the sample, `loss`, and the loss `relative` to what is usual at its timestep; in order."""
+    numbers: list[int] = []
+    timesteps: list[float] = []
+    losses: list[float] = []
+    for line in read_metrics(layout.sample_losses, num_steps):
+        numbers += line["samples"]
+        timesteps += line["timesteps"]
+        losses += line["losses"]
+    values = np.asarray(losses, dtype=np.float64)
+    relative = values / _expected(np.asarray(timesteps), values) if losses else values
+    schema = {"number": pl.Int64, "loss": pl.Float64, "relative": pl.Float64}
+    return pl.DataFrame({"number": numbers, "loss": values, "relative": relative}, schema=schema)
 
 
 def _expected(timesteps: npt.NDArray[np.float64], losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:

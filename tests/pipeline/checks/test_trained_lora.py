@@ -52,6 +52,8 @@ class Result:
         self.layout = RunLayout(run_folder(self.recipe.output_dir, "abc"))
         self.lora.mkdir(parents=True)
         self.layout.metrics.parent.mkdir(parents=True)
+        self.output_change = 0.25
+        self.trend: dict[str, float] | None = {"first": 1.1, "last": 0.9, "error": 0.05}
         self.metrics = [{"step": step, "loss": 0.5} for step in range(3)]
         rng = np.random.default_rng(1)
         self.factors = {
@@ -91,6 +93,7 @@ class Result:
             for layout in LAYOUTS
         ]
         finished = {"steps": steps, "modules": [module.as_json() for module in MODULES], "files": files}
+        finished |= {"output_change": self.output_change, "loss_trend": self.trend}
         self.layout.finished.write_text(json.dumps(finished))
         (self.lora / "provenance.json").write_text(json.dumps({"run": "abc"}))
         self.write_metrics()
@@ -112,9 +115,13 @@ def result(tmp_path: Path) -> Result:
     return Result(tmp_path)
 
 
-def test_a_good_result_passes_and_all_of_its_checks_are_gates(result: Result) -> None:
+WARNINGS = {"loss_fell", "validation_loss", "modules_touched"}
+
+
+def test_a_good_result_passes_and_three_of_its_checks_only_warn(result: Result) -> None:
     assert result.failed() == set()
-    assert {finding.severity for finding in result.findings().values()} == {"error"}
+    severities = {name: finding.severity for name, finding in result.findings().items()}
+    assert severities == {name: "warn" if name in WARNINGS else "error" for name in severities}
     assert result.findings()["reload_equals"].numbers[result.path("kohya").name] == 0.0
 
 
@@ -150,7 +157,50 @@ def test_R06_an_adapter_of_zeros_is_refused(result: Result) -> None:
     for layout in LAYOUTS:
         result.write(layout, result.tensors(layout))
     result.record()
-    assert result.failed() == {"adapter_not_zero"}
+    assert result.failed() == {"adapter_not_zero", "modules_touched"}
+
+
+def test_one_module_that_does_nothing_is_a_warning_with_its_name(result: Result) -> None:
+    down, up = result.factors["left.to_q"]
+    result.factors["left.to_q"] = (down, np.zeros_like(up))
+    for layout in LAYOUTS:
+        result.write(layout, result.tensors(layout))
+    result.record()
+    assert result.failed() == {"modules_touched"}
+    assert result.findings()["modules_touched"].rows == [{"module": "left.to_q"}]
+
+
+@pytest.mark.parametrize("change", [0.0, float("nan"), float("inf")])
+def test_R06_an_adapter_that_leaves_the_model_s_answer_as_it_was_is_refused(
+    result: Result, change: float
+) -> None:
+    result.output_change = change
+    result.record()
+    assert result.failed() == {"output_changed"}
+
+
+def test_a_loss_that_did_not_fall_is_a_warning_once_there_are_enough_steps(result: Result) -> None:
+    result.trend = {"first": 0.9, "last": 0.95, "error": 0.05}
+    result.record()
+    assert result.failed() == set()
+    values = result.recipe.training.model_copy(update={"steps": 50})
+    result.recipe = result.recipe.model_copy(update={"training": values})
+    result.metrics = [{"step": step, "loss": 0.5} for step in range(50)]
+    result.record(steps=50)
+    assert result.failed() == {"loss_fell"}
+    assert "0.900 to 0.950" in result.findings()["loss_fell"].summary
+
+
+def test_a_validation_loss_that_rose_is_a_warning_that_names_the_best_step(result: Result) -> None:
+    def measured(*losses: float) -> set[str]:
+        lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses)]
+        result.layout.validation.write_text("".join(lines))
+        return result.failed()
+
+    assert measured(0.5, 0.4, 0.402) == set()
+    assert measured(0.5, 0.4, 0.45) == {"validation_loss"}
+    assert "0.4000 at step 1" in result.findings()["validation_loss"].summary
+    assert measured(0.5, 0.4, 0.45, 0.39) == set()
 
 
 def change_value(result: Result, layout: Any) -> None:
@@ -215,12 +265,12 @@ def test_another_rank_than_asked_is_refused(result: Result) -> None:
 def test_a_file_that_was_cut_short_or_taken_away_closes_every_gate(result: Result) -> None:
     path = result.path("kohya")
     path.write_bytes(path.read_bytes()[:-10])
-    assert len(result.failed()) == 6
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
     path.unlink()
-    assert len(result.failed()) == 6
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
     assert str(path) in result.findings()["reload_equals"].rows[0]["where"]
 
 
 def test_no_run_at_all_closes_every_gate(result: Result) -> None:
     (result.lora / "provenance.json").unlink()
-    assert len(result.failed()) == 6
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.runs import RunLayout
-from pipeline.training.statistics import sample_statistics
+from pipeline.training.statistics import loss_trend, sample_statistics
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -52,3 +52,22 @@ def test_the_odd_one_stands_first_though_its_losses_are_not_the_largest(
 def test_a_run_without_steps_has_no_statistics(make_project: Callable[..., Project]) -> None:
     order = make_project().order()
     assert sample_statistics(order.inputs, RunLayout(order.folder), 5).is_empty()
+
+
+def test_a_fall_of_the_loss_is_seen_through_the_noise_of_the_timesteps(
+    make_project: Callable[..., Project],
+) -> None:
+    order, rng = make_project().order(), np.random.default_rng(4)
+    layout = RunLayout(order.folder)
+    layout.sample_losses.parent.mkdir(parents=True)
+    with layout.sample_losses.open("w") as file:
+        for step in range(400):
+            at = rng.uniform(0, 1000)
+            loss = 10 ** (-2 * at / 1000) * (1.1 - 0.2 * step / 400)
+            line = {"step": step, "samples": [0], "timesteps": [at], "losses": [loss]}
+            file.write(json.dumps(line) + "\n")
+    trend = loss_trend(layout, 400)
+    assert trend is not None
+    assert trend["first"] - trend["last"] == pytest.approx(0.16, abs=2 * trend["error"])
+    assert trend["error"] < 0.05
+    assert loss_trend(RunLayout(layout.folder / "none"), 5) is None

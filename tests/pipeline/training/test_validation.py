@@ -10,7 +10,9 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from pipeline.families import detect
 from pipeline.store import Store
 from pipeline.training.engine import Engine
+from pipeline.training.loader import MicroBatchMaker
 from pipeline.training.lora import adapter_state
+from pipeline.training.plan import Slot
 from pipeline.training.seeding import stream
 from pipeline.training.validation import LEVELS, Validation
 
@@ -72,3 +74,28 @@ def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_no
             torch.equal(weight, before[name]) for name, weight in adapter_state(engine.denoiser).items()
         )
     assert found[0].mean == pytest.approx(found[1].mean, rel=1e-5)
+
+
+def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with_its_weights(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project().order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    micro = maker.make_fixed((slot,), [0.5])
+    assert engine.output_change(micro) == 0.0
+    moved = []
+    for amount in (0.01, 0.1):
+        with torch.no_grad():
+            for weight in engine.weights:
+                weight.add_(amount)
+        moved.append(engine.output_change(micro))
+    assert 0 < moved[0] < moved[1]
+    with engine._looking():
+        adapted = engine._answer(micro, engine.scheduler)
+        unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
+        noisy = family.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
+        plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+    assert moved[1] == pytest.approx(float((adapted - plain).norm() / plain.norm()), rel=1e-4)
