@@ -25,14 +25,19 @@ SLIPS = {
     "lora_targets": "answer[1:]",
     "kohya_layer": "type(answer)(answer.key + 'x', answer.modules)",
     "comfyui_key": "answer + 'x'",
-    "prompt_arguments": "{name: 2 * value if 'embeds' in name else value for name, value in answer.items()}",
+    "prompt_arguments": "{name: flipped(name, value) for name, value in answer.items()}",
     "token_limits": "{name: limit - 1 for name, limit in answer.items()}",
 }
-"""A method to what its `answer` becomes."""
+"""A method to what its `answer` becomes. Embeddings are flipped: a factor is lost where they are normed."""
 
 _CODE = """
 
 def _slip_{method}(own):
+    def flipped(name, value):
+        if "embeds" not in name or name.endswith("mask") or value is None:
+            return value
+        return [each.flip(-1) for each in value] if isinstance(value, list) else value.flip(-1)
+
     def changed(*args, **kwargs):
         answer = own(*args, **kwargs)
         return {slip}

@@ -85,6 +85,7 @@ def test_what_a_caption_loses_is_counted_behind_the_instruction(tmp_path: Path) 
     encoders = family.load_text_encoders("float32", "cpu")
     caption = "cat" + " cat" * 305
     whole = family.encode_caption(encoders, caption)
+    assert family.max_length() == len(whole.tensors["text_embedding"]) == 300
     assert whole.num_cut > 0
     assert family.encode_caption(encoders, caption[: whole.cut_from]).num_cut == 0
     same, less = (
