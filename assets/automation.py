@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from dagster import (
     DagsterInstance,
@@ -101,7 +102,7 @@ def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorD
         from pipeline.listing import listing_fingerprint
 
         try:
-            now = listing_fingerprint([dataset.path for dataset in recipe.datasets])
+            now = listing_fingerprint(watched(recipe))
         except OSError as err:
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
         watch = Watch(**json.loads(context.cursor)) if context.cursor else Watch()
@@ -112,6 +113,11 @@ def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorD
         return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
 
     return dataset_changed
+
+
+def watched(recipe: Recipe) -> list[Path]:
+    """Every folder and listing that a change of the datasets shows in."""
+    return list(dict.fromkeys(path for dataset in recipe.datasets for path in (dataset.root, dataset.path)))
 
 
 def run_under_way(instance: DagsterInstance, recipe: Recipe) -> str | None:

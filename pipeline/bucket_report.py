@@ -107,7 +107,7 @@ def _shown(table: pl.DataFrame, roots: Mapping[str, Path]) -> list[Shown]:
 
 
 def _roots(recipe: Recipe) -> dict[str, Path]:
-    return {settings.name: settings.path for settings in recipe.datasets}
+    return {settings.name: settings.root for settings in recipe.datasets}
 
 
 def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame) -> bytes:

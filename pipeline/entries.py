@@ -192,6 +192,15 @@ def with_recorded(wanted: pl.DataFrame, known: pl.DataFrame | None) -> pl.DataFr
     return wanted.join(recorded, on="key", how="left", maintain_order="left")
 
 
+def caption_rows(validated: pl.DataFrame) -> pl.DataFrame:
+    """validated_dataset with a row for each variant of a caption: `variant`, from 0, and `caption`."""
+    plain = validated.with_columns(variant=pl.lit(0, dtype=pl.Int32))
+    several = plain.filter(pl.col("more_captions") != "[]")
+    more = several.with_columns(pl.col("more_captions").str.json_decode(pl.List(pl.String)).alias("caption"))
+    more = more.with_columns(variant=pl.int_ranges(1, pl.col("caption").list.len() + 1, dtype=pl.Int32))
+    return pl.concat([plain, more.explode("caption", "variant")]).sort("sample_id", "variant")
+
+
 def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     """For each row, whether its entry is as it was when its stat was recorded; Boolean.
 

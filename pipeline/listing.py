@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from stat import S_ISDIR
 
 IGNORED_FIRST = "."
 """Names that begin so are no part of a dataset: editors, file managers and copying tools make them."""
@@ -13,6 +14,8 @@ IGNORED_FIRST = "."
 
 def listing_fingerprint(folders: Iterable[Path]) -> str:
     """16 hex digits over path, size and times of each file below `folders`, which stand in a given order.
+
+    A file in the place of a folder counts as itself.
 
     No file is opened. Linked files and folders count by what they lead to; a folder is listed once, so loops
     end. The change time is in it too: it finds a file that was edited and given its old time back.
@@ -33,6 +36,9 @@ def _lines(top: Path) -> Iterator[bytes]:
     while pending:
         folder = pending.pop()
         about = folder.stat()
+        if not S_ISDIR(about.st_mode):
+            yield os.fsencode(folder) + b"\0" + _facts(about) + b"\n"
+            continue
         if (about.st_dev, about.st_ino) in listed:
             continue
         listed.add((about.st_dev, about.st_ino))
@@ -55,10 +61,11 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _line(entry: os.DirEntry[str]) -> bytes:
     try:
-        about = entry.stat()
-        facts = f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}"
-    except (
-        OSError
-    ) as err:  # it vanished meanwhile, or a link leads nowhere: that is a state of the listing too
-        facts = f"unreadable {err.errno}"
-    return os.fsencode(entry.path) + b"\0" + facts.encode("ascii") + b"\n"
+        facts = _facts(entry.stat())
+    except OSError as err:  # it vanished, or a link leads nowhere: that is a state of the listing too
+        facts = b"unreadable %d" % (err.errno or 0)
+    return os.fsencode(entry.path) + b"\0" + facts + b"\n"
+
+
+def _facts(about: os.stat_result) -> bytes:
+    return f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode("ascii")

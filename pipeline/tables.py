@@ -61,6 +61,7 @@ SCHEMAS: dict[str, Columns] = {
         **_CONTENT,
         "file_bytes": pl.Int64,
         "caption": pl.String,
+        "more_captions": pl.String,
         "caption_from": pl.String,
         "decoder": pl.String,
     },
@@ -100,9 +101,10 @@ right, its geometry as if it were not), in text_embeddings a sample and a `varia
 the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels; `scale` is
 resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized area
 that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder` which
-decoder saw that; `caption_from` is "sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat of the
-store entry when it was last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all
-of a sample's views and variants, with spaces between them; `split` is "train" or "validation"."""
+decoder saw that; `more_captions` are further variants of `caption`, a JSON array; `caption_from` is
+"sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat of the store entry when it was last
+verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all of a sample's views and
+variants, with spaces between them; `split` is "train" or "validation"."""
 
 REJECTED: Columns = {
     **_ID,
@@ -114,11 +116,19 @@ REJECTED: Columns = {
 }
 """One row a rejected sample; `reason` is a code such as `empty_file`."""
 
+ASKED_FOR = "filter_"
+"""Beginning of the reasons that a recipe's filters and limit give: nothing is wrong with such a sample."""
+
 NULLABLE = {"content_hash"}
 """Of REJECTED only: a file that could not be read has no hash."""
 
 ASSETS = tuple(SCHEMAS)
 """In the order of the graph."""
+
+
+def not_asked_for() -> pl.Expr:
+    """Over rejected rows: True but for what a recipe's filters and limit left out."""
+    return ~pl.col("reason").str.starts_with(ASKED_FOR)
 
 
 def empty(asset: str) -> pl.DataFrame:

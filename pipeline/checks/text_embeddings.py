@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import Problems
-from pipeline.entries import STAT_COLUMNS, Entries, with_recorded
+from pipeline.entries import STAT_COLUMNS, Entries, caption_rows, with_recorded
 
 STAGE = "text_embeddings"
 
@@ -23,7 +23,7 @@ def run(context: CheckContext) -> list[Finding]:
         StoreError: An entry may not be read.
     """
     table = context.tables.read(STAGE)
-    validated = context.tables.read("validated_dataset").select("sample_id", "caption")
+    validated = caption_rows(context.tables.read("validated_dataset"))
     entries = Entries(context.recipe)
     problems = Problems(
         entries.store, "text", _wanted(context, entries, table), lambda row: entries.text(row["caption"])
@@ -32,7 +32,7 @@ def run(context: CheckContext) -> list[Finding]:
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {len(validated):,} samples and the empty caption has its entry",
+            f"each of {len(validated):,} captions and the empty one has its entry",
             more=list(_out_of_step(entries, table, validated)),
         ),
         "shape_uniformity": problems.outcome(
@@ -62,17 +62,17 @@ def _wanted(context: CheckContext, entries: Entries, table: pl.DataFrame) -> pl.
 
 def _out_of_step(entries: Entries, table: pl.DataFrame, validated: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
+    names = ["sample_id", "variant"]
     keys = entries.text_rows(validated["caption"].unique().to_list()).select("caption", wanted="key")
-    expected = validated.join(keys, on="caption").select("sample_id", "wanted")
-    own = table.filter(pl.col("variant") == 0).select("sample_id", "key")
-    both = own.join(expected, on="sample_id", how="full", coalesce=True)
-    for sample_id, key, wanted in (
-        both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort("sample_id").iter_rows()
-    ):
+    expected = validated.join(keys, on="caption").select(*names, "wanted")
+    both = table.select(*names, "key").join(expected, on=names, how="full", coalesce=True)
+    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
+    for sample_id, variant, key, wanted in wrong.select(*names, "key", "wanted").iter_rows():
+        it = f"variant {variant} of its caption" if variant else "it"
         if key is None:
-            problem = "it is in validated_dataset and not here"
+            problem = f"{it} is in validated_dataset and not here"
         elif wanted is None:
-            problem = "it is not in validated_dataset"
+            problem = f"{it} is not in validated_dataset"
         else:
             problem = "its entry was made for another caption, model or setting"
         yield {"sample_id": sample_id, "problem": problem}

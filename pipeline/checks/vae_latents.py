@@ -11,6 +11,7 @@ from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import REPAIR, Problems
 from pipeline.entries import LATENT_SHAPE, TARGET, Entries
 from pipeline.geometry import placement_of
+from pipeline.tables import not_asked_for
 
 STAGE = "vae_latents"
 
@@ -104,7 +105,7 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
 def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     """Of all images that were found, the share that the stages up to here rejected."""
     stages = ("raw_images", "validated_dataset", STAGE)  # aspect_buckets rejects only what it was asked to
-    everything = pl.concat([context.tables.read_rejected(stage) for stage in stages])
+    everything = pl.concat([context.tables.read_rejected(stage) for stage in stages]).filter(not_asked_for())
     here = everything.filter(pl.col("stage") == STAGE)
     total, limit = kept + len(everything), context.recipe.checks.max_rejected_fraction
     fraction = len(everything) / total if total else 0.0

@@ -11,6 +11,7 @@ from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
 from pipeline.image_formats import ImageError
 from pipeline.images import hash_bytes, read_bytes
+from pipeline.tables import not_asked_for
 
 STAGE = "validated_dataset"
 
@@ -80,7 +81,7 @@ def _captions_unshared(table: pl.DataFrame) -> Outcome:
 
 def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     """Of all that was found, the share that this stage and the scan rejected."""
-    everything = pl.concat([context.tables.read_rejected("raw_images"), rejected])
+    everything = pl.concat([context.tables.read_rejected("raw_images"), rejected]).filter(not_asked_for())
     total = len(table) + len(everything)
     fraction = len(everything) / total if total else 0.0
     limit = context.recipe.checks.max_rejected_fraction
@@ -121,7 +122,7 @@ def _file_size_outliers(
 ) -> Outcome:
     """Whether each kept file still is the file of the scan, now; and how many bytes were rejected."""
     rows = _rejected_for(rejected, "changed", "vanished")
-    roots = {settings.name: settings.path for settings in context.recipe.datasets}
+    roots = {settings.name: settings.root for settings in context.recipe.datasets}
     kept = raw.join(table.select("sample_id"), on="sample_id", how="semi")
     for row in kept.iter_rows(named=True):
         problem = _change(roots.get(row["dataset"], Path()) / row["path"], row)

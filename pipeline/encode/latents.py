@@ -53,7 +53,7 @@ def cache_latents(
     entries = Entries(recipe)
     rows = entries.latent_rows(buckets)
     wanted = rows.unique("key", keep="first", maintain_order=True)
-    folders = {dataset.name: dataset.path for dataset in recipe.datasets}
+    folders = {dataset.name: dataset.root for dataset in recipe.datasets}
     previous = tables.read_previous(ASSET)
 
     def jobs(keys: Sequence[str]) -> list[Job]:

@@ -11,7 +11,7 @@ import polars as pl
 from pipeline import tables as table_files
 from pipeline.encode.missing import Made, Maker
 from pipeline.encode.order import Job
-from pipeline.entries import Entries
+from pipeline.entries import Entries, caption_rows
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
 
@@ -42,7 +42,8 @@ def cache_text(
         log: Told what is missing and damaged.
 
     Returns:
-        Table text_embeddings, a row a sample; nothing is ever rejected here; counters of entries.
+        Table text_embeddings, a row for each variant of a sample's caption; nothing is ever rejected here;
+        counters of entries.
 
     Raises:
         ModelError: The base model cannot be found, or its encoder answers with values that are not finite.
@@ -51,13 +52,14 @@ def cache_text(
     """
     watch = Stopwatch()
     entries = Entries(recipe)
-    captions = wanted_captions(recipe, validated["caption"].unique())
+    asked = caption_rows(validated)
+    captions = wanted_captions(recipe, asked["caption"].unique())
     wanted = entries.text_rows(captions)
     previous = tables.read_previous(ASSET)
 
     def jobs(keys: Sequence[str]) -> list[Job]:
-        asked = wanted.filter(pl.col("key").is_in(keys))
-        return [_job(entries, caption) for caption in asked["caption"]]
+        doubtful = wanted.filter(pl.col("key").is_in(keys))
+        return [_job(entries, caption) for caption in doubtful["caption"]]
 
     maker = Maker(entries, "text", launch, log=log, watch=watch)
     made = maker.make(
@@ -67,16 +69,16 @@ def cache_text(
         settings={"compute_dtype": recipe.text.compute_dtype},
     )
     counts = _token_counts(made, previous)
-    rows = validated.join(wanted, on="caption").join(made.entries, on="key").join(counts, on="key")
-    rows = rows.with_columns(variant=pl.lit(0, dtype=pl.Int32), dtype=pl.lit(recipe.text.dtype))
+    rows = asked.join(wanted, on="caption").join(made.entries, on="key").join(counts, on="key")
+    rows = rows.with_columns(dtype=pl.lit(recipe.text.dtype))
     table = table_files.validated(
         ASSET, rows.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
     )
     report = {
         **made.counters(0 if previous is None else len(set(previous["key"]) - set(wanted["key"]))),
-        "samples": len(table),
+        "samples": len(validated),
         "in": len(validated),
-        "kept": len(table),
+        "kept": len(validated),
         "rejected": 0,
         "captions_cut": int((table["num_cut"] > 0).sum()),
         **watch.numbers(),

@@ -9,6 +9,7 @@ import codecs
 import os
 import re
 import unicodedata
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,21 +41,24 @@ class Caption(NamedTuple):
     """The text of one image.
 
     Attributes:
-        text: In canonical form, not empty.
-        source: "sidecar:<path>", "filename" or "fixed", for the column `caption_from`.
+        texts: In canonical form, none empty, at least one.
+        source: "sidecar:<path>", "filename", "fixed" or "column", for the column `caption_from`.
     """
 
-    text: str
+    texts: tuple[str, ...]
     source: str
 
 
-def caption_of(settings: CaptionSettings, root: Path, path: str) -> Caption:
-    """The caption of one image.
+def caption_of(
+    settings: CaptionSettings, root: Path, path: str, listed: Sequence[str] | None = None
+) -> Caption:
+    """The caption of one image, or its captions where it has several.
 
     Args:
         settings: The dataset's `captions` section.
         root: The dataset's folder.
         path: The image's path relative to it.
+        listed: What the listing's caption columns say of it; None where there is no listing.
 
     Raises:
         ImageError: There is none (`caption_missing`), it holds no text (`caption_empty`), its bytes do not
@@ -64,17 +68,23 @@ def caption_of(settings: CaptionSettings, root: Path, path: str) -> Caption:
     if settings.from_ == "sidecar":
         sidecar = sidecar_path(path, settings.suffix)
         where, source = f"{root}/{sidecar}", f"sidecar:{sidecar}"
-        text = _decoded(_read(root, path, sidecar), settings, where)
+        texts = [_decoded(_read(root, path, sidecar), settings, where)]
     elif settings.from_ == "filename":
         name = path.rpartition("/")[2]
-        text, source = name.removesuffix(_last_suffix(name)).replace("_", " "), "filename"
+        texts, source = [name.removesuffix(_last_suffix(name)).replace("_", " ")], "filename"
+    elif settings.from_ == "column":
+        texts, source = list(listed or ()), "column"
+        where = f"the listing's row of {path}"
     else:
-        text, source = settings.text or "", "fixed"
-    text = canonical(text)
-    if not text:
+        texts, source = [settings.text or ""], "fixed"
+    canonicals = [canonical(text) for text in texts]
+    if settings.lines == "each":
+        canonicals = [line for text in canonicals for line in text.split("\n")]
+    found = tuple(text for text in canonicals if text)
+    if not found:
         fix = "write a caption into it, or remove the image"
         raise ImageError("caption_empty", f"the caption in {where} holds no text", where=where, fix=fix)
-    return Caption(text, source)
+    return Caption(found, source)
 
 
 def sidecar_path(path: str, suffix: str) -> str:

@@ -23,6 +23,7 @@ from pipeline.images import DECODER, changed_error, one_image, read_header
 from pipeline.ingest.captions import sidecar_path
 from pipeline.ingest.folder import Found, Problem, Walk, open_unblocked, signed, walk
 from pipeline.ingest.funnel import by_reason, printable, refusal
+from pipeline.ingest.listed import walk_listing
 from pipeline.ingest.parallel import in_threads
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.tables import SCHEMAS, Tables, frame
@@ -69,7 +70,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
     known = _unchanged(found, tables.read_previous(STAGE))
     fresh = found.join(known, on="sample_id", how="anti")
     log(f"found {len(found):,} image files, {len(known):,} of them unchanged since the last scan")
-    roots = {settings.name: settings.path for settings in recipe.datasets}
+    roots = {settings.name: settings.root for settings in recipe.datasets}
     paths = [f"{roots[dataset]}/{path}" for dataset, path in fresh.select("dataset", "path").rows()]
     rows: list[Row] = []
     rejected = [row for dataset in datasets for row in dataset.rejected]
@@ -85,7 +86,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
 
 def _walk_dataset(settings: DatasetSettings) -> _Scanned:
     suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
-    found = walk(settings.path, suffix)
+    found = walk_listing(settings) if settings.is_listing else walk(settings.path, suffix)
     # Of two Unicode forms of one name the composed is kept, so that the other's spelling is no sample's id.
     found.images.sort(key=lambda image: (_sample_id(settings.name, image.path), not _is_composed(image.path)))
     problems = list(found.problems)

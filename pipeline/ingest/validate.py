@@ -7,6 +7,7 @@ each time.
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 from collections import Counter
@@ -23,7 +24,10 @@ from pipeline.image_formats import ImageError
 from pipeline.images import DECODER, changed_error, decode, hash_bytes, one_image, read_bytes
 from pipeline.ingest.captions import caption_of
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
+from pipeline.ingest.listed import captions_by_path, listed_columns
 from pipeline.ingest.parallel import in_threads
+from pipeline.ingest.selection import select
+from pipeline.ingest.variants import variants
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.tables import Tables, frame
 
@@ -77,13 +81,22 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
     One sample has one reason to be rejected, the first of: its file, its pixels, its caption.
     """
     watch = Stopwatch()
-    rows = raw.sort("sample_id").rows(named=True)
-    roots = {settings.name: settings.path for settings in recipe.datasets}
+    listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
+    chosen, left_out = select(recipe, raw, listings, stage=STAGE)
+    if len(left_out):
+        log(f"{len(left_out):,} images are left out by filters and limits")
+    rows = chosen.rows(named=True)
+    roots = {settings.name: settings.root for settings in recipe.datasets}
     verdicts = _known(tables)
     known = len(verdicts.sound) + len(verdicts.refused)
     log(f"{len(rows):,} images, verdicts of {known:,} contents are known")
     _judge(rows, roots, verdicts, log)
     captions = {settings.name: settings.captions for settings in recipe.datasets}
+    listed = {
+        settings.name: captions_by_path(settings, listings[settings.name])
+        for settings in recipe.datasets
+        if settings.captions.from_ == "column"
+    }
 
     def look(row: Row) -> Row:
         root = roots[row["dataset"]]
@@ -92,13 +105,19 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
             problem = verdicts.of(row)
             if problem is not None:
                 raise problem
-            caption = caption_of(captions[row["dataset"]], root, row["path"])
+            said = listed.get(row["dataset"], {}).get(row["path"])
+            caption = caption_of(captions[row["dataset"]], root, row["path"], said)
         except ImageError as err:
             return refusal(err, STAGE, row["content_hash"])
-        return {"caption": caption.text, "caption_from": caption.source}
+        first, *more = variants(captions[row["dataset"]], caption.texts)
+        return {
+            "caption": first,
+            "more_captions": json.dumps(more, ensure_ascii=False),
+            "caption_from": caption.source,
+        }
 
     kept: list[Row] = []
-    rejected: list[Row] = []
+    rejected = left_out.rows(named=True)
     # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
     looked = in_threads(look, rows, log=log, doing="captions read", threads=1)
     for row, outcome in zip(rows, looked, strict=True):
@@ -108,7 +127,7 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
         else:
             content = {name: row[name] for name in ("content_hash", "height", "width", "file_bytes")}
             kept.append(identity | content | outcome | {"decoder": DECODER})
-    report = _report(rows, kept, rejected, verdicts) | watch.numbers()
+    report = _report(raw.rows(named=True), kept, rejected, verdicts) | watch.numbers()
     for line in _funnel(tables, kept, rejected).lines():
         log(line)
     return StageResult(frame(STAGE, kept), frame("rejected", rejected), report)

@@ -94,7 +94,7 @@ def check_isolation(recipe: Recipe) -> list[PathConflict]:
     cache = _place("cache_dir", "cache_dir", recipe.cache_dir)
     output = _place("output_dir", "output_dir", recipe.output_dir)
     datasets = [
-        _place(f"dataset {dataset.name}", f"datasets[{index}].path", dataset.path)
+        _place(f"dataset {dataset.name}", f"datasets[{index}].{dataset.root_key}", dataset.root)
         for index, dataset in enumerate(recipe.datasets)
     ]
     pairs = [(own, dataset) for own in (cache, output) for dataset in datasets] + [(cache, output)]

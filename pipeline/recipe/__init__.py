@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pipeline.recipe.datasets import (
+    CaptionSettings,
+    DatasetSettings,
+    FilterSettings,
+    ShuffleSettings,
+)
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
 from pipeline.recipe.lora import LoraSettings, RankSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
-    CaptionSettings,
     CheckSettings,
-    DatasetSettings,
     Dtype,
     LatentSettings,
     ModelSettings,
@@ -27,6 +31,7 @@ __all__ = [
     "CheckSettings",
     "DatasetSettings",
     "Dtype",
+    "FilterSettings",
     "LatentSettings",
     "LoraSettings",
     "LossSettings",
@@ -35,6 +40,7 @@ __all__ = [
     "RankSettings",
     "RecacheSettings",
     "Recipe",
+    "ShuffleSettings",
     "TextSettings",
     "TimestepSettings",
     "TrainingSettings",

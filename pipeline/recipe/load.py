@@ -177,6 +177,7 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
         (values, "output_dir"),
         *((d, "path") for d in values["datasets"]),
         *((lora, "start_from") for _ in [0] if lora.get("start_from") is not None),
+        *((d, "images") for d in values["datasets"] if d.get("images") is not None),
     ]:
         holder[key] = str(root / Path(holder[key]).expanduser())
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))

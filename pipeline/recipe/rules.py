@@ -20,6 +20,9 @@ from pipeline.checks.names import GATES, PATH_ISOLATION
 BROKEN = "latentline"
 """The pydantic error type of every rule here."""
 
+LISTING_SUFFIXES = (".parquet", ".jsonl", ".csv")
+"""Of files that list images, as a dataset's `path`."""
+
 LATENT_FACTOR = 8
 """Pixels a latent's edge stands for in every supported model; steps that are no multiple of it never work."""
 
@@ -86,12 +89,14 @@ def check_path(value: object) -> object:
         reject("the path holds a NUL character, which no file system takes", "remove it")
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
         reject(f"{value} is an address, and only local folders are read", "copy the files into a folder")
-    if PurePath(value).suffix.lower() in {".parquet", ".jsonl", ".csv"}:
-        reject(
-            f"{value} is a listing, and only folders are read",
-            "name the folder that holds the images, with their captions in sidecar files",
-        )
     return value
+
+
+def check_folder(value: object) -> object:
+    """`value` unless it is text that names no local folder."""
+    if isinstance(value, str) and PurePath(value).suffix.lower() in LISTING_SUFFIXES:
+        reject(f"{value} is a listing, and this must be a folder", "name a folder")
+    return check_path(value)
 
 
 def check_suffix(value: str) -> str:

@@ -9,18 +9,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
+from pipeline.recipe.datasets import DatasetSettings, FolderPath
 from pipeline.recipe.rules import (
-    Broken,
     broken_weights,
-    check_encoding,
     check_gate,
-    check_path,
-    check_suffix,
     raise_broken,
     repeated_names,
 )
@@ -29,83 +26,10 @@ from pipeline.recipe.training import TrainingSettings
 
 Dtype = Literal["float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is full.")]
-RecipePath = Annotated[Path, BeforeValidator(check_path)]
-Encoding = Annotated[str, AfterValidator(check_encoding)]
-Suffix = Annotated[str, AfterValidator(check_suffix)]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Of a recipe: it becomes part of asset, job and file names."""
-
-
-class CaptionSettings(Settings):
-    """Where the captions of one dataset come from."""
-
-    from_: Literal["sidecar", "filename", "fixed"] = Field(
-        default="sidecar",
-        alias="from",
-        description="sidecar: a text file beside each image, named as the image with `suffix`. "
-        "filename: the image's name without its suffix. fixed: `text` for every image.",
-    )
-    suffix: Suffix = Field(
-        default=".txt", description="Of sidecar files, with its dot: photo.jpg is captioned by photo.txt."
-    )
-    text: str | None = Field(
-        default=None, min_length=1, description="The caption of every image, with `from: fixed` only."
-    )
-    encoding: Encoding = Field(default="utf-8", description="Of sidecar files; a byte order mark wins.")
-    fallback_encoding: Encoding | None = Field(
-        default=None,
-        description="Tried for sidecar files that `encoding` cannot decode, such as cp1252; null: they close "
-        "the gate captions_decodable.",
-    )
-
-    @model_validator(mode="after")
-    def _text_goes_with_fixed(self) -> CaptionSettings:
-        if self.from_ == "fixed" and self.text is None:
-            broken = Broken("text", "captions are fixed, and there is no text", "set text to the caption")
-            raise_broken([broken], involves=("from", "text"))
-        if self.from_ != "fixed" and self.text is not None:
-            fix = "set from: fixed, or remove text"
-            broken = Broken("text", f"text has no effect with from: {self.from_}", fix)
-            raise_broken([broken], involves=("from", "text"))
-        return self
-
-
-class DatasetSettings(Settings):
-    """One folder of images with their captions; it is only ever read."""
-
-    name: str = Field(
-        pattern=r"^[A-Za-z0-9_-]+$",
-        description="Unique in the recipe; the first part of each sample_id. Letters, digits, _ and -.",
-    )
-    path: RecipePath = Field(
-        description="The folder, searched with its subfolders. Relative to the project root."
-    )
-    captions: CaptionSettings = Field(
-        default_factory=lambda: CaptionSettings.model_validate({}),
-        description="Where the captions come from.",
-    )
-    repeats: int = Field(
-        default=1,
-        ge=1,
-        le=MAX_COUNT,
-        description="How often training sees each image in one epoch; cached once all the same.",
-    )
-    weight: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="Share of the training samples that come from this dataset, relative to the weights of "
-        "the others, whatever their sizes; for all datasets or none. null: by size and repeats.",
-    )
-    validation_fraction: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=1.0,
-        description="About this share of the images is never trained on, and the loss on them is measured "
-        "every `training.validate_every` steps. Which ones is decided by what an image holds: the same in "
-        "every run, and no copy of one is trained on.",
-    )
 
 
 class ModelSettings(Settings):
@@ -193,13 +117,13 @@ class RecipeFile(Settings):
     """A Latentline recipe: from images and captions to a trained LoRA."""
 
     datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(repeated_names)] = Field(
-        min_length=1, description="Folders of images with captions; they are only ever read."
+        min_length=1, description="Folders or listings of images with captions; they are only ever read."
     )
-    cache_dir: RecipePath = Field(
+    cache_dir: FolderPath = Field(
         default=Path(".cache/latentline"),
         description="Holds latents and text embeddings; recipes may share one. Relative to the project root.",
     )
-    output_dir: RecipePath = Field(
+    output_dir: FolderPath = Field(
         description="Holds tables, reports, runs and the LoRA of this recipe. Relative to the project root."
     )
     model: ModelSettings = Field(description="The base model that the LoRA is trained for.")

@@ -85,8 +85,6 @@ def _not_a_choice(path: KeyPath, value: Any, _context: dict[str, Any]) -> Descri
     choices = [] if info is None else [str(choice) for choice in get_args(info.annotation)]
     close = difflib.get_close_matches(str(value), choices, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
-    if path[-1] == "from" and value == "column":
-        hint = "columns belong to listings, and only folders are read: "
     return f"{_last_key(path)} is {_shown(value)}", f"{hint}the choices are {', '.join(choices)}"
 
 

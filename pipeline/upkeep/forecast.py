@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.buckets import assign_buckets
 from pipeline.encode.text import wanted_captions
-from pipeline.entries import Entries, unchanged, with_recorded
+from pipeline.entries import Entries, caption_rows, unchanged, with_recorded
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.registry import speed
@@ -167,16 +167,21 @@ def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None
 
 
 def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
-    captions = valid.select("caption", "sample_id").unique("caption", keep="first", maintain_order=True)
+    captions = caption_rows(valid).select("caption", "sample_id", "variant")
+    captions = captions.unique("caption", keep="first", maintain_order=True)
     wanted = entries.text_rows(wanted_captions(entries.recipe, captions["caption"]))
     wanted = wanted.join(captions, on="caption", how="left", maintain_order="left")
-    before = {row["sample_id"]: row for row in _rows(known)}
+    before = {(row["sample_id"], row["variant"]): row for row in _rows(known)}
     expected = Expected("text")
     for row, spec, status in _unmade(
         entries, expected, wanted, known, lambda row: entries.text(row["caption"])
     ):
         caption, sample_id = row["caption"], row["sample_id"]
-        why = DAMAGED if status == "wrong" else _why_text(entries, caption, spec, before.get(sample_id))
+        why = (
+            DAMAGED
+            if status == "wrong"
+            else _why_text(entries, caption, spec, before.get((sample_id, row["variant"])))
+        )
         name = f"the sample prompt {caption!r}" if caption else "the empty caption"
         expected.add(why, sample_id or name, spec)
     _estimate(entries, expected, expected.to_make)

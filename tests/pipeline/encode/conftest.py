@@ -68,7 +68,11 @@ class Cache:
         texts = [(row, self.photos / row["path"]) for row in self.rows()]
         return pl.DataFrame(
             [
-                {**row, "caption": path.with_suffix(".txt").read_text(encoding="utf-8").strip()}
+                {
+                    **row,
+                    "caption": path.with_suffix(".txt").read_text(encoding="utf-8").strip(),
+                    "more_captions": "[]",
+                }
                 for row, path in texts
             ]
         )

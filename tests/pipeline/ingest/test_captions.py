@@ -31,7 +31,8 @@ def read(root: Path, data: bytes, **values: object) -> str:
     (root / "a.txt").write_bytes(data)
     caption = caption_of(settings(**values), root, "a.png")
     assert caption.source == "sidecar:a.txt"
-    return caption.text
+    (text,) = caption.texts
+    return text
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,29 @@ def test_C07_canonical_is_idempotent_and_free_of_control_characters(text: str) -
 
 def test_filename_and_fixed_captions(tmp_path: Path) -> None:
     caption = caption_of(settings(**{"from": "filename"}), tmp_path, "sub/a_red__car.v2.png")
-    assert caption == ("a red car.v2", "filename")
+    assert caption == (("a red car.v2",), "filename")
     assert caption_of(settings(**{"from": "fixed", "text": " a  cat "}), tmp_path, "x.png") == (
-        "a cat",
+        ("a cat",),
         "fixed",
     )
 
 
 def test_another_suffix(tmp_path: Path) -> None:
     (tmp_path / "a.caption").write_text("words")
-    assert caption_of(settings(suffix=".caption"), tmp_path, "a.png") == ("words", "sidecar:a.caption")
+    assert caption_of(settings(suffix=".caption"), tmp_path, "a.png") == (("words",), "sidecar:a.caption")
+
+
+def test_C07_each_line_may_be_a_caption_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"one\r\n\r\n  two \n\n")
+    assert caption_of(settings(), tmp_path, "a.png").texts == ("one\ntwo",)
+    assert caption_of(settings(lines="each"), tmp_path, "a.png").texts == ("one", "two")
+
+
+def test_captions_of_a_listing_are_canonical_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+    column = settings(**{"from": "column"})
+    listed = ("  a   cat ", "", "a dog")
+    assert caption_of(column, tmp_path, "a.png", listed) == (("a cat", "a dog"), "column")
+    for nothing in ((), None, (" ", "\0")):
+        with pytest.raises(ImageError) as caught:
+            caption_of(column, tmp_path, "a.png", nothing)
+        assert caught.value.reason == "caption_empty"

@@ -1,0 +1,170 @@
+"""Listings: tables of images, in three formats, whose paths may be anybody's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.ingest.discover import scan
+from pipeline.ingest.listed import walk_listing
+from pipeline.ingest.validate import validate
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.tables import Tables
+from tests.pipeline.conftest import picture
+
+ROWS = [
+    {"path": "a.png", "caption": "a cat", "other": "a small cat", "score": 7},
+    {"path": "sub/b.png", "caption": "a dog", "other": None, "score": 3},
+    {"path": "./c.png", "caption": "  ", "other": "a bird", "score": 9},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    (root / "sub").mkdir(parents=True)
+    for index, row in enumerate(ROWS):
+        (root / str(row["path"])).write_bytes(picture(index))
+    return root
+
+
+def write(folder: Path, kind: str, rows: list[dict[str, Any]] | None = None) -> Path:
+    path, table = folder / f"list.{kind}", pl.DataFrame(ROWS if rows is None else rows)
+    {"csv": table.write_csv, "parquet": table.write_parquet, "jsonl": table.write_ndjson}[kind](path)
+    return path
+
+
+def recipe(listing: Path, **settings: Any) -> Recipe:
+    root = listing.parent.parent
+    dataset = {"name": "d", "path": listing, "captions": {"from": "column"}, **settings}
+    values = {"datasets": [dataset], "output_dir": root / "out", "cache_dir": root / "cache"}
+    return recipe_from_mapping("r", {**values, "model": {"base": "a/b"}})
+
+
+def run(recipe: Recipe) -> tuple[pl.DataFrame, dict[str, str]]:
+    """Kept rows, and reasons by path."""
+    tables = Tables(recipe.output_dir)
+    raw = scan(recipe, tables, log=str)
+    valid = validate(recipe, raw.table, tables, log=str)
+    rejected = pl.concat([raw.rejected, valid.rejected])
+    assert valid.report["in"] == valid.report["kept"] + valid.report["rejected"]
+    return valid.table, dict(rejected.select("path", "reason").iter_rows())
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_each_format_gives_the_same_samples(folder: Path, kind: str) -> None:
+    kept, reasons = run(recipe(write(folder, kind)))
+    assert kept.select("sample_id", "caption", "caption_from").rows() == [
+        ("d/a.png", "a cat", "column"),
+        ("d/sub/b.png", "a dog", "column"),
+    ]
+    assert reasons == {"c.png": "caption_empty"}
+
+
+def test_several_columns_are_variants_and_empty_ones_are_none(folder: Path) -> None:
+    columns = {"from": "column", "columns": ["caption", "other"]}
+    kept, reasons = run(recipe(write(folder, "csv"), captions=columns))
+    assert dict(kept.select("path", "caption").iter_rows()) == {
+        "a.png": "a cat",
+        "sub/b.png": "a dog",
+        "c.png": "a bird",
+    }
+    more = {path: json.loads(text) for path, text in kept.select("path", "more_captions").iter_rows()}
+    assert more == {"a.png": ["a small cat"], "sub/b.png": [], "c.png": []}
+    assert reasons == {}
+
+
+def test_images_may_lie_elsewhere_and_paths_in_another_column(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "lists").mkdir()
+    listing = tmp_path / "lists" / "mine.jsonl"
+    listing.write_text(json.dumps({"file": "a.png", "caption": "a cat"}) + "\n", encoding="utf-8")
+    kept, _ = run(recipe(listing, images=folder, path_column="file"))
+    assert kept["sample_id"].to_list() == ["d/a.png"]
+
+
+def test_only_listed_images_are_found_and_sidecars_work_too(folder: Path) -> None:
+    (folder / "a.txt").write_text("from the file")
+    kept, _ = run(recipe(write(folder, "csv", ROWS[:1]), captions={}))
+    assert kept.select("path", "caption").rows() == [("a.png", "from the file")]
+
+
+def test_filters_use_the_listings_columns(folder: Path) -> None:
+    kept, reasons = run(recipe(write(folder, "parquet"), filters={"where": "score > 5"}))
+    assert kept["path"].to_list() == ["a.png"]
+    assert reasons == {"sub/b.png": "filter_where", "c.png": "caption_empty"}
+
+
+def test_I25_hostile_paths_are_rejected_each_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture(9))
+    (folder / "link.png").symlink_to(secret)
+    (folder / "way").symlink_to(tmp_path, target_is_directory=True)
+    (folder / "inside.png").symlink_to(folder / "a.png")
+    os.mkfifo(folder / "pipe.png")
+    paths = {
+        "/etc/passwd": "outside_dataset",
+        "../secret.png": "outside_dataset",
+        "sub/../../other.png": "outside_dataset",
+        "..": "outside_dataset",
+        "link.png": "outside_dataset",
+        "way/secret.png": "outside_dataset",
+        "pipe.png": "special_file",
+        "sub": "special_file",
+        "gone.png": "not_found",
+        "a.png/b.png": "not_found",
+        "x" * 5000: "not_found",
+        "new\nline.png": "not_found",
+        "null\0.png": "not_found",
+    }
+    rows = [{"path": path, "caption": "x"} for path in [*paths, "inside.png", "a.png"]]
+    kept, reasons = run(recipe(write(folder, "parquet", rows)))
+    assert kept["path"].to_list() == ["a.png", "inside.png"]
+    assert reasons == paths
+
+
+def test_rows_that_repeat_or_name_nothing_are_counted(folder: Path) -> None:
+    rows = [{"path": path} for path in ("a.png", "./a.png", "sub/../a.png", None, "", "sub/b.png")]
+    walk = walk_listing(recipe(write(folder, "jsonl", rows), captions={}).datasets[0])
+    assert sorted(found.path for found in walk.images) == ["a.png", "sub/b.png"]
+    assert walk.passed_over == {"listed_twice": 2, "rows_without_path": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("list.csv", b"path\n\xff\xfe\n", "cannot be read"),
+        ("list.jsonl", b"{not json", "cannot be read"),
+        ("list.parquet", b"PAR1 broken", "cannot be read"),
+        ("list.csv", b"file,caption\na.png,x\n", "no column 'path'"),
+        ("list.csv", b"path,text\na.png,x\n", "no column 'caption'"),
+    ],
+)
+def test_a_listing_that_cannot_be_used_is_an_error_that_names_it(
+    folder: Path, name: str, content: bytes, what: str
+) -> None:
+    listing = folder / name
+    listing.write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        scan(recipe(listing), Tables(folder.parent / "out"), log=str)
+    assert what in caught.value.what
+    assert caught.value.where == str(listing)
+    assert caught.value.fix
+
+
+def test_a_listing_that_is_not_there_is_an_error(folder: Path) -> None:
+    with pytest.raises(DatasetError, match="cannot be read"):
+        scan(recipe(folder / "none.csv"), Tables(folder.parent / "out"), log=str)
+
+
+def test_an_unchanged_listing_reads_no_image_again(folder: Path, settled: Any) -> None:
+    used = recipe(write(folder, "csv"))
+    tables = Tables(used.output_dir)
+    tables.write("raw_images", scan(used, tables, log=str).table)
+    settled()
+    assert scan(used, tables, log=str).report["read"] == 0
