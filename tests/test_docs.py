@@ -1,0 +1,96 @@
+"""What the pages say is so: generated ones are fresh, commands run, quoted messages exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipeline.checks import page as checks_page
+from pipeline.checks.names import PATH_ISOLATION, SPECS
+from pipeline.checks.page import ADVICE
+from pipeline.cli.main import COMMANDS, latentline
+from pipeline.recipe import page as recipes_page
+from pipeline.recipe.keys import all_keys
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+LINE = re.compile(r"^(?: {4})?((?:\.venv/bin/)?(?:latentline|dagster|make|python) .*)$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [recipes_page, checks_page], ids=["recipes", "checks"])
+def test_a_generated_page_is_fresh(page) -> None:
+    written = page.page_path().read_text(encoding="utf-8")
+    assert written == page.page_text(), f"write it anew: python -m {page.__name__}"
+
+
+def test_every_key_of_a_recipe_is_on_its_page() -> None:
+    text = recipes_page.page_text()
+    for key in all_keys():
+        section, _, name = key.rpartition(".")
+        title = f"## `{section}`" if section else "## The recipe"
+        body = text.split(title + "\n", 1)[1].split("\n## ", 1)[0]
+        assert f"| `{name}` |" in body, key
+    assert "| anything |" not in text, "a key's type is not told"
+
+
+def test_every_check_has_its_advice_and_no_other() -> None:
+    known = {(asset, spec.name) for asset, specs in SPECS.items() for spec in specs}
+    assert set(ADVICE) == known | {("raw_images", PATH_ISOLATION.name)}
+
+
+def commands() -> list[tuple[str, str]]:
+    found = {
+        (page.name, line.split("#")[0].strip())
+        for page in PAGES
+        for line in LINE.findall(page.read_text("utf-8"))
+    }
+    return sorted(found)
+
+
+@pytest.mark.parametrize(("page", "line"), commands(), ids=" ".join)
+def test_a_command_on_a_page_is_one_that_exists(page: str, line: str) -> None:
+    program, *arguments = shlex.split(line)
+    if program.endswith("latentline"):
+        name, *rest = arguments
+        assert name in COMMANDS
+        command = latentline.get_command(None, name)  # type: ignore[arg-type]
+        options = {option for parameter in command.params for option in parameter.opts}
+        assert {part for part in rest if part.startswith("--")} <= options
+    elif program == "make":
+        targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert arguments[0] in targets
+    elif program.endswith("dagster"):
+        assert " ".join(arguments[:2]) in {
+            "job execute",
+            "asset materialize",
+            "definitions validate",
+            "asset list",
+        }
+        assert arguments[arguments.index("-m") + 1] == "assets.definitions"
+    else:
+        assert "-m" in arguments
+        assert (ROOT / (arguments[arguments.index("-m") + 1].replace(".", "/") + ".py")).is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_latentline_command_starts(name: str) -> None:
+    code = "from pipeline.cli.main import main; main()"
+    subprocess.run([sys.executable, "-c", code, name, "--help"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_every_message_on_the_troubleshooting_page_is_in_the_program() -> None:
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]
+    assert len(quoted) >= 15
+    code = re.sub(
+        r'"\s*\n\s*f?"', "", "\n".join(path.read_text("utf-8") for path in (ROOT / "pipeline").rglob("*.py"))
+    )
+    missing = [text for text in quoted if text not in code]
+    assert missing == []
