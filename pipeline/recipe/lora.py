@@ -48,6 +48,12 @@ class LoraSettings(Settings):
     alpha: float = Field(
         default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
     )
+    kind: Literal["lora", "loha"] = Field(
+        default="lora",
+        description="lora: the product of two matrices (https://arxiv.org/abs/2106.09685). loha: two such "
+        "products multiplied value by value (https://arxiv.org/abs/2108.06098), as rich as a LoRA of rank "
+        "x rank with far fewer weights; its files hold that very LoRA, so that every program reads them.",
+    )
     dropout: float = Field(
         default=0.0,
         ge=0.0,
@@ -127,6 +133,29 @@ class LoraSettings(Settings):
             )
             raise_broken([broken], involves=("conv_alpha", "conv_rank"))
         return self
+
+    @model_validator(mode="after")
+    def _loha_is_plain(self) -> LoraSettings:
+        given = {
+            "dropout": self.dropout > 0.0,
+            "dora": self.dora,
+            "rslora": self.rslora,
+            "init": self.init != "kaiming",
+            "start_from": self.start_from is not None,
+        }
+        broken = [
+            Broken(key, f"{key} is not for kind: loha", f"remove {key}, or set kind: lora")
+            for key, is_given in given.items()
+            if is_given and self.kind == "loha"
+        ]
+        if broken:
+            raise_broken(broken, involves=("kind", *given))
+        return self
+
+    def file_rank_of(self, module: str, *, conv: bool) -> int:
+        """The rank of the module's matrices in the exported files; arguments as of `size_of`."""
+        rank = self.size_of(module, conv=conv)[0]
+        return rank * rank if self.kind == "loha" else rank
 
     @property
     def family_modules(self) -> bool:

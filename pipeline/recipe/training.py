@@ -186,10 +186,14 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _dora_has_whole_weights(self) -> TrainingSettings:
+    def _packed_weights_suit_the_adapter(self) -> TrainingSettings:
         if self.quantize != "none" and self.lora.dora:
             what = f"dora measures the base weights, which quantize: {self.quantize} packs"
             broken = Broken("quantize", what, "set quantize: none, or training.lora.dora: false")
+            raise_broken([broken], involves=("quantize", "lora"))
+        if self.quantize != "none" and self.lora.kind != "lora":
+            what = f"peft puts no {self.lora.kind} on weights that quantize: {self.quantize} packs"
+            broken = Broken("quantize", what, "set quantize: none, or training.lora.kind: lora")
             raise_broken([broken], involves=("quantize", "lora"))
         return self
 

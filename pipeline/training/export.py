@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,14 +31,15 @@ from pipeline.training.layouts import (
     effects_by_rule,
     layout_tensors,
 )
-from pipeline.training.lora import ADAPTER, adapter_state, delta_weights, magnitudes, row_lengths
+from pipeline.training.lora import ADAPTER, delta_weights, equal_lora, magnitudes, row_lengths
 
 if TYPE_CHECKING:
     from pipeline.families import Family
 
 RELOAD_TOLERANCE = 1e-6
 """Largest difference of a delta weight, relative to the largest delta weight of its module: the files hold
-the very float32 factors, so only the order of a product's additions may differ."""
+the very float32 factors, so only the order of a product's additions may differ. Of a LoHa, whose files hold
+products of its factors, ten times as much."""
 
 
 @dataclass(frozen=True)
@@ -86,10 +88,11 @@ class Exporter:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        state = adapter_state(denoiser)
+        state = equal_lora(denoiser)
         modules = self.modules(denoiser)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
-        self._save_diffusers(folder, state, cast("Any", denoiser).peft_config[ADAPTER])
+        config = cast("Any", denoiser).peft_config[ADAPTER]
+        self._save_diffusers(folder, state, config if isinstance(config, LoraConfig) else _equal(modules))
         for layout in ("kohya", "comfyui"):
             tensors = layout_tensors(layout, modules, state, lengths)
             save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
@@ -109,14 +112,17 @@ class Exporter:
         trained = effects(delta_weights(denoiser), magnitudes(denoiser), lengths)
         # Of kohya's layout diffusers leaves out DoRA's lengths, and all alphas but the commonest.
         plain = not lengths and len({module.alpha for module in modules}) == 1
+        is_lora = isinstance(cast("Any", denoiser).peft_config[ADAPTER], LoraConfig)
+        tolerance = RELOAD_TOLERANCE * (1 if is_lora else 10)
         files: list[ExportedFile] = []
         for layout in LAYOUTS:
             path = folder / layout_file(layout, self._name)
             error = 0.0
             if layout != "diffusers":
-                error = _compare(path, trained, effects_by_rule(path, modules, layout, lengths))
+                error = _compare(path, trained, effects_by_rule(path, modules, layout, lengths), tolerance)
             if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
-                error = max(error, _compare(path, trained, self._effects_by_loader(path, denoiser, lengths)))
+                found = self._effects_by_loader(path, denoiser, lengths)
+                error = max(error, _compare(path, trained, found, tolerance))
             files.append(ExportedFile(path.name, error, len(modules)))
         return files
 
@@ -151,7 +157,21 @@ def _skeleton(denoiser: nn.Module) -> Any:
     return skeleton
 
 
-def _compare(path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor]) -> float:
+def _equal(modules: list[LoraModule]) -> LoraConfig:
+    """Peft's configuration of a LoRA of these modules."""
+    keys = {f"^{re.escape(module.name)}": module for module in modules}
+    return LoraConfig(
+        r=modules[0].rank,
+        lora_alpha=cast("int", modules[0].alpha),
+        target_modules=[module.name for module in modules],
+        rank_pattern={key: module.rank for key, module in keys.items()},
+        alpha_pattern=cast("dict[str, int]", {key: module.alpha for key, module in keys.items()}),
+    )
+
+
+def _compare(
+    path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], tolerance: float
+) -> float:
     if set(trained) != set(reloaded):
         odd = sorted(set(trained) ^ set(reloaded))
         what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
@@ -160,7 +180,7 @@ def _compare(path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, T
     for name, delta in trained.items():
         scale = float(delta.abs().max()) or 1.0
         error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
-        if not error <= RELOAD_TOLERANCE:
+        if not error <= tolerance:
             what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
             raise TrainingError(what, where=str(path), fix=DEFECT)
         worst = max(worst, error)

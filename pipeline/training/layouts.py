@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.lora_files import Layout, LoraModule, factors
 from pipeline.lora_files import lengths as stored_lengths
-from pipeline.training.lora import ADAPTER, lora_modules
+from pipeline.training.lora import ADAPTER, equal_lora, lora_modules
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -37,8 +37,9 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
         TrainingError: Parts of one layer of kohya's have adapters that it cannot hold together.
     """
     described: list[LoraModule] = []
+    state = equal_lora(denoiser)
     for name, module in lora_modules(denoiser):
-        down, up = (cast("nn.Linear", side[ADAPTER]).weight for side in (module.lora_A, module.lora_B))
+        down, up = (state[f"{name}.lora_{side}.weight"] for side in "AB")
         layer = family.kohya_layer(name)
         outs = tuple(_out_features(denoiser, part) for part in layer.modules)
         described.append(
@@ -52,7 +53,7 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
                 rank=down.shape[0],
                 alpha=float(cast("Any", module).scaling[ADAPTER]) * down.shape[0],
                 kernel=tuple(down.shape[2:]),
-                magnitude=ADAPTER in module.lora_magnitude_vector,
+                magnitude=f"{name}.lora_magnitude_vector" in state,
                 kohya_part=layer.modules.index(name),
                 kohya_outs=outs if len(outs) > 1 else (),
             )
@@ -88,7 +89,7 @@ def layout_tensors(
     Args:
         layout: Not that of diffusers, which peft and diffusers make.
         modules: All that have an adapter.
-        state: Its weights by peft's names.
+        state: Its weights, or those of the LoRA that it equals, by peft's names.
         lengths: Of the same adapter.
     """
     tensors: dict[str, Tensor] = {}

@@ -1,12 +1,13 @@
-"""The adapter: low-rank weights that peft puts beside the frozen base weights of the denoiser."""
+"""The adapter: small weights that peft puts beside the frozen base weights of the denoiser."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from peft import LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoHaConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.loha import LoHaLayer
 from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the adapter that is trained."""
 
+Adapted: TypeAlias = LoraLayer | LoHaLayer
+"""A module with an adapter."""
 
-def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> LoraConfig:
+
+def add_lora(
+    denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int
+) -> LoraConfig | LoHaConfig:
     """Freeze the denoiser and put a fresh adapter on the modules that the settings choose.
 
     The new weights are float32 whatever the base's dtype (FAILURES R10), drawn from `seed`; the delta weights
@@ -34,7 +40,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
         denoiser: A diffusers model; changed in place.
         settings: Size, modules and kind.
         targets: Endings of module names: what the settings mean by the family's modules.
-        seed: Of the down matrices.
+        seed: Of the first weights that are not zero.
 
     Returns:
         The configuration that was used.
@@ -45,17 +51,8 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
     denoiser.requires_grad_(False)
     chosen = target_modules(denoiser, settings, targets)
     ranks, alphas = sizes_of(denoiser, chosen, settings)
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=cast("int", settings.alpha),
-        lora_dropout=settings.dropout,
-        target_modules=targets if settings.family_modules else chosen,
-        rank_pattern=ranks,
-        alpha_pattern=cast("dict[str, int]", alphas),
-        use_dora=settings.dora,
-        use_rslora=settings.rslora,
-        init_lora_weights=True if settings.init == "kaiming" else settings.init,
-    )
+    asked = targets if settings.family_modules else chosen
+    config = _config(settings, asked, ranks, cast("dict[str, int]", alphas))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
         denoiser.add_adapter(config, adapter_name=ADAPTER)
@@ -64,6 +61,31 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
     for weight in trainable_weights(denoiser):
         weight.data = weight.data.float()
     return config
+
+
+def _config(
+    settings: LoraSettings, targets: list[str], ranks: dict[str, int], alphas: dict[str, int]
+) -> LoraConfig | LoHaConfig:
+    alpha = cast("int", settings.alpha)  # peft computes with any number
+    if settings.kind == "loha":
+        return LoHaConfig(
+            r=settings.rank,
+            alpha=alpha,
+            target_modules=targets,
+            rank_pattern=ranks,
+            alpha_pattern=alphas,
+        )
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=alpha,
+        lora_dropout=settings.dropout,
+        target_modules=targets,
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
+        use_dora=settings.dora,
+        use_rslora=settings.rslora,
+        init_lora_weights=True if settings.init == "kaiming" else settings.init,
+    )
 
 
 def trainable_weights(denoiser: nn.Module) -> list[nn.Parameter]:
@@ -95,22 +117,42 @@ def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None
     set_peft_model_state_dict(denoiser, dict(state), adapter_name=ADAPTER)
 
 
-def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, LoraLayer]]:
+def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
     """(name, module) of each module with an adapter, in the model's order."""
     for name, module in denoiser.named_modules():
-        if isinstance(module, LoraLayer):
+        if isinstance(module, LoraLayer | LoHaLayer):
             yield name, module
 
 
+def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
+    """The weights of the LoRA that does what the adapter does, by peft's names: float32 on the CPU.
+
+    A LoRA is that itself. A LoHa adds (a @ b) * (c @ d), value by value, with `a` and `c` (out, rank) and `b`
+    and `d` (rank, in). That is the product of two matrices of rank x rank columns and rows: column i, j is
+    column i of `a` times column j of `c`, and row i, j is row i of `b` times row j of `d`.
+    """
+    state = adapter_state(denoiser)
+    for name, module in lora_modules(denoiser):
+        if not isinstance(module, LoHaLayer):
+            continue
+        a, b, c, d = (state.pop(f"{name}.hada_w{side}") for side in ("1_a", "1_b", "2_a", "2_b"))
+        kernel = cast("Tensor", cast("Any", module).get_base_layer().weight).shape[2:]
+        up = (a[:, :, None] * c[:, None, :]).flatten(1)
+        down = (b[:, None] * d[None]).flatten(0, 1)
+        state[f"{name}.lora_A.weight"] = down.reshape(len(down), -1, *kernel).contiguous()
+        state[f"{name}.lora_B.weight"] = up.reshape(*up.shape, *(1 for _ in kernel)).contiguous()
+    return state
+
+
 def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
-    """What the two matrices add to each module's weight, scale included: float32 on the CPU, by module name.
+    """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name.
 
     With DoRA the sum's rows are then brought to the length of `magnitudes`.
     """
     deltas: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, module in lora_modules(denoiser):
-            if adapter in module.lora_A:
+            if adapter in module.r:
                 deltas[name] = _delta(module, adapter).float().cpu()
     return deltas
 
@@ -120,7 +162,7 @@ def magnitudes(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]
     return {
         name: cast("Any", module.lora_magnitude_vector[adapter]).weight.detach().float().cpu().flatten()
         for name, module in lora_modules(denoiser)
-        if adapter in module.lora_magnitude_vector
+        if isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
     }
 
 
@@ -138,6 +180,6 @@ def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     return lengths
 
 
-def _delta(module: LoraLayer, adapter: str) -> Tensor:
+def _delta(module: Adapted, adapter: str) -> Tensor:
     # peft's base class does not declare it; each of its layers has it.
     return cast("Any", module).get_delta_weight(adapter)

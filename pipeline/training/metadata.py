@@ -21,8 +21,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
     prediction = family.prediction_type()
     numbers: dict[str, object] = {
         "ss_network_module": "networks.lora",
-        "ss_network_dim": lora.rank,
-        "ss_network_alpha": lora.alpha,
+        "ss_network_dim": lora.file_rank_of("", conv=False),
+        "ss_network_alpha": lora.scale_of("", conv=False) * lora.file_rank_of("", conv=False),
         "ss_output_name": recipe.name,
         "ss_sd_model_name": recipe.model.base,
         "ss_num_train_images": sum(item.repeats for item in order.trained),
@@ -57,6 +57,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
     """What is special about the adapter, under LyCORIS's names where it has them."""
     kinds: dict[str, object] = {}
+    if lora.kind == "loha":
+        kinds["trained_as"] = {"algo": "loha", "dim": lora.rank, "alpha": lora.alpha}
     if lora.conv_rank is not None:
         kinds["conv_dim"], kinds["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:

@@ -135,7 +135,8 @@ def _bytes(engine: Engine) -> int:
     return total
 
 
-def test_lengths_of_packed_weights_are_refused() -> None:
+@pytest.mark.parametrize("lora", [{"dora": True}, {"kind": "loha"}])
+def test_adapters_that_packed_weights_do_not_suit_are_refused(lora: dict[str, Any]) -> None:
     smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
-    found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": {"dora": True}}})
+    found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
     assert [dotted(each.path) for each in found] == ["training.quantize"]

@@ -50,6 +50,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "locon": {"conv_rank": 4},
     "locon of other alphas": {"conv_rank": 2, "conv_alpha": 3.0, "modules": ["*.conv_shortcut", "*.proj_in"]},
     "locon dora": {"conv_rank": 3, "dora": True},
+    "loha": {"kind": "loha", "ranks": [{"modules": "*.attn2.*", "rank": 2}]},
+    "loha of convolutions": {"kind": "loha", "conv_rank": 3, "targets": "blocks"},
     "dora": {"dora": True},
     "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
 }
@@ -75,6 +77,7 @@ def loosen(denoiser: Any) -> None:
         for name, weight in denoiser.named_parameters():
             if weight.requires_grad:
                 change = 0.2 * torch.randn(weight.shape, generator=rng)
+                change = change * 2 if "hada" in name else change
                 weight.copy_(weight * (1 + change) if "magnitude" in name else change)
 
 
@@ -170,10 +173,27 @@ class Here:
             self.stop.request()
 
 
-def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
-    make_project: Callable[..., Project],
+def test_a_loha_is_the_product_of_two_products_and_its_files_a_lora_of_rank_times_rank(
+    make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
-    lora = {"rank": 4, "alpha": 2.0, "dropout": 0.2, **KINDS["dora ranks rslora"], "targets": "blocks"}
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["loha"])
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    layer = loose.denoiser.get_submodule(name)
+    a, b, c, d = (getattr(layer, f"hada_w{side}")["default"] for side in ("1_a", "1_b", "2_a", "2_b"))
+    expected = layer.get_base_layer().weight + 2.0 / 4 * (a @ b) * (c @ d)
+    torch.testing.assert_close(effective(layer), expected.detach(), rtol=0, atol=1e-6)
+    ranks = {module.rank for module in loose.exporter.modules(loose.denoiser)}
+    assert ranks == {16, 4}
+    assert sum(weight.numel() for weight in (a, b, c, d)) < 16 * (b.shape[1] + len(a))
+
+
+@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha"])
+def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
+    make_project: Callable[..., Project], kind: str
+) -> None:
+    lora = {"rank": 4, "alpha": 2.0, **KINDS[kind], "targets": "blocks"}
+    if kind != "loha":
+        lora["dropout"] = 0.2
     project = make_project(lora=lora, gradient_accumulation=1, steps=6)
 
     def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
@@ -188,12 +208,14 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
     assert [finding.name for finding in findings if not finding.passed] == []
     assert files(project.changed("cut"), 1, 3) == whole
+    if kind == "loha":
+        said = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
+    else:
+        said = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
+        undropped = project.recipe.training.lora.model_copy(update={"dropout": 0.0})
+        assert files(project.changed("undropped", lora=undropped)) != whole
     header = read_lora_file(project.recipe.output_dir / "lora" / "demo_kohya.safetensors").metadata
-    assert json.loads(header["ss_network_args"]) == {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
-    without = project.changed(
-        "without", lora=project.recipe.training.lora.model_copy(update={"dropout": 0.0})
-    )
-    assert files(without) != whole
+    assert json.loads(header["ss_network_args"]) == said
 
 
 def engine_error(order: TrainingOrder) -> TrainingError:
@@ -227,7 +249,10 @@ def effective(module: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Lumina Image 2"])
-@pytest.mark.parametrize("lora", [{"dora": True, "rslora": True}, {"ranks": [{"modules": "*", "rank": 3}]}])
+@pytest.mark.parametrize(
+    "lora",
+    [{"dora": True, "rslora": True}, {"ranks": [{"modules": "*", "rank": 3}]}, {"kind": "loha", "rank": 2}],
+)
 def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
     tmp_path: Path, kind: str, lora: dict[str, Any]
 ) -> None:
@@ -300,6 +325,7 @@ def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind:
         ({"targets": "blocks", "modules": ["*"]}, "training.lora.targets", "has no effect beside modules"),
         ({"modules": ["a b"]}, "training.lora.modules[0]", "is no pattern of module paths"),
         ({"dropout": 1.0}, "training.lora.dropout", "less than"),
+        ({"kind": "loha", "dora": True}, "training.lora.dora", "is not for kind: loha"),
         ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
         (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
