@@ -187,7 +187,10 @@ def write_tables(project: Project) -> None:
     """All tables up to the two caches, as the stages would have left them."""
     tables = Tables(project.recipe.output_dir)
     captions = dict(project.text.select("sample_id", "caption").iter_rows())
-    rows = [{**row, "caption": captions[row["sample_id"]]} for row in project.latents.to_dicts()]
+    rows = [
+        {**row, "caption": captions[row["sample_id"]], "more_captions": "[]"}
+        for row in project.latents.to_dicts()
+    ]
     for asset in ("validated_dataset", "aspect_buckets"):
         tables.write(asset, frame(asset, [as_row(asset, row) for row in rows]))
     tables.write("vae_latents", project.latents)
