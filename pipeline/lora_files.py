@@ -53,6 +53,31 @@ PROVENANCE_FILE = "provenance.json"
 """Beside the files: which run made them, of what."""
 
 
+PROVENANCE_KEY = "latentline.provenance"
+"""Under which the same is in each file's metadata, as JSON, but for what the files themselves came to."""
+
+
+def read_provenance(path: Path) -> dict[str, Any]:
+    """The record in a LoRA file, or in the folder that holds it.
+
+    Raises:
+        TrainingError: It is no LoRA file, or none of Latentline's.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    file = path / layout_file("diffusers", "") if path.is_dir() else path
+    try:
+        with safe_open(file, framework="np") as opened:
+            text = (opened.metadata() or {}).get(PROVENANCE_KEY)
+    except (OSError, SafetensorError) as err:
+        fix = "name a .safetensors file, or the folder lora/ of an output"
+        raise TrainingError(f"no LoRA file can be read: {err}", where=str(file), fix=fix) from err
+    if text is None:
+        fix = "only files that Latentline has trained say what they were made of"
+        raise TrainingError("the file holds no provenance record", where=str(file), fix=fix)
+    return json.loads(text)
+
+
 def layout_file(layout: Layout, recipe_name: str) -> str:
     """The file's name; diffusers finds its own without being told."""
     return (

@@ -20,6 +20,7 @@ COMMANDS = {
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
+    "provenance": "pipeline.cli.provenance",
 }
 """Subcommand to module, in the order that `latentline --help` shows."""
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from pipeline.lora_files import PROVENANCE_KEY
+
 if TYPE_CHECKING:
     from pipeline.families import Family
     from pipeline.recipe import LoraSettings
@@ -47,6 +49,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
         "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
         "latentline.run": order.run,
     }
+    if order.provenance:
+        numbers[PROVENANCE_KEY] = json.dumps(order.provenance, sort_keys=True, ensure_ascii=False)
     if kinds := _network_arguments(lora):
         numbers["ss_network_args"] = json.dumps(kinds, sort_keys=True)
     if prediction != "flow":  # ModelSpec has no word for it

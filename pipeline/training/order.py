@@ -13,7 +13,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ class TrainingOrder:
         inputs: The samples, sorted by sample_id, those held out among them.
         empty_text: The empty caption's entry, for caption dropout and guidance.
         prompts: What sample pictures are drawn for.
+        provenance: Goes into each file of the result; JSON-serialisable.
     """
 
     recipe: Recipe
@@ -62,6 +63,7 @@ class TrainingOrder:
     inputs: tuple[TrainingInput, ...]
     empty_text: EntrySpec
     prompts: tuple[Prompt, ...]
+    provenance: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def folder(self) -> Path:
@@ -99,6 +101,7 @@ class TrainingOrder:
             "recipe": self.recipe.model_dump(mode="json"),
             "base": str(self.base),
             "run": self.run,
+            "provenance": self.provenance,
             "empty_text": _spec_json(self.empty_text),
             "prompts": [
                 {"caption": prompt.caption, "text": _spec_json(prompt.text), "size_hw": prompt.size_hw}
@@ -187,6 +190,7 @@ def read_order(path: Path) -> TrainingOrder:
         recipe=Recipe.model_validate_json(json.dumps(order["recipe"])),
         base=Path(order["base"]),
         run=order["run"],
+        provenance=order["provenance"],
         inputs=from_frame(inputs),
         empty_text=spec_of(order["empty_text"]),
         prompts=tuple(

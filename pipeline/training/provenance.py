@@ -1,51 +1,103 @@
-"""Where a LoRA comes from: a record beside it that names everything it was made of."""
+"""Where a LoRA comes from: a record in each of its files that names everything it was made of.
+
+It is known before the first step, holds nothing volatile and no path that says where somebody's files lie.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import platform
+from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.families import Use
+from pipeline.recipe import project_root
 from pipeline.tables import ASSETS, Tables
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from pipeline.entries import Entries
     from pipeline.recipe import Recipe
     from pipeline.training.facts import Facts
 
 PACKAGES = ("latentline", "accelerate", "diffusers", "numpy", "peft", "safetensors", "torch", "transformers")
 
+MAX_LISTED = 5_000
+"""Samples whose hashes stand in the files themselves; of more, the digest does, and the table beside them."""
+
 _USES: tuple[Use, ...] = ("latents", "text", "denoiser")
 
 
-def provenance(recipe: Recipe, entries: Entries, facts: Facts, result: dict[str, Any]) -> dict[str, Any]:
-    """The record of a finished run, JSON-serialisable.
+def provenance(recipe: Recipe, entries: Entries, facts: Facts, table: pl.DataFrame) -> dict[str, Any]:
+    """The record of a run, JSON-serialisable.
 
-    Names the run and its facts, the recipe, the sha256 of each table that led to it, the base model's
-    fingerprints, package versions, and the files. The images and captions, with their hashes, are the rows of
-    the table that lies beside it.
+    Names the facts that the run's id is made of, the recipe, the sha256 of each table that led to it, the
+    base model's fingerprints, package versions, and the sha256 of every image and caption trained on.
+
+    Args:
+        recipe: The run's.
+        entries: Knows the fingerprints.
+        facts: Of the run.
+        table: Of trained_lora.
     """
     tables = Tables(recipe.output_dir)
     digests = {asset: _sha256(tables.path(asset)) for asset in ASSETS if asset != "trained_lora"}
     return {
-        "run": result["run"],
-        "steps": result["steps"],
+        "recipe": shareable(recipe),
         "facts": facts,
-        "recipe": recipe.model_dump(mode="json"),
+        "samples": _samples(table),
         "tables_sha256": digests,
         "model": {
-            "base": recipe.model.base,
+            "base": _shown(recipe.model.base),
             "revision": recipe.model.revision,
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
         },
         "packages": {name: _version(name) for name in PACKAGES},
         "python": platform.python_version(),
-        "device": result["device"],
-        "files": result["files"],
     }
+
+
+def shareable(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as JSON, its absolute paths cut to what lies in the project, or to their last part."""
+    values = recipe.model_dump(mode="json")
+    for key in ("cache_dir", "output_dir", "source"):
+        values[key] = _shown(values[key])
+    for dataset in values["datasets"]:
+        dataset["path"] = _shown(dataset["path"])
+    values["model"]["base"] = _shown(values["model"]["base"])
+    return values
+
+
+def _shown(path: str) -> str:
+    if not PurePath(path).is_absolute():
+        return path
+    root = project_root()
+    return (
+        PurePath(path).relative_to(root).as_posix()
+        if PurePath(path).is_relative_to(root)
+        else PurePath(path).name
+    )
+
+
+def _samples(table: pl.DataFrame) -> dict[str, Any]:
+    """How many there are, a digest over all, and the hashes of images and captions where they are few."""
+    rows = table.filter(table["split"] == "train").select("content_hash", "caption_hashes").rows()
+    lines = sorted(f"{image} {captions}" for image, captions in rows)
+    samples: dict[str, Any] = {
+        "number": len(rows),
+        "sha256": hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest(),
+    }
+    if len(rows) <= MAX_LISTED:
+        samples["images"] = _distinct(image for image, _ in rows)
+        samples["captions"] = _distinct(each for _, captions in rows for each in captions.split())
+    return samples
+
+
+def _distinct(hashes: Iterable[str]) -> list[str]:
+    return sorted(set(hashes))
 
 
 def _sha256(path: Path) -> str | None:

@@ -11,10 +11,9 @@ from typing import Any
 from pipeline.atomic import write_text, write_through
 from pipeline.errors import TrainingError
 from pipeline.lora_files import LAYOUTS, PROVENANCE_FILE, layout_file
+from pipeline.lora_search import TABLE_FILE
 from pipeline.runs import RunLayout
-
-TABLE_FILE = "samples.parquet"
-"""Beside the LoRA: the samples it was trained on."""
+from pipeline.training.card import CARD_FILE, SHEET_FILE
 
 
 def accept_result(layout: RunLayout, *, run: str, steps: int, recipe_name: str) -> dict[str, Any]:
@@ -55,7 +54,8 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
             layout_file(each, recipe_name) for each in LAYOUTS
         }
         same = same and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in files.items())
-        same = same and (layout.exported / PROVENANCE_FILE).is_file()
+        beside = (PROVENANCE_FILE, TABLE_FILE, CARD_FILE)
+        same = same and all((layout.exported / name).is_file() for name in beside)
         same = same and {"output_change", "loss_trend"} <= set(finished)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -72,8 +72,11 @@ def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str
     """
     names = [item["name"] for item in finished["files"]]
     replaced: list[str] = []
-    for name in (*names, TABLE_FILE, PROVENANCE_FILE):
+    for name in (*names, TABLE_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE):
         source, target = layout.exported / name, lora / name
+        if name == SHEET_FILE and not source.is_file():
+            target.unlink(missing_ok=True)
+            continue
         if target.is_file() and file_sha256(target) == file_sha256(source):
             continue
         _copy(source, target)

@@ -5,25 +5,27 @@ Torch-free: a finished run that nothing has changed for launches nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import time
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline import tables as table_schemas
-from pipeline.atomic import write_text, write_through
+from pipeline.atomic import write_bytes, write_text, write_through
 from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import GateClosedError
 from pipeline.lora_files import PROVENANCE_FILE
+from pipeline.lora_search import TABLE_FILE, caption_hash
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.runs import RunLayout, read_metrics, run_folder
 from pipeline.tables import Tables
+from pipeline.training.card import CARD_FILE, SHEET_FILE, model_card
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
 from pipeline.training.inputs import TrainingInput, training_inputs
 from pipeline.training.locking import only_one
@@ -31,7 +33,6 @@ from pipeline.training.objective import require_objective, require_trackers
 from pipeline.training.order import Prompt, TrainingOrder, with_steps
 from pipeline.training.provenance import provenance
 from pipeline.training.publish import (
-    TABLE_FILE,
     accept_result,
     copy_changed,
     mark_finished,
@@ -92,6 +93,7 @@ def train_lora(
         prompts=sample_prompts(recipe, entries, inputs),
     )
     table = trained_table(latents, order)
+    order = replace(order, provenance=provenance(recipe, entries, facts, table))
     with only_one(layout.lock, log):
         finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
         launched = finished is None
@@ -166,11 +168,6 @@ def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
     return table_schemas.frame("trained_lora", rows)
 
 
-def caption_hash(caption: str) -> str:
-    """sha256 of a caption as UTF-8, in hex digits."""
-    return hashlib.sha256(caption.encode("utf-8")).hexdigest()
-
-
 def _train(
     order: TrainingOrder, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
 ) -> dict[str, Any]:
@@ -187,13 +184,27 @@ def _train(
     result = accept_result(layout, run=order.run, steps=len(order.plan()), recipe_name=recipe.name)
     result["loss_trend"] = loss_trend(layout, len(order.plan()))
     result["startup_s"] = max(0.0, result["started_at_s"] - launched_at_s)
-    record = provenance(recipe, Entries(recipe), facts, result)
-    write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
-    write_through(layout.exported / TABLE_FILE, table.write_parquet)
-    with suppress(FileNotFoundError):
-        shutil.rmtree(layout.report)
+    shutil.rmtree(layout.report, ignore_errors=True)
+    write_run_report(order, layout)
+    _write_beside(order, layout, table, result)
     mark_finished(layout, result)
     return result
+
+
+def _write_beside(
+    order: TrainingOrder, layout: RunLayout, table: pl.DataFrame, result: dict[str, Any]
+) -> None:
+    """What lies beside the LoRA files: their table, pictures, card, and provenance."""
+    write_through(layout.exported / TABLE_FILE, table.write_parquet)
+    sheet = layout.report / SHEET_FILE
+    if sheet.is_file():
+        write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
+    prompts = [prompt.caption for prompt in order.prompts]
+    card = model_card(order.provenance, steps=result["steps"], prompts=prompts, has_pictures=sheet.is_file())
+    write_text(layout.exported / CARD_FILE, card)
+    made = {name: result[name] for name in ("run", "steps", "device", "files")}
+    record = {**made, **order.provenance}
+    write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
 def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -> Report:

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from pipeline.atomic import write_bytes, write_through
 from pipeline.pictures import chart, jpeg, png
 from pipeline.runs import Metrics, RunLayout, read_metrics
+from pipeline.training.card import SHEET_FILE
 from pipeline.training.statistics import sample_statistics
 
 if TYPE_CHECKING:
     from pipeline.training.order import TrainingOrder
 
 CURVE_FILE = "loss.png"
-SHEET_FILE = "samples.jpg"
 LOSSES_FILE = "sample_losses.parquet"
 
 SHEET_ROWS = 4

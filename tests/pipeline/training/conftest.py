@@ -125,7 +125,8 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     entries = Entries(recipe)
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
-    put(entries, entries.text(""))
+    for caption in ("", *recipe.training.sample_prompts):
+        put(entries, entries.text(caption))
     for bucket, number in sizes.items():
         for index in range(number):
             dataset = recipe.datasets[index % len(recipe.datasets)].name

@@ -15,6 +15,7 @@ from pipeline.checks import trained_lora
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.lora_files import read_provenance
 from pipeline.runs import RunLayout, read_metrics
 from pipeline.store import Store
 from pipeline.tables import Tables, validated
@@ -86,6 +87,31 @@ def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
     assert len(record["model"]["fingerprints"]["denoiser"]) == 64
     assert record["tables_sha256"]["vae_latents"] is not None
     assert pl.read_parquet(lora / "samples.parquet").equals(table)
+    for name in FILES:
+        if name.endswith(".safetensors"):
+            inside = read_provenance(lora / name)
+            assert inside == {key: value for key, value in record.items() if key in inside}
+            assert inside["samples"]["images"] == sorted(set(table["content_hash"]))
+            assert str(project.recipe.output_dir.parent) not in json.dumps(inside)
+    assert read_provenance(lora)["samples"]["number"] == 8
+    card = (lora / "README.md").read_text()
+    assert 'base_model: "epsilon"' in card
+    assert "samples.jpg" not in card
+    assert not (lora / "samples.jpg").exists()
+
+
+def test_with_pictures_the_card_shows_them_and_without_them_they_are_taken_away(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(sample_every=6, sample_prompts=["a `red` cat"]), Here()
+    run(project, launch)
+    lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
+    assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
+    assert "1. `a 'red' cat`" in (lora / "README.md").read_text()
+    assert {path.name for path in report.iterdir()} == {"loss.png", "samples.jpg", "sample_losses.parquet"}
+    run(project.changed("output", sample_every=0, seed=8), launch)
+    assert not (lora / "samples.jpg").exists()
+    assert not (report / "samples.jpg").exists()
 
 
 def test_a_finished_run_is_not_repeated_and_one_damaged_file_is_made_again(
