@@ -80,6 +80,14 @@ def test_the_whole_job_leaves_a_lora_which_with_the_sources_gone_is_not_trained_
     assert weights(cached) == before
 
 
+def test_training_needs_the_cache_alone_and_no_source(cached) -> None:
+    shutil.rmtree(cached.data)
+    assert cached.select(AssetSelection.assets(AssetKey(["small", "trained_lora"]))).success
+    assert (cached.out / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert cached.report("trained_lora")["steps"] == 4
+    assert not cached.data.exists()
+
+
 def weights(workspace) -> dict[Path, int]:
     """Files of weights in runs/ and their times."""
     return {path: path.stat().st_mtime_ns for path in (workspace.out / "runs").rglob("*.safetensors")}

@@ -1,0 +1,77 @@
+"""A cache on a small disk of its own that really fills up. Run in a mount namespace: FOLDER MODEL.
+
+Another program takes the disk's space after the estimate and before the first entry, and later gives it
+back. What was seen is printed as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from pipeline.buckets import assign_buckets
+from pipeline.encode.latents import cache_latents
+from pipeline.errors import StoreError
+from pipeline.ingest.discover import scan
+from pipeline.ingest.validate import validate
+from pipeline.recipe import Recipe
+from pipeline.tables import Tables
+from tests.conftest import LaunchHere
+from tests.pipeline.cached_job import recipe_of
+
+DISK = "size=80m"
+ROOM_BYTES = 2 * 4096
+"""For two of the test's entries: a file takes whole pages of such a disk."""
+
+
+class Rivalled(LaunchHere):
+    """The first encoder finds the disk taken by another program."""
+
+    def __init__(self, ballast: Path) -> None:
+        super().__init__()
+        self.ballast = ballast
+
+    def __call__(self, module: str, order: Path) -> None:
+        if not self.modules:
+            with self.ballast.open("wb") as file:
+                free = shutil.disk_usage(self.ballast.parent).free
+                os.posix_fallocate(file.fileno(), 0, free - ROOM_BYTES)
+        super().__call__(module, order)
+
+
+def attempt(recipe: Recipe, launch: Rivalled) -> dict[str, Any]:
+    """One run of vae_latents: its error or its counters, what lies in the cache, how many encoders ran."""
+    tables, quiet = Tables(recipe.output_dir), {"log": lambda _: None}
+    valid = validate(recipe, scan(recipe, tables, **quiet).table, tables, **quiet).table
+    buckets = assign_buckets(recipe, valid, **quiet).table
+    seen: dict[str, Any] = {"error": ""}
+    try:
+        seen["report"] = cache_latents(recipe, buckets, tables, launch=launch, **quiet).report
+    except StoreError as err:
+        seen["error"] = str(err)
+    files = [path for path in (recipe.cache_dir / "latents").rglob("*") if path.is_file()]
+    return {
+        **seen,
+        "files": {path.name: path.read_bytes().hex() for path in files},
+        "launched": len(launch.modules),
+    }
+
+
+def main(folder: Path, model: str) -> None:
+    """Filled meanwhile, full from the start, and with room again."""
+    recipe = recipe_of(folder, model)
+    recipe.cache_dir.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(recipe.cache_dir)], check=True)
+    launch = Rivalled(recipe.cache_dir / "ballast")
+    filled, full = attempt(recipe, launch), attempt(recipe, launch)
+    launch.ballast.unlink()
+    sys.stdout.write(json.dumps({"filled": filled, "full": full, "room": attempt(recipe, launch)}) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

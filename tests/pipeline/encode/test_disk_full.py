@@ -1,0 +1,51 @@
+"""A disk that fills up while entries are written: a real one, small, in a mount namespace."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def namespace() -> list[str]:
+    """A command's beginning that may mount a disk which nobody else sees; skips the test without one."""
+    start = ["unshare", "--user", "--map-root-user", "--mount"]
+    if shutil.which("unshare") is None or shutil.which("mount") is None:
+        pytest.skip("no unshare or no mount on this system")
+    if subprocess.run([*start, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make mount namespaces")
+    return start
+
+
+def test_L14_a_disk_that_fills_up_meanwhile_loses_nothing_and_the_next_run_goes_on(
+    photos: Path, tiny_sd: Path
+) -> None:
+    command = [*namespace(), sys.executable, "-m", "tests.pipeline.encode.filled"]
+    ran = subprocess.run(
+        [*command, str(photos.parent), str(tiny_sd)], capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    seen = json.loads(ran.stdout.splitlines()[-1])
+    filled, full, room = seen["filled"], seen["full"], seen["room"]
+
+    assert "the disk is full: an entry of " in filled["error"]
+    assert str(photos.parent / "cache" / "latents") in filled["error"]
+    assert "what is in the cache stays valid" in filled["error"]
+    assert [Path(name).suffix for name in filled["files"]] == [".safetensors"] * 2, "no temporary file stays"
+
+    assert "the missing entries need " in full["error"]
+    assert "0 free" in full["error"]
+    assert full["launched"] == filled["launched"] == 1, "the estimate comes before any model is loaded"
+    assert full["files"] == filled["files"]
+
+    assert room["error"] == ""
+    assert {name: room["report"][name] for name in ("encoded", "reused", "damaged")} == {
+        "encoded": 3,
+        "reused": 2,
+        "damaged": 0,
+    }
+    assert {name: room["files"][name] for name in filled["files"]} == filled["files"]
