@@ -20,13 +20,19 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
 
     @asset(**asset_settings(recipe, "validated_dataset", DESCRIPTION), ins=ins, kinds={"polars"})
     def validated(context: AssetExecutionContext, raw: Any) -> Iterator[MaterializeResult[Any]]:
+        import polars as pl
+
+        from pipeline.dataset_report import write_dataset_report
         from pipeline.ingest.validate import validate
         from pipeline.tables import Tables
 
         with failures_stated():
             require_isolated(context.run.run_id, recipe)
-            result = validate(recipe, raw, Tables(recipe.output_dir), log=context.log.info)
-            output = publish(recipe, "validated_dataset", result)
+            tables = Tables(recipe.output_dir)
+            result = validate(recipe, raw, tables, log=context.log.info)
+            rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
+            pictures = write_dataset_report(recipe, result.table, rejected)
+            output = publish(recipe, "validated_dataset", result, pictures=pictures)
         yield output
 
     return validated

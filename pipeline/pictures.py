@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,15 +38,15 @@ class Shown:
     """An image on a sheet.
 
     Attributes:
-        path: Of the file.
-        size: Height and width in pixels after EXIF orientation; a file that cannot be read any more is a
-            grey frame of this shape.
+        path: Of the file; None for one that must not be opened, which is a grey frame.
+        size: Height and width in pixels after EXIF orientation; a file that cannot be read is a grey frame
+            of this shape. None where it is not known: a square.
         box: What is kept of it, (left, upper, right, lower) in pixels of the image; the rest is darkened.
             None for all.
     """
 
-    path: Path
-    size: tuple[int, int]
+    path: Path | None
+    size: tuple[int, int] | None = None
     box: tuple[float, float, float, float] | None = None
 
 
@@ -83,13 +84,17 @@ def thumbnail(shown: Shown) -> Image.Image:
     """The image, RGB, its longer edge a little below `THUMBNAIL_PX`, what is outside of its box darkened."""
     from PIL import Image, ImageEnhance
 
-    height, width = shown.size
+    image = None
+    if shown.path is not None:
+        with suppress(ImageError, OSError):
+            image = decode(shown.path, _WHITE, draft_px=2 * THUMBNAIL_PX)
+    drawn = (1, 1) if image is None else (image.height, image.width)
+    height, width = drawn if shown.size is None else shown.size
     scale = (THUMBNAIL_PX - 6) / max(height, width)
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    try:
-        small = decode(shown.path, _WHITE, draft_px=2 * THUMBNAIL_PX).resize(size)
-    except (ImageError, OSError):
+    if image is None:
         return Image.new("RGB", size, _GREY)
+    small = image.resize(size)
     if shown.box is None:
         return small
     left, upper, right, lower = (round(edge * scale) for edge in shown.box)
@@ -112,10 +117,16 @@ def jpeg(picture: Image.Image, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
 
 def chart(width_px: int = 560, height_px: int = 560) -> tuple[Figure, Axes]:
     """An empty chart, to be drawn on and handed to `png`."""
+    figure, (axes,) = charts(1, width_px, height_px)
+    return figure, axes
+
+
+def charts(number: int, width_px: int, height_px: int) -> tuple[Figure, list[Axes]]:
+    """Empty charts side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, layout="constrained")
-    return figure, figure.add_subplot()
+    return figure, [figure.add_subplot(1, number, place + 1) for place in range(number)]
 
 
 def png(figure: Figure) -> bytes:
