@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,10 @@ def photo(job: Job, name: str = "cat.png") -> Path:
     return job.recipe.datasets[0].path / name
 
 
-def edit(job: Job) -> None:
-    with Image.open(photo(job)) as image:
+def edit(job: Job, name: str = "cat.png") -> None:
+    with Image.open(photo(job, name)) as image:
         flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    flipped.save(photo(job))
+    flipped.save(photo(job, name))
 
 
 def add(job: Job) -> None:
@@ -70,15 +71,15 @@ def add(job: Job) -> None:
     photo(job, "new.txt").write_text("something new")
 
 
-def rename(job: Job) -> None:
+def rename(job: Job, stem: str = "cat") -> None:
     for suffix in ("png", "txt"):
-        photo(job, f"cat.{suffix}").rename(photo(job, f"renamed.{suffix}"))
+        photo(job, f"{stem}.{suffix}").rename(photo(job, f"renamed.{suffix}"))
 
 
-def move(job: Job) -> None:
+def move(job: Job, stem: str = "cat") -> None:
     photo(job, "below").mkdir()
     for suffix in ("png", "txt"):
-        photo(job, f"cat.{suffix}").rename(photo(job, f"below/cat.{suffix}"))
+        photo(job, f"{stem}.{suffix}").rename(photo(job, f"below/{stem}.{suffix}"))
 
 
 def remove(job: Job) -> None:
@@ -147,6 +148,28 @@ def test_L04_each_reason_is_named_and_the_job_does_what_was_said(
     assert reasons(said) == {"latents": latents, "text": text}
     gone = change in (remove, rename, move)
     assert list(said.gone) == (CAT if gone else [])
+
+
+@pytest.mark.slow
+def test_L04_one_of_500_costs_what_it_must_and_the_plan_had_said_so(job: Job) -> None:
+    """Add, remove, edit, rename and move one: 1, 0, 1, 0 and 0 latents are encoded."""
+    for index in range(495):
+        levels = np.random.default_rng(index).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+        Image.fromarray(levels).save(photo(job, f"{index:03}.png"))
+        photo(job, f"{index:03}.txt").write_text(f"picture {index % 7}")
+    assert agree(job).latents.to_make == 495
+    encoded: list[int] = []
+    changes = (
+        add,
+        remove,
+        partial(edit, name="007.png"),
+        partial(rename, stem="008"),
+        partial(move, stem="009"),
+    )
+    for change in changes:
+        change(job)
+        encoded.append(agree(job).latents.to_make)
+    assert encoded == [1, 0, 1, 0, 0]
 
 
 def test_nothing_is_written_and_nothing_made(job: Job) -> None:
