@@ -12,12 +12,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from types import FrameType
 
-from pipeline.entrypoints.guard import end_with_parent, parent_is_gone
+from pipeline.entrypoints.guard import end_now, end_with_parent, parent_is_gone
 from pipeline.launching import PARENT_VARIABLE
 from pipeline.process_tree import ProcessTree
 
@@ -70,4 +69,4 @@ def _watch(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch())
+    end_now(launch())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from pipeline.entrypoints.guard import end_now
 from pipeline.entrypoints.pipes import reporter
 
 
@@ -27,3 +28,4 @@ def main(order_path: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+    end_now(0)

@@ -103,6 +103,7 @@ class _Run:
         if finished and self.main:
             self._finish()
         self.engine.accelerator.wait_for_everyone()
+        self.engine.accelerator.end_training()
         return finished
 
     def _inputs(self, start: int) -> Generator[tuple[StepPlan, MicroInput]]:
@@ -264,6 +265,7 @@ class _Run:
             "steps": len(self.plan),
             "resumed_from": self.resumed_from,
             "started_at_s": self.started_at_s,
+            "ended_at_s": time.time(),
             "device": str(device),
             "num_weights": sum(weight.numel() for weight in self.engine.weights),
             "peak_memory_bytes": peak_bytes,

@@ -180,10 +180,14 @@ def _train(
             stale.unlink()
     launched_at_s = time.time()
     launch(MODULE, order.write())
+    returned_at_s = time.time()
     recipe = order.recipe
     result = accept_result(layout, run=order.run, steps=len(order.plan()), recipe_name=recipe.name)
     result["loss_trend"] = loss_trend(layout, len(order.plan()))
-    result["startup_s"] = max(0.0, result["started_at_s"] - launched_at_s)
+    # What comes before the first and after the last of the work: imports, the model, a process's end.
+    result["startup_s"] = max(
+        0.0, returned_at_s - launched_at_s - result["ended_at_s"] + result["started_at_s"]
+    )
     shutil.rmtree(layout.report, ignore_errors=True)
     write_run_report(order, layout)
     _write_beside(order, layout, table, result)

@@ -50,3 +50,16 @@ def test_a_module_started_by_hand_is_not_ended() -> None:
     by_hand = {name: value for name, value in os.environ.items() if name != "LATENTLINE_PARENT_PID"}
     done = subprocess.run([sys.executable, "-c", GUARDED], env=by_hand, capture_output=True, check=False)
     assert (done.returncode, done.stdout) == (0, b"guarded\n")
+
+
+def test_a_process_that_ends_now_leaves_its_status_and_all_it_said_and_tidies_nothing_up() -> None:
+    script = """
+import atexit, sys
+from pipeline.entrypoints.guard import end_now
+atexit.register(print, "tidied up")
+print("said")
+print("complained", file=sys.stderr)
+end_now(7)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "said\n", "complained\n")

@@ -81,6 +81,8 @@ def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
     assert result.report["samples"] == 8
     assert result.report["launched"]
     assert result.report["startup_seconds"] >= 0
+    finished = json.loads((runs(project)[0] / "finished.json").read_text())
+    assert finished["started_at_s"] <= finished["ended_at_s"]
     record = json.loads((lora / "provenance.json").read_text())
     assert record["run"] == runs(project)[0].name == result.report["run"]
     assert set(record["packages"]) >= {"torch", "diffusers", "peft"}
