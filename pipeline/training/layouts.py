@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.lora_files import Layout, LoraModule, factors
 from pipeline.lora_files import lengths as stored_lengths
-from pipeline.training.lora import ADAPTER, equal_lora, lora_modules
+from pipeline.training.lora import ADAPTER, equal_shapes, has_magnitude, lora_modules
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -37,9 +37,8 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
         TrainingError: Parts of one layer of kohya's have adapters that it cannot hold together.
     """
     described: list[LoraModule] = []
-    state = equal_lora(denoiser)
     for name, module in lora_modules(denoiser):
-        down, up = (state[f"{name}.lora_{side}.weight"] for side in "AB")
+        down, up = equal_shapes(module)
         layer = family.kohya_layer(name)
         outs = tuple(_out_features(denoiser, part) for part in layer.modules)
         described.append(
@@ -48,12 +47,12 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
                 diffusers=f"{family.denoiser_name}.{name}",
                 kohya=layer.key,
                 comfyui=family.comfyui_key(name),
-                in_features=down.shape[1],
-                out_features=up.shape[0],
-                rank=down.shape[0],
-                alpha=float(cast("Any", module).scaling[ADAPTER]) * down.shape[0],
-                kernel=tuple(down.shape[2:]),
-                magnitude=f"{name}.lora_magnitude_vector" in state,
+                in_features=down[1],
+                out_features=up[0],
+                rank=down[0],
+                alpha=float(cast("Any", module).scaling[ADAPTER]) * down[0],
+                kernel=down[2:],
+                magnitude=has_magnitude(module),
                 kohya_part=layer.modules.index(name),
                 kohya_outs=outs if len(outs) > 1 else (),
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -144,6 +145,21 @@ def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
     return state
 
 
+def equal_shapes(module: Adapted) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of one module's two weights in `equal_lora`: (rank, in, *kernel) and (out, rank, *ones).
+
+    Only shapes are read, so that it answers for weights on the meta device too.
+    """
+    adapted = cast("Any", module)
+    if isinstance(module, LoHaLayer):
+        kernel = tuple(adapted.get_base_layer().weight.shape[2:])
+        rows, rank = adapted.hada_w1_a[ADAPTER].shape
+        columns = adapted.hada_w1_b[ADAPTER].shape[1] // math.prod(kernel)
+        return (rank * rank, columns, *kernel), (rows, rank * rank, *(1 for _ in kernel))
+    down, up = (side[ADAPTER].weight.shape for side in (adapted.lora_A, adapted.lora_B))
+    return tuple(down), tuple(up)
+
+
 def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
     """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name.
 
@@ -157,12 +173,17 @@ def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tens
     return deltas
 
 
+def has_magnitude(module: Adapted, adapter: str = ADAPTER) -> bool:
+    """Whether the module is adapted with DoRA."""
+    return isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
+
+
 def magnitudes(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
     """DoRA's lengths of the rows of each adapted weight, (rows,) float32 on the CPU; empty without DoRA."""
     return {
-        name: cast("Any", module.lora_magnitude_vector[adapter]).weight.detach().float().cpu().flatten()
+        name: cast("Any", module).lora_magnitude_vector[adapter].weight.detach().float().cpu().flatten()
         for name, module in lora_modules(denoiser)
-        if isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
+        if has_magnitude(module, adapter)
     }
 
 
