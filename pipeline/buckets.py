@@ -23,8 +23,9 @@ TOO_SMALL = "too_small"
 def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> StageResult:
     """Each sample of validated_dataset with its bucket, resized size and crop.
 
-    A sample's row depends on its own size and name and the recipe's bucket settings only. Rejected are the
-    images that `upscale` forbids to enlarge, where `small_images` says so.
+    A sample has a row, or with `per_image: each` one for each resolution that it fills. These depend on its
+    own size, name and focus and the recipe's bucket settings only. Rejected are the images that `upscale`
+    forbids to enlarge, where `small_images` says so.
 
     Raises:
         BucketError: No bucket can have these settings.
@@ -32,13 +33,16 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     watch = Stopwatch()
     placement = placement_of(recipe.buckets)
     names = validated["sample_id"] if placement.crop == "random" else None
-    placed = placement.assign_many(validated["height"].to_numpy(), validated["width"].to_numpy(), names)
+    focus = (validated["focus_y"].to_numpy(), validated["focus_x"].to_numpy())
+    placed = placement.assign_many(
+        validated["height"].to_numpy(), validated["width"].to_numpy(), names, focus
+    )
     columns = placed.columns
     target = {"target_height": columns.target_height, "target_width": columns.target_width}
     resized = {"resized_height": columns.resized_height, "resized_width": columns.resized_width}
     crop = {"crop_top": columns.crop_top, "crop_left": columns.crop_left}
     measures = {"crop_loss": columns.crop_loss, "scale": columns.scale}
-    everything = validated.with_columns(
+    everything = validated[placed.image].with_columns(
         pl.Series(name, values) for name, values in (target | resized | crop | measures).items()
     )
     too_small = pl.Series(placed.too_small, dtype=pl.Boolean)
@@ -46,7 +50,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
         everything.filter(~too_small)
         .with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
         .select(pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items())
-        .sort("sample_id")
+        .sort("sample_id", "bucket")
     )
     rejected = [_rejected(recipe, row) for row in everything.filter(too_small).iter_rows(named=True)]
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
@@ -73,10 +77,12 @@ def _rejected(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
 
 def _report(table: pl.DataFrame, counts: dict[str, int], rejected: int) -> Report:
     """Crop loss is the share of a resized image that is cut off; upscaled is a share of the samples."""
+    samples = table["sample_id"].n_unique()
     return {
-        "samples": len(table),
-        "in": len(table) + rejected,
-        "kept": len(table),
+        "samples": samples,
+        "rows": len(table),
+        "in": samples + rejected,
+        "kept": samples,
         "rejected": rejected,
         "num_buckets": len(counts),
         "buckets": counts,

@@ -63,6 +63,8 @@ SCHEMAS: dict[str, Columns] = {
         "caption": pl.String,
         "more_captions": pl.String,
         "caption_from": pl.String,
+        "focus_x": pl.Float64,
+        "focus_y": pl.Float64,
         "decoder": pl.String,
     },
     "aspect_buckets": {**_ID, **_CONTENT, **_GEOMETRY, "crop_loss": pl.Float64, "scale": pl.Float64},
@@ -95,14 +97,16 @@ SCHEMAS: dict[str, Columns] = {
         "times_seen": pl.Int32,
     },
 }
-"""Of each asset. A row is a sample; in vae_latents a sample and whether it is `flipped` (mirrored left to
-right, its geometry as if it were not), in text_embeddings a sample and a `variant` of its caption.
+"""Of each asset. A row is a sample; in aspect_buckets a sample and one of its buckets, several only with
+`buckets.per_image: each`; in vae_latents these and whether it is `flipped` (mirrored left to right, its
+geometry as if it were not); in text_embeddings a sample and a `variant` of its caption.
 `height` and `width` are the original size, after EXIF orientation; `path` is relative to the dataset, as
 the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels; `scale` is
 resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized area
 that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder` which
 decoder saw that; `more_captions` are further variants of `caption`, a JSON array; `caption_from` is
-"sidecar:<path>", "filename" or "fixed"; `entry_*` are the stat of the store entry when it was last
+"sidecar:<path>", "filename" or "fixed"; `focus_*` is the point of the image that a crop keeps in view, as
+shares from its upper left corner; `entry_*` are the stat of the store entry when it was last
 verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all of a sample's views and
 variants, with spaces between them; `split` is "train" or "validation"."""
 
@@ -196,8 +200,13 @@ def _nullable(asset: str) -> set[str]:
 
 def _unique(asset: str) -> list[str]:
     """The columns that name a row; tables are sorted by them."""
-    more = {"rejected": "stage", "vae_latents": "flipped", "text_embeddings": "variant"}
-    return ["sample_id", *([more[asset]] if asset in more else [])]
+    more = {
+        "rejected": ["stage"],
+        "aspect_buckets": ["bucket"],
+        "vae_latents": ["bucket", "flipped"],
+        "text_embeddings": ["variant"],
+    }
+    return ["sample_id", *more.get(asset, [])]
 
 
 class Tables:

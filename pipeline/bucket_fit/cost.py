@@ -60,7 +60,7 @@ class Trade:
         crop_loss: Mean share of an image that is cut off.
         worst_crop_loss: The largest.
         upscaled: Share of the images that are enlarged.
-        in_full_batches: Share of the images that meet in full batches, over one epoch.
+        in_full_batches: Share of the samples that meet in full batches, over one epoch.
         num_buckets: Sizes that have images.
     """
 
@@ -87,7 +87,7 @@ def trade_of(placement: Placement, dataset: Dataset) -> Trade:
         crop_loss=float(columns.crop_loss.mean()),
         worst_crop_loss=float(columns.crop_loss.max()),
         upscaled=float((columns.scale > 1).mean()),
-        in_full_batches=1.0 - partial / len(dataset),
+        in_full_batches=1.0 - partial / len(targets),
         num_buckets=len(counts),
     )
 

@@ -39,7 +39,7 @@ def run(context: CheckContext) -> list[Finding]:
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {len(buckets):,} samples has its entry or was rejected",
+            f"each of {buckets['sample_id'].n_unique():,} samples has its entry or was rejected",
             more=list(_out_of_step(table, entries.latent_rows(buckets), rejected)),
         ),
         "shape_uniformity": problems.outcome(
@@ -58,38 +58,45 @@ def _out_of_step(
     table: pl.DataFrame, expected: pl.DataFrame, rejected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
-    names = ["sample_id", "flipped"]
+    names = ["sample_id", "bucket", "flipped"]
     wanted = expected.select(*names, wanted="key").join(
         rejected.select("sample_id"), on="sample_id", how="anti"
     )
     both = table.select(*names, "key").join(wanted, on=names, how="full", coalesce=True)
     wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
     here = set(table["sample_id"])
-    for sample_id, flipped, key, asked in wrong.select(*names, "key", "wanted").iter_rows():
+    for sample_id, bucket, flipped, key, asked in wrong.select(*names, "key", "wanted").iter_rows():
         if key is None:
-            what = "its mirrored latent" if flipped and sample_id in here else "it"
+            what = f"its latent of {bucket}" if sample_id in here else "it"
+            what = "its mirrored latent" if flipped and sample_id in here else what
             problem = f"{what} is in aspect_buckets and not here"
         elif asked is None:
-            problem = "it is not in aspect_buckets" if not flipped else "its mirrored latent is not asked for"
+            problem = f"it is not in aspect_buckets as {bucket}"
+            problem = "its mirrored latent is not asked for" if flipped else problem
         else:
             problem = "its entry was made for another content, geometry, model or setting"
         yield {"sample_id": sample_id, "problem": problem}
 
 
 def _other_shapes(context: CheckContext, entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Rows whose latent is not of the shape that the geometry, asked anew, gives for the original size."""
+    """Rows whose latent is of no shape that the geometry, asked anew, gives for the original size."""
     if table.is_empty():
         return
     placement = placement_of(context.recipe.buckets)
     names = table["sample_id"] if placement.crop == "random" else None
-    anew = placement.assign_many(table["height"].to_numpy(), table["width"].to_numpy(), names).columns
-    sizes = pl.DataFrame({"target_height": anew.target_height, "target_width": anew.target_width})
+    anew = placement.assign_many(table["height"].to_numpy(), table["width"].to_numpy(), names)
+    columns = anew.columns
+    sizes = pl.DataFrame({"target_height": columns.target_height, "target_width": columns.target_width})
     asked = sizes.cast(pl.Int32).join(entries.latent_shapes(sizes), on=TARGET, maintain_order="left")
-    both = table.select("sample_id", *LATENT_SHAPE).hstack(
-        asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_"))
+    both = (
+        table[anew.image]
+        .select("sample_id", *LATENT_SHAPE)
+        .hstack(asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_")))
     )
     same = pl.all_horizontal(pl.col(name) == pl.col(f"asked_{name}") for name in LATENT_SHAPE)
-    for sample_id, *shapes in both.filter(~same).iter_rows():
+    found = both.with_columns(row=pl.Series(anew.image), same=same)
+    wrong = found.filter(~pl.col("same").any().over("row")).unique("row", keep="last", maintain_order=True)
+    for sample_id, *shapes in wrong.drop("row", "same").iter_rows():
         problem = f"its latent is {tuple(shapes[:3])}, the geometry asks for {tuple(shapes[3:])}"
         yield {"sample_id": sample_id, "problem": problem}
 

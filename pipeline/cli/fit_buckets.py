@@ -124,10 +124,11 @@ def _line(name: str, trade: Trade, anew: int) -> str:
 def _moved(now: Placement, fit: FittedList, dataset: Dataset) -> int:
     """How many images have another geometry with the fitted list, so that their latents are made again."""
     names = [""] * len(dataset) if now.crop == "random" else None
-    before = vars(now.assign_many(dataset.height, dataset.width, names).columns)
-    after = vars(placement_in(fit.sizes).assign_many(dataset.height, dataset.width).columns)
-    target = ("target_height", "target_width")
-    return int(np.any([before[name] != after[name] for name in target], axis=0).sum())
+    made = now.assign_many(dataset.height, dataset.width, names)
+    after = placement_in(fit.sizes).assign_many(dataset.height, dataset.width).columns
+    same = made.columns.target_height == after.target_height[made.image]
+    same &= made.columns.target_width == after.target_width[made.image]
+    return len(dataset) - len(np.unique(made.image[same]))
 
 
 def _write(recipe: Recipe, fit: FittedList) -> None:

@@ -70,12 +70,14 @@ def cache_latents(
     report = {
         **made.counters(removed),
         "samples": table["sample_id"].n_unique(),
-        "in": len(buckets),
+        "in": buckets["sample_id"].n_unique(),
         "kept": table["sample_id"].n_unique(),
         "rejected": len(lost),
         **watch.numbers(),
     }
-    return StageResult(table.sort("sample_id", "flipped"), table_files.frame("rejected", lost), report)
+    return StageResult(
+        table.sort("sample_id", "bucket", "flipped"), table_files.frame("rejected", lost), report
+    )
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Which bucket, scale and crop each image gets, by the rules of a recipe.
 
 An image goes to the nearest bucket of a set. Of several sets, one a resolution, it is the one with the
-largest sizes that the image fills without being enlarged too much. What is too small for all of them gets a
-bucket of its own size, or none.
+largest sizes that the image fills without being enlarged too much, or each of those that it so fills. What is
+too small for all of them gets a bucket of its own size, or none.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal
 
@@ -29,9 +29,14 @@ from pipeline.geometry.sizes import (
 
 Bools = npt.NDArray[np.bool_]
 
-CropRule = Literal["centre", "top", "random"]
-"""What is kept of a resized image that overlaps its bucket: the middle, the upper part, or a place that the
-sample's name and a seed decide."""
+Floats = npt.NDArray[np.float64]
+
+CropRule = Literal["centre", "top", "random", "focus"]
+"""What is kept of a resized image that overlaps its bucket: the middle; the upper part; a place that the
+sample's name and a seed decide; or what is around a point of the image."""
+
+PerImage = Literal["best", "each"]
+"""Whether an image that fills several sets is one sample, of the largest, or one of each."""
 
 SmallRule = Literal["own_bucket", "reject"]
 """What becomes of an image that would be enlarged more than the limit."""
@@ -39,15 +44,17 @@ SmallRule = Literal["own_bucket", "reject"]
 
 @dataclass(frozen=True)
 class Placed:
-    """The geometry of N images.
+    """The geometry of N images, in M >= N rows: more than one for an image that is a sample of several sets.
 
     Attributes:
-        columns: Of all of them; of those that are too small it is what enlarging them would give.
-        too_small: Boolean (N,), True for an image that the rules leave out.
+        columns: M rows; of an image that is too small, what enlarging it would give.
+        too_small: Boolean (M,), True for an image that the rules leave out.
+        image: Integers (M,), which image the row is of; ascending, from 0.
     """
 
     columns: GeometryColumns
     too_small: Bools
+    image: Ints
 
 
 @dataclass(frozen=True)
@@ -62,6 +69,7 @@ class Placement:
         crop_seed: Of random crops.
         step: Edges of a bucket of an image's own are multiples of it.
         max_aspect_ratio: And it is no longer than this many times its short edge.
+        per_image: What becomes of an image that fills several sets.
     """
 
     sets: tuple[Buckets, ...]
@@ -71,6 +79,7 @@ class Placement:
     crop_seed: int = 0
     step: int = 8
     max_aspect_ratio: Fraction = Fraction(3)
+    per_image: PerImage = "best"
 
     @property
     def sizes(self) -> tuple[Size, ...]:
@@ -78,7 +87,7 @@ class Placement:
         return tuple(dict.fromkeys(size for buckets in self.sets for size in buckets.sizes))
 
     def assign(self, original_size: Size, name: str = "") -> Geometry | None:
-        """The geometry of one image; None where it is too small.
+        """The geometry of one image, in the largest set of those that it has; None where it is too small.
 
         Args:
             original_size: After EXIF orientation.
@@ -88,10 +97,14 @@ class Placement:
             BucketError: An edge is not in 1 to `MAX_IMAGE_EDGE_PX`.
         """
         placed = self.assign_many([original_size.height], [original_size.width], [name])
-        return None if placed.too_small[0] else placed.columns.one(0)
+        return None if placed.too_small[-1] else placed.columns.one(-1)
 
     def assign_many(
-        self, height: npt.ArrayLike, width: npt.ArrayLike, names: Iterable[str] | None = None
+        self,
+        height: npt.ArrayLike,
+        width: npt.ArrayLike,
+        names: Iterable[str] | None = None,
+        focus: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> Placed:
         """The geometry of N images.
 
@@ -99,21 +112,48 @@ class Placement:
             height: Original heights in pixels, integers (N,).
             width: Original widths, likewise.
             names: The samples' ids; only a random crop asks for them.
+            focus: The points that `crop: focus` keeps in view, shares from 0 to 1 of the height, from the
+                top, and of the width, from the left, (N,) each; None for the middle.
 
         Raises:
             BucketError: An edge is not in 1 to `MAX_IMAGE_EDGE_PX`.
         """
         oh, ow = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
         _require_image_edges(oh, ow)
-        th, tw, too_small = self._targets(oh, ow)
+        image, th, tw, too_small = self._targets(oh, ow)
+        oh, ow = oh[image], ow[image]
         by_width = tw * oh >= th * ow  # the width needs the larger scale, so the height overlaps
         rh = np.where(by_width, _rounded(oh * tw, ow), th)
         rw = np.where(by_width, tw, _rounded(ow * th, oh))
-        top, left = self._corner(rh - th, rw - tw, names)
-        return Placed(GeometryColumns(oh, ow, rh, rw, top, left, th, tw), too_small)
+        if self.crop == "focus":
+            down, across = (0.5, 0.5) if focus is None else (np.asarray(each)[image] for each in focus)
+            top, left = _around(down, rh, th), _around(across, rw, tw)
+        else:
+            top, left = self._corner(rh - th, rw - tw, image, names)
+        return Placed(GeometryColumns(oh, ow, rh, rw, top, left, th, tw), too_small, image)
 
-    def _targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Bools]:
-        """Target heights and widths, and which images are too small.
+    def _targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Ints, Bools]:
+        """Which image each row is of, target heights and widths, and which are too small."""
+        if self.per_image == "best" or len(self.sets) == 1:
+            return np.arange(len(oh)), *self._best(oh, ow)
+        th, tw, too_small = self._best(oh, ow)
+        rows = [(th, tw, np.ones(oh.shape, dtype=np.bool_))]
+        for buckets in self.sets:
+            each_th, each_tw, refused = replace(self, sets=(buckets,), small="reject")._best(oh, ow)
+            # Two resolutions may have a size in common, which is one sample.
+            new = ~refused
+            for before_th, before_tw, used in rows[1:]:
+                new &= ~(used & (each_th == before_th) & (each_tw == before_tw))
+            rows.append((each_th, each_tw, new))
+        # What fills none has the one row of the best, which then is a bucket of its own size.
+        fills = np.any([used for _, _, used in rows[1:]], axis=0)
+        rows[0] = (th, tw, ~fills)
+        heights, widths, used = (np.stack(each, axis=1) for each in zip(*rows, strict=True))
+        image, column = np.nonzero(used)
+        return image, heights[image, column], widths[image, column], too_small[image]
+
+    def _best(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Bools]:
+        """Target heights and widths of one row an image, and which are too small.
 
         Without a limit an image that all sets enlarge goes to the smallest.
         """
@@ -143,14 +183,16 @@ class Placement:
         longest = np.minimum(longest, MAX_BUCKET_EDGE_PX // self.step * self.step)
         return np.minimum(th, longest), np.minimum(tw, longest)
 
-    def _corner(self, down: Ints, across: Ints, names: Iterable[str] | None) -> tuple[Ints, Ints]:
+    def _corner(
+        self, down: Ints, across: Ints, image: Ints, names: Iterable[str] | None
+    ) -> tuple[Ints, Ints]:
         """Top and left of the crop, given by how many pixels the resized image is larger."""
         if self.crop == "centre":
             return down // 2, across // 2
         if self.crop == "top":
             return np.zeros_like(down), across // 2
         assert names is not None, "a random crop depends on the samples' names"
-        share = _shares(self.crop_seed, names)
+        share = _shares(self.crop_seed, names)[image]
         # One of down and across is 0: a scaled image overlaps its bucket in one direction.
         return (down + 1) * share >> _SHARE_BITS, (across + 1) * share >> _SHARE_BITS
 
@@ -169,6 +211,15 @@ def _shares(seed: int, names: Iterable[str]) -> Ints:
         for name in names
     ]
     return np.array(drawn, dtype=np.int64) >> (32 - _SHARE_BITS)
+
+
+def _around(share: Floats | float, resized: Ints, target: Ints) -> Ints:
+    """Where a crop of `target` pixels begins whose middle is as near as can be to that share of `resized`.
+
+    A half gives the rounding of `centre`.
+    """
+    begins = np.floor(share * resized - target / 2).astype(np.int64)
+    return np.clip(begins, 0, resized - target)
 
 
 def _within(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:

@@ -32,4 +32,5 @@ def placement_of(settings: BucketSettings) -> Placement:
         crop_seed=settings.crop_seed,
         step=settings.step,
         max_aspect_ratio=Fraction(settings.max_aspect_ratio).limit_denominator(1000),
+        per_image=settings.per_image,
     )

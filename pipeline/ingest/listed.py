@@ -7,7 +7,7 @@ is refused: whoever wrote the listing need not be who runs the job.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import DatasetError
+from pipeline.image_formats import ImageError
 from pipeline.ingest.folder import Found, Problem, Walk, signed
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ def read_listing(settings: DatasetSettings) -> pl.DataFrame:
     named: dict[str, tuple[str, ...]] = {"datasets[].path_column": (settings.path_column,)}
     if settings.captions.from_ == "column":
         named["datasets[].captions.columns"] = settings.captions.columns
+    if settings.focus_columns is not None:
+        named["datasets[].focus_columns"] = settings.focus_columns
     for key, columns in named.items():
         missing = [column for column in columns if column not in table.columns]
         if missing:
@@ -108,6 +111,47 @@ def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
     return {os.path.normpath(path) for path in chosen[settings.path_column] if path}
 
 
+def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:
+    """Of each path, the point to keep in view: shares of the width and of the height, 0.5 where none is said.
+
+    Raises:
+        DatasetError: A column does not hold numbers.
+    """
+    assert settings.focus_columns is not None
+    rows = table.select(settings.path_column)
+    for name in settings.focus_columns:
+        try:
+            rows = rows.hstack([table[name].cast(pl.Float64).fill_null(0.5)])
+        except pl.exceptions.PolarsError as err:
+            raise DatasetError(
+                f"the column {name!r} holds {table[name].dtype} that are no numbers: {err}",
+                where=str(settings.path),
+                fix="let datasets[].focus_columns name columns of numbers from 0 to 1",
+            ) from err
+    first: dict[str, tuple[float, float]] = {}
+    for path, across, down in rows.rows():
+        if path:
+            first.setdefault(os.path.normpath(path), (across, down))
+    return first
+
+
+def focus_of(focuses: Mapping[str, tuple[float, float]], path: str) -> tuple[float, float]:
+    """Of one path, the point as `focus_by_path` has it; the middle where nothing is said.
+
+    Raises:
+        ImageError: It lies outside of the image.
+    """
+    across, down = focuses.get(path, (0.5, 0.5))
+    if not (0.0 <= across <= 1.0 and 0.0 <= down <= 1.0):
+        raise ImageError(
+            "focus_outside",
+            f"its focus is ({across:g}, {down:g}), which is not inside of the image",
+            fix="write x and y as shares of its width and height, from 0 to 1, or leave them empty",
+            where=path,
+        )
+    return across, down
+
+
 def _look(root: Path, said: str, path: str, within: Any) -> Found | Problem:
     if path == ".." or path.startswith(("/", "../")):
         detail = f"the listing's path {said!r} leads out of {root}"
@@ -142,5 +186,6 @@ def _inside_of(root: Path) -> Any:
 def listed_columns(settings: Sequence[DatasetSettings]) -> Iterator[tuple[DatasetSettings, pl.DataFrame]]:
     """The listings among some datasets that a later stage needs more of than paths."""
     for each in settings:
-        if each.is_listing and (each.captions.from_ == "column" or each.filters.where is not None):
+        asks = (each.captions.from_ == "column", each.filters.where, each.focus_columns)
+        if each.is_listing and any(asks):
             yield each, read_listing(each)

@@ -24,7 +24,7 @@ from pipeline.image_formats import ImageError
 from pipeline.images import DECODER, changed_error, decode, hash_bytes, one_image, read_bytes
 from pipeline.ingest.captions import caption_of
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
-from pipeline.ingest.listed import captions_by_path, listed_columns
+from pipeline.ingest.listed import captions_by_path, focus_by_path, focus_of, listed_columns
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
@@ -97,6 +97,11 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
         for settings in recipe.datasets
         if settings.captions.from_ == "column"
     }
+    focuses = {
+        settings.name: focus_by_path(settings, listings[settings.name])
+        for settings in recipe.datasets
+        if settings.focus_columns is not None
+    }
 
     def look(row: Row) -> Row:
         root = roots[row["dataset"]]
@@ -107,6 +112,7 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
                 raise problem
             said = listed.get(row["dataset"], {}).get(row["path"])
             caption = caption_of(captions[row["dataset"]], root, row["path"], said)
+            focus_x, focus_y = focus_of(focuses.get(row["dataset"], {}), row["path"])
         except ImageError as err:
             return refusal(err, STAGE, row["content_hash"])
         first, *more = variants(captions[row["dataset"]], caption.texts)
@@ -114,6 +120,8 @@ def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> 
             "caption": first,
             "more_captions": json.dumps(more, ensure_ascii=False),
             "caption_from": caption.source,
+            "focus_x": focus_x,
+            "focus_y": focus_y,
         }
 
     kept: list[Row] = []

@@ -60,8 +60,13 @@ class BucketSettings(Settings):
     )
     resolutions: tuple[Resolution, ...] = Field(
         default=(),
-        description="Several budgets in place of resolution: each image goes to the largest that it fills "
-        "within the limit of upscale (1 with allow), or else to the smallest.",
+        description="Several budgets in place of resolution: see per_image.",
+    )
+    per_image: Literal["best", "each"] = Field(
+        default="best",
+        description="With resolutions. best: each image goes to the largest that it fills within the limit "
+        "of upscale (1 with allow), or else to the smallest. each: it is a sample of each one that upscale "
+        "lets it fill, and an epoch shows it once in each.",
     )
     step: int = Field(
         default=64,
@@ -89,10 +94,11 @@ class BucketSettings(Settings):
         description="What upscale forbids to enlarge goes into a bucket of its own size, in steps, or is "
         "left out.",
     )
-    crop: Literal["centre", "top", "random"] = Field(
+    crop: Literal["centre", "top", "random", "focus"] = Field(
         default="centre",
-        description="What is kept of an image that overlaps its bucket: the middle; the upper part; or a "
-        "place that the sample and crop_seed decide, the same each time.",
+        description="What is kept of an image that overlaps its bucket: the middle; the upper part; a place "
+        "that the sample and crop_seed decide, the same each time; or what is around the point that "
+        "datasets[].focus_columns name, and the middle of images without one.",
     )
     crop_seed: int = Field(default=0, ge=0, lt=2**63, description="Of random crops.")
     underfilled: Literal["partial", "repeat", "drop"] = Field(
@@ -127,6 +133,7 @@ class BucketSettings(Settings):
             keys = (
                 "resolution",
                 "resolutions",
+                "per_image",
                 "step",
                 "sizes",
                 "upscale",
@@ -157,6 +164,9 @@ def _contradictions(settings: BucketSettings) -> list[Broken]:
         broken.append(Broken("sizes", what, "remove one of them"))
     if len(set(settings.resolutions)) < len(settings.resolutions):
         broken.append(Broken("resolutions", "a resolution stands there twice", "remove one"))
+    if settings.per_image == "each" and len(settings.resolutions) < 2:
+        what = "per_image: each has no effect without several resolutions"
+        broken.append(Broken("per_image", what, "set resolutions, or remove per_image"))
     if settings.small_images == "reject" and settings.upscale == "allow":
         what = "small_images: reject has no effect with upscale: allow, which enlarges every small image"
         broken.append(

@@ -147,6 +147,12 @@ class DatasetSettings(Settings):
     path_column: str = Field(
         default="path", min_length=1, description="The listing's column of image paths, relative to `images`."
     )
+    focus_columns: tuple[str, str] | None = Field(
+        default=None,
+        description="With `buckets.crop: focus`: the listing's columns of the point of each image to keep in "
+        "view, x then y, as shares of the width from the left and of the height from the top, from 0 to 1, "
+        "after EXIF orientation. Where they are null it is the middle.",
+    )
     captions: CaptionSettings = Field(
         default_factory=lambda: CaptionSettings.model_validate({}),
         description="Where the captions come from.",
@@ -209,8 +215,10 @@ class DatasetSettings(Settings):
             broken.append(Broken("captions.from", what, fix))
         if self.filters.where is not None:
             broken.append(Broken("filters.where", what, fix))
+        if self.focus_columns is not None:
+            broken.append(Broken("focus_columns", what, fix))
         if self.images is not None:
             broken.append(Broken("images", what, fix))
         if broken:
-            raise_broken(broken, involves=("path", "captions", "filters", "images"))
+            raise_broken(broken, involves=("path", "captions", "filters", "images", "focus_columns"))
         return self

@@ -162,6 +162,18 @@ def broken_weights(weights: Sequence[float | None], exhausted: str) -> list[Brok
     return []
 
 
+def broken_focus(has_focus: Sequence[bool], crop: str) -> list[Broken]:
+    """What contradicts itself in the datasets' `focus_columns`, in their order, and `buckets.crop`."""
+    if crop == "focus" and not any(has_focus):
+        what = "crop: focus has no effect: no dataset has focus_columns"
+        fix = "name them in datasets[].focus_columns, or set crop: centre"
+        return [Broken("buckets.crop", what, fix)]
+    if crop != "focus" and any(has_focus):
+        what = f"focus_columns have no effect with buckets.crop: {crop}"
+        return [Broken(f"datasets[{has_focus.index(True)}].focus_columns", what, "set buckets.crop: focus")]
+    return []
+
+
 def divisible(resolution: int, step: int) -> Broken | None:
     """The broken rule when `resolution` is no multiple of `step`, with values that would work."""
     if resolution % step == 0:

@@ -16,6 +16,7 @@ from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings, FolderPath
 from pipeline.recipe.rules import (
+    broken_focus,
     broken_weights,
     check_gate,
     raise_broken,
@@ -147,10 +148,13 @@ class RecipeFile(Settings):
     )
 
     @model_validator(mode="after")
-    def _weights_agree(self) -> RecipeFile:
+    def _sections_agree(self) -> RecipeFile:
         weights = [dataset.weight for dataset in self.datasets]
         if broken := broken_weights(weights, self.training.exhausted):
             raise_broken(broken, involves=("datasets", "training"))
+        has_focus = [dataset.focus_columns is not None for dataset in self.datasets]
+        if broken := broken_focus(has_focus, self.buckets.crop):
+            raise_broken(broken, involves=("datasets", "buckets"))
         return self
 
 

@@ -1,16 +1,17 @@
 """The samples of a run: what the tables say of each, joined, with the store entries that training reads.
 
 A sample may have several captions, its variants, and several latents, its views: as it is, and mirrored. The
-plan draws one of each anew for every epoch. Torch-free.
+plan draws one of each anew for every epoch. An image that has several buckets, one a resolution, is as many
+samples here: it is shown once an epoch in each. Torch-free.
 """
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -49,7 +50,8 @@ class TrainingInput:
     """One sample as training sees it; sizes and positions are (height, width) or (top, left) in pixels.
 
     Attributes:
-        sample_id: Which.
+        sample_id: Which; of an image with several buckets, with the bucket in brackets after it.
+        image_id: The sample_id of the tables.
         dataset: Whose.
         bucket: Who may share a batch with it.
         repeats: How often an epoch shows it, >= 1.
@@ -61,6 +63,7 @@ class TrainingInput:
     """
 
     sample_id: str
+    image_id: str
     dataset: str
     bucket: str
     repeats: int
@@ -80,34 +83,38 @@ def training_inputs(
         TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
     """
     captions = _variants(entries, text)
-    views: defaultdict[str, list[Row]] = defaultdict(list)
+    views: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in latents.to_dicts():
-        views[row["sample_id"]].append(row)
+        views[row["sample_id"], row["bucket"]].append(row)
+    buckets = Counter(image_id for image_id, _ in views)
     datasets = {dataset.name: dataset for dataset in recipe.datasets}
     missing = [
-        name for name, rows in views.items() if name not in captions or rows[0]["dataset"] not in datasets
+        image_id
+        for (image_id, _), rows in views.items()
+        if image_id not in captions or rows[0]["dataset"] not in datasets
     ]
     if missing:
         fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
         what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
         raise TrainingError(what, where=min(missing), fix=fix)
     inputs: list[TrainingInput] = []
-    for sample_id, rows in sorted(views.items()):
+    for (image_id, bucket), rows in views.items():
         first = rows[0]
         inputs.append(
             TrainingInput(
-                sample_id=sample_id,
+                sample_id=image_id if buckets[image_id] == 1 else f"{image_id} ({bucket})",
+                image_id=image_id,
                 dataset=first["dataset"],
-                bucket=first["bucket"],
+                bucket=bucket,
                 repeats=datasets[first["dataset"]].repeats,
-                variants=captions[sample_id],
+                variants=captions[image_id],
                 views=tuple(_view(entries, row) for row in sorted(rows, key=itemgetter("flipped"))),
                 original_size_hw=(first["height"], first["width"]),
                 target_size_hw=(first["target_height"], first["target_width"]),
                 held_out=_held_out(first, datasets[first["dataset"]].validation_fraction),
             )
         )
-    return tuple(inputs)
+    return tuple(sorted(inputs, key=attrgetter("sample_id")))
 
 
 def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
@@ -132,6 +139,7 @@ def _held_out(row: Row, fraction: float) -> bool:
 
 _COLUMNS: dict[str, Any] = {
     "sample_id": pl.String,
+    "image_id": pl.String,
     "dataset": pl.String,
     "bucket": pl.String,
     "repeats": pl.Int32,
@@ -173,6 +181,7 @@ def spec_of(value: Mapping[str, Any]) -> EntrySpec:
 def _row(item: TrainingInput) -> Row:
     return {
         "sample_id": item.sample_id,
+        "image_id": item.image_id,
         "dataset": item.dataset,
         "bucket": item.bucket,
         "repeats": item.repeats,
@@ -196,6 +205,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
     return TrainingInput(
         sample_id=row["sample_id"],
+        image_id=row["image_id"],
         dataset=row["dataset"],
         bucket=row["bucket"],
         repeats=row["repeats"],

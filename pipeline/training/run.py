@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections import defaultdict
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import GateClosedError
+from pipeline.geometry import placement_of
 from pipeline.lora_files import PROVENANCE_FILE
 from pipeline.lora_search import TABLE_FILE, caption_hash
 from pipeline.reports import Log, Report, StageResult, Stopwatch
@@ -140,7 +142,8 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput
     """What is drawn while training: the recipe's prompts, as squares; or the first captions."""
     if recipe.training.sample_every == 0:
         return ()
-    square = (recipe.buckets.resolution, recipe.buckets.resolution)
+    largest = placement_of(recipe.buckets).sets[-1]
+    square = min(largest.sizes, key=lambda size: (max(size) / min(size), -size.height))
     if recipe.training.sample_prompts:
         return tuple(Prompt(text, entries.text(text), square) for text in recipe.training.sample_prompts)
     firsts = {item.variants[0].caption: item for item in reversed(inputs)}
@@ -153,18 +156,22 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput
 def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
     """The table of trained_lora: which sample, by which entries, how often over the whole plan."""
     seen = order.plan().times_seen()
-    inputs = {item.sample_id: item for item in order.inputs}
-    columns = ("sample_id", "dataset", "path", "content_hash", "height", "width", "bucket")
+    of_image: defaultdict[str, list[TrainingInput]] = defaultdict(list)
+    for item in order.inputs:
+        of_image[item.image_id].append(item)
+    columns = ("sample_id", "dataset", "path", "content_hash", "height", "width")
     rows: list[dict[str, Any]] = []
     for row in latents.select(columns).unique("sample_id", maintain_order=True).iter_rows(named=True):
-        item = inputs[row["sample_id"]]
+        items = of_image[row["sample_id"]]
+        variants = items[0].variants
         keys = {
-            "latent_keys": " ".join(view.entry.key for view in item.views),
-            "text_keys": " ".join(variant.entry.key for variant in item.variants),
-            "split": "validation" if item.held_out else "train",
-            "caption_hashes": " ".join(caption_hash(variant.caption) for variant in item.variants),
+            "bucket": " ".join(item.bucket for item in items),
+            "latent_keys": " ".join(view.entry.key for item in items for view in item.views),
+            "text_keys": " ".join(variant.entry.key for variant in variants),
+            "split": "validation" if items[0].held_out else "train",
+            "caption_hashes": " ".join(caption_hash(variant.caption) for variant in variants),
         }
-        rows.append({**row, **keys, "times_seen": seen.get(row["sample_id"], 0)})
+        rows.append({**row, **keys, "times_seen": sum(seen.get(item.sample_id, 0) for item in items)})
     return table_schemas.frame("trained_lora", rows)
 
 

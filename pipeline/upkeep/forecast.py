@@ -110,7 +110,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     latents, text = tables.read_previous("vae_latents"), tables.read_previous("text_embeddings")
     before: set[str] = set(latents["sample_id"]) if latents is not None else set()
     return Forecast(
-        len(buckets.table),
+        buckets.table["sample_id"].n_unique(),
         dict(rejected),
         sorted(before - set(buckets.table["sample_id"])),
         _latents(entries, entries.latent_rows(buckets.table), latents),
@@ -121,9 +121,11 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
 def _latents(entries: Entries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     wanted = rows.unique("key", keep="first", maintain_order=True)
     before = {(row["sample_id"], row["flipped"]): row for row in _rows(known)}
+    before |= {(row["sample_id"], row["bucket"], row["flipped"]): row for row in _rows(known)}
     expected, cost = Expected("latents"), 0
     for row, spec, status in _unmade(entries, expected, wanted, known, entries.latent):
-        earlier = before.get((row["sample_id"], row["flipped"]))
+        name = (row["sample_id"], row["bucket"], row["flipped"])
+        earlier = before.get(name) or before.get((row["sample_id"], row["flipped"]))
         why = DAMAGED if status == "wrong" else _why_latent(entries, row, spec, earlier)
         expected.add(why, f"{row['sample_id']}, mirrored" if row["flipped"] else row["sample_id"], spec)
         cost += row["target_height"] * row["target_width"]

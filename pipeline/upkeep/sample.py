@@ -13,7 +13,7 @@ from pipeline.store import EntrySpec
 from pipeline.tables import ASSETS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
@@ -63,17 +63,19 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[Known]:
     Stages that have no table, or no row of it, are left out. Entries are read whole.
     """
     known: list[Known] = []
-    latest: dict[str, dict[str, Any]] = {}
+    said_before: list[dict[str, Any]] = []
+    own: dict[str, list[dict[str, Any]]] = {}
     for asset in ASSETS:
         table = tables.read_previous(asset)
         rows = table.filter(pl.col("sample_id") == sample_id).to_dicts() if table is not None else []
         for row in rows:
-            said = {name: value for name, value in row.items() if _is_news(name, value, latest.values())}
+            said = {name: value for name, value in row.items() if _is_news(name, value, said_before)}
             known.append(Known(asset, said))
-            latest[asset] = row
+        own[asset] = rows
+        said_before += rows[-1:]
     for row in tables.read_rejected().filter(pl.col("sample_id") == sample_id).to_dicts():
         known.append(Known("rejected", {name: row[name] for name in ("stage", "reason", "detail", "fix")}))
-    return [*known, *_entries(recipe, latest)]
+    return [*known, *_entries(recipe, own)]
 
 
 def _is_news(name: str, value: Any, earlier: Any) -> bool:
@@ -81,18 +83,16 @@ def _is_news(name: str, value: Any, earlier: Any) -> bool:
     return not any(row.get(name, ...) == value for row in earlier)
 
 
-def _entries(recipe: Recipe, rows: Mapping[str, Mapping[str, Any]]) -> list[Known]:
+def _entries(recipe: Recipe, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Known]:
     entries = Entries(recipe)
-    wanted: dict[str, EntrySpec] = {}
+    wanted: list[tuple[str, EntrySpec]] = []
     try:
-        if "aspect_buckets" in rows:
-            wanted["latents entry"] = entries.latent(rows["aspect_buckets"])
-        if "validated_dataset" in rows:
-            wanted["text entry"] = entries.text(rows["validated_dataset"]["caption"])
+        wanted += [("latents entry", entries.latent(row)) for row in rows["aspect_buckets"]]
+        wanted += [("text entry", entries.text(row["caption"])) for row in rows["validated_dataset"]]
     except LatentlineError as err:  # no base model, no keys
         return [Known("entries", {"unknown": err.what})]
     known: list[Known] = []
-    for stage, spec in wanted.items():
+    for stage, spec in wanted:
         state = entries.store.check(spec)
         facts = {
             "key": spec.key,

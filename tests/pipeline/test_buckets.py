@@ -21,9 +21,12 @@ def dataset(sizes: list[Size]) -> pl.DataFrame:
         "width": [size.width for size in sizes],
     }
     table = pl.DataFrame(columns)
-    missing = [name for name in SCHEMAS["validated_dataset"] if name not in columns]
-    table = table.with_columns(pl.lit("x" if name != "file_bytes" else 1).alias(name) for name in missing)
-    return table.select(pl.col(name).cast(kind) for name, kind in SCHEMAS["validated_dataset"].items())
+    kinds = SCHEMAS["validated_dataset"]
+    missing = [name for name in kinds if name not in columns]
+    table = table.with_columns(
+        pl.lit("x" if kinds[name] == pl.String else 0.5).alias(name) for name in missing
+    )
+    return table.select(pl.col(name).cast(kind) for name, kind in kinds.items())
 
 
 def test_each_row_is_the_geometry_of_its_own_size(folder: Any) -> None:

@@ -31,9 +31,9 @@ OTHER = (ladder(96, 16, 2.0),)
 _assign_many = Placement.assign_many
 
 
-def other_geometry(self: Placement, height: Any, width: Any, names: Any = None) -> Placed:
+def other_geometry(self: Placement, height: Any, width: Any, names: Any = None, focus: Any = None) -> Placed:
     """Larger targets on a finer ladder, the crop at the top, whatever the recipe says."""
-    return _assign_many(replace(self, sets=OTHER, crop="top"), height, width, names)
+    return _assign_many(replace(self, sets=OTHER, crop="top"), height, width, names, focus)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -164,3 +165,57 @@ def test_several_resolutions_by_example(size: Size, bucket: str) -> None:
     geometry = Placement(sets).assign(size)
     assert geometry is not None
     assert geometry.bucket == bucket
+
+
+@given(st.lists(sizes, min_size=1, max_size=10), resolutions, limits, ratios)
+def test_with_each_an_image_is_a_sample_of_every_resolution_that_it_fills(
+    originals: list[Size], areas: list[int], limit: Fraction | None, ratio: float
+) -> None:
+    """Asked of one resolution after the other; what fills none is placed as without `each`."""
+    best = rules(areas, limit, ratio)
+    placed = replace(best, per_image="each").assign_many(*zip(*originals, strict=True))
+    assert list(placed.image) == sorted(placed.image)
+    for index, size in enumerate(originals):
+        rows = np.flatnonzero(placed.image == index)
+        found = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
+        alone = [rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)]
+        filled = list(dict.fromkeys(each for each in alone if each is not None))
+        assert found == (filled or [best.assign(size)])
+
+
+@given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
+def test_a_focus_is_as_near_to_the_middle_of_the_crop_as_the_image_allows(
+    size: Size, placement: Placement, down: float, across: float
+) -> None:
+    placed = replace(placement, crop="focus").assign_many(
+        [size.height], [size.width], None, ([down], [across])
+    )
+    geometry = placed.columns.one(0)
+    crop, resized = geometry.crop, geometry.resized_size
+    for share, begins, length, whole in (
+        (down, crop.top, crop.height, resized.height),
+        (across, crop.left, crop.width, resized.width),
+    ):
+        possible = {0, whole - length, begins - 1, begins + 1} & set(range(whole - length + 1))
+        off = abs(begins + length / 2 - share * whole)
+        assert all(off <= abs(other + length / 2 - share * whole) + 1 for other in possible)
+
+
+@given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
+def test_B06_a_turned_image_with_a_turned_focus_has_the_turned_crop(
+    size: Size, placement: Placement, down: float, across: float
+) -> None:
+    if size.height == size.width:
+        return
+    focused = replace(placement, crop="focus")
+    here = focused.assign_many([size.height], [size.width], None, ([down], [across])).columns.one(0)
+    there = focused.assign_many([size.width], [size.height], None, ([across], [down])).columns.one(0)
+    assert there.crop == Crop(here.crop.left, here.crop.top, here.crop.width, here.crop.height)
+
+
+@given(sizes, placements)
+def test_the_focus_of_an_image_without_one_is_its_middle(size: Size, placement: Placement) -> None:
+    middle = placement.assign(size)
+    assert replace(placement, crop="focus").assign(size) == middle
+    halves = replace(placement, crop="focus").assign_many([size.height], [size.width], None, ([0.5], [0.5]))
+    assert halves.too_small[0] if middle is None else halves.columns.one(0) == middle

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 import pytest
 
+from pipeline.buckets import assign_buckets
 from pipeline.errors import DatasetError
 from pipeline.ingest.discover import scan
 from pipeline.ingest.listed import walk_listing
@@ -40,11 +41,19 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]] | None = None) -> 
     return path
 
 
-def recipe(listing: Path, **settings: Any) -> Recipe:
+def recipe(listing: Path, buckets: dict[str, Any] | None = None, **settings: Any) -> Recipe:
     root = listing.parent.parent
     dataset = {"name": "d", "path": listing, "captions": {"from": "column"}, **settings}
     values = {"datasets": [dataset], "output_dir": root / "out", "cache_dir": root / "cache"}
-    return recipe_from_mapping("r", {**values, "model": {"base": "a/b"}})
+    sections = {"model": {"base": "a/b"}, "buckets": buckets or {}}
+    return recipe_from_mapping("r", {**values, **sections})
+
+
+def focused(listing: Path, columns: tuple[str, str]) -> Recipe:
+    """Crops around the point that the columns say."""
+    buckets = {"resolution": 48, "step": 8, "max_aspect_ratio": 1.0, "crop": "focus"}
+    captions = {"from": "fixed", "text": "a photo"}
+    return recipe(listing, buckets=buckets, captions=captions, focus_columns=columns)
 
 
 def run(recipe: Recipe) -> tuple[pl.DataFrame, dict[str, str]]:
@@ -168,3 +177,37 @@ def test_an_unchanged_listing_reads_no_image_again(folder: Path, settled: Any) -
     tables.write("raw_images", scan(used, tables, log=str).table)
     settled()
     assert scan(used, tables, log=str).report["read"] == 0
+
+
+def test_a_focus_from_the_listing_decides_the_crop(folder: Path) -> None:
+    focuses = [(0.0, 0.0), (1.0, None), (None, None)]
+    rows = [row | {"x": x, "y": y} for row, (x, y) in zip(ROWS, focuses, strict=True)]
+    listing = write(folder, "parquet", rows)
+    made = focused(listing, ("x", "y"))
+    kept, rejected = run(made)
+    assert rejected == {}
+    table = assign_buckets(made, kept, log=str).table
+    over = {row["path"]: (row["resized_width"] - 48, row["crop_left"]) for row in table.to_dicts()}
+    assert all(more > 1 for more, _ in over.values()), "each overlaps its bucket to the right"
+    assert {path: left for path, (_, left) in over.items()} == {
+        "a.png": 0,
+        "sub/b.png": over["sub/b.png"][0],
+        "c.png": over["c.png"][0] // 2,
+    }
+
+
+@pytest.mark.parametrize("wrong", [1.01, -0.5, float("nan")])
+def test_a_focus_outside_of_the_image_is_rejected(folder: Path, wrong: float) -> None:
+    listing = write(folder, "parquet", [ROWS[0] | {"x": 0.5, "y": wrong}])
+    kept, rejected = run(focused(listing, ("x", "y")))
+    assert len(kept) == 0
+    assert rejected == {"a.png": "focus_outside"}
+
+
+def test_focus_columns_that_cannot_be_used_are_an_error_that_names_them(folder: Path) -> None:
+    listing = write(folder, "csv", [ROWS[0] | {"x": "left", "y": 0.5}])
+    with pytest.raises(DatasetError, match="'x' holds String that are no numbers") as raised:
+        run(focused(listing, ("x", "y")))
+    assert raised.value.where == str(listing)
+    with pytest.raises(DatasetError, match="no column 'z'"):
+        run(focused(listing, ("x", "z")))

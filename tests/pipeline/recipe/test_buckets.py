@@ -58,6 +58,8 @@ def test_resolutions_are_tried_from_the_smallest_whatever_their_order() -> None:
         ({"upscale": "limit(0.5)"}, "at least 1"),
         ({"small_images": "reject"}, "has no effect with upscale: allow"),
         ({"crop_seed": 4}, "set crop: random"),
+        ({"per_image": "each", "resolutions": [64]}, "set resolutions, or remove per_image"),
+        ({"crop": "focus"}, r"name them in datasets\[\].focus_columns"),
         ({"underfilled": "pad"}, "the choices are partial, repeat, drop"),
     ],
     ids=str,
