@@ -211,7 +211,7 @@ def _report(datasets: Sequence[_Scanned], table: pl.DataFrame, rejected: list[Ro
         "in": sum(len(dataset.images) + len(dataset.rejected) for dataset in datasets),
         "kept": len(table),
         "rejected": len(rejected),
-        "rejected_by_reason": by_reason(rejected),
+        "rejected_by_reason": by_reason(row["reason"] for row in rejected),
         "passed_over": dict(sorted(passed_over.items())),
         "suffixes_of_no_images": dict(suffixes.most_common(MAX_NAMED)),
         "datasets": {

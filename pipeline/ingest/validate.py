@@ -1,8 +1,8 @@
 """validated_dataset: the images that decode to the last pixel, each with its caption.
 
 A verdict about pixels belongs to a content hash and a decoder: the same bytes are decoded once, whatever
-their file is called and however often the job runs, and a repaired file has other bytes. Captions are read
-each time.
+their file is called and however often the job runs, and a repaired file has other bytes. A caption belongs to
+the stat of its file and the settings it is read by: only a changed one is read again.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections import Counter
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,18 +21,35 @@ import polars as pl
 
 from pipeline.geometry import Size
 from pipeline.image_formats import ImageError
-from pipeline.images import DECODER, changed_error, decode, hash_bytes, one_image, read_bytes
-from pipeline.ingest.captions import caption_of
+from pipeline.images import (
+    DECODER,
+    changed_error,
+    decode,
+    hash_bytes,
+    one_image,
+    read_bytes,
+)
+from pipeline.ingest.captions import Caption, caption_of, sidecar_path
+from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
+from pipeline.ingest.known import (
+    CAPTIONS,
+    PIXELS,
+    SIDECAR_STAT,
+    Known,
+    caption_rule,
+    same_sidecars,
+    stats_of,
+)
 from pipeline.ingest.listed import captions_by_path, focus_by_path, focus_of, listed_columns
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
 from pipeline.reports import Log, Report, StageResult, Stopwatch
-from pipeline.tables import Tables, frame
+from pipeline.tables import REJECTED, SCHEMAS, Tables, validated
 
 if TYPE_CHECKING:
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import DatasetSettings, Recipe
 
 STAGE = "validated_dataset"
 
@@ -56,117 +73,177 @@ class _Verdicts:
     """What is known of pixels, by content hash; and of single files, by sample_id.
 
     Attributes:
-        sound: Hashes of images that decode to the size of their header.
+        table: As `known.PIXELS`: of every content that was judged, now or earlier.
         refused: Hash to why it does not decode.
         by_sample: Sample id to why this file could not be judged, such as `vanished`.
-        decoded: Number of images that were decoded for this.
+        decoded: Number of contents that were decoded for this.
     """
 
-    sound: set[str] = field(default_factory=set[str])
+    table: pl.DataFrame
     refused: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
     by_sample: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
     decoded: int = 0
 
     def of(self, row: Row) -> ImageError | None:
         """Why the sample is rejected for its pixels; None where they are sound."""
-        content_hash = row["content_hash"]
-        if content_hash in self.sound:
-            return self.by_sample.get(row["sample_id"])
-        return self.refused.get(content_hash) or self.by_sample[row["sample_id"]]
+        return self.by_sample.get(row["sample_id"]) or self.refused.get(row["content_hash"])
 
 
-def validate(recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log) -> StageResult:
-    """The rows of raw_images whose file is unchanged, decodes completely, and has a caption.
+@dataclass(frozen=True)
+class _Captions:
+    """What captions and focuses are made of, by dataset."""
 
-    One sample has one reason to be rejected, the first of: its file, its pixels, its caption.
-    """
-    watch = Stopwatch()
-    listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
-    chosen, left_out = select(recipe, raw, listings, stage=STAGE)
-    if len(left_out):
-        log(f"{len(left_out):,} images are left out by filters and limits")
-    rows = chosen.rows(named=True)
-    roots = {settings.name: settings.root for settings in recipe.datasets}
-    verdicts = _known(tables)
-    known = len(verdicts.sound) + len(verdicts.refused)
-    log(f"{len(rows):,} images, verdicts of {known:,} contents are known")
-    _judge(rows, roots, verdicts, log)
-    captions = {settings.name: settings.captions for settings in recipe.datasets}
-    listed = {
-        settings.name: captions_by_path(settings, listings[settings.name])
-        for settings in recipe.datasets
-        if settings.captions.from_ == "column"
-    }
-    focuses = {
-        settings.name: focus_by_path(settings, listings[settings.name])
-        for settings in recipe.datasets
-        if settings.focus_columns is not None
-    }
+    settings: Mapping[str, DatasetSettings]
+    listed: Mapping[str, Mapping[str, tuple[str, ...]]]
+    focuses: Mapping[str, Mapping[str, tuple[float, float]]]
 
-    def look(row: Row) -> Row:
-        root = roots[row["dataset"]]
-        try:
-            _require_unchanged(f"{root}/{row['path']}", row)
-            problem = verdicts.of(row)
-            if problem is not None:
-                raise problem
-            said = listed.get(row["dataset"], {}).get(row["path"])
-            caption = caption_of(captions[row["dataset"]], root, row["path"], said)
-            focus_x, focus_y = focus_of(focuses.get(row["dataset"], {}), row["path"])
-        except ImageError as err:
-            return refusal(err, STAGE, row["content_hash"])
-        first, *more = variants(captions[row["dataset"]], caption.texts)
+    @classmethod
+    def of(cls, recipe: Recipe, listings: Mapping[str, pl.DataFrame]) -> _Captions:
+        settings = {each.name: each for each in recipe.datasets}
+        listed = {
+            name: captions_by_path(settings[name], table)
+            for name, table in listings.items()
+            if settings[name].captions.from_ == "column"
+        }
+        focuses = {
+            name: focus_by_path(settings[name], table)
+            for name, table in listings.items()
+            if settings[name].focus_columns is not None
+        }
+        return cls(settings, listed, focuses)
+
+    def read(self, row: Row) -> Row:
+        """The columns of `known.CAPTIONS` and the focus of one image.
+
+        Raises:
+            ImageError: As `caption_of` and `focus_of`.
+        """
+        settings, path = self.settings[row["dataset"]], row["path"]
+        read_ns, stat = time.time_ns(), (-1, -1, -1, -1)
+        if settings.captions.from_ == "sidecar":
+            # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
+            stat = stats_of([f"{settings.root}/{sidecar_path(path, settings.captions.suffix)}"])[0].tolist()
+        said = self.listed.get(row["dataset"], {}).get(path)
+        caption: Caption = caption_of(settings.captions, settings.root, path, said)
+        focus_x, focus_y = focus_of(self.focuses.get(row["dataset"], {}), path)
+        first, *more = variants(settings.captions, caption.texts)
         return {
             "caption": first,
             "more_captions": json.dumps(more, ensure_ascii=False),
             "caption_from": caption.source,
             "focus_x": focus_x,
             "focus_y": focus_y,
+            "caption_read_ns": read_ns,
+            **dict(zip(SIDECAR_STAT, stat, strict=True)),
         }
 
-    kept: list[Row] = []
-    rejected = left_out.rows(named=True)
-    # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
-    looked = in_threads(look, rows, log=log, doing="captions read", threads=1)
-    for row, outcome in zip(rows, looked, strict=True):
-        identity = {name: row[name] for name in ("sample_id", "dataset", "path")}
-        if "reason" in outcome:
-            rejected.append(identity | outcome)
-        else:
-            content = {name: row[name] for name in ("content_hash", "height", "width", "file_bytes")}
-            kept.append(identity | content | outcome | {"decoder": DECODER})
-    report = _report(raw.rows(named=True), kept, rejected, verdicts) | watch.numbers()
-    for line in _funnel(tables, kept, rejected).lines():
+
+def validate(
+    recipe: Recipe, raw: pl.DataFrame, tables: Tables, *, log: Log, remember: bool = True
+) -> StageResult:
+    """The rows of raw_images whose file is unchanged, decodes completely, and has a caption.
+
+    One sample has one reason to be rejected, the first of: its file, its pixels, its caption.
+
+    Args:
+        recipe: Its `datasets`.
+        raw: Table raw_images.
+        tables: Where what earlier runs found out is kept.
+        log: Told the funnel, and how far it is.
+        remember: Whether what is found out now is kept for the next run.
+    """
+    watch = Stopwatch()
+    listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
+    chosen, left_out = select(recipe, raw, listings, stage=STAGE)
+    if len(left_out):
+        log(f"{len(left_out):,} images are left out by filters and limits")
+    known = Known(tables)
+    before = known.pixels(DECODER)
+    log(f"{len(chosen):,} images, verdicts of {len(before):,} contents are known")
+    verdicts = _judge(chosen, {each.name: each.root for each in recipe.datasets}, before, log)
+    captions = _Captions.of(recipe, listings)
+    told = _with_rule(recipe, chosen)
+    same = _as_before(recipe, told, verdicts, known.captions)
+    fresh, refused = _looked_at(told.join(same, on="sample_id", how="anti"), verdicts, captions, log)
+    everything = pl.concat([same, fresh])
+    table = everything.select(pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items())
+    rejected = pl.concat([left_out, refused]).sort("sample_id")
+    if remember:
+        of_raw = verdicts.table.join(raw, on="content_hash", how="semi")
+        known.write(of_raw, everything.filter(pl.col("rule") != "").select(*CAPTIONS))
+    report = _report(raw, table, rejected, verdicts) | watch.numbers()
+    for line in _funnel(tables, len(table), rejected).lines():
         log(line)
-    return StageResult(frame(STAGE, kept), frame("rejected", rejected), report)
+    table = validated(STAGE, table.sort("sample_id"), "what was found valid")
+    return StageResult(table, validated("rejected", rejected, "what was found invalid"), report)
 
 
-def _known(tables: Tables) -> _Verdicts:
-    """What earlier runs of this decoder found out. A caption that was refused had sound pixels before it."""
-    previous = tables.read_previous(STAGE)
-    if previous is None:
-        return _Verdicts()
-    same = previous.filter(pl.col("decoder") == DECODER)
-    if len(previous) and not len(same):
-        return _Verdicts()
-    verdicts = _Verdicts(sound=set(same["content_hash"]))
-    for row in tables.read_rejected(STAGE).iter_rows(named=True):
-        if row["content_hash"] is None:
-            continue
-        if row["reason"] in OF_CONTENT and len(same):
-            error = ImageError(row["reason"], row["detail"], fix=row["fix"], where=row["path"])
-            verdicts.refused[row["content_hash"]] = error
-        elif row["reason"].startswith("caption_") and len(same):
-            verdicts.sound.add(row["content_hash"])
-    return verdicts
+def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
+    """With `root`, and `rule`: empty where more than a file and settings decide, such as a listing."""
+    rules = {
+        each.name: (caption_rule(each) if each.focus_columns is None else None) or ""
+        for each in recipe.datasets
+    }
+    roots = {each.name: str(each.root) for each in recipe.datasets}
+    of_dataset = pl.col("dataset")
+    return chosen.with_columns(
+        rule=of_dataset.replace_strict(rules, return_dtype=pl.String),
+        root=of_dataset.replace_strict(roots, return_dtype=pl.String),
+    )
 
 
-def _judge(rows: Sequence[Row], roots: dict[str, Path], verdicts: _Verdicts, log: Log) -> None:
-    """Decode one file of each content that is not known yet, and add the verdicts."""
+_COLUMNS: dict[str, Any] = {**SCHEMAS[STAGE], **CAPTIONS}
+
+
+def _as_before(
+    recipe: Recipe, rows: pl.DataFrame, verdicts: _Verdicts, captions: pl.DataFrame
+) -> pl.DataFrame:
+    """The samples of which nothing has changed, as `_COLUMNS`: file, pixels' verdict and caption."""
+    sound = verdicts.table.filter(pl.col("reason").is_null())
+    known = rows.join(captions, on=["sample_id", "rule"]).join(sound, on="content_hash", how="semi")
+    if verdicts.by_sample:
+        known = known.filter(~pl.col("sample_id").is_in(list(verdicts.by_sample)))
+    now = stats_of(known.select(pl.format("{}/{}", "root", "path")).to_series())
+    unchanged = (known["file_bytes"].to_numpy() == now[:, 0]) & (known["mtime_ns"].to_numpy() == now[:, 1])
+    known = known.filter(pl.Series(unchanged))
+    known = known.filter(same_sidecars(known, pl.col("root"), CLOCK_GRANULARITY_NS))
+    middle = {"focus_x": pl.lit(0.5), "focus_y": pl.lit(0.5), "decoder": pl.lit(DECODER)}
+    return known.with_columns(**middle).select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
+
+
+def _looked_at(
+    rows: pl.DataFrame, verdicts: _Verdicts, captions: _Captions, log: Log
+) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The others, looked at one by one: what is kept, as `_COLUMNS`, and what is rejected."""
+
+    def look(row: Row) -> Row:
+        try:
+            _require_unchanged(f"{row['root']}/{row['path']}", row)
+            problem = verdicts.of(row)
+            if problem is not None:
+                raise problem
+            return captions.read(row)
+        except ImageError as err:
+            return refusal(err, STAGE, row["content_hash"])
+
+    kept: list[Row] = []
+    rejected: list[Row] = []
+    items = rows.rows(named=True)
+    # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
+    looked = in_threads(look, items, log=log, doing="captions read", threads=1)
+    for row, outcome in zip(items, looked, strict=True):
+        made = {**row, "decoder": DECODER, **outcome}
+        columns = REJECTED if "reason" in outcome else _COLUMNS
+        (rejected if "reason" in outcome else kept).append({name: made[name] for name in columns})
+    return pl.DataFrame(kept, schema=_COLUMNS), pl.DataFrame(rejected, schema=REJECTED)
+
+
+def _judge(rows: pl.DataFrame, roots: Mapping[str, Path], known: pl.DataFrame, log: Log) -> _Verdicts:
+    """What is known of each content; one file of those of which nothing is known is decoded."""
+    verdicts = _Verdicts(known)
     unknown: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["content_hash"] not in verdicts.sound and row["content_hash"] not in verdicts.refused:
-            unknown.setdefault(row["content_hash"], []).append(row)
+    for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
+        unknown.setdefault(row["content_hash"], []).append(row)
 
     def judge(same: list[Row]) -> list[ImageError | None]:
         """One answer a file until one is about the content; the others then need none."""
@@ -178,18 +255,24 @@ def _judge(rows: Sequence[Row], roots: dict[str, Path], verdicts: _Verdicts, log
         return answers
 
     groups = list(unknown.values())
+    fresh: list[Row] = []
     for group, answers in zip(
         groups, in_threads(judge, groups, log=log, doing="images decoded"), strict=True
     ):
         verdicts.decoded += 1
         last = answers[-1]
-        if last is None:
-            verdicts.sound.add(group[0]["content_hash"])
-        elif last.reason in OF_CONTENT:
-            verdicts.refused[group[0]["content_hash"]] = last
+        if last is None or last.reason in OF_CONTENT:
+            said: Row = {} if last is None else refusal(last, STAGE, None)
+            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": DECODER})
         for row, answer in zip(group, answers, strict=False):
             if answer is not None:
                 verdicts.by_sample[row["sample_id"]] = answer
+    made = pl.DataFrame([{name: row.get(name) for name in PIXELS} for row in fresh], schema=PIXELS)
+    verdicts.table = pl.concat([known, made])
+    for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
+        error = ImageError(row["reason"], row["detail"], fix=row["fix"])
+        verdicts.refused[row["content_hash"]] = error
+    return verdicts
 
 
 def _decoded(path: Path, row: Row) -> ImageError | None:
@@ -217,25 +300,30 @@ def _require_unchanged(path: str, row: Row) -> None:
         raise changed_error(path)
 
 
-def _report(rows: Sequence[Row], kept: list[Row], rejected: list[Row], verdicts: _Verdicts) -> Report:
-    lengths = sorted(len(row["caption"]) for row in kept)
+def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: _Verdicts) -> Report:
+    lengths = kept["caption"].str.len_chars()
+    sources = kept["caption_from"].str.split(":").list.first().value_counts().sort("caption_from")
     return {
         "samples": len(kept),
-        "in": len(rows),
+        "in": len(raw),
         "kept": len(kept),
         "rejected": len(rejected),
-        "rejected_by_reason": by_reason(rejected),
+        "rejected_by_reason": by_reason(rejected["reason"]),
         "decoded": verdicts.decoded,
-        "known": len({row["content_hash"] for row in rows}) - verdicts.decoded,
-        "captions_from": dict(Counter(row["caption_from"].partition(":")[0] for row in kept)),
-        "caption_characters": {"min": lengths[0], "median": lengths[len(lengths) // 2], "max": lengths[-1]}
-        if lengths
+        "known": raw["content_hash"].n_unique() - verdicts.decoded,
+        "captions_from": dict(sources.rows()),
+        "caption_characters": {
+            "min": lengths.min(),
+            "median": lengths.sort()[len(lengths) // 2],
+            "max": lengths.max(),
+        }
+        if len(lengths)
         else {},
     }
 
 
-def _funnel(tables: Tables, kept: list[Row], rejected: list[Row]) -> Funnel:
+def _funnel(tables: Tables, num_kept: int, rejected: pl.DataFrame) -> Funnel:
     """From the files found by the scan to the samples kept here."""
-    of_scan = tables.read_rejected("raw_images").rows(named=True)
-    reasons = by_reason([*of_scan, *rejected])
-    return Funnel(found=len(kept) + sum(reasons.values()), kept=len(kept), rejected=reasons)
+    of_scan = tables.read_rejected("raw_images")
+    reasons = by_reason(pl.concat([of_scan["reason"], rejected["reason"]]))
+    return Funnel(found=num_kept + sum(reasons.values()), kept=num_kept, rejected=reasons)

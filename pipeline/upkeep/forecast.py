@@ -100,7 +100,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         StoreError: The cache cannot be read.
     """
     raw = scan(recipe, tables, log=log)
-    valid = validate(recipe, raw.table, tables, log=log)
+    valid = validate(recipe, raw.table, tables, log=log, remember=False)
     buckets = assign_buckets(recipe, valid.table, log=lambda _: None)
     rejected: dict[str, int] = defaultdict(int)
     for result in (raw, valid, buckets):

@@ -1,0 +1,128 @@
+"""What earlier validations found out: verdicts about pixels, and captions by the stat of their files.
+
+Both are indexes beside the tables, each replaced whole. One that is missing, damaged or of an older form is
+empty: then everything is looked at anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+
+from pipeline.atomic import write_through
+from pipeline.ingest.folder import signed
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.recipe import DatasetSettings
+    from pipeline.tables import Tables
+
+CAPTIONS_VERSION = 1
+"""Of how a caption file becomes captions; another version reads every one again."""
+
+PIXELS: dict[str, Any] = {
+    "content_hash": pl.String,
+    "decoder": pl.String,
+    "reason": pl.String,
+    "detail": pl.String,
+    "fix": pl.String,
+}
+"""One row a content: null in the last three where it decodes to the last pixel, or why it does not."""
+
+SIDECAR_STAT = ("caption_bytes", "caption_mtime_ns", "caption_ctime_ns", "caption_inode")
+
+CAPTIONS: dict[str, Any] = {
+    "sample_id": pl.String,
+    "rule": pl.String,
+    "caption": pl.String,
+    "more_captions": pl.String,
+    "caption_from": pl.String,
+    "caption_read_ns": pl.Int64,
+    **dict.fromkeys(SIDECAR_STAT, pl.Int64),
+}
+"""One row a sample whose caption was found: what `caption_rule` was, the columns of validated_dataset, when
+the caption was read, and the stat of its file before that; -1 where there is no file."""
+
+_SIDECAR = "sidecar:"
+
+
+class Known:
+    """The two indexes of one recipe, below `output_dir/tables/known`."""
+
+    def __init__(self, tables: Tables) -> None:
+        """Read both."""
+        self._folder = tables.folder / "known"
+        self._pixels = _read(self._folder / "pixels.parquet", PIXELS)
+        self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
+        """As `CAPTIONS`."""
+
+    def pixels(self, decoder: str) -> pl.DataFrame:
+        """The verdicts of this decoder."""
+        return self._pixels.filter(pl.col("decoder") == decoder)
+
+    def write(self, pixels: pl.DataFrame, captions: pl.DataFrame) -> None:
+        """Replace those of which anything has changed; rows are sorted by their first column."""
+        kept = (("pixels", pixels, self._pixels), ("captions", captions, self.captions))
+        for name, rows, before in kept:
+            ordered = rows.sort(rows.columns[0])
+            if not ordered.equals(before):
+                write_through(self._folder / f"{name}.parquet", ordered.write_parquet)
+
+
+def caption_rule(settings: DatasetSettings) -> str | None:
+    """What decides a caption beside its file; None where more than one file and these settings do."""
+    if settings.captions.from_ == "column":
+        return None
+    said = f"{CAPTIONS_VERSION}\0{settings.root}\0{settings.captions.model_dump_json()}"
+    return hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def stats_of(paths: Iterable[str]) -> npt.NDArray[np.int64]:
+    """Size, modification and change time in nanoseconds, and inode of each file: (N, 4); -1 of no file."""
+    rows: list[tuple[int, int, int, int]] = []
+    for path in paths:
+        try:
+            stat = os.stat(path)  # noqa: PTH116 - a hundred thousand times, and without making a Path
+        except OSError:
+            rows.append((-1, -1, -1, -1))
+        else:
+            rows.append((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino)))
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def same_sidecars(rows: pl.DataFrame, roots: pl.Expr, granularity_ns: int) -> pl.Series:
+    """For each row with the columns of `CAPTIONS`: whether its caption's file is the one that was read.
+
+    A file that had changed within the clock's granularity of being read is not trusted, as in git's index.
+
+    Args:
+        rows: Also with what `roots` asks for.
+        roots: The folder that paths are relative to.
+        granularity_ns: Of the coarsest clock.
+    """
+    of_file = pl.col("caption_from").str.starts_with(_SIDECAR)
+    path = pl.format("{}/{}", roots, pl.col("caption_from").str.strip_prefix(_SIDECAR))
+    files = (
+        rows.with_row_index("row").filter(of_file).select("row", *SIDECAR_STAT, "caption_read_ns", path=path)
+    )
+    stats = pl.DataFrame(stats_of(files["path"]), schema=[f"now_{name}" for name in SIDECAR_STAT])
+    settled = pl.col("caption_ctime_ns") + granularity_ns < pl.col("caption_read_ns")
+    same = pl.all_horizontal(settled, *(pl.col(name) == pl.col(f"now_{name}") for name in SIDECAR_STAT))
+    mask = np.ones(len(rows), dtype=np.bool_)
+    mask[files.hstack(stats).filter(~same)["row"].to_numpy()] = False
+    return pl.Series(mask, dtype=pl.Boolean)
+
+
+def _read(path: Path, schema: dict[str, Any]) -> pl.DataFrame:
+    try:
+        rows = pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError):
+        return pl.DataFrame(schema=schema)
+    return rows if dict(rows.schema) == schema else pl.DataFrame(schema=schema)
