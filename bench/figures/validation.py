@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ def _cold(place: Workplace) -> Generator[Sides]:
 
     def ours() -> float:
         project.tables.path("validated_dataset").unlink(missing_ok=True)
+        shutil.rmtree(project.tables.folder / "known", ignore_errors=True)
         return timed(project.validate)()
 
     def limit() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -104,7 +105,11 @@ def _warm(result: StageResult) -> StageResult:
 
 
 def _forget(asset: str) -> Callable[[Project], None]:
-    return lambda project: project.tables.path(asset).unlink(missing_ok=True)
+    def forget(project: Project) -> None:
+        project.tables.path(asset).unlink(missing_ok=True)
+        shutil.rmtree(project.tables.folder / "known", ignore_errors=True)
+
+    return forget
 
 
 def _checks(project: Project) -> None:

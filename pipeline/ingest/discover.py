@@ -88,15 +88,18 @@ def _walk_dataset(settings: DatasetSettings) -> _Scanned:
     suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
     found = walk_listing(settings) if settings.is_listing else walk(settings.path, suffix)
     # Of two Unicode forms of one name the composed is kept, so that the other's spelling is no sample's id.
-    found.images.sort(key=lambda image: (_sample_id(settings.name, image.path), not _is_composed(image.path)))
+    found.images.sort()
+    if not all(image.path.isascii() for image in found.images):
+        found.images.sort(key=lambda image: (_sample_id("", image.path), not _is_composed(image.path)))
     problems = list(found.problems)
     images: dict[str, Found] = {}
     for image in found.images:
-        sample_id = _sample_id(settings.name, image.path)
-        if not _is_text(image.path):
-            problems.append(_undecodable_name(image.path))
+        path = image.path
+        sample_id = f"{settings.name}/{path}" if path.isascii() else _sample_id(settings.name, path)
+        if not path.isascii() and not _is_text(path):
+            problems.append(_undecodable_name(path))
         elif sample_id in images:
-            problems.append(_same_name(image.path, images[sample_id].path))
+            problems.append(_same_name(path, images[sample_id].path))
         else:
             images[sample_id] = image
     rejected = [_rejected(settings.name, problem) for problem in problems]
@@ -104,11 +107,11 @@ def _walk_dataset(settings: DatasetSettings) -> _Scanned:
 
 
 def _sample_id(dataset: str, path: str) -> str:
-    return f"{dataset}/{path if path.isascii() else unicodedata.normalize('NFC', path)}"
+    return f"{dataset}/{unicodedata.normalize('NFC', path)}"
 
 
 def _is_composed(path: str) -> bool:
-    return path.isascii() or unicodedata.is_normalized("NFC", path)
+    return unicodedata.is_normalized("NFC", path)
 
 
 def _is_text(path: str) -> bool:
@@ -146,12 +149,14 @@ def _rejected(dataset: str, problem: Problem) -> Row:
 def _found(datasets: Sequence[_Scanned]) -> pl.DataFrame:
     """The images of all datasets: sample_id, dataset, path and stat."""
     schema: dict[str, Any] = {name: SCHEMAS[STAGE][name] for name in ("sample_id", "dataset", "path", *_STAT)}
-    rows = [
-        (sample_id, dataset.settings.name, *image[:5])
-        for dataset in datasets
-        for sample_id, image in dataset.images
-    ]
-    return pl.DataFrame(rows, schema=schema, orient="row")
+    tables = [pl.DataFrame(schema=schema)]
+    for dataset in datasets:
+        sample_ids = [sample_id for sample_id, _ in dataset.images]
+        path, *stat, _ = zip(*(image for _, image in dataset.images), strict=True) if sample_ids else [()] * 6
+        columns = {"sample_id": sample_ids, "dataset": dataset.settings.name, "path": path}
+        columns |= dict(zip(_STAT, stat, strict=True))
+        tables.append(pl.DataFrame(columns, schema_overrides=schema).select(*schema))
+    return pl.concat(tables)
 
 
 def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import heapq
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
@@ -112,6 +114,7 @@ class _Walker:
         """First all that is really below the root, then its links in the order of their names."""
         self._below("")
         self._following = True
+        self._files_met.update((found.device, found.inode) for found in self.walk.images if self._links)
         while self._links:
             self._follow(heapq.heappop(self._links))
 
@@ -127,12 +130,38 @@ class _Walker:
                     continue
                 self._folders_met.add(identity)
                 with os.scandir(self._root + "/" + folder) as entries:
-                    for entry in entries:
+                    others = entries if self._following else self._plain_files(folder, entries)
+                    for entry in others:
                         self._entry(folder, entry, pending)
             except OSError as err:
                 detail = f"the folder cannot be listed: {err.strerror}"
                 problem = Problem(folder, "unreadable_folder", detail, "make it readable, or move it away")
                 self.walk.problems.append(problem)
+
+    def _plain_files(self, folder: str, entries: Iterable[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+        """Meet what most entries are, images and the captions beside them, and give back the others.
+
+        It does what `_entry` does of each, in fewer steps: there may be a hundred thousand.
+        """
+        images, captions, before = self.walk.images, self.walk.captions, len(self.walk.captions)
+        ending = self._caption_suffix or "/"
+        caption_suffix = ending.rpartition(".")[2].lower()
+        for entry in entries:
+            name = entry.name
+            suffix = name.rpartition(".")[2]
+            is_image = suffix in SUFFIXES
+            is_caption = not is_image and name.endswith(ending) and caption_suffix not in SUFFIXES
+            plain = (is_image or is_caption) and name[0] != "." and len(suffix) < len(name)
+            if not plain or name in JUNK or not entry.is_file(follow_symlinks=False):
+                yield entry
+            elif is_caption:
+                captions.append(folder + name)
+            else:
+                with suppress(FileNotFoundError):  # it went while the folder was listed
+                    images.append(_found(folder + name, entry.stat(follow_symlinks=False)))
+        if len(captions) > before:
+            self.walk.suffixes[caption_suffix] += len(captions) - before
+            self.walk.passed_over["captions"] += len(captions) - before
 
     def _entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
         name = entry.name
@@ -181,8 +210,7 @@ class _Walker:
             return False
 
     def _image(self, path: str, stat: os.stat_result) -> None:
-        times = stat.st_mtime_ns, stat.st_ctime_ns
-        found = Found(path, stat.st_size, *times, signed(stat.st_ino), stat.st_dev)
+        found = _found(path, stat)
         self.walk.images.append(found)
         self._files_met.add((found.device, found.inode))
 
@@ -215,6 +243,11 @@ class _Walker:
             self.walk.problems.append(Problem(path, "broken_link", detail, "repair or remove the link"))
         else:
             self.walk.passed_over["broken_links"] += 1
+
+
+def _found(path: str, stat: os.stat_result) -> Found:
+    inode = signed(stat.st_ino)
+    return Found(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode, stat.st_dev)
 
 
 def open_unblocked(path: str) -> BufferedReader:
