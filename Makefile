@@ -61,7 +61,6 @@ bench-compare: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
 
 ui: install
-	mkdir -p .dagster
 	DAGSTER_HOME="$(CURDIR)/.dagster" $(BIN)/dagster dev -w workspace.yaml --host 127.0.0.1 --port 3000
 
 clean:

@@ -20,13 +20,11 @@ from dagster import (
     schedule,
     sensor,
 )
+from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from assets.naming import RECIPE_TAG
 from pipeline.recipe import Recipe
-
-SENSOR_INTERVAL_S = 30
-"""Between two looks; a state has settled when two looks in a row see it."""
 
 _UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -94,7 +92,7 @@ def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorD
     @sensor(
         job=job,
         name=f"{recipe.name}_dataset_changed",
-        minimum_interval_seconds=SENSOR_INTERVAL_S,
+        minimum_interval_seconds=recipe.recache.settle_s,
         default_status=DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED,
         description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
     )
@@ -121,7 +119,16 @@ def watched(recipe: Recipe) -> list[Path]:
 
 
 def run_under_way(instance: DagsterInstance, recipe: Recipe) -> str | None:
-    """Id of a run of `recipe`'s jobs that has not ended, queued ones included; None when there is none."""
-    filters = RunsFilter(tags={RECIPE_TAG: recipe.name}, statuses=_UNDER_WAY)
-    runs = instance.get_run_records(filters, limit=1)
-    return runs[0].dagster_run.run_id if runs else None
+    """Id of a run of `recipe` that has not ended, queued ones included; None when there is none.
+
+    That is a run of its jobs, or one in which some of its assets were selected by hand.
+    """
+    of_jobs = RunsFilter(tags={RECIPE_TAG: recipe.name}, statuses=_UNDER_WAY)
+    runs = [record.dagster_run for record in instance.get_run_records(of_jobs, limit=1)]
+    by_hand = RunsFilter(job_name=IMPLICIT_ASSET_JOB_NAME, statuses=_UNDER_WAY)
+    runs += [
+        record.dagster_run
+        for record in instance.get_run_records(by_hand)
+        if any(key.path[0] == recipe.name for key in record.dagster_run.asset_selection or ())
+    ]
+    return runs[0].run_id if runs else None

@@ -13,6 +13,11 @@ LAUNCHER_RESOURCE = "launcher"
 RECIPE_TAG = "latentline/recipe"
 """On each run of a recipe's jobs, so that schedule and sensor see whether one is under way."""
 
+GPU_POOL = "gpu"
+"""Steps that may hold a model; `.dagster/dagster.yaml` lets one at a time run."""
+
+_USING_GPU = {"vae_latents", "text_embeddings", "trained_lora"}
+
 _DECIDED_BY: dict[str, set[str]] = {
     "raw_images": {"datasets"},
     "validated_dataset": {"datasets"},
@@ -37,6 +42,7 @@ class AssetSettings(TypedDict):
     description: str
     io_manager_key: str
     code_version: str
+    pool: str | None
 
 
 def asset_settings(recipe: Recipe, asset: str, description: str) -> AssetSettings:
@@ -47,6 +53,7 @@ def asset_settings(recipe: Recipe, asset: str, description: str) -> AssetSetting
         "description": description,
         "io_manager_key": TABLES_RESOURCE,
         "code_version": _code_version(recipe, asset),
+        "pool": GPU_POOL if asset in _USING_GPU else None,
     }
 
 

@@ -111,6 +111,12 @@ class RecacheSettings(Settings):
         default=True,
         description="Whether a sensor starts the cache job when images or captions have changed.",
     )
+    settle_s: int = Field(
+        default=30,
+        ge=5,
+        description="Seconds between two looks of the sensor at the files; a change has settled, and starts "
+        "the job, when two looks in a row see the same. Longer for copies that pause, or for many files.",
+    )
     enabled: bool = Field(default=False, description="The one switch for the schedule and the sensor.")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from dagster import (
+    AssetKey,
     DagsterInstance,
     DagsterRunStatus,
     DefaultScheduleStatus,
@@ -110,6 +111,19 @@ def test_O07_sensor_and_schedule_wait_for_a_run_of_the_recipe_and_name_it(
     tick = schedule.evaluate_tick(build_schedule_context(instance, repository_def=ticks.repository))
     assert tick.run_requests is not None
     assert len(tick.run_requests) == 1
+
+
+def test_O07_the_sensor_waits_for_assets_that_were_selected_by_hand(
+    tmp_path: Path, instance: DagsterInstance
+) -> None:
+    ticks = Ticks(tmp_path, instance)
+    ticks.look()
+    job = ticks.repository.get_job("__ASSET_JOB")
+    chosen = frozenset({AssetKey(["flowers", "raw_images"])})
+    run = instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, asset_selection=chosen)
+    assert run.run_id in ticks.look()
+    instance.report_run_canceled(run)
+    assert ticks.look() == "run"
 
 
 def test_a_dataset_that_is_gone_is_a_reason_to_skip(tmp_path: Path, instance: DagsterInstance) -> None:

@@ -1,0 +1,101 @@
+"""The sensor under Dagster's real daemon, while files arrive."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from dagster import DagsterInstance
+from dagster._core.scheduler.instigation import InstigatorTick, TickStatus
+
+from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
+
+NUM_ARRIVING = 8
+ARRIVE_EVERY_S = 2.0
+"""Shorter than the 5 s between two looks: every look sees another state."""
+
+UNCHANGED = "nothing has changed since the last run was asked for"
+
+
+def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:
+    """Finished looks of the recipe's sensor, the oldest first."""
+    state = next(iter(instance.all_instigator_state()), None)
+    if state is None:
+        return []
+    ticks = instance.get_ticks(state.instigator_origin_id, state.selector_id)
+    return [tick for tick in reversed(ticks) if tick.status != TickStatus.STARTED]
+
+
+def more_ticks(instance: DagsterInstance, number: int) -> tuple[int, int]:
+    """Ticks so far, and how many there are when `number` more have ended."""
+    have = len(ticks_of(instance))
+    return have, have + number
+
+
+def overlapping(instance: DagsterInstance) -> list[str]:
+    records = sorted(instance.get_run_records(), key=lambda record: record.start_time or 0.0)
+    pairs = itertools.pairwise(records)
+    return [two.dagster_run.run_id for one, two in pairs if (one.end_time or 0.0) > (two.start_time or 0.0)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_O05_O06_one_run_when_files_have_settled_none_unchanged_one_more_when_reverted(
+    cached, tmp_path: Path
+) -> None:
+    cached.recipe(recache={"cron": None, "on_change": True, "enabled": True, "settle_s": 5})
+    home, log = make_home(tmp_path / "home"), tmp_path / "daemon.log"
+    arrived: list[datetime] = []
+    stop = threading.Event()
+
+    def arrive() -> None:
+        for index in range(NUM_ARRIVING):
+            for suffix in (".png", ".txt"):
+                shutil.copy(cached.data / f"photo0{suffix}", cached.data / f"new{index}{suffix}")
+            arrived.append(datetime.now(tz=UTC))
+            if stop.wait(ARRIVE_EVERY_S):
+                return
+
+    command = [sys.executable, "-m", "dagster._daemon", "run", "-m", "assets.definitions"]
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+    with (
+        DagsterInstance.from_config(str(home)) as instance,
+        running(command, environment=environment, cwd=tmp_path, log=log),
+    ):
+        until(lambda: succeeded(instance, 1), "the run of the first state", seconds=120, log=log)
+
+        writer = threading.Thread(target=arrive)
+        writer.start()
+        try:
+            until(lambda: succeeded(instance, 2), "a run after files arrived", seconds=120, log=log)
+        finally:
+            stop.set()
+            writer.join()
+        assert len(arrived) == NUM_ARRIVING
+        asked = instance.get_run_records()[0].create_timestamp
+        assert asked > arrived[-1], "a run was asked for while files were still arriving"
+        assert cached.report("vae_latents")["samples"] == 5 + NUM_ARRIVING
+
+        have, wanted = more_ticks(instance, 3)
+        until(lambda: len(ticks_of(instance)) >= wanted, "three looks", seconds=60, log=log)
+        assert [tick.skip_reason for tick in ticks_of(instance)[have:]] == [UNCHANGED] * (wanted - have)
+        assert len(runs_of(instance)) == 2
+
+        for path in cached.data.glob("new*"):
+            path.unlink()
+        until(lambda: succeeded(instance, 3), "a run of the state that came back", seconds=120, log=log)
+        assert cached.report("vae_latents")["samples"] == 5
+        have, wanted = more_ticks(instance, 2)
+        until(lambda: len(ticks_of(instance)) >= wanted, "two looks", seconds=60, log=log)
+        assert len(runs_of(instance)) == 3
+        assert overlapping(instance) == []
+
+        waited = [tick.skip_reason or "" for tick in ticks_of(instance)]
+        settling = re.compile(r"files are changing \(state [0-9a-f]{16}\): waiting until they settle")
+        assert any(settling.fullmatch(reason) for reason in waited), waited

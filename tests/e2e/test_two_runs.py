@@ -1,0 +1,133 @@
+"""Two real runs at once with the project's DAGSTER_HOME: one GPU, one run a recipe, a run that dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
+
+from assets.naming import GPU_POOL
+from tests.e2e.daemon import make_home, running, runs_of, until
+
+ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "sample_every": 0}
+
+
+def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[DagsterEventType, float]:
+    """When the step began and ended, as far as it has."""
+    kinds = {DagsterEventType.STEP_START, DagsterEventType.STEP_SUCCESS, DagsterEventType.STEP_FAILURE}
+    entries = instance.all_logs(run.run_id, of_type=kinds)
+    return {
+        entry.get_dagster_event().event_type: entry.timestamp for entry in entries if entry.step_key == step
+    }
+
+
+def holders(instance: DagsterInstance) -> set[str]:
+    """Runs that hold the pool."""
+    info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
+    return {slot.run_id for slot in info.claimed_slots}
+
+
+@pytest.mark.parametrize("step", ["vae_latents", "text_embeddings"])
+def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, step: str) -> None:
+    with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
+        storage = instance.event_log_storage
+        storage.claim_concurrency_slot(GPU_POOL, "another", "its_trained_lora")
+        results: list[bool] = []
+        job = threading.Thread(target=lambda: results.append(cached.execute("cache", instance).success))
+        job.start()
+        log = tmp_path / "none.log"
+        log.touch()
+        try:
+            until(lambda: "validated_dataset" in _ended(instance), "the steps before", seconds=60, log=log)
+            until(lambda: storage.get_concurrency_info(GPU_POOL).pending_steps, "a wait", seconds=60, log=log)
+            assert step not in _begun(instance)
+        finally:
+            storage.free_concurrency_slots_for_run("another")
+            job.join()
+        assert results == [True]
+        assert step in _ended(instance)
+        assert holders(instance) == set()
+
+
+def _begun(instance: DagsterInstance) -> set[str]:
+    return _assets_of(instance, DagsterEventType.STEP_START)
+
+
+def _ended(instance: DagsterInstance) -> set[str]:
+    return _assets_of(instance, DagsterEventType.STEP_SUCCESS)
+
+
+def _assets_of(instance: DagsterInstance, kind: DagsterEventType) -> set[str]:
+    entries = [entry for run in runs_of(instance) for entry in instance.all_logs(run.run_id, of_type=kind)]
+    return {str(entry.step_key).removeprefix("small__") for entry in entries}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_O08_a_killed_run_gives_back_the_gpu_and_its_place_to_those_who_waited(
+    cached, tmp_path: Path
+) -> None:
+    """One run trains on; another recipe wants the GPU, a job of the same recipe its turn. Then kill -9."""
+    cached.recipe(training={**ENDLESS, "lora": {"rank": 2, "alpha": 2.0}})
+    other = cached.copy_to(tmp_path / "other")
+    text = other.file.read_text("utf-8")
+    (cached.file.parent / "other.yaml").write_text(text, encoding="utf-8")
+    home, log = make_home(tmp_path / "home"), tmp_path / "daemon.log"
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+
+    def dagster(*arguments: str) -> list[str]:
+        return [sys.executable, "-m", "dagster", *arguments, "-m", "assets.definitions"]
+
+    daemon = [sys.executable, "-m", "dagster._daemon", "run", "-m", "assets.definitions"]
+    with (
+        DagsterInstance.from_config(str(home)) as instance,
+        running(daemon, environment=environment, cwd=tmp_path, log=log),
+    ):
+        first = subprocess.Popen(
+            dagster("job", "execute", "-j", "small_train"),
+            env=environment,
+            cwd=tmp_path,
+            stderr=subprocess.DEVNULL,
+        )
+        try:
+            until(lambda: _trains(instance), "the first training", seconds=120, log=log)
+            (endless,) = runs_of(instance)
+            for job in ("other_train", "small_cache"):
+                command = dagster("job", "launch", "-j", job)
+                subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
+            _, training, cache = runs_of(instance)
+            pending = lambda: instance.event_log_storage.get_concurrency_info(GPU_POOL).pending_steps  # noqa: E731
+            until(pending, "the second training to want the GPU", seconds=120, log=log)
+            assert holders(instance) == {endless.run_id}
+            assert status(instance, cache) == DagsterRunStatus.QUEUED
+        finally:
+            first.send_signal(signal.SIGKILL)
+            first.wait()
+        ended = [(endless, DagsterRunStatus.FAILURE)]
+        ended += [(run, DagsterRunStatus.SUCCESS) for run in (training, cache)]
+        for run, wanted in ended:
+            until(
+                lambda run=run, wanted=wanted: status(instance, run) == wanted,
+                f"{run.job_name}: {wanted}",
+                seconds=180,
+                log=log,
+            )
+        assert "has ended without a word" in log.read_text()
+        assert holders(instance) == set()
+
+
+def _trains(instance: DagsterInstance) -> bool:
+    return any(
+        DagsterEventType.STEP_START in step_moments(instance, run, "small__trained_lora")
+        for run in runs_of(instance)
+    )
+
+
+def status(instance: DagsterInstance, run: DagsterRun) -> DagsterRunStatus | None:
+    now = instance.get_run_by_id(run.run_id)
+    return now.status if now else None
