@@ -4,7 +4,7 @@ A gate is a blocking check with severity ERROR: its step fails, and nothing down
 `checks.<asset>.run` decides; here its findings become Dagster's results.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -19,18 +19,14 @@ from dagster import (
     multi_asset_check,
 )
 
-from assets.last_words import failures_stated
 from assets.naming import asset_key
 from assets.publishing import report_metadata, table_metadata
 from pipeline.checks.names import SPECS
-from pipeline.errors import GateClosedError
 from pipeline.recipe import Recipe
+from resources.failures import failures_stated
 
 if TYPE_CHECKING:
     from pipeline.checks.base import Finding
-
-MAX_NAMED_ROWS = 5
-"""Of a closed gate in the text that the terminal shows; the check's metadata has more."""
 
 
 def asset_checks(recipe: Recipe) -> list[AssetChecksDefinition]:
@@ -48,6 +44,7 @@ def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
     @multi_asset_check(name=f"{recipe.name}__{asset}__checks", specs=specs, can_subset=True)
     def run_checks(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
         from pipeline.checks.base import CheckContext
+        from pipeline.checks.closed import closed_gates_error
         from pipeline.tables import Tables
 
         selected = {check.name for check in context.selected_asset_check_keys}
@@ -56,7 +53,9 @@ def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
             findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
             chosen = [finding for finding in findings if finding.name in selected]
             yield from (_result(key, finding) for finding in chosen)
-            _require_open(key, [finding for finding in chosen if finding.closes])
+            closed = [finding for finding in chosen if finding.closes]
+            if closed:  # Dagster itself would only count them
+                raise closed_gates_error({key.to_user_string(): closed})
 
     return run_checks
 
@@ -73,25 +72,3 @@ def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
         description=text,
         metadata={**report_metadata(finding.numbers), **where, **fix},
     )
-
-
-def _require_open(key: AssetKey, closed: "Sequence[Finding]") -> None:
-    """Fail the step with what, where and fix of each closed gate; Dagster itself would only count them."""
-    if not closed:
-        return
-    rows = dict.fromkeys(line for finding in closed for line in _named_rows(finding))
-    raise GateClosedError(
-        "\n".join(f"{finding.name}: {finding.summary}" for finding in closed),
-        where="\n".join([f"asset {key.to_user_string()}", *rows]),
-        fix="\n".join(f"{finding.name}: {finding.fix}" for finding in closed),
-    )
-
-
-def _named_rows(finding: "Finding") -> list[str]:
-    """A line for each of the first rows, without their fixes: those are in the finding's own."""
-    rows = [
-        ", ".join(str(value) for name, value in row.items() if name != "fix")
-        for row in finding.rows[:MAX_NAMED_ROWS]
-    ]
-    more = int(finding.numbers.get("num_rows", len(rows))) - len(rows)
-    return rows + ([f"and {more} more for {finding.name}"] if more > 0 else [])

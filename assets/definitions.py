@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from dagster import Definitions, in_process_executor
 
-from assets.last_words import keep
+from assets.last_words import keep, listen
 from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
+from assets.run_end import RunTables
 from pipeline.errors import RecipeError
 from pipeline.model_sizes import require_divisible
 from pipeline.recipe import Recipe, load_recipes
 from resources.launcher import AccelerateLauncher
-from resources.tables import TableIOManager
 
 
 def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
@@ -23,7 +23,7 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
     output_dirs = {recipe.name: str(recipe.output_dir) for recipe in recipes}
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: TableIOManager(output_dirs=output_dirs),
+            TABLES_RESOURCE: RunTables(output_dirs=output_dirs),
             LAUNCHER_RESOURCE: AccelerateLauncher(),
         },
         executor=in_process_executor,
@@ -32,6 +32,7 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
 
 
 def _load() -> Definitions:
+    listen()
     try:
         recipes = load_recipes()
         require_divisible(recipes)

@@ -13,11 +13,11 @@ from dagster import (
 )
 
 from assets.isolation import isolation_result, require_isolated
-from assets.last_words import failures_stated
 from assets.naming import asset_key, asset_settings
 from assets.publishing import publish
 from pipeline.checks.names import PATH_ISOLATION
 from pipeline.recipe import Recipe
+from resources.failures import failures_stated
 
 DESCRIPTION = "Every image file of the datasets: where it lies, its size after orientation, its content hash."
 

@@ -6,10 +6,10 @@ from typing import Any
 from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
 
 from assets.isolation import require_isolated
-from assets.last_words import failures_stated
 from assets.naming import asset_key, asset_settings
 from assets.publishing import publish
 from pipeline.recipe import Recipe
+from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (

@@ -60,6 +60,10 @@ class FamilyError(ModelError):
     """A base model of a family that Latentline does not know."""
 
 
+class SystemRefusalError(LatentlineError):
+    """A file or folder that the system did not let us read or write."""
+
+
 class LaunchError(LatentlineError):
     """A launched process that failed or died."""
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from dagster import ConfigurableIOManager, InputContext, OutputContext
 
+from resources.failures import failures_stated
+
 if TYPE_CHECKING:
     import polars as pl
 
@@ -25,14 +27,16 @@ class TableIOManager(ConfigurableIOManager):
     output_dirs: dict[str, str]
 
     def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
-        """Replace the asset's table; raises `TableError` when it is not what the schema says."""
-        tables, asset = self._tables(context.asset_key.path)
-        context.add_output_metadata({"table": str(tables.write(asset, obj)), "rows": obj.height})
+        """Replace the asset's table; fails as `failures_stated` when it is not what the schema says."""
+        with failures_stated():
+            tables, asset = self._tables(context.asset_key.path)
+            context.add_output_metadata({"table": str(tables.write(asset, obj)), "rows": obj.height})
 
     def load_input(self, context: InputContext) -> pl.DataFrame:
-        """The upstream asset's table as last written; raises `TableError` when there is none."""
-        tables, asset = self._tables(context.asset_key.path)
-        return tables.read(asset)
+        """The upstream asset's table as last written; fails as `failures_stated` when there is none."""
+        with failures_stated():
+            tables, asset = self._tables(context.asset_key.path)
+            return tables.read(asset)
 
     def _tables(self, key: object) -> tuple[Tables, str]:
         from pipeline.tables import Tables

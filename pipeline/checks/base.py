@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -111,12 +111,14 @@ class Finding:
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
     """One finding for each check of `asset`, in the order of `names.SPECS`.
 
-    A failed gate that `checks.allow` names becomes a warning which says so.
+    A failed gate that `checks.allow` names becomes a warning which says so. `<recipe>` in a fix becomes the
+    recipe's name.
     """
     specs = SPECS[asset]
     assert set(outcomes) == {spec.name for spec in specs}, f"{asset}: {sorted(outcomes)}"
     allowed = context.recipe.checks.allow
-    return [_finding(spec, outcomes[spec.name], spec.name in allowed) for spec in specs]
+    found = [_finding(spec, outcomes[spec.name], spec.name in allowed) for spec in specs]
+    return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in found]
 
 
 def _finding(spec: CheckSpec, outcome: Outcome, allowed: bool) -> Finding:

@@ -24,7 +24,10 @@ from pipeline.store import EntrySpec, EntryStat, Kind, Store
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
-REPAIR = "run the job <recipe>_cache again: it makes what is missing or damaged"
+REPAIR = (
+    "run the cache job, which makes what is missing or damaged: "
+    "dagster job execute -m assets.definitions -j <recipe>_cache"
+)
 
 
 class Problems:

@@ -19,8 +19,8 @@ from pipeline import tables as table_schemas
 from pipeline.atomic import write_bytes, write_text, write_through
 from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
+from pipeline.checks.closed import closed_gates_error
 from pipeline.entries import Entries
-from pipeline.errors import GateClosedError
 from pipeline.geometry import placement_of
 from pipeline.lora_files import PROVENANCE_FILE
 from pipeline.lora_search import TABLE_FILE, caption_hash
@@ -77,7 +77,7 @@ def train_lora(
         LaunchError: The training processes died or were stopped; a checkpoint is kept.
     """
     watch = Stopwatch()
-    require_valid_inputs(recipe, log)
+    require_valid_inputs(recipe)
     entries = Entries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
     require_trackers(recipe.training)
@@ -116,26 +116,19 @@ def train_lora(
     return StageResult(table, table_schemas.empty("rejected"), {**report, **watch.numbers()})
 
 
-def require_valid_inputs(recipe: Recipe, log: Log) -> None:
+def require_valid_inputs(recipe: Recipe) -> None:
     """Run the checks of both caches; training never starts on data that a gate refuses.
 
     Raises:
-        GateClosedError: Names the first closed gate, and how many there are.
+        GateClosedError: Names every closed gate of both, as their own checks do.
     """
     context = CheckContext(recipe, Tables(recipe.output_dir))
-    closed = [
-        (asset, finding)
+    closed = {
+        f"{recipe.name}/{asset}": [finding for finding in check.run(context) if finding.closes]
         for asset, check in (("vae_latents", vae_latents), ("text_embeddings", text_embeddings))
-        for finding in check.run(context)
-        if finding.closes
-    ]
-    for asset, finding in closed:
-        log(f"{asset}: the gate {finding.name} is closed: {finding.summary}")
-    if closed:
-        asset, finding = closed[0]
-        more = f" (and {len(closed) - 1} more gates are closed)" if len(closed) > 1 else ""
-        where = "\n".join([f"{asset}, {finding.name}", *(str(row) for row in finding.rows[:5])])
-        raise GateClosedError(f"{finding.summary}{more}", where=where, fix=finding.fix)
+    }
+    if any(closed.values()):
+        raise closed_gates_error({asset: findings for asset, findings in closed.items() if findings})
 
 
 def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> tuple[Prompt, ...]:
