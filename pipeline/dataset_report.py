@@ -91,9 +91,11 @@ def _by_reason(rejected: pl.DataFrame, roots: dict[str, Path]) -> list[Strip]:
     counts = rejected.group_by("reason").len().sort("len", "reason", descending=[True, False])
     for reason, count in counts.head(NUM_STRIPS).rows():
         some = _spread(rejected.filter(pl.col("reason") == reason), NUM_IN_STRIP)
-        # What the scan did not read is not opened here: a pipe, a link that leads out, a file without rights.
+        # What the scan did not read is not opened here: a pipe, a link that leads out, a file without rights;
+        # nor what would fill the memory.
+        is_safe = reason not in {"too_large", "out_of_memory"}
         shown = [
-            Shown(roots[dataset] / path if content_hash else None)
+            Shown(roots[dataset] / path if content_hash and is_safe else None)
             for dataset, path, content_hash in some.select("dataset", "path", "content_hash").rows()
         ]
         strips.append(Strip(f"{count:,} {reason}", shown))

@@ -35,7 +35,8 @@ PREPROCESSING_VERSION = 1
 say when that is."""
 
 MAX_IMAGE_PX = 178_956_970
-"""Height times width of the largest image that is decoded: 537 MB as RGB; where Pillow too would refuse."""
+"""Height times width of the largest image that is decoded, unless the recipe's `checks.max_image_pixels` says
+otherwise: 537 MB as RGB; where Pillow too would refuse."""
 
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """What a verdict about a file's pixels holds for; with another one each file is decoded anew."""
@@ -146,7 +147,9 @@ def load_pixels(
     data = read_bytes(path)
     if hash_bytes(data) != content_hash:
         raise changed_error(path)
-    image = decode(data, background)
+    # These bytes were let through by the limit of the recipe, which may be above the default.
+    recorded_px = geometry.original_size.height * geometry.original_size.width
+    image = decode(data, background, max_px=max(MAX_IMAGE_PX, recorded_px))
     if Size(image.height, image.width) != geometry.original_size:
         detail = f"it decodes to {image.height}x{image.width}, recorded is {geometry.original_size}"
         raise ImageError("size_disagrees", detail, where=str(path), fix="materialize raw_images again")
@@ -227,9 +230,8 @@ def _image_error(err: Exception, where: str) -> ImageError:
         return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")
     if isinstance(err, MemoryError):
         fix = "make it smaller, or run on a machine with more memory"
-        return ImageError(
-            "too_large", f"decoding it took more memory than there is ({text})", where=where, fix=fix
-        )
+        detail = f"decoding it took more memory than there is ({text})"
+        return ImageError("out_of_memory", detail, where=where, fix=fix)
     if isinstance(err, (OSError, EOFError)) and ("truncated" in text.lower() or isinstance(err, EOFError)):
         fix = "copy or download it again: its end is missing"
         return ImageError("truncated", text, where=where, fix=fix)
@@ -239,11 +241,12 @@ def _image_error(err: Exception, where: str) -> ImageError:
 def _require_limits(image: Image.Image, max_px: int) -> None:
     width, height = image.size
     fix = "make it smaller, or remove it"
-    if height * width > max_px:
-        detail = f"{height}x{width} are {height * width:,} pixels, the limit is {max_px:,}"
-        raise ImageError("too_large", detail, fix=fix)
     if max(height, width) > MAX_IMAGE_EDGE_PX:
         detail = f"an edge of {height}x{width} is longer than {MAX_IMAGE_EDGE_PX:,} pixels"
+        raise ImageError("too_large", detail, fix=fix)
+    if height * width > max_px:
+        fix += f"; or set checks.max_image_pixels to {height * width} if you trust the file"
+        detail = f"{height}x{width} are {height * width:,} pixels, the limit is {max_px:,}"
         raise ImageError("too_large", detail, fix=fix)
     if min(height, width) < 1:
         raise ImageError("undecodable", f"it has no pixels ({height}x{width})", fix="remove it")

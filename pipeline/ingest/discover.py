@@ -13,6 +13,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any
 
@@ -67,14 +68,15 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
     watch = Stopwatch()
     datasets = [_walk_dataset(settings) for settings in recipe.datasets]
     found = _found(datasets)
-    known = _unchanged(found, tables.read_previous(STAGE))
+    max_px = recipe.checks.max_image_pixels
+    known = _unchanged(found, tables.read_previous(STAGE), max_px)
     fresh = found.join(known, on="sample_id", how="anti")
     log(f"found {len(found):,} image files, {len(known):,} of them unchanged since the last scan")
     roots = {settings.name: settings.root for settings in recipe.datasets}
     paths = [f"{roots[dataset]}/{path}" for dataset, path in fresh.select("dataset", "path").rows()]
     rows: list[Row] = []
     rejected = [row for dataset in datasets for row in dataset.rejected]
-    outcomes = in_threads(_read, paths, log=log, doing="images read")
+    outcomes = in_threads(partial(_read, max_px=max_px), paths, log=log, doing="images read")
     bases = fresh.select("sample_id", "dataset", "path").rows(named=True)
     for base, outcome in zip(bases, outcomes, strict=True):
         (rejected if "reason" in outcome else rows).append({**base, **outcome})
@@ -159,16 +161,17 @@ def _found(datasets: Sequence[_Scanned]) -> pl.DataFrame:
     return pl.concat(tables)
 
 
-def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:
-    """Rows of the last table that still hold: same file, same stat, same decoder, and not racily recent."""
+def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) -> pl.DataFrame:
+    """Rows of the last table that still hold: file, stat, decoder and limit as now, and not racily recent."""
     if previous is None:
         return frame(STAGE, [])
     settled = pl.col("ctime_ns") + CLOCK_GRANULARITY_NS < pl.col("scanned_ns")
-    trusted = previous.filter(settled & (pl.col("decoder") == DECODER))
+    small = pl.col("height").cast(pl.Int64) * pl.col("width") <= max_px
+    trusted = previous.filter(settled & small & (pl.col("decoder") == DECODER))
     return trusted.join(found, on=["sample_id", "dataset", "path", *_STAT], how="semi")
 
 
-def _read(path: str) -> Row:
+def _read(path: str, *, max_px: int) -> Row:
     """What the table says of one file, or why it is rejected. The stat is of the file that was read."""
     scanned_ns = time.time_ns()
     content_hash = None
@@ -177,7 +180,7 @@ def _read(path: str) -> Row:
             stat = _stat(file.fileno(), path)
             content_hash = hashlib.file_digest(file, "sha256").hexdigest()
             file.seek(0)
-            header = read_header(file)
+            header = read_header(file, max_px=max_px)
             if _stat(file.fileno(), path) != stat:
                 raise changed_error(path)
     except ImageError as err:

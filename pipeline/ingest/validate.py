@@ -56,10 +56,9 @@ STAGE = "validated_dataset"
 BIG_IMAGE_PX = 25_000_000
 """Larger images are decoded one at a time, so that memory does not grow with the number of threads."""
 
-OF_CONTENT = frozenset(
-    ["truncated", "undecodable", "not_an_image", "plugin_missing", "empty_file", "too_large"]
-)
-"""Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew."""
+OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "plugin_missing", "empty_file"])
+"""Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew, such as
+`out_of_memory`."""
 
 _ANY_COLOUR = (255, 255, 255)
 
@@ -160,7 +159,7 @@ def validate(
     known = Known(tables)
     before = known.pixels(DECODER)
     log(f"{len(chosen):,} images, verdicts of {len(before):,} contents are known")
-    verdicts = _judge(chosen, {each.name: each.root for each in recipe.datasets}, before, log)
+    verdicts = _judge(recipe, chosen, before, log)
     captions = _Captions.of(recipe, listings)
     told = _with_rule(recipe, chosen)
     same = _as_before(recipe, told, verdicts, known.captions)
@@ -238,9 +237,11 @@ def _looked_at(
     return pl.DataFrame(kept, schema=_COLUMNS), pl.DataFrame(rejected, schema=REJECTED)
 
 
-def _judge(rows: pl.DataFrame, roots: Mapping[str, Path], known: pl.DataFrame, log: Log) -> _Verdicts:
+def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) -> _Verdicts:
     """What is known of each content; one file of those of which nothing is known is decoded."""
     verdicts = _Verdicts(known)
+    roots = {each.name: each.root for each in recipe.datasets}
+    max_px = recipe.checks.max_image_pixels
     unknown: dict[str, list[Row]] = {}
     for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
         unknown.setdefault(row["content_hash"], []).append(row)
@@ -249,7 +250,7 @@ def _judge(rows: pl.DataFrame, roots: Mapping[str, Path], known: pl.DataFrame, l
         """One answer a file until one is about the content; the others then need none."""
         answers: list[ImageError | None] = []
         for row in same:
-            answers.append(_decoded(roots[row["dataset"]] / row["path"], row))
+            answers.append(_decoded(roots[row["dataset"]] / row["path"], row, max_px))
             if answers[-1] is None or answers[-1].reason in OF_CONTENT:
                 break
         return answers
@@ -275,7 +276,7 @@ def _judge(rows: pl.DataFrame, roots: Mapping[str, Path], known: pl.DataFrame, l
     return verdicts
 
 
-def _decoded(path: Path, row: Row) -> ImageError | None:
+def _decoded(path: Path, row: Row, max_px: int) -> ImageError | None:
     """Why the file is not the sound image that the scan saw; None where it is."""
     try:
         data = read_bytes(path)
@@ -283,7 +284,7 @@ def _decoded(path: Path, row: Row) -> ImageError | None:
             raise changed_error(path)
         is_big = row["height"] * row["width"] > BIG_IMAGE_PX
         with _one_big_image if is_big else nullcontext(), one_image(str(path)):
-            image = decode(data, _ANY_COLOUR)
+            image = decode(data, _ANY_COLOUR, max_px=max_px)
         size = Size(image.height, image.width)
         if size != (row["height"], row["width"]):
             detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"

@@ -96,6 +96,14 @@ class CheckSettings(Settings):
     max_rejected_fraction: float = Field(
         default=0.05, ge=0.0, le=1.0, description="A gate closes above this share of rejected samples."
     )
+    max_image_pixels: int = Field(
+        default=178_956_970,
+        ge=1,
+        le=MAX_COUNT,
+        description="An image with more pixels (height times width, as its header says) is rejected as "
+        "`too_large` before any of it is decoded: a guard against files made to fill the memory. Decoding "
+        "takes about 4 bytes a pixel, 700 MB at the default.",
+    )
     allow: tuple[Gate, ...] = Field(
         default=(), description="Gates opened knowingly, by the check's name: they then warn and do not stop."
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DatasetError
-from pipeline.images import hash_bytes
+from pipeline.images import MAX_IMAGE_PX, hash_bytes
 
 Settled = Callable[[], None]
 
@@ -46,6 +46,22 @@ def test_what_is_no_image_is_rejected_with_reason_and_fix_and_the_rest_goes_on(f
     report = result.report
     assert (report["in"], report["kept"], report["rejected"], report["samples"]) == (5, 1, 4, 1)
     assert report["rejected_by_reason"]["not_an_image"] == 2
+
+
+def test_I14_the_pixel_limit_is_the_recipes_and_holds_for_known_files_too(
+    folder: Any, settled: Settled
+) -> None:
+    assert folder.recipe.checks.max_image_pixels == MAX_IMAGE_PX
+    folder.add("small.png", folder.picture(1, 10, 10))
+    folder.add("large.png", folder.picture(2, 40, 50))
+    assert folder.scan().report["kept"] == 2
+    settled()
+    folder.checks = {"max_image_pixels": 1999}
+    lowered = folder.scan()
+    assert reasons(lowered) == {"d/large.png": "too_large"}
+    assert "set checks.max_image_pixels to 2000" in lowered.rejected["fix"].item()
+    folder.checks = {"max_image_pixels": 2000}
+    assert folder.scan().report["kept"] == 2
 
 
 def test_files_that_have_not_changed_are_not_read_again(folder: Any, settled: Settled) -> None:

@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 import skimage
 
+from pipeline.geometry import Geometry
+from pipeline.images import decode, load_pixels
+
 PHOTO = Path(skimage.__file__).parent / "data" / "rocket.jpg"
 
 
@@ -125,6 +128,36 @@ def test_I20_of_two_equal_files_one_vanishes_and_the_other_is_judged(folder: Any
     result = folder.validate()
     assert reasons(result) == {"d/a.png": "vanished"}
     assert result.table["sample_id"].to_list() == ["d/b.png"]
+
+
+def test_I14_the_recipes_pixel_limit_holds_for_pixels_too(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the default it lets an image through all the way to what the VAE sees."""
+    monkeypatch.setattr("pipeline.images.MAX_IMAGE_PX", 100)
+    monkeypatch.setitem(decode.__kwdefaults__, "max_px", 100)
+    folder.add("large.png", folder.picture(2, 40, 50))
+    folder.checks = {"max_image_pixels": 2000}
+    (row,) = folder.ingest().table.rows(named=True)
+    (placed,) = folder.assign().table.rows(named=True)
+    geometry = Geometry.from_row(placed)
+    pixels = load_pixels(folder.root / row["path"], geometry, (0, 0, 0), content_hash=row["content_hash"])
+    assert pixels.shape == (*geometry.target_size, 3)
+
+
+def test_an_image_that_took_too_much_memory_is_tried_again(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.add("a.png")
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as scarce:
+        scarce.setattr("pipeline.colour.to_srgb", out_of_memory)
+        result = folder.ingest()
+    assert reasons(result) == {"d/a.png": "out_of_memory"}
+    assert folder.ingest().report["kept"] == 1
 
 
 def test_filename_and_fixed_captions_need_no_files(folder: Any) -> None:
