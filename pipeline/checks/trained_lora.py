@@ -243,7 +243,7 @@ def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ..
 
 
 def _asked_rank(result: _Result, module: LoraModule) -> int:
-    return result.asked.file_rank_of(module.name, conv=module.is_convolution)
+    return result.asked.file_rank_of(module.name, (module.out_features, module.in_features, *module.kernel))
 
 
 def _file_sizes(result: _Result) -> Outcome:

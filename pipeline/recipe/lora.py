@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
@@ -48,11 +49,21 @@ class LoraSettings(Settings):
     alpha: float = Field(
         default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
     )
-    kind: Literal["lora", "loha"] = Field(
+    kind: Literal["lora", "loha", "lokr"] = Field(
         default="lora",
         description="lora: the product of two matrices (https://arxiv.org/abs/2106.09685). loha: two such "
         "products multiplied value by value (https://arxiv.org/abs/2108.06098), as rich as a LoRA of rank "
-        "x rank with far fewer weights; its files hold that very LoRA, so that every program reads them.",
+        "x rank with far fewer weights. lokr: the Kronecker product of a small matrix and such a product "
+        "(https://arxiv.org/abs/2309.14859), as rich as a LoRA of rank x `lokr_factor`. The files of the "
+        "last two hold that very LoRA, so that every program reads them, and are as large as it.",
+    )
+    lokr_factor: int | None = Field(
+        default=None,
+        ge=2,
+        le=MAX_RANK,
+        description="Of kind lokr: rows and columns of the small matrix, or fewer where they do not divide a "
+        "layer's; null: 8. Larger: fewer weights are trained, and the files grow. With a rank of half the "
+        "larger side of the second matrix or more, that is no product but whole.",
     )
     dropout: float = Field(
         default=0.0,
@@ -135,7 +146,7 @@ class LoraSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _loha_is_plain(self) -> LoraSettings:
+    def _other_kinds_are_plain(self) -> LoraSettings:
         given = {
             "dropout": self.dropout > 0.0,
             "dora": self.dora,
@@ -144,18 +155,40 @@ class LoraSettings(Settings):
             "start_from": self.start_from is not None,
         }
         broken = [
-            Broken(key, f"{key} is not for kind: loha", f"remove {key}, or set kind: lora")
+            Broken(key, f"{key} is not for kind: {self.kind}", f"remove {key}, or set kind: lora")
             for key, is_given in given.items()
-            if is_given and self.kind == "loha"
+            if is_given and self.kind != "lora"
         ]
+        if self.lokr_factor is not None and self.kind != "lokr":
+            what = f"lokr_factor has no effect with kind: {self.kind}"
+            broken.append(Broken("lokr_factor", what, "remove it, or set kind: lokr"))
         if broken:
-            raise_broken(broken, involves=("kind", *given))
+            raise_broken(broken, involves=("kind", "lokr_factor", *given))
         return self
 
-    def file_rank_of(self, module: str, *, conv: bool) -> int:
-        """The rank of the module's matrices in the exported files; arguments as of `size_of`."""
-        rank = self.size_of(module, conv=conv)[0]
+    def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
+        """The rank of the module's matrices in the exported files.
+
+        Args:
+            module: Its dotted path.
+            weight: The shape of its weight: (rows, columns), of a convolution (rows, columns, height, width).
+        """
+        rank = self.size_of(module, conv=max(weight[2:], default=1) > 1)[0]
+        if self.kind == "lokr":
+            left, right = lokr_shapes(weight, self.kronecker_factor)
+            whole = lokr_is_whole(weight, rank, self.kronecker_factor)
+            return min(left) * (min(right) if whole else rank)
         return rank * rank if self.kind == "loha" else rank
+
+    @property
+    def usual_file_rank(self) -> int:
+        """`file_rank_of` of most modules."""
+        return self.rank * {"lora": 1, "loha": self.rank, "lokr": self.kronecker_factor}[self.kind]
+
+    @property
+    def kronecker_factor(self) -> int:
+        """`lokr_factor`, or what it is unless said."""
+        return self.lokr_factor or 8
 
     @property
     def family_modules(self) -> bool:
@@ -191,3 +224,30 @@ class LoraSettings(Settings):
 
     def _proportional(self, rank: int) -> float:
         return self.alpha * rank / self.rank
+
+
+def lokr_shapes(weight: tuple[int, ...], factor: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Rows and columns of the two matrices whose Kronecker product is the weight, flattened to a matrix.
+
+    Rows and columns are each split into two numbers. The first is `factor` where it divides them, or else
+    the largest divisor below it that is the smaller of the two, as peft splits them.
+
+    Args:
+        weight: The weight's shape, (rows, columns, *kernel); the kernel is of the second matrix.
+        factor: What the first matrix has of rows and columns.
+    """
+    (left, right), (top, bottom) = (_split(length, factor) for length in weight[:2])
+    return (left, top), (right, bottom * math.prod(weight[2:]))
+
+
+def lokr_is_whole(weight: tuple[int, ...], rank: int, factor: int) -> bool:
+    """Whether the second matrix is one, and not the product of two of `rank`; the kernel does not count."""
+    return rank >= max(lokr_shapes(weight[:2], factor)[1]) / 2
+
+
+def _split(length: int, factor: int) -> tuple[int, int]:
+    if length % factor == 0:
+        return factor, length // factor
+    largest = min(factor, math.isqrt(length))
+    first = next(number for number in range(largest, 0, -1) if length % number == 0)
+    return first, length // first

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.families.files import read_json
 from pipeline.lora_files import LAYOUTS, LoraModule, layout_file
+from pipeline.training.equal import equal_lora
 from pipeline.training.layouts import (
     DEFECT,
     Effects,
@@ -31,15 +32,15 @@ from pipeline.training.layouts import (
     effects_by_rule,
     layout_tensors,
 )
-from pipeline.training.lora import ADAPTER, delta_weights, equal_lora, magnitudes, row_lengths
+from pipeline.training.lora import ADAPTER, delta_weights, magnitudes, row_lengths
 
 if TYPE_CHECKING:
     from pipeline.families import Family
 
 RELOAD_TOLERANCE = 1e-6
 """Largest difference of a delta weight, relative to the largest delta weight of its module: the files hold
-the very float32 factors, so only the order of a product's additions may differ. Of a LoHa, whose files hold
-products of its factors, ten times as much."""
+the very float32 factors, so only the order of a product's additions may differ. Of a LoHa or LoKr, whose
+files hold products of its factors, ten times as much."""
 
 
 @dataclass(frozen=True)

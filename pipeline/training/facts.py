@@ -14,7 +14,7 @@ from pipeline.runs import RunLayout
 
 if TYPE_CHECKING:
     from pipeline.entries import Entries
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import LoraSettings, Recipe
     from pipeline.training.inputs import TrainingInput
 
 TRAINING_VERSION = 1
@@ -80,7 +80,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         },
         "schedule": schedule,
         "lora": {
-            **training.lora.model_dump(mode="json", exclude={"start_from"}),
+            **_adapter(training.lora),
             "start_from": None if start is None else _file_hash(start),
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
@@ -88,6 +88,11 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         "quantize": training.quantize,
         "compile": training.compile,
     }
+
+
+def _adapter(lora: LoraSettings) -> Facts:
+    facts = lora.model_dump(mode="json", exclude={"start_from", "lokr_factor"})
+    return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
 
 
 def _mix(recipe: Recipe) -> Facts:

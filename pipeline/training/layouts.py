@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.lora_files import Layout, LoraModule, factors
 from pipeline.lora_files import lengths as stored_lengths
-from pipeline.training.lora import ADAPTER, equal_shapes, has_magnitude, lora_modules
+from pipeline.training.equal import equal_shapes
+from pipeline.training.lora import ADAPTER, has_magnitude, lora_modules
 
 if TYPE_CHECKING:
     from pipeline.families import Family

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
-from peft import LoHaConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.loha import LoHaLayer
+from peft.tuners.lokr import LoKrLayer
 from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the adapter that is trained."""
 
-Adapted: TypeAlias = LoraLayer | LoHaLayer
+Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer
 """A module with an adapter."""
 
+AdapterConfig: TypeAlias = LoraConfig | LoHaConfig | LoKrConfig
+"""What peft calls the settings of an adapter."""
 
-def add_lora(
-    denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int
-) -> LoraConfig | LoHaConfig:
+
+def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> AdapterConfig:
     """Freeze the denoiser and put a fresh adapter on the modules that the settings choose.
 
     The new weights are float32 whatever the base's dtype (FAILURES R10), drawn from `seed`; the delta weights
@@ -66,16 +67,14 @@ def add_lora(
 
 def _config(
     settings: LoraSettings, targets: list[str], ranks: dict[str, int], alphas: dict[str, int]
-) -> LoraConfig | LoHaConfig:
+) -> AdapterConfig:
     alpha = cast("int", settings.alpha)  # peft computes with any number
-    if settings.kind == "loha":
-        return LoHaConfig(
-            r=settings.rank,
-            alpha=alpha,
-            target_modules=targets,
-            rank_pattern=ranks,
-            alpha_pattern=alphas,
-        )
+    if settings.kind != "lora":
+        values: dict[str, Any] = {"r": settings.rank, "alpha": alpha, "target_modules": targets}
+        values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
+        if settings.kind == "loha":
+            return LoHaConfig(**values)
+        return LoKrConfig(**values, decompose_factor=settings.kronecker_factor)
     return LoraConfig(
         r=settings.rank,
         lora_alpha=alpha,
@@ -121,43 +120,8 @@ def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None
 def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
     """(name, module) of each module with an adapter, in the model's order."""
     for name, module in denoiser.named_modules():
-        if isinstance(module, LoraLayer | LoHaLayer):
+        if isinstance(module, LoraLayer | LoHaLayer | LoKrLayer):
             yield name, module
-
-
-def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
-    """The weights of the LoRA that does what the adapter does, by peft's names: float32 on the CPU.
-
-    A LoRA is that itself. A LoHa adds (a @ b) * (c @ d), value by value, with `a` and `c` (out, rank) and `b`
-    and `d` (rank, in). That is the product of two matrices of rank x rank columns and rows: column i, j is
-    column i of `a` times column j of `c`, and row i, j is row i of `b` times row j of `d`.
-    """
-    state = adapter_state(denoiser)
-    for name, module in lora_modules(denoiser):
-        if not isinstance(module, LoHaLayer):
-            continue
-        a, b, c, d = (state.pop(f"{name}.hada_w{side}") for side in ("1_a", "1_b", "2_a", "2_b"))
-        kernel = cast("Tensor", cast("Any", module).get_base_layer().weight).shape[2:]
-        up = (a[:, :, None] * c[:, None, :]).flatten(1)
-        down = (b[:, None] * d[None]).flatten(0, 1)
-        state[f"{name}.lora_A.weight"] = down.reshape(len(down), -1, *kernel).contiguous()
-        state[f"{name}.lora_B.weight"] = up.reshape(*up.shape, *(1 for _ in kernel)).contiguous()
-    return state
-
-
-def equal_shapes(module: Adapted) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of one module's two weights in `equal_lora`: (rank, in, *kernel) and (out, rank, *ones).
-
-    Only shapes are read, so that it answers for weights on the meta device too.
-    """
-    adapted = cast("Any", module)
-    if isinstance(module, LoHaLayer):
-        kernel = tuple(adapted.get_base_layer().weight.shape[2:])
-        rows, rank = adapted.hada_w1_a[ADAPTER].shape
-        columns = adapted.hada_w1_b[ADAPTER].shape[1] // math.prod(kernel)
-        return (rank * rank, columns, *kernel), (rows, rank * rank, *(1 for _ in kernel))
-    down, up = (side[ADAPTER].weight.shape for side in (adapted.lora_A, adapted.lora_B))
-    return tuple(down), tuple(up)
 
 
 def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ ModelSpec: https://github.com/Stability-AI/ModelSpec. Nothing volatile is in it.
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.lora_files import PROVENANCE_KEY
 
@@ -23,8 +23,8 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
     prediction = family.prediction_type()
     numbers: dict[str, object] = {
         "ss_network_module": "networks.lora",
-        "ss_network_dim": lora.file_rank_of("", conv=False),
-        "ss_network_alpha": lora.scale_of("", conv=False) * lora.file_rank_of("", conv=False),
+        "ss_network_dim": lora.usual_file_rank,
+        "ss_network_alpha": lora.scale_of("", conv=False) * lora.usual_file_rank,
         "ss_output_name": recipe.name,
         "ss_sd_model_name": recipe.model.base,
         "ss_num_train_images": sum(item.repeats for item in order.trained),
@@ -60,9 +60,11 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
     """What is special about the adapter, under LyCORIS's names where it has them."""
-    kinds: dict[str, object] = {}
-    if lora.kind == "loha":
-        kinds["trained_as"] = {"algo": "loha", "dim": lora.rank, "alpha": lora.alpha}
+    kinds: dict[str, Any] = {}
+    if lora.kind != "lora":
+        kinds["trained_as"] = {"algo": lora.kind, "dim": lora.rank, "alpha": lora.alpha}
+    if lora.kind == "lokr":
+        kinds["trained_as"] = {**kinds["trained_as"], "factor": lora.kronecker_factor}
     if lora.conv_rank is not None:
         kinds["conv_dim"], kinds["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:

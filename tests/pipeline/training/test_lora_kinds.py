@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from peft.tuners.lokr.layer import factorization
 from safetensors.torch import load_file
 
 from pipeline.checks import trained_lora
@@ -20,6 +21,7 @@ from pipeline.families.tiny import TINY, make_tiny_sd3
 from pipeline.lora_files import layout_file, read_lora_file
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.locate import dotted
+from pipeline.recipe.lora import lokr_shapes
 from pipeline.recipe.mistakes import find_mistakes
 from pipeline.tables import Tables
 from pipeline.training.engine import Engine
@@ -52,6 +54,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "locon dora": {"conv_rank": 3, "dora": True},
     "loha": {"kind": "loha", "ranks": [{"modules": "*.attn2.*", "rank": 2}]},
     "loha of convolutions": {"kind": "loha", "conv_rank": 3, "targets": "blocks"},
+    "lokr": {"kind": "lokr", "lokr_factor": 4, "rank": 2, "ranks": [{"modules": "*.attn2.*", "rank": 9}]},
+    "lokr of convolutions": {"kind": "lokr", "conv_rank": 3, "targets": "blocks", "rank": 3},
     "dora": {"dora": True},
     "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
 }
@@ -77,7 +81,7 @@ def loosen(denoiser: Any) -> None:
         for name, weight in denoiser.named_parameters():
             if weight.requires_grad:
                 change = 0.2 * torch.randn(weight.shape, generator=rng)
-                change = change * 2 if "hada" in name else change
+                change = change * 2 if "hada" in name or "lokr" in name else change
                 weight.copy_(weight * (1 + change) if "magnitude" in name else change)
 
 
@@ -187,14 +191,40 @@ def test_a_loha_is_the_product_of_two_products_and_its_files_a_lora_of_rank_time
     assert sum(weight.numel() for weight in (a, b, c, d)) < 16 * (b.shape[1] + len(a))
 
 
-@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha"])
+def test_a_lokr_is_a_kronecker_product_and_its_files_the_lora_of_the_ranks_product(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["lokr"])
+    block = "mid_block.attentions.0.transformer_blocks.0"
+    low, whole = (loose.denoiser.get_submodule(f"{block}.{name}.to_q") for name in ("attn1", "attn2"))
+    left, a, b = (getattr(low, f"lokr_{side}")["default"] for side in ("w1", "w2_a", "w2_b"))
+    expected = low.get_base_layer().weight + 2.0 / 2 * torch.kron(left, a @ b)
+    torch.testing.assert_close(effective(low), expected.detach(), rtol=0, atol=1e-6)
+    left, right = whole.lokr_w1["default"], whole.lokr_w2["default"]
+    expected = whole.get_base_layer().weight + 2.0 / 2 * torch.kron(left, right)
+    torch.testing.assert_close(effective(whole), expected.detach(), rtol=0, atol=1e-6)
+    ranks = {module.name: module.rank for module in loose.exporter.modules(loose.denoiser)}
+    assert ranks[f"{block}.attn1.to_q"] == 4 * 2
+    assert ranks[f"{block}.attn2.to_q"] == 4 * min(right.shape)
+
+
+@pytest.mark.parametrize("factor", [2, 8, 16, 100])
+def test_a_lokr_splits_every_length_as_peft_does(factor: int) -> None:
+    for length in range(1, 700):
+        (left, _), (right, columns) = lokr_shapes((length, 1, 3, 3), factor)
+        assert (left, right) == factorization(length, factor)
+        assert columns == 9
+
+
+@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha", "lokr"])
 def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     make_project: Callable[..., Project], kind: str
 ) -> None:
     lora = {"rank": 4, "alpha": 2.0, **KINDS[kind], "targets": "blocks"}
-    if kind != "loha":
+    plain = "kind" not in lora
+    if plain:
         lora["dropout"] = 0.2
-    cuts = (2,) if kind == "loha" else (1, 3)
+    cuts = (1, 3) if plain else (2,)
     project = make_project(lora=lora, gradient_accumulation=1, steps=2 + 2 * len(cuts))
 
     def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
@@ -211,6 +241,8 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     assert files(project.changed("cut"), *cuts) == whole
     if kind == "loha":
         said = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
+    elif kind == "lokr":
+        said = {"trained_as": {"algo": "lokr", "dim": 2, "alpha": 2.0, "factor": 4}}
     else:
         said = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
         undropped = project.recipe.training.lora.model_copy(update={"dropout": 0.0})
@@ -252,7 +284,12 @@ def effective(module: Any) -> torch.Tensor:
 @pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Lumina Image 2"])
 @pytest.mark.parametrize(
     "lora",
-    [{"dora": True, "rslora": True}, {"ranks": [{"modules": "*", "rank": 3}]}, {"kind": "loha", "rank": 2}],
+    [
+        {"dora": True, "rslora": True},
+        {"ranks": [{"modules": "*", "rank": 3}]},
+        {"kind": "loha", "rank": 2},
+        {"kind": "lokr", "rank": 2, "lokr_factor": 2},
+    ],
 )
 def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
     tmp_path: Path, kind: str, lora: dict[str, Any]
@@ -327,6 +364,8 @@ def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind:
         ({"modules": ["a b"]}, "training.lora.modules[0]", "is no pattern of module paths"),
         ({"dropout": 1.0}, "training.lora.dropout", "less than"),
         ({"kind": "loha", "dora": True}, "training.lora.dora", "is not for kind: loha"),
+        ({"kind": "lokr", "dropout": 0.1}, "training.lora.dropout", "is not for kind: lokr"),
+        ({"lokr_factor": 4}, "training.lora.lokr_factor", "has no effect with kind: lora"),
         ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
         (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
