@@ -41,8 +41,8 @@ def publish(
     Pictures in the folder `pictures` are shown as they are, those that together stay below
     `MAX_PICTURES_BYTES`.
 
-    The data version is a hash of what the table says, so that making the same table again leaves everything
-    downstream as fresh as it was.
+    The data version is a hash of what the table says and of the run that made it, if it was trained, so that
+    making the same again leaves everything downstream as fresh as it was.
     """
     from pipeline.tables import Tables
 
@@ -56,14 +56,19 @@ def publish(
     }
     if pictures is not None:
         metadata |= picture_metadata(pictures)
-    version = DataVersion(content_version(result.table))
+    version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
 
 
-def content_version(table: Any) -> str:
-    """16 hex digits over a Polars table without `VOLATILE_COLUMNS`; the order of its rows counts."""
+def content_version(table: Any, *, run: str = "") -> str:
+    """16 hex digits over a Polars table without `VOLATILE_COLUMNS`; the order of its rows counts.
+
+    Args:
+        table: A Polars frame.
+        run: Id of a training run: other weights may come of the same table.
+    """
     kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
-    return hashlib.sha256(table.select(kept).write_csv().encode("utf-8")).hexdigest()[:16]
+    return hashlib.sha256((table.select(kept).write_csv() + run).encode("utf-8")).hexdigest()[:16]
 
 
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:

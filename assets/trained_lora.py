@@ -3,12 +3,22 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
+from dagster import (
+    AssetExecutionContext,
+    AssetIn,
+    AssetsDefinition,
+    Field,
+    Float,
+    Int,
+    MaterializeResult,
+    Noneable,
+    asset,
+)
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
 from assets.publishing import publish
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, recipe_values
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
@@ -17,12 +27,20 @@ DESCRIPTION = (
 )
 
 
+STEPS = "Optimizer steps, in place of the recipe's steps or epochs; null: as the recipe says."
+
+
 def trained_lora(recipe: Recipe) -> AssetsDefinition:
     """The trained adapter; what it was trained on is its table."""
     names = {"latents": "vae_latents", "text": "text_embeddings"}
     ins = {name: AssetIn(key=asset_key(recipe, upstream)) for name, upstream in names.items()}
 
-    @asset(**asset_settings(recipe, "trained_lora", DESCRIPTION), ins=ins, kinds={"pytorch", "huggingface"})
+    @asset(
+        **asset_settings(recipe, "trained_lora", DESCRIPTION),
+        ins=ins,
+        kinds={"pytorch", "huggingface"},
+        config_schema=_run_settings(recipe),
+    )
     def trained(
         context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
     ) -> Iterator[MaterializeResult[Any]]:
@@ -31,9 +49,23 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
         with failures_stated():
             require_isolated(context.run.run_id, recipe)
             launch = launcher.bind(context, recipe.accelerate)
-            result = train_lora(recipe, latents, text, launch=launch, log=context.log.info)
+            given = context.op_execution_context.op_config
+            result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
             pictures = recipe.output_dir / "reports" / "trained_lora"
             output = publish(recipe, "trained_lora", result, pictures=pictures)
         yield output
 
     return trained
+
+
+def _run_settings(recipe: Recipe) -> dict[str, Field]:
+    """What a run may be given in the launchpad or a `-c` file; what it isn't given is the recipe's."""
+    own = recipe_values(recipe)
+    return {
+        "steps": Field(Noneable(Int), default_value=own["steps"], description=STEPS),
+        "rank": Field(Int, default_value=own["rank"], description="Inner dimension of each adapter matrix."),
+        "learning_rate": Field(Float, default_value=own["learning_rate"], description="After warm-up."),
+        "seed": Field(
+            Int, default_value=own["seed"], description="Decides noise, order and initial weights."
+        ),
+    }

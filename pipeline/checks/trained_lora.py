@@ -30,7 +30,7 @@ from pipeline.lora_files import (
     module_scale,
     read_lora_file,
 )
-from pipeline.recipe import LoraSettings
+from pipeline.recipe import LoraSettings, with_overrides
 from pipeline.runs import Metrics, RunLayout, read_metrics, run_folder
 
 _AGAIN = "delete lora/ and materialize trained_lora again"
@@ -76,7 +76,8 @@ def run(context: CheckContext) -> list[Finding]:
 
 
 def _read(context: CheckContext) -> _Result:
-    recipe = context.recipe
+    # What was asked for is the recipe's, but for what the run that made these files was given in its place.
+    recipe = with_overrides(context.recipe, (context.report("trained_lora") or {}).get("overrides") or {})
     lora = recipe.output_dir / "lora"
     record = _json(lora / PROVENANCE_FILE)
     layout = RunLayout(run_folder(recipe.output_dir, str(record.get("run"))))

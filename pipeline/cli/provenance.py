@@ -43,6 +43,13 @@ def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
         raise SystemExit(1)
 
 
+def _given(record: dict[str, Any]) -> dict[str, object]:
+    given = record.get("overrides") or {}
+    if not given:
+        return {}
+    return {"not the recipe's": ", ".join(f"{name} {value}" for name, value in given.items())}
+
+
 def _summary(record: dict[str, Any]) -> dict[str, object]:
     recipe, model, samples = record["recipe"], record["model"], record["samples"]
     training = recipe["training"]
@@ -52,6 +59,7 @@ def _summary(record: dict[str, Any]) -> dict[str, object]:
         "family": record["facts"]["model"]["family"],
         "steps asked for": training["steps"],
         "seed": training["seed"],
+        **_given(record),
         "images": f"{samples['number']}, sha256 of them all {samples['sha256']}",
         "datasets": ", ".join(dataset["name"] for dataset in recipe["datasets"]),
     }

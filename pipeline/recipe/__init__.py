@@ -11,6 +11,7 @@ from pipeline.recipe.datasets import (
 from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
 from pipeline.recipe.lora import LoraSettings, RankSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
+from pipeline.recipe.overrides import OVERRIDABLE, differing, recipe_values, with_overrides
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -25,6 +26,7 @@ from pipeline.recipe.schema import (
 from pipeline.recipe.training import TrainingSettings
 
 __all__ = [
+    "OVERRIDABLE",
     "AccelerateSettings",
     "BucketSettings",
     "CaptionSettings",
@@ -44,9 +46,12 @@ __all__ = [
     "TextSettings",
     "TimestepSettings",
     "TrainingSettings",
+    "differing",
     "load_recipe",
     "load_recipes",
     "project_root",
     "recipe_from_mapping",
+    "recipe_values",
     "recipes_dir",
+    "with_overrides",
 ]

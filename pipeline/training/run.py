@@ -9,6 +9,7 @@ import json
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,9 @@ from pipeline.entries import Entries
 from pipeline.geometry import placement_of
 from pipeline.lora_files import PROVENANCE_FILE
 from pipeline.lora_search import TABLE_FILE, caption_hash
+from pipeline.recipe import differing, with_overrides
 from pipeline.reports import Log, Report, StageResult, Stopwatch
-from pipeline.runs import RunLayout, read_metrics, run_folder
+from pipeline.runs import RunLayout, read_metrics
 from pipeline.tables import Tables
 from pipeline.training.card import CARD_FILE, SHEET_FILE, model_card
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     from pipeline.launching import Launch
     from pipeline.recipe import Recipe
 
+NO_OVERRIDES: Mapping[str, Any] = {}
+
 MODULE = "pipeline.entrypoints.train"
 
 NUM_DEFAULT_PROMPTS = 2
@@ -57,7 +61,13 @@ CURVE_POINTS = 100
 
 
 def train_lora(
-    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, launch: Launch, log: Log
+    recipe: Recipe,
+    latents: pl.DataFrame,
+    text: pl.DataFrame,
+    *,
+    launch: Launch,
+    log: Log,
+    overrides: Mapping[str, Any] = NO_OVERRIDES,
 ) -> StageResult:
     """Train the recipe's LoRA, or find it trained; afterwards `output_dir/lora` holds it.
 
@@ -67,6 +77,7 @@ def train_lora(
         text: The table of text_embeddings.
         launch: Runs the training processes.
         log: Takes progress lines.
+        overrides: Settings of this run in place of the recipe's, by names of `recipe.OVERRIDABLE`.
 
     Returns:
         One row a sample, with the number of times it was trained on.
@@ -75,27 +86,16 @@ def train_lora(
         GateClosedError: A check of the two caches fails (FAILURES O10); nothing was launched.
         TrainingError: Training failed, or left no usable result.
         LaunchError: The training processes died or were stopped; a checkpoint is kept.
+        RecipeError: The overrides are wrong, or don't go with the recipe.
     """
     watch = Stopwatch()
+    changes = differing(recipe, overrides)
+    recipe = with_overrides(recipe, changes)
+    if changes:
+        log(f"in place of what the recipe says: {', '.join(f'{k} {v}' for k, v in changes.items())}")
     require_valid_inputs(recipe)
-    entries = Entries(recipe)
-    require_objective(recipe.training, entries.family.prediction_type())
-    require_trackers(recipe.training)
-    inputs = training_inputs(recipe, entries, latents, text)
-    epochs, recipe = recipe.training.epochs, with_steps(recipe, inputs)
-    facts = run_facts(recipe, entries, inputs)
-    run = run_id(facts)
-    layout = RunLayout(run_folder(recipe.output_dir, run))
-    order = TrainingOrder(
-        recipe=recipe,
-        base=entries.model_folder,
-        run=run,
-        inputs=inputs,
-        empty_text=entries.text(""),
-        prompts=sample_prompts(recipe, entries, inputs),
-    )
-    table = trained_table(latents, order)
-    order = replace(order, provenance=provenance(recipe, entries, facts, table))
+    order, facts, table = _planned(recipe, latents, text, changes)
+    recipe, epochs, layout = order.recipe, recipe.training.epochs, RunLayout(order.folder)
     with only_one(layout.lock, log):
         finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
         launched = finished is None
@@ -103,7 +103,7 @@ def train_lora(
             finished = _train(order, facts, table, launch=launch, log=log)
             watch.startup_s = finished["startup_s"]
         else:
-            log(f"run {run} is finished and unchanged: nothing is launched")
+            log(f"run {order.run} is finished and unchanged: nothing is launched")
         if finished.get("epochs") != epochs:
             finished["epochs"] = epochs
             mark_finished(layout, finished)
@@ -111,9 +111,33 @@ def train_lora(
         if not (layout.report / LOSSES_FILE).is_file():
             write_run_report(order, layout)
         copy_changed(layout.report, recipe.output_dir / "reports" / "trained_lora")
-    log(f"lora/ holds run {run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
+    log(f"lora/ holds run {order.run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
     report = _report(order, finished, launched=launched)
-    return StageResult(table, table_schemas.empty("rejected"), {**report, **watch.numbers()})
+    report |= {"overrides": changes, **watch.numbers()}
+    return StageResult(table, table_schemas.empty("rejected"), report)
+
+
+def _planned(
+    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, overrides: Mapping[str, Any]
+) -> tuple[TrainingOrder, Facts, pl.DataFrame]:
+    """What is trained, with its provenance; what the run's id is made of; and the table of trained_lora."""
+    entries = Entries(recipe)
+    require_objective(recipe.training, entries.family.prediction_type())
+    require_trackers(recipe.training)
+    inputs = training_inputs(recipe, entries, latents, text)
+    recipe = with_steps(recipe, inputs)
+    facts = run_facts(recipe, entries, inputs)
+    order = TrainingOrder(
+        recipe=recipe,
+        base=entries.model_folder,
+        run=run_id(facts),
+        inputs=inputs,
+        empty_text=entries.text(""),
+        prompts=sample_prompts(recipe, entries, inputs),
+    )
+    table = trained_table(latents, order)
+    origin = {**provenance(recipe, entries, facts, table), "overrides": dict(overrides)}
+    return replace(order, provenance=origin), facts, table
 
 
 def require_valid_inputs(recipe: Recipe) -> None:

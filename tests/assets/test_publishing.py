@@ -40,7 +40,7 @@ def row(**changes: Any) -> dict[str, Any]:
     return {**blank, "sample_id": "photos/a.jpg", **changes}
 
 
-def result(rejected: list[dict[str, Any]], counts: dict[str, int]) -> StageResult:
+def result(rejected: list[dict[str, Any]], counts: dict[str, Any]) -> StageResult:
     table = frame("raw_images", [row()])
     return StageResult(table, frame("rejected", rejected), {"samples": 1, "seconds": 0.5, **counts})
 
@@ -52,6 +52,13 @@ def test_another_stat_is_the_same_data_version_and_other_content_is_another() ->
     )
     assert content_version(frame("raw_images", [row(content_hash="bb")])) != version
     assert content_version(frame("raw_images", [row(width=21)])) != version
+
+
+def test_another_training_run_is_another_data_version_even_with_the_same_table(recipe: Recipe) -> None:
+    versions = [
+        publish(recipe, "raw_images", result([], {"run": run})).data_version for run in ("a", "b", "a")
+    ]
+    assert versions[0] == versions[2] != versions[1]
 
 
 def test_the_stat_of_a_store_entry_is_no_part_of_the_data_version() -> None:
