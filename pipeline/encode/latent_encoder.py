@@ -3,74 +3,100 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from pipeline.encode.feed import ahead
+from pipeline.encode.feed import StalledError, ahead
 from pipeline.encode.order import Job, Order
 from pipeline.encode.outcome import Encoded, Failure, Outcome
+from pipeline.encode.passes import Answer, Passes, Pixels
+from pipeline.encode.probes import probes_first, suspicious, wrong_model
 from pipeline.encode.progress import Progress
 from pipeline.entries import LATENT, MEAN, STD
-from pipeline.errors import LatentlineError, LaunchError
+from pipeline.errors import LatentlineError, ModelError
 from pipeline.families import Posterior, detect
 from pipeline.geometry import Geometry
 from pipeline.image_formats import ImageError
 from pipeline.images import load_pixels
 from pipeline.store import Store, TensorSpec
 
-Pixels = npt.NDArray[np.uint8]
+PATIENCE_S = 300.0
+"""How long one image may be read and decoded before it is given up; far beyond a slow disk's worst."""
 
-GPU_BATCH_PX = 4 * 1024 * 1024
-"""Pixels in one forward pass on a GPU; halved as long as memory runs out."""
+_Decoded: TypeAlias = Iterator[tuple[Job, Future[Pixels | None]]]
 
 
 class LatentEncoder:
-    """A VAE on one device.
-
-    On the CPU each forward pass takes one image, so that a latent's bytes depend on nothing but its key. On a
-    GPU a pass takes images of one shape; their values then differ by the arithmetic of larger batches.
-    """
+    """A VAE on one device, fed by threads that decode; see `Passes` for what comes together in one pass."""
 
     def __init__(self, order: Order, device: str, progress: Progress) -> None:
         """Load the VAE of the order's model."""
         self._family = detect(order.model_folder)
         self._settings = order.settings
-        self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
-        self._vae = self._family.load_vae(self._dtype, device)
-        self._exact_vae: nn.Module | None = self._vae if self._dtype == "float32" else None
-        self._max_px = GPU_BATCH_PX if device != "cpu" else 1
+        self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
 
     def encoded(self, jobs: Sequence[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
-        """Each job with its latent or the reason why there is none; jobs of one shape must be neighbours."""
-        threads = os.cpu_count() or 1
-        depth = threads + 2 * self._batch_size(jobs[0]) if jobs else 1
-        decoded = ahead(jobs, lambda job: self._pixels(job, store), threads=threads, depth=depth)
-        for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
-            batch: list[tuple[Job, Pixels]] = []
-            for job, future in group:
-                self._progress.working_on(job.name)
-                pixels = _outcome(future)
-                if not isinstance(pixels, np.ndarray):
-                    yield job, pixels
-                    continue
-                batch.append((job, pixels))
-                if len(batch) >= self._batch_size(job):
-                    yield from self._batch(batch)
-                    batch = []
-            yield from self._batch(batch)
+        """Each job with its latent or the reason why there is none; jobs of one shape must be neighbours.
 
-    def _batch_size(self, job: Job) -> int:
-        return max(1, self._max_px // job.cost)
+        A few probes come first, each alone.
+
+        Raises:
+            ModelError: The VAE gives latents of another shape than its configuration says, or none that is
+                finite and fits the stored dtype.
+            LaunchError: Memory does not suffice for one image, in tiles either.
+        """
+        probes, others = probes_first(jobs)
+        threads = os.cpu_count() or 1
+        depth = threads + 2 * self._passes.batch_size(probes[0].cost) if probes else 1
+        decoded = ahead(
+            [*probes, *others],
+            lambda job: self._pixels(job, store),
+            threads=threads,
+            depth=depth,
+            patience_s=PATIENCE_S,
+        )
+        yield from self._probed(probes, decoded)
+        for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
+            yield from self._of_one_shape(group)
+
+    def _probed(
+        self, probes: Sequence[Job], decoded: Generator[tuple[Job, Future[Pixels | None]]]
+    ) -> list[tuple[Job, Outcome]]:
+        """The probes' outcomes, if any is of use; otherwise a plain picture shows who is to blame."""
+        found = [end for pair in islice(decoded, len(probes)) for end in self._of_one_shape([pair])]
+        if suspicious([outcome for _, outcome in found]):
+            smallest = min(probes, key=lambda job: job.cost)
+            size = Geometry.from_row(smallest.work).target_size
+            plain = np.full((size.height, size.width, 3), 127, dtype=np.uint8)
+            (answer,) = self._passes.answers([("a plain picture", plain)])
+            outcome = self._finished(smallest, plain, answer)
+            if isinstance(outcome, Failure):
+                raise wrong_model(probes, outcome, str(self._family.folder / "vae"))
+        return found
+
+    def _of_one_shape(self, decoded: _Decoded | list[Any]) -> Iterator[tuple[Job, Outcome]]:
+        batch: list[tuple[Job, Pixels]] = []
+        for job, future in decoded:
+            self._progress.working_on(job.name)
+            pixels = _outcome(future)
+            if not isinstance(pixels, np.ndarray):
+                yield job, pixels
+                continue
+            batch.append((job, pixels))
+            if len(batch) >= self._passes.batch_size(job.cost):
+                yield from self._batch(batch)
+                batch = []
+        yield from self._batch(batch)
 
     def _pixels(self, job: Job, store: Store) -> Pixels | None:
         """What the VAE sees of one image; None when another process has made its entry meanwhile."""
@@ -85,36 +111,21 @@ class LatentEncoder:
         )
         return np.ascontiguousarray(pixels[:, ::-1]) if job.work["flipped"] else pixels
 
-    def _batch(self, batch: list[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
-        """The batch's latents; after an out-of-memory error those of its halves."""
+    def _batch(self, batch: Sequence[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
         if not batch:
             return
-        try:
-            posterior = self._posterior(self._vae, [pixels for _, pixels in batch])
-        except torch.OutOfMemoryError as err:
-            self._shrink(batch, err)
-            middle = len(batch) // 2
-            yield from self._batch(batch[:middle])
-            yield from self._batch(batch[middle:])
-            return
-        for index, (job, pixels) in enumerate(batch):
-            one = Posterior(posterior.mean[index : index + 1], posterior.std[index : index + 1])
-            yield job, self._finished(job, pixels, one)
+        answers = self._passes.answers([(job.name, pixels) for job, pixels in batch])
+        for (job, pixels), answer in zip(batch, answers, strict=True):
+            yield job, self._finished(job, pixels, answer)
 
-    def _posterior(self, vae: nn.Module, images: Sequence[Pixels]) -> Posterior:
-        """Of the images, (B, C, h, w) on the CPU."""
-        stacked = torch.from_numpy(np.stack(images)).to(self._device).permute(0, 3, 1, 2).contiguous()
-        posterior = self._family.posterior(vae, stacked.float() / 127.5 - 1.0)
-        return Posterior(posterior.mean.cpu(), posterior.std.cpu())
-
-    def _finished(self, job: Job, pixels: Pixels, posterior: Posterior) -> Outcome:
+    def _finished(self, job: Job, pixels: Pixels, answer: Answer) -> Outcome:
         """The entry of one image; half precision that overflowed is repeated in float32."""
-        values = self._values(job, posterior)
+        values = self._values(job, answer.posterior)
         if not _finite(values) and self._dtype != "float32":
             self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
-            if self._exact_vae is None:
-                self._exact_vae = self._family.load_vae("float32", self._device)
-            values = self._values(job, self._posterior(self._exact_vae, [pixels]))
+            answer = self._passes.exact(job.name, pixels)
+            values = self._values(job, answer.posterior)
+        self._require_shape(job, values)
         dtype = _tensor(job).dtype
         stored = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
         if not _finite(values):
@@ -127,7 +138,19 @@ class LatentEncoder:
             largest = max(float(value.abs().max()) for value in values.values())
             detail = f"a value of {largest:.4g} does not fit into {dtype}"
             return Failure("latent_overflow", detail, "set latents.dtype to bfloat16 or float32")
-        return Encoded({name: as_stored(value) for name, value in stored.items()}, {})
+        facts = {"tile_px": answer.tile_px} if answer.tile_px else {}
+        return Encoded({name: as_stored(value) for name, value in stored.items()}, facts)
+
+    def _require_shape(self, job: Job, values: Mapping[str, Tensor]) -> None:
+        expected = _tensor(job).shape
+        wrong = {tuple(value.shape) for value in values.values()} - {expected}
+        if wrong:
+            raise ModelError(
+                f"the VAE makes a latent of shape {wrong.pop()} of {job.name}, not of {expected} as its "
+                "configuration promises",
+                where=str(self._family.folder / "vae"),
+                fix="fetch the base model again: its weights and its config.json do not belong together",
+            )
 
     def _values(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
         """Float32 (C, h, w) each: the mean; one draw whose noise the entry's key decides; or both moments.
@@ -141,19 +164,6 @@ class LatentEncoder:
         if self._settings["posterior"] == "sample":
             raw = raw + posterior.std * posterior_noise(job.spec.key, tuple(raw.shape))
         return {LATENT: normalise(raw)[0]}
-
-    def _shrink(self, batch: Sequence[tuple[Job, Any]], err: torch.OutOfMemoryError) -> None:
-        """Halve what a pass takes from here on."""
-        job = batch[0][0]
-        if len(batch) == 1:
-            raise LaunchError(
-                f"memory ran out while encoding {job.name} alone ({job.cost:,} pixels)",
-                where=f"vae_latents on {self._device}",
-                fix="free the device, lower buckets.resolution, or set latents.compute_dtype to bfloat16",
-            ) from err
-        torch.cuda.empty_cache()
-        self._max_px = max(1, len(batch) // 2) * job.cost
-        self._progress.say(f"memory ran out with {len(batch)} images a pass, going on with {len(batch) // 2}")
 
 
 def _tensor(job: Job) -> TensorSpec:
@@ -182,6 +192,9 @@ def _outcome(future: Future[Pixels | None]) -> Pixels | Outcome:
     error = future.exception()
     if isinstance(error, ImageError):
         return Failure(error.reason, error.detail, error.fix)
+    if isinstance(error, StalledError):
+        fix = "see whether its disk answers and the file is an ordinary one; then start the job again"
+        return Failure("stalled", f"reading and decoding it was {error}, and was given up", fix)
     if isinstance(error, Exception) and not isinstance(error, LatentlineError):
         fix = "export the image again, or remove it"
         return Failure("undecodable", f"{type(error).__name__}: {error}", fix)

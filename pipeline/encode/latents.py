@@ -73,6 +73,7 @@ def cache_latents(
         "in": buckets["sample_id"].n_unique(),
         "kept": table["sample_id"].n_unique(),
         "rejected": len(lost),
+        "tiled": sum("tile_px" in made.metadata.get(key, {}) for key in made.encoded),
         **watch.numbers(),
     }
     return StageResult(

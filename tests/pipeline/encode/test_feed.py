@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pipeline.encode.feed import Behind, ahead
+from pipeline.encode.feed import Behind, StalledError, ahead
 
 
 def test_items_come_in_their_order_whatever_takes_long() -> None:
@@ -75,3 +75,19 @@ def test_an_error_behind_comes_out_and_what_came_before_is_finished() -> None:
     with pytest.raises(ZeroDivisionError):
         behind.finish()
     assert done == [1]
+
+
+def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
+    """With more that hang than there are threads."""
+    never = threading.Event()
+
+    def work(item: int) -> int:
+        if item in (1, 2, 3):
+            never.wait(60)
+        return item * item
+
+    ends = list(ahead(range(8), work, threads=2, depth=4, patience_s=0.5))
+    never.set()
+    stalled = [item for item, future in ends if isinstance(future.exception(), StalledError)]
+    assert stalled == [1, 2, 3]
+    assert [future.result() for item, future in ends if item not in stalled] == [0, 16, 25, 36, 49]

@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipeline.encode.latents import cache_latents
 from pipeline.entries import Entries
-from pipeline.errors import StoreError
+from pipeline.errors import ModelError, StoreError
 from pipeline.geometry import Geometry
 from pipeline.launching import LocalLaunch
 from pipeline.reports import StageResult
@@ -210,9 +210,7 @@ def test_an_image_that_changes_after_the_scan_is_rejected_and_the_others_go_on(c
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 5
 
 
-def test_L05_a_latent_that_is_not_finite_is_rejected_alone_and_never_zero(
-    cache, launch_here, tmp_path
-) -> None:
+def test_L05_a_damaged_vae_is_an_error_and_never_a_zero(cache, launch_here, tmp_path) -> None:
     """The first layer of the damaged VAE is infinite."""
     from safetensors.torch import load_file, save_file
 
@@ -223,21 +221,20 @@ def test_L05_a_latent_that_is_not_finite_is_rejected_alone_and_never_zero(
     weights["encoder.conv_in.weight"] = weights["encoder.conv_in.weight"] * float("inf")
     save_file(weights, file, {"format": "pt"})
     recipe = cache.with_settings(model={"base": str(folder)})
-    result = cached(recipe, launch_here)
-    assert result.report["failed"] == 5
-    assert set(result.rejected["reason"]) == {"latent_not_finite"}
+    with pytest.raises(ModelError, match=r"NaN or infinite values.*(?s:.*)fetch the base model again"):
+        cached(recipe, launch_here)
     assert list(cache.recipe.cache_dir.rglob("*.safetensors")) == []
 
 
-def test_L05_a_value_that_does_not_fit_the_stored_dtype_is_rejected_by_that_name(
+def test_L05_values_that_do_not_fit_the_stored_dtype_are_an_error_that_names_the_dtype_that_does(
     cache, launch_here, tmp_path
 ) -> None:
     folder = tmp_path / "loud"
     shutil.copytree(cache.recipe.model.base, folder)
     file = folder / "vae" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": 1e6}))
-    result = cached(cache.with_settings(model={"base": str(folder)}), launch_here)
-    assert set(result.rejected["reason"]) == {"latent_overflow"}
+    with pytest.raises(ModelError, match=r"does not fit into float16(?s:.*)set latents\.dtype to bfloat16"):
+        cached(cache.with_settings(model={"base": str(folder)}), launch_here)
     fits = cache.with_settings(model={"base": str(folder)}, latents={"dtype": "bfloat16"})
     assert cached(fits, launch_here).report["failed"] == 0
 

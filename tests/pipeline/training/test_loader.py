@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +15,10 @@ from pipeline.families import detect
 from pipeline.store import EntrySpec, Store, TensorSpec
 from pipeline.training.inputs import LatentView
 from pipeline.training.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
+from pipeline.training.loop import train
 from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import StepPlan
+from pipeline.training.stopping import StopRequest
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -69,6 +73,25 @@ def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encod
     with pytest.raises(StoreError, match="read") as caught:
         list(micro_inputs(order.plan(), maker_of(order), rank=0, start=0, pin=False))
     assert "text" in caught.value.where
+
+
+def test_T04_training_needs_no_text_encoder_and_no_vae(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Nothing can be kept in memory beside the trainer that is not even on its disk."""
+    order = make_project(steps=2).order()
+    base = shutil.copytree(order.base, tmp_path / "denoiser_only")
+    for part in ("text_encoder", "tokenizer", "vae"):
+        shutil.rmtree(base / part)
+    assert train(replace(order, base=base), Quiet(), StopRequest())
+
+
+class Quiet:
+    def info(self, text: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        pass
 
 
 def test_an_order_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:

@@ -1,0 +1,147 @@
+"""Forward passes of a VAE that take less at once when memory runs out. Imports torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from pipeline.encode.tiling import tiled_posterior
+from pipeline.errors import LaunchError
+from pipeline.families import Family, Posterior
+
+Pixels = npt.NDArray[np.uint8]
+"""Of one image, (H, W, 3)."""
+
+GPU_BATCH_PX = 4 * 1024 * 1024
+"""Pixels in one forward pass on a GPU; halved as long as memory runs out."""
+
+TILES_PX = (512, 256)
+"""Edges of the tiles that are tried, in this order, when not even one image fits."""
+
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC_FAILED")
+"""In the text of a RuntimeError: memory ran out, as the CPU's allocators and CUDA's libraries say it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one image: its posterior (1, C, h, w) on the CPU, and the edge of its tiles, 0 when it was whole."""
+
+    posterior: Posterior
+    tile_px: int
+
+
+class Passes:
+    """A VAE on one device, in one or two precisions.
+
+    On the CPU each forward pass takes one image, so that a latent's bytes depend on nothing but its key. On a
+    GPU a pass takes images of one shape; their values then differ by the arithmetic of larger batches. What
+    an image costs is its area, in pixels.
+    """
+
+    def __init__(self, family: Family, *, dtype: str, device: str, say: Callable[[str], None]) -> None:
+        """Load the VAE in `dtype`; `say` is told when memory runs out."""
+        self._family = family
+        self._device = device
+        self._say = say
+        self._vae = family.load_vae(dtype, device)
+        self._exact_vae: nn.Module | None = self._vae if dtype == "float32" else None
+        self._max_px = GPU_BATCH_PX if device != "cpu" else 1
+        self._too_large_px: float = float("inf")
+
+    def batch_size(self, image_px: int) -> int:
+        """How many images of so many pixels one pass takes now; at least 1."""
+        return max(1, self._max_px // image_px)
+
+    def answers(self, batch: Sequence[tuple[str, Pixels]]) -> Iterator[Answer]:
+        """The posteriors of images of one shape, each with its name, in their order.
+
+        When memory runs out, the batch is halved until one image is left; that one is cut into tiles.
+
+        Raises:
+            LaunchError: Memory does not even suffice for the smallest tiles.
+        """
+        images = [pixels for _, pixels in batch]
+        if len(batch) == 1:
+            yield self._alone(self._vae, *batch[0])
+            return
+        posterior = self._tried(partial(self._whole, self._vae, images))
+        if posterior is not None:
+            for index in range(len(batch)):
+                one = slice(index, index + 1)
+                yield Answer(Posterior(posterior.mean[one], posterior.std[one]), 0)
+            return
+        middle = len(batch) // 2
+        self._max_px = middle * _area(images[0])
+        self._say(f"memory ran out with {len(batch)} images a pass, going on with {middle}")
+        yield from self.answers(batch[:middle])
+        yield from self.answers(batch[middle:])
+
+    def exact(self, name: str, pixels: Pixels) -> Answer:
+        """As `answers`, of one image in float32.
+
+        Raises:
+            LaunchError: As `answers`.
+        """
+        if self._exact_vae is None:
+            self._exact_vae = self._family.load_vae("float32", self._device)
+        return self._alone(self._exact_vae, name, pixels)
+
+    def _alone(self, vae: nn.Module, name: str, pixels: Pixels) -> Answer:
+        area, longest = _area(pixels), max(pixels.shape[:2])
+        if area < self._too_large_px:
+            posterior = self._tried(partial(self._whole, vae, [pixels]))
+            if posterior is not None:
+                return Answer(posterior, 0)
+            self._too_large_px = area
+        tiles_px = [tile_px for tile_px in TILES_PX if tile_px < longest]
+        for tile_px in tiles_px:
+            self._say(f"memory does not suffice for {name} whole, it is encoded in tiles of {tile_px} px")
+            posterior = self._tried(partial(self._in_tiles, vae, pixels, tile_px))
+            if posterior is not None:
+                return Answer(posterior, tile_px)
+        tried = ", in tiles too" if tiles_px else ""
+        raise LaunchError(
+            f"memory ran out while encoding {name} alone ({area:,} pixels){tried}",
+            where=f"vae_latents on {self._device}",
+            fix="free the device, lower buckets.resolution, or set latents.compute_dtype to bfloat16",
+        )
+
+    def _tried(self, work: Callable[[], Posterior]) -> Posterior | None:
+        """What `work` makes, or None when memory runs out meanwhile."""
+        try:
+            return work()
+        except (torch.OutOfMemoryError, MemoryError):
+            pass
+        except RuntimeError as err:
+            if not any(mark in str(err) for mark in _OUT_OF_MEMORY):
+                raise
+        # Only here, behind the except, is the traceback gone that held on to the tensors of the failed pass.
+        gc.collect()
+        if self._device != "cpu":
+            torch.cuda.empty_cache()
+        return None
+
+    def _whole(self, vae: nn.Module, images: Sequence[Pixels]) -> Posterior:
+        """Of the images, (B, C, h, w) on the CPU."""
+        posterior = self._family.posterior(vae, self._loaded(images))
+        return Posterior(posterior.mean.cpu(), posterior.std.cpu())
+
+    def _in_tiles(self, vae: nn.Module, pixels: Pixels, tile_px: int) -> Posterior:
+        encode, multiple = partial(self._family.posterior, vae), self._family.size_multiple()
+        return tiled_posterior(encode, self._loaded([pixels]), tile_px=tile_px, multiple=multiple)
+
+    def _loaded(self, images: Sequence[Pixels]) -> Tensor:
+        """Float tensor (B, 3, H, W) in [-1, 1] on the device."""
+        stacked = torch.from_numpy(np.stack(images)).to(self._device).permute(0, 3, 1, 2).contiguous()
+        return stacked.float() / 127.5 - 1.0
+
+
+def _area(pixels: Pixels) -> int:
+    return pixels.shape[0] * pixels.shape[1]
