@@ -9,6 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from pipeline.refusals import system_number
+
 TEMP_SUFFIX = ".tmp"
 """Of every file that is still being written; nothing finished ends so."""
 
@@ -29,7 +31,8 @@ def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
     temp file is gone, and the first error is the one raised.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full.
+        OSError: The folder cannot be written, or the disk is full; its `filename` is `path`, also where the
+            system refused a library that raises errors of its own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = temp_beside(path)
@@ -39,10 +42,13 @@ def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temp.replace(path)
-    except BaseException:
+    except BaseException as err:
         with suppress(OSError):
             temp.unlink()
-        raise
+        number = system_number(err)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from err
 
 
 def write_bytes(path: Path, data: bytes) -> None:

@@ -33,14 +33,15 @@ def system_refusal(err: BaseException) -> SystemRefusalError | None:
     """
     looked_at: BaseException | None = err
     while looked_at is not None:
-        number = _number(looked_at)
+        number = system_number(looked_at)
         if number is not None:
             return _stated(looked_at, number)
         looked_at = looked_at.__cause__ or looked_at.__context__
     return None
 
 
-def _number(err: BaseException) -> int | None:
+def system_number(err: BaseException) -> int | None:
+    """The system's error number that `err` itself carries or tells; None where there is none."""
     if isinstance(err, OSError):
         return err.errno
     found = _IN_TEXT.search(str(err))

@@ -3,22 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-
-def namespace() -> list[str]:
-    """A command's beginning that may mount a disk which nobody else sees; skips the test without one."""
-    start = ["unshare", "--user", "--map-root-user", "--mount"]
-    if shutil.which("unshare") is None or shutil.which("mount") is None:
-        pytest.skip("no unshare or no mount on this system")
-    if subprocess.run([*start, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not make mount namespaces")
-    return start
+from tests.pipeline.namespaces import namespace
 
 
 def test_L14_a_disk_that_fills_up_meanwhile_loses_nothing_and_the_next_run_goes_on(
