@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pipeline.encode.feed import StalledError, ahead
-from pipeline.encode.order import Job, Order
+from pipeline.encode.order import NUM_PROBES, Job, Order
 from pipeline.encode.outcome import Encoded, Failure, Outcome
 from pipeline.encode.passes import Answer, Passes, Pixels
-from pipeline.encode.probes import probes_first, suspicious, wrong_model
+from pipeline.encode.probes import suspicious, wrong_model
 from pipeline.encode.progress import Progress
 from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import LatentlineError, ModelError
@@ -31,7 +31,7 @@ from pipeline.store import Store, TensorSpec
 PATIENCE_S = 300.0
 """How long one image may be read and decoded before it is given up; far beyond a slow disk's worst."""
 
-_Decoded: TypeAlias = Iterator[tuple[Job, Future[Pixels | None]]]
+_Decoded: TypeAlias = Iterable[tuple[Job, Future[Pixels | None]]]
 
 
 class LatentEncoder:
@@ -45,35 +45,37 @@ class LatentEncoder:
         self._dtype: str = order.settings["compute_dtype"]
         self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
 
-    def encoded(self, jobs: Sequence[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
-        """Each job with its latent or the reason why there is none; jobs of one shape must be neighbours.
+    def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+        """Each job with its latent or the reason why there is none; jobs of one shape should be neighbours.
 
-        A few probes come first, each alone.
+        The first few are probes, each encoded alone.
 
         Raises:
             ModelError: The VAE gives latents of another shape than its configuration says, or none that is
                 finite and fits the stored dtype.
             LaunchError: Memory does not suffice for one image, in tiles either.
         """
-        probes, others = probes_first(jobs)
+        source = iter(jobs)
+        first = next(source, None)
+        if first is None:
+            return
         threads = os.cpu_count() or 1
-        depth = threads + 2 * self._passes.batch_size(probes[0].cost) if probes else 1
+        depth = threads + 2 * self._passes.batch_size(first.cost)
         decoded = ahead(
-            [*probes, *others],
+            chain([first], source),
             lambda job: self._pixels(job, store),
             threads=threads,
             depth=depth,
             patience_s=PATIENCE_S,
         )
-        yield from self._probed(probes, decoded)
+        yield from self._probed(islice(decoded, NUM_PROBES))
         for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
             yield from self._of_one_shape(group)
 
-    def _probed(
-        self, probes: Sequence[Job], decoded: Generator[tuple[Job, Future[Pixels | None]]]
-    ) -> list[tuple[Job, Outcome]]:
+    def _probed(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
         """The probes' outcomes, if any is of use; otherwise a plain picture shows who is to blame."""
-        found = [end for pair in islice(decoded, len(probes)) for end in self._of_one_shape([pair])]
+        found = [end for pair in decoded for end in self._of_one_shape([pair])]
+        probes = [job for job, _ in found]
         if suspicious([outcome for _, outcome in found]):
             smallest = min(probes, key=lambda job: job.cost)
             size = Geometry.from_row(smallest.work).target_size
@@ -84,7 +86,7 @@ class LatentEncoder:
                 raise wrong_model(probes, outcome, str(self._family.folder / "vae"))
         return found
 
-    def _of_one_shape(self, decoded: _Decoded | list[Any]) -> Iterator[tuple[Job, Outcome]]:
+    def _of_one_shape(self, decoded: _Decoded) -> Iterator[tuple[Job, Outcome]]:
         batch: list[tuple[Job, Pixels]] = []
         for job, future in decoded:
             self._progress.working_on(job.name)

@@ -1,13 +1,14 @@
 """What the cache stages and their child processes tell each other: files in one temporary folder.
 
-order.json              written by the stage: the model, the store, and the jobs
+order.json              written by the stage: the model, the store, the settings
+jobs.jsonl              beside it: a line for each job, in the order in which they are taken up
 results-<rank>.jsonl    written by each process: a line for each job as it ends, and a last one for its times
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +18,7 @@ from pipeline.encode.outcome import Failure
 from pipeline.store import EntrySpec, Kind, TensorSpec
 
 ORDER_FILE = "order.json"
+JOBS_FILE = "jobs.jsonl"
 RESULTS_PATTERN = "results-*.jsonl"
 
 
@@ -48,14 +50,33 @@ class Order:
         model_folder: The base model.
         store_root: Where the entries go.
         settings: `compute_dtype`, and for latents `posterior` and `background`.
-        jobs: Each key once.
+        jobs: Each key once; of an order that was read, as they come from the file.
     """
 
     kind: Kind
     model_folder: Path
     store_root: Path
     settings: Mapping[str, Any]
-    jobs: Sequence[Job]
+    jobs: Sequence[Job] | JobsFile
+
+
+class JobsFile:
+    """The jobs of an order, read anew by each iteration: only one is in memory, however many there are."""
+
+    def __init__(self, path: Path, count: int) -> None:
+        """Of `count` jobs; nothing is read yet."""
+        self._path = path
+        self._count = count
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return self._count
+
+    def __iter__(self) -> Iterator[Job]:
+        """In the file's order."""
+        with self._path.open(encoding="utf-8") as file:
+            for line in file:
+                yield _job(json.loads(line))
 
 
 @dataclass
@@ -76,26 +97,35 @@ class Results:
 
 
 def write_order(order: Order, folder: Path) -> Path:
-    """Write the order file into `folder`, which must exist.
+    """Write the order into `folder`, which must exist, its jobs `in_turn`.
 
     Returns:
-        Its path.
+        The path of the order file.
     """
-    fields = {**asdict(order), "model_folder": str(order.model_folder), "store_root": str(order.store_root)}
+    with (folder / JOBS_FILE).open("w", encoding="utf-8") as file:
+        for job in in_turn(list(order.jobs)):
+            file.write(json.dumps(asdict(job)) + "\n")
+    fields = {
+        "kind": order.kind,
+        "model_folder": str(order.model_folder),
+        "store_root": str(order.store_root),
+        "settings": dict(order.settings),
+        "num_jobs": len(order.jobs),
+    }
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
 
 
 def read_order(path: Path) -> Order:
-    """The order as it was written."""
+    """The order as it was written, its jobs `in_turn`; they are read when they are iterated over."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     return Order(
         fields["kind"],
         Path(fields["model_folder"]),
         Path(fields["store_root"]),
         fields["settings"],
-        [_job(job) for job in fields["jobs"]],
+        JobsFile(path.parent / JOBS_FILE, fields["num_jobs"]),
     )
 
 
@@ -106,19 +136,37 @@ def _job(fields: dict[str, Any]) -> Job:
     return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
 
 
-def share(jobs: Sequence[Job], rank: int, num_ranks: int) -> list[Job]:
-    """The jobs of one process: each job goes to exactly one, and all take about as long.
+def in_turn(jobs: Sequence[Job]) -> list[Job]:
+    """The probes first, then the costliest first, jobs of one shape one after the other.
 
-    The costliest first, each to the process with the least so far. The answer depends on the jobs alone, so
-    processes need not talk; within it, jobs of one shape follow one another.
+    The probes are the costliest job, the cheapest one and the first one by name, as far as these differ: what
+    is wrong with the model or the settings shows within seconds. The answer depends on the jobs alone, not on
+    how they are ordered.
     """
-    loads, mine = [0] * num_ranks, list[Job]()
-    for job in sorted(jobs, key=lambda job: (-job.cost, job.spec.key)):
+    ordered = sorted(jobs, key=lambda job: (-job.cost, _shapes(job), job.spec.key))
+    if not ordered:
+        return []
+    chosen = (ordered[0], ordered[-1], min(ordered, key=lambda job: job.name))
+    probes = {job.spec.key: job for job in chosen}
+    return [*probes.values(), *(job for job in ordered if job.spec.key not in probes)]
+
+
+NUM_PROBES = 3
+"""Most that come before the others."""
+
+
+def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
+    """The jobs of one process, in their order: each job goes to exactly one, and all take about as long.
+
+    Each to the process with the least so far. The answer depends on the jobs alone, so processes need not
+    talk.
+    """
+    loads = [0] * num_ranks
+    for job in jobs:
         lightest = loads.index(min(loads))
         loads[lightest] += job.cost
         if lightest == rank:
-            mine.append(job)
-    return sorted(mine, key=lambda job: (-job.cost, _shapes(job), job.spec.key))
+            yield job
 
 
 def _shapes(job: Job) -> list[tuple[int, ...]]:

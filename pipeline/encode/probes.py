@@ -1,4 +1,4 @@
-"""A few jobs that come before all others, so that a wrong VAE or dtype stops the stage in seconds."""
+"""What the first few jobs say of the VAE and of its latents' dtype: a wrong one stops all in seconds."""
 
 from __future__ import annotations
 
@@ -12,23 +12,6 @@ VALUES_REASONS = ("latent_not_finite", "latent_overflow")
 """Of failures that the VAE, or the dtype of its latents, may be guilty of and not the image."""
 
 _DAMAGED = "the VAE's weights are damaged, or are not those of its config.json: fetch the base model again"
-
-
-def probes_first(jobs: Sequence[Job]) -> tuple[list[Job], list[Job]]:
-    """The jobs with the largest image, the smallest and the first one by name; and all others, as they were.
-
-    Of equally large ones it is the first, of equally small ones the last; no job comes twice.
-    """
-    if not jobs:
-        return [], []
-    chosen = (
-        max(jobs, key=lambda job: job.cost),
-        min(reversed(jobs), key=lambda job: job.cost),
-        min(jobs, key=lambda job: job.name),
-    )
-    probes = list({job.spec.key: job for job in chosen}.values())
-    keys = {job.spec.key for job in probes}
-    return probes, [job for job in jobs if job.spec.key not in keys]
 
 
 def suspicious(outcomes: Sequence[Outcome]) -> bool:

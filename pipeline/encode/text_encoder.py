@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class TextEncoder:
         self._encoders = self._family.load_text_encoders(self._dtype, device)
         self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
 
-    def encoded(self, jobs: Sequence[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+    def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
         """Each job with its embeddings.
 
         Raises:
