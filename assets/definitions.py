@@ -4,6 +4,7 @@ Loaded by `dagster job execute -m assets.definitions` and by workspace.yaml; tes
 Nothing here or below may import torch, diffusers, transformers or accelerate.
 """
 
+import sys
 from collections.abc import Sequence
 
 from dagster import Definitions, in_process_executor
@@ -15,6 +16,7 @@ from assets.run_end import RunTables
 from pipeline.errors import RecipeError
 from pipeline.model_sizes import require_divisible
 from pipeline.recipe import Recipe, load_recipes
+from pipeline.terminal import find_terminal
 from resources.launcher import AccelerateLauncher
 
 
@@ -33,6 +35,7 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
 
 def _load() -> Definitions:
     listen()
+    find_terminal(sys.argv)
     try:
         recipes = load_recipes()
         require_divisible(recipes)

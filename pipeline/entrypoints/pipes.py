@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +17,7 @@ from pipeline.atomic import write_text
 from pipeline.entrypoints.guard import end_with_parent
 from pipeline.errors import LatentlineError
 from pipeline.launching import ERROR_FILE_VARIABLE
+from pipeline.terminal import Bar, bar
 
 PROGRESS_INTERVAL_S = 2.0
 """Least time between two lines of progress; each line is a row in Dagster's event log."""
@@ -25,9 +26,10 @@ PROGRESS_INTERVAL_S = 2.0
 class Reporter:
     """Takes what an entry module has to say; one a process, for the whole of its life."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """Hand each line to `say`."""
+    def __init__(self, say: Callable[[str], None], bar: Bar | None = None) -> None:
+        """Hand each line to `say`; progress is shown on `bar` instead, if there is one."""
         self._say = say
+        self._bar = bar
         self._last_progress_s = float("-inf")
 
     def info(self, text: str) -> None:
@@ -37,15 +39,25 @@ class Reporter:
     def progress(self, done: int, total: int, text: str) -> None:
         """Say how far the work is, at most once in `PROGRESS_INTERVAL_S` seconds; the last one always.
 
+        On a bar all of it is drawn, and only the last one said.
+
         Args:
             done: How many are done by now, from 0 to `total`.
             total: How many there are.
             text: What they are, and what is worth knowing about them: "steps, loss 0.1234".
         """
+        if self._bar is not None and done < total:
+            self._bar.show(done, total, text)
+            return
         now_s = time.monotonic()
         if done >= total or now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now_s
             self._say(f"{done}/{total} {text}")
+
+    def close(self) -> None:
+        """Clear the bar."""
+        if self._bar is not None:
+            self._bar.close()
 
 
 @contextmanager
@@ -61,9 +73,9 @@ def reporter() -> Generator[Reporter]:
     """
     end_with_parent()
     left: BaseException | None = None
-    with _channel() as say:
+    with _channel() as say, closing(Reporter(say, bar() if rank() == 0 else None)) as report:
         try:
-            yield Reporter(say)
+            yield report
         except (LatentlineError, SystemExit) as err:
             left = err  # kept until the channel is closed, which would report it with its traceback
     if isinstance(left, LatentlineError):

@@ -26,6 +26,7 @@ from pipeline.ingest.folder import Found, Problem, Walk, open_unblocked, signed,
 from pipeline.ingest.funnel import by_reason, printable, refusal
 from pipeline.ingest.listed import walk_listing
 from pipeline.ingest.parallel import in_threads
+from pipeline.progress import progress
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.tables import SCHEMAS, Tables, frame
 
@@ -66,7 +67,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
         DatasetError: A dataset's folder is missing, or cannot be listed.
     """
     watch = Stopwatch()
-    datasets = [_walk_dataset(settings) for settings in recipe.datasets]
+    datasets = [_walk_dataset(settings, log) for settings in recipe.datasets]
     found = _found(datasets)
     max_px = recipe.checks.max_image_pixels
     known = _unchanged(found, tables.read_previous(STAGE), max_px)
@@ -86,9 +87,14 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
     return StageResult(table, frame("rejected", rejected), report)
 
 
-def _walk_dataset(settings: DatasetSettings) -> _Scanned:
+def _walk_dataset(settings: DatasetSettings, log: Log) -> _Scanned:
     suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
-    found = walk_listing(settings) if settings.is_listing else walk(settings.path, suffix)
+    found = Walk()
+    with progress(lambda: len(found.images), None, f"images found in {settings.name}", log=log):
+        if settings.is_listing:
+            walk_listing(settings, found=found)
+        else:
+            walk(settings.path, suffix, found=found)
     # Of two Unicode forms of one name the composed is kept, so that the other's spelling is no sample's id.
     found.images.sort()
     if not all(image.path.isascii() for image in found.images):

@@ -73,7 +73,7 @@ class Walk:
     links_out: list[str] = field(default_factory=list[str])
 
 
-def walk(root: Path, caption_suffix: str | None = None) -> Walk:
+def walk(root: Path, caption_suffix: str | None = None, *, found: Walk | None = None) -> Walk:
     """Everything below `root`; hidden files and folders are passed over.
 
     A file or folder is met once, by its identity: what is really in the dataset is met under its own name,
@@ -83,6 +83,7 @@ def walk(root: Path, caption_suffix: str | None = None) -> Walk:
     Args:
         root: The dataset's folder; it may itself be a link.
         caption_suffix: Of sidecar caption files, with its dot; None where there are none.
+        found: Filled and handed back, so that another thread can see how far it is; a new one by default.
 
     Raises:
         DatasetError: `root` is no folder, or cannot be listed.
@@ -92,7 +93,7 @@ def walk(root: Path, caption_suffix: str | None = None) -> Walk:
     except OSError as err:
         fix = "correct datasets[].path in the recipe, or make the folder readable"
         raise DatasetError(f"the dataset cannot be read: {err.strerror}", where=str(root), fix=fix) from err
-    walker = _Walker(root, caption_suffix)
+    walker = _Walker(root, caption_suffix, found or Walk())
     walker.run()
     return walker.walk
 
@@ -100,8 +101,8 @@ def walk(root: Path, caption_suffix: str | None = None) -> Walk:
 class _Walker:
     """The state of one walk."""
 
-    def __init__(self, root: Path, caption_suffix: str | None) -> None:
-        self.walk = Walk()
+    def __init__(self, root: Path, caption_suffix: str | None, found: Walk) -> None:
+        self.walk = found
         self._root = os.fspath(root)
         self._real_root = root.resolve()
         self._caption_suffix = caption_suffix

@@ -54,13 +54,17 @@ def read_listing(settings: DatasetSettings) -> pl.DataFrame:
     return table.with_columns(pl.col(settings.path_column).cast(pl.String))
 
 
-def walk_listing(settings: DatasetSettings) -> Walk:
+def walk_listing(settings: DatasetSettings, *, found: Walk | None = None) -> Walk:
     """What the listing names, as `folder.walk` has it; the folder itself is not searched.
+
+    Args:
+        settings: Of the dataset.
+        found: As for `folder.walk`.
 
     Raises:
         DatasetError: As `read_listing`.
     """
-    found = Walk()
+    found = found or Walk()
     seen: set[str] = set()
     within = _inside_of(settings.root)
     for said in read_listing(settings)[settings.path_column]:

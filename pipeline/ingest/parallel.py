@@ -1,4 +1,4 @@
-"""One function over many items in threads, with bounded memory and progress in the log.
+"""One function over many items in threads, with bounded memory, and telling how far it is.
 
 Threads suffice: Pillow's decoders, hashing and file reads release the interpreter's lock.
 """
@@ -6,12 +6,12 @@ Threads suffice: Pillow's decoders, hashing and file reads release the interpret
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from pipeline.progress import progress
 from pipeline.reports import Log
 
 Item = TypeVar("Item")
@@ -19,8 +19,6 @@ Result = TypeVar("Result")
 
 CHUNK_ITEMS = 16
 """Items a thread takes at once."""
-
-PROGRESS_EVERY_S = 5.0
 
 
 def num_threads() -> int:
@@ -42,7 +40,7 @@ def in_threads(
     Args:
         function: Called in threads; what it raises is raised here.
         items: All items.
-        log: Gets a line of progress every few seconds.
+        log: Told how far it is, where there is no terminal for a bar.
         doing: What happens to an item, such as "images decoded".
         threads: How many; one a core by default.
     """
@@ -51,10 +49,12 @@ def in_threads(
         return [function(item) for item in chunk]
 
     threads = threads or num_threads()
-    start_s = told_s = time.monotonic()
     done = 0
     under_way: deque[Future[list[Result]]] = deque()
-    with ThreadPoolExecutor(threads, thread_name_prefix="ingest") as pool:
+    with (
+        progress(lambda: done, len(items), doing, log=log),
+        ThreadPoolExecutor(threads, thread_name_prefix="ingest") as pool,
+    ):
         try:
             for first in range(0, len(items) + 3 * threads * CHUNK_ITEMS, CHUNK_ITEMS):
                 if first < len(items):
@@ -64,9 +64,6 @@ def in_threads(
                 for result in under_way.popleft().result():
                     done += 1
                     yield result
-                if time.monotonic() - told_s > PROGRESS_EVERY_S:
-                    told_s = time.monotonic()
-                    log(f"{doing}: {done:,} of {len(items):,} ({done / (told_s - start_s):,.0f} a second)")
         finally:
             for future in under_way:
                 future.cancel()

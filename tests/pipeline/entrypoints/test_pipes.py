@@ -10,6 +10,7 @@ import pytest
 import pipeline.entrypoints.pipes
 from pipeline.entrypoints.pipes import Reporter, rank, reporter
 from pipeline.errors import TrainingError
+from pipeline.terminal import Bar
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +31,17 @@ def test_O09_progress_is_throttled_but_the_first_and_the_last_line_come() -> Non
     for done in range(1, 1001):
         report.progress(done, 1000, "images")
     assert said == ["1/1000 images", "1000/1000 images"]
+
+
+def test_with_a_bar_progress_is_drawn_and_only_its_end_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    drawn = tmp_path / "terminal"
+    report = Reporter(said.append, Bar(drawn.open("w", encoding="utf-8")))
+    for done in range(1, 41):
+        report.progress(done, 40, "latents encoded")
+    report.close()
+    assert said == ["40/40 latents encoded"]
+    assert "1/40" in drawn.read_text(encoding="utf-8")
 
 
 def test_an_error_ends_the_process_without_a_traceback_and_is_left_for_the_launcher(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -36,9 +37,14 @@ def test_what_the_function_raises_is_raised_here() -> None:
 
 
 def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.ingest.parallel.PROGRESS_EVERY_S", 0.0)
+    monkeypatch.setattr("pipeline.progress.FIRST_LINE_S", 0.001)
     lines: list[str] = []
-    list(in_threads(str, range(2000), log=lines.append, doing="images read"))
-    assert lines
+
+    def until_told(item: int) -> int:
+        while item == 1999 and not lines:
+            time.sleep(0.001)
+        return item
+
+    list(in_threads(until_told, range(2000), log=lines.append, doing="images read"))
     assert lines[0].startswith("images read: ")
     assert " of 2,000 (" in lines[0]
