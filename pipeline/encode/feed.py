@@ -120,11 +120,14 @@ def _end(item: Item, future: Future[Result], work: Callable[[Item], Result]) -> 
 
 
 class Behind:
-    """Work done behind by one thread; handing over waits once `depth` pieces are unfinished."""
+    """Work done behind by a few threads; handing over waits once `depth` pieces are unfinished.
 
-    def __init__(self, depth: int) -> None:
-        """Start the thread."""
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="behind")
+    Pieces are begun in the order in which they came, and end in any order.
+    """
+
+    def __init__(self, depth: int, *, threads: int = 1) -> None:
+        """Start the threads."""
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="behind")
         self._unfinished: deque[Future[None]] = deque()
         self._depth = depth
 

@@ -8,6 +8,7 @@ results-<rank>.jsonl    written by each process: a line for each job as it ends,
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -174,10 +175,11 @@ def _shapes(job: Job) -> list[tuple[int, ...]]:
 
 
 class ResultsWriter:
-    """Appends one process's results, each visible to others at once; a context manager."""
+    """Appends one process's results, from any thread, each visible to others at once; a context manager."""
 
     def __init__(self, order_file: Path, rank: int) -> None:
         """Begin `results-<rank>.jsonl` beside the order."""
+        self._lock = threading.Lock()
         self._file: TextIO = (order_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
 
     def ended(self, key: str, outcome: Literal["made", "present"] | Failure) -> None:
@@ -200,8 +202,10 @@ class ResultsWriter:
         self._file.close()
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        text = json.dumps(line) + "\n"
+        with self._lock:
+            self._file.write(text)
+            self._file.flush()
 
 
 def read_results(folder: Path) -> Results:

@@ -96,7 +96,15 @@ class DiffusersFamily(Family):
 
     def tokenizer_limit(self, role: str) -> int:
         """`model_max_length` of a tokenizer: what diffusers pads CLIP's captions to."""
-        return int(read_json(self.folder / role / "tokenizer_config.json")["model_max_length"])
+        if role not in self._tokenizer_limits:
+            config = read_json(self.folder / role / "tokenizer_config.json")
+            self._tokenizer_limits[role] = int(config["model_max_length"])
+        return self._tokenizer_limits[role]
+
+    @cached_property
+    def _tokenizer_limits(self) -> dict[str, int]:
+        """Of the tokenizers that were asked for: each caption asks."""
+        return {}
 
     def parts(self, use: Use) -> tuple[ModelPart, ...]:
         """VAE for latents; tokenizers and text encoders for text; denoiser and schedule for the denoiser."""

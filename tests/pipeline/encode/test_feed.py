@@ -91,3 +91,14 @@ def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
     stalled = [item for item, future in ends if isinstance(future.exception(), StalledError)]
     assert stalled == [1, 2, 3]
     assert [future.result() for item, future in ends if item not in stalled] == [0, 16, 25, 36, 49]
+
+
+def test_several_threads_behind_work_at_once() -> None:
+    """None of three pieces ends before all of them have begun."""
+    meeting = threading.Barrier(3)
+    places: list[int] = []
+    behind = Behind(8, threads=3)
+    for _ in range(6):
+        behind.put(lambda: places.append(meeting.wait(60)))
+    behind.finish()
+    assert sorted(places) == [0, 0, 1, 1, 2, 2]
