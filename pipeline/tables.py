@@ -22,6 +22,7 @@ Columns = dict[str, Any]
 
 _ID: Columns = {"sample_id": pl.String, "dataset": pl.String, "path": pl.String}
 _CONTENT: Columns = {"content_hash": pl.String, "height": pl.Int32, "width": pl.Int32}
+_GROUP: Columns = {"duplicate_group": pl.String}
 _GEOMETRY: Columns = {
     "bucket": pl.String,
     "resized_height": pl.Int32,
@@ -59,6 +60,8 @@ SCHEMAS: dict[str, Columns] = {
     "validated_dataset": {
         **_ID,
         **_CONTENT,
+        **_GROUP,
+        "one_colour": pl.Boolean,
         "file_bytes": pl.Int64,
         "caption": pl.String,
         "more_captions": pl.String,
@@ -67,10 +70,18 @@ SCHEMAS: dict[str, Columns] = {
         "focus_y": pl.Float64,
         "decoder": pl.String,
     },
-    "aspect_buckets": {**_ID, **_CONTENT, **_GEOMETRY, "crop_loss": pl.Float64, "scale": pl.Float64},
+    "aspect_buckets": {
+        **_ID,
+        **_CONTENT,
+        **_GROUP,
+        **_GEOMETRY,
+        "crop_loss": pl.Float64,
+        "scale": pl.Float64,
+    },
     "vae_latents": {
         **_ID,
         **_CONTENT,
+        **_GROUP,
         **_GEOMETRY,
         "latent_channels": pl.Int32,
         "latent_height": pl.Int32,
@@ -100,14 +111,15 @@ SCHEMAS: dict[str, Columns] = {
 """Of each asset. A row is a sample; in aspect_buckets a sample and one of its buckets, several only with
 `buckets.per_image: each`; in vae_latents these and whether it is `flipped` (mirrored left to right, its
 geometry as if it were not); in text_embeddings a sample and a `variant` of its caption.
-`height` and `width` are the original size, after EXIF orientation; `path` is relative to the dataset, as
-the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized pixels; `scale` is
-resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the resized area
-that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it, `decoder` which
-decoder saw that; `more_captions` are further variants of `caption`, a JSON array; `caption_from` is
-"sidecar:<path>", "filename" or "fixed"; `focus_*` is the point of the image that a crop keeps in view, as
-shares from its upper left corner; `entry_*` are the stat of the store entry when it was last
-verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all of a sample's views and
+`height` and `width` are the original size, after EXIF orientation; `duplicate_group` is the same for images
+that look alike, the smallest of their content hashes; `one_colour` images have no features; `path` is
+relative to the dataset, as the file system spells it; `bucket` is "<height>x<width>"; `crop_*` are in resized
+pixels; `scale` is resized over original, above 1 where the image is enlarged; `crop_loss` is the share of the
+resized area that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it,
+`decoder` which decoder saw that; `more_captions` are further variants of `caption`, a JSON array;
+`caption_from` is "sidecar:<path>", "filename" or "fixed"; `focus_*` is the point of the image that a crop
+keeps in view, as shares from its upper left corner; `entry_*` are the stat of the store entry when it was
+last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all of a sample's views and
 variants, with spaces between them; `split` is "train" or "validation"."""
 
 REJECTED: Columns = {
@@ -123,6 +135,9 @@ REJECTED: Columns = {
 ASKED_FOR = "filter_"
 """Beginning of the reasons that a recipe's filters and limit give: nothing is wrong with such a sample."""
 
+DUPLICATE = "duplicate"
+"""Reason of a copy of an image that is kept: nothing is wrong with it either."""
+
 NULLABLE = {"content_hash"}
 """Of REJECTED only: a file that could not be read has no hash."""
 
@@ -131,8 +146,8 @@ ASSETS = tuple(SCHEMAS)
 
 
 def not_asked_for() -> pl.Expr:
-    """Over rejected rows: True but for what a recipe's filters and limit left out."""
-    return ~pl.col("reason").str.starts_with(ASKED_FOR)
+    """Over rejected rows: True but for copies, and what a recipe's filters and limit left out."""
+    return ~pl.col("reason").str.starts_with(ASKED_FOR) & (pl.col("reason") != DUPLICATE)
 
 
 def empty(asset: str) -> pl.DataFrame:

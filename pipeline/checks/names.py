@@ -56,6 +56,9 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _CONSERVATION,
         CheckSpec("shape_uniformity", True, "The size recorded by the scan is the size that decodes."),
         CheckSpec("file_size_outliers", True, "No file changed since the scan; bytes rejected."),
+        CheckSpec("validation_apart", True, "Nothing that is trained on looks like an image held out."),
+        CheckSpec("look_alikes", False, "Copies that are left out, and images that look alike."),
+        CheckSpec("one_colour", False, "Images of a single colour, which teach nothing."),
     ),
     "aspect_buckets": (
         _CONSERVATION,

@@ -56,6 +56,20 @@ ADVICE: dict[tuple[str, str], str] = {
     "cp1252 for files from Windows. The message has file, line and byte.",
     (
         "validated_dataset",
+        "validation_apart",
+    ): "Report it as a defect of Latentline, with the table: the split is made so that this cannot be.",
+    (
+        "validated_dataset",
+        "look_alikes",
+    ): "Keep the best of each group, or let them be: training sees such a picture more often than others. If "
+    "other pictures are listed, lower checks.near_duplicate_bits. Copies with the same caption are left out "
+    "already, unless the dataset says duplicates: keep_all.",
+    (
+        "validated_dataset",
+        "one_colour",
+    ): "Look at them and remove them: placeholders, failed downloads, black frames.",
+    (
+        "validated_dataset",
         "captions_unshared",
     ): "Give each image a caption file of its own: of x.jpg and x.png rename one.",
     (

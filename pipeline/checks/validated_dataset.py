@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -11,7 +11,11 @@ from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
 from pipeline.image_formats import ImageError
 from pipeline.images import hash_bytes, read_bytes
-from pipeline.tables import not_asked_for
+from pipeline.split import held_out
+from pipeline.tables import DUPLICATE, not_asked_for
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
 
 STAGE = "validated_dataset"
 
@@ -35,6 +39,9 @@ def run(context: CheckContext) -> list[Finding]:
         "conservation": conserved(raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE),
         "shape_uniformity": _shape_uniformity(raw, table, rejected),
         "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
+        "validation_apart": _validation_apart(context.recipe, table),
+        "look_alikes": _look_alikes(context.recipe, table, rejected),
+        "one_colour": _one_colour(table),
     }
     return findings(context, STAGE, outcomes)
 
@@ -148,3 +155,59 @@ def _change(path: Path, row: dict[str, Any]) -> str | None:
     except (OSError, ImageError) as err:
         return f"vanished: {err}"
     return None
+
+
+def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """No content and no group of look-alikes lies on both sides of the split (FAILURES I24)."""
+    fractions = {each.name: each.validation_fraction for each in recipe.datasets}
+    if not any(fractions.values()):
+        return Outcome(True, "no image is held out for validation")
+    split = table.with_columns(held_out=held_out(table, fractions))
+    sides = pl.concat(
+        split.group_by(same=name).agg(pl.col("held_out").n_unique(), pl.col("sample_id").sort())
+        for name in ("content_hash", "duplicate_group")
+    )
+    leaks = sides.filter(pl.col("held_out") > 1).unique("sample_id").sort("same")
+    num_held_out = int(split["held_out"].sum())
+    numbers = {"held_out": num_held_out, "trained": len(table) - num_held_out, "leaks": len(leaks)}
+    if leaks.is_empty():
+        summary = f"{num_held_out:,} of {len(table):,} images are held out; none trained on looks like them"
+        return Outcome(True, summary, numbers=numbers)
+    rows = [{"images": " | ".join(ids)} for ids in leaks["sample_id"]]
+    summary = f"{len(rows):,} groups are both trained on and held out: {rows[0]['images']}"
+    return Outcome(False, summary, "materialize validated_dataset again", rows, numbers)
+
+
+def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
+    copies = _rejected_for(rejected, DUPLICATE)
+    groups = (
+        table.group_by("duplicate_group")
+        .agg(pl.col("sample_id").sort(), same_bytes=pl.col("content_hash").n_unique() == 1)
+        .filter(pl.col("sample_id").list.len() > 1)
+        .sort(pl.col("sample_id").list.len(), "duplicate_group", descending=[True, False])
+    )
+    alike = int(groups["sample_id"].list.len().sum())
+    numbers = {"copies_left_out": len(copies), "groups": len(groups), "images_in_groups": alike}
+    numbers["near_duplicate_bits"] = recipe.checks.near_duplicate_bits
+    if not copies and groups.is_empty():
+        return Outcome(True, "no two images look alike", numbers=numbers)
+    rows = [
+        {"what": "same bytes" if same else "look alike", "images": " | ".join(ids)}
+        for _, ids, same in groups.iter_rows()
+    ]
+    rows += [{"what": "copy, left out", "images": row["sample_id"], "of": row["detail"]} for row in copies]
+    summary = (
+        f"copies left out: {len(copies):,}; images that look alike: {alike:,}, in groups: {len(groups):,}"
+    )
+    summary += f"; the first: {rows[0]['images']}"
+    fix = "keep the best of each group, or let them be: training sees such a picture more often than others"
+    return Outcome(False, summary, fix, rows, numbers)
+
+
+def _one_colour(table: pl.DataFrame) -> Outcome:
+    rows = table.filter("one_colour").select("sample_id", "height", "width").rows(named=True)
+    if not rows:
+        return Outcome(True, "every image has more than one colour", numbers={"one_colour": 0})
+    summary = f"{len(rows):,} images are of a single colour, the first: {rows[0]['sample_id']}"
+    fix = "remove them: they are placeholders or failed downloads"
+    return Outcome(False, summary, fix, rows, {"one_colour": len(rows)})

@@ -33,8 +33,10 @@ PIXELS: dict[str, Any] = {
     "reason": pl.String,
     "detail": pl.String,
     "fix": pl.String,
+    "perceptual_hash": pl.UInt64,
 }
-"""One row a content: null in the last three where it decodes to the last pixel, or why it does not."""
+"""One row a content: `reason`, `detail` and `fix` are null where it decodes to the last pixel, or say why it
+does not; `perceptual_hash` is as `duplicates.perceptual_hash` has it."""
 
 SIDECAR_STAT = ("caption_bytes", "caption_mtime_ns", "caption_ctime_ns", "caption_inode")
 

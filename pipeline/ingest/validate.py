@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
@@ -31,6 +31,7 @@ from pipeline.images import (
 )
 from pipeline.ingest.captions import Caption, caption_of, sidecar_path
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
+from pipeline.ingest.duplicates import duplicate_groups, perceptual_hash
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
 from pipeline.ingest.known import (
     CAPTIONS,
@@ -46,7 +47,7 @@ from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
 from pipeline.reports import Log, Report, StageResult, Stopwatch
-from pipeline.tables import REJECTED, SCHEMAS, Tables, validated
+from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -164,17 +165,21 @@ def validate(
     told = _with_rule(recipe, chosen)
     same = _as_before(recipe, told, verdicts, known.captions)
     fresh, refused = _looked_at(told.join(same, on="sample_id", how="anti"), verdicts, captions, log)
-    everything = pl.concat([same, fresh])
-    table = everything.select(pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items())
-    rejected = pl.concat([left_out, refused]).sort("sample_id")
+    everything = pl.concat([same, fresh]).sort("sample_id")
+    once, copies = _without_copies(recipe, everything)
+    looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
+    table = once.join(looks, on="content_hash", how="left", maintain_order="left").select(
+        pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items()
+    )
+    rejected = pl.concat([left_out, refused, copies]).sort("sample_id")
     if remember:
         of_raw = verdicts.table.join(raw, on="content_hash", how="semi")
         known.write(of_raw, everything.filter(pl.col("rule") != "").select(*CAPTIONS))
     report = _report(raw, table, rejected, verdicts) | watch.numbers()
     for line in _funnel(tables, len(table), rejected).lines():
         log(line)
-    table = validated(STAGE, table.sort("sample_id"), "what was found valid")
-    return StageResult(table, validated("rejected", rejected, "what was found invalid"), report)
+    refused = validated("rejected", rejected, "what was found invalid")
+    return StageResult(validated(STAGE, table, "what was found valid"), refused, report)
 
 
 def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
@@ -191,7 +196,33 @@ def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-_COLUMNS: dict[str, Any] = {**SCHEMAS[STAGE], **CAPTIONS}
+_COLUMNS: dict[str, Any] = {
+    **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in ("duplicate_group", "one_colour")},
+    **CAPTIONS,
+}
+
+
+def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """What is kept of sorted rows, and as rejected rows the copies: same dataset, bytes and captions."""
+    once = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
+    same = ["dataset", "content_hash", "caption", "more_captions"]
+    first = pl.col("sample_id").first().over(same)
+    is_copy = pl.col("dataset").is_in(once) & (pl.col("sample_id") != first)
+    copies = rows.with_columns(first=first).filter(is_copy)
+    said = copies.with_columns(
+        stage=pl.lit(STAGE),
+        reason=pl.lit(DUPLICATE),
+        detail=pl.format("its bytes and caption are those of {}, which is kept", "first"),
+        fix=pl.lit("remove one of the two, or set duplicates: keep_all; repeats show a dataset more often"),
+    )
+    return rows.filter(~is_copy), said.select(pl.col(name).cast(kind) for name, kind in REJECTED.items())
+
+
+def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
+    """The two columns of each sound content that say what it looks like."""
+    sound = pixels.filter(pl.col("reason").is_null()).select("content_hash", "perceptual_hash")
+    one_colour = sound.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
+    return duplicate_groups(sound, distance).join(one_colour, on="content_hash")
 
 
 def _as_before(
@@ -246,12 +277,13 @@ def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) ->
     for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
         unknown.setdefault(row["content_hash"], []).append(row)
 
-    def judge(same: list[Row]) -> list[ImageError | None]:
+    def judge(same: list[Row]) -> list[_Decoded]:
         """One answer a file until one is about the content; the others then need none."""
-        answers: list[ImageError | None] = []
+        answers: list[_Decoded] = []
         for row in same:
             answers.append(_decoded(roots[row["dataset"]] / row["path"], row, max_px))
-            if answers[-1] is None or answers[-1].reason in OF_CONTENT:
+            error = answers[-1].error
+            if error is None or error.reason in OF_CONTENT:
                 break
         return answers
 
@@ -262,12 +294,13 @@ def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) ->
     ):
         verdicts.decoded += 1
         last = answers[-1]
-        if last is None or last.reason in OF_CONTENT:
-            said: Row = {} if last is None else refusal(last, STAGE, None)
+        if last.error is None or last.error.reason in OF_CONTENT:
+            said: Row = {} if last.error is None else refusal(last.error, STAGE, None)
+            said["perceptual_hash"] = last.perceptual_hash
             fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": DECODER})
         for row, answer in zip(group, answers, strict=False):
-            if answer is not None:
-                verdicts.by_sample[row["sample_id"]] = answer
+            if answer.error is not None:
+                verdicts.by_sample[row["sample_id"]] = answer.error
     made = pl.DataFrame([{name: row.get(name) for name in PIXELS} for row in fresh], schema=PIXELS)
     verdicts.table = pl.concat([known, made])
     for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
@@ -276,8 +309,19 @@ def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) ->
     return verdicts
 
 
-def _decoded(path: Path, row: Row, max_px: int) -> ImageError | None:
-    """Why the file is not the sound image that the scan saw; None where it is."""
+class _Decoded(NamedTuple):
+    """What one file turned out to be.
+
+    Attributes:
+        error: Why it is not the sound image that the scan saw; None where it is.
+        perceptual_hash: Of a sound one that is not of one colour.
+    """
+
+    error: ImageError | None
+    perceptual_hash: int | None = None
+
+
+def _decoded(path: Path, row: Row, max_px: int) -> _Decoded:
     try:
         data = read_bytes(path)
         if hash_bytes(data) != row["content_hash"]:
@@ -289,9 +333,9 @@ def _decoded(path: Path, row: Row, max_px: int) -> ImageError | None:
         if size != (row["height"], row["width"]):
             detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"
             raise ImageError("size_disagrees", detail, where=str(path), fix="export it again, or remove it")
+        return _Decoded(None, perceptual_hash(image))
     except ImageError as err:
-        return err
-    return None
+        return _Decoded(err)
 
 
 def _require_unchanged(path: str, row: Row) -> None:

@@ -178,13 +178,18 @@ class DatasetSettings(Settings):
         "the others, whatever their sizes; for all datasets or none. null: by size and repeats.",
     )
 
+    duplicates: Literal["keep_first", "keep_all"] = Field(
+        default="keep_first",
+        description="keep_first: of files with the same bytes and the same caption only the first by name is "
+        "used, and a warning lists the others. keep_all: each is a sample.",
+    )
     validation_fraction: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
         description="About this share of the images is never trained on, and the loss on them is measured "
         "every `training.validate_every` steps. Which ones is decided by what an image holds: the same in "
-        "every run, and no copy of one is trained on.",
+        "every run, and nothing that looks like one is trained on.",
     )
 
     @property

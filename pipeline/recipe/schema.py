@@ -104,6 +104,13 @@ class CheckSettings(Settings):
         "`too_large` before any of it is decoded: a guard against files made to fill the memory. Decoding "
         "takes about 4 bytes a pixel, 700 MB at the default.",
     )
+    near_duplicate_bits: int = Field(
+        default=4,
+        ge=0,
+        le=16,
+        description="Images look alike when their perceptual hashes differ in at most so many of 64 bits. A "
+        "warning lists them, and a validation split keeps them together.",
+    )
     allow: tuple[Gate, ...] = Field(
         default=(), description="Gates opened knowingly, by the check's name: they then warn and do not stop."
     )

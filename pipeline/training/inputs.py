@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import TrainingError
+from pipeline.split import held_out
 from pipeline.store import EntrySpec, TensorSpec
-from pipeline.training.seeding import hash_bits
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -97,6 +97,8 @@ def training_inputs(
         fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
         what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
         raise TrainingError(what, where=min(missing), fix=fix)
+    fractions = {name: dataset.validation_fraction for name, dataset in datasets.items()}
+    apart = dict(zip(latents["sample_id"], held_out(latents, fractions), strict=True))
     inputs: list[TrainingInput] = []
     for (image_id, bucket), rows in views.items():
         first = rows[0]
@@ -111,7 +113,7 @@ def training_inputs(
                 views=tuple(_view(entries, row) for row in sorted(rows, key=itemgetter("flipped"))),
                 original_size_hw=(first["height"], first["width"]),
                 target_size_hw=(first["target_height"], first["target_width"]),
-                held_out=_held_out(first, datasets[first["dataset"]].validation_fraction),
+                held_out=apart[image_id],
             )
         )
     return tuple(sorted(inputs, key=attrgetter("sample_id")))
@@ -130,11 +132,6 @@ def _view(entries: Entries, row: Row) -> LatentView:
     if row["flipped"]:
         left = row["resized_width"] - row["crop_left"] - row["target_width"]
     return LatentView(entries.latent(row), (row["crop_top"], left))
-
-
-def _held_out(row: Row, fraction: float) -> bool:
-    """Whether the image is one of that share; by its content, so that the share's images stay the same."""
-    return hash_bits(64, "held out", row["content_hash"]) / 2**64 < fraction
 
 
 _COLUMNS: dict[str, Any] = {

@@ -31,7 +31,7 @@ CASES = all_cases()
 
 def recipe(root: Path, photos: Path) -> Recipe:
     values = {
-        "datasets": [{"name": "d", "path": photos}],
+        "datasets": [{"name": "d", "path": photos, "duplicates": "keep_all"}],
         "output_dir": root / "out",
         "cache_dir": root / "cache",
         "model": {"base": "a/b"},

@@ -17,7 +17,7 @@ from tests.corpus.corpus import Case, all_cases, make
 ROOT = Path(__file__).parents[2]
 CASES = all_cases()
 RECIPE = """\
-datasets: [{{name: d, path: {root}/photos}}]
+datasets: [{{name: d, path: {root}/photos, duplicates: keep_all}}]
 cache_dir: {root}/cache
 output_dir: {root}/out
 model: {{base: {base}}}

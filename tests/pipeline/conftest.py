@@ -40,6 +40,8 @@ class Folder:
     captions: dict[str, object] = field(default_factory=dict[str, object])
     checks: dict[str, object] = field(default_factory=dict[str, object])
     log: list[str] = field(default_factory=list[str])
+    duplicates: str = "keep_first"
+    validation_fraction: float = 0.0
     model: str = "no model"
 
     @property
@@ -47,7 +49,15 @@ class Folder:
         return recipe_from_mapping(
             "small",
             {
-                "datasets": [{"name": "d", "path": str(self.root), "captions": self.captions}],
+                "datasets": [
+                    {
+                        "name": "d",
+                        "path": str(self.root),
+                        "captions": self.captions,
+                        "duplicates": self.duplicates,
+                        "validation_fraction": self.validation_fraction,
+                    }
+                ],
                 "cache_dir": str(self.output_dir / "cache"),
                 "output_dir": str(self.output_dir),
                 "model": {"base": self.model},

@@ -159,6 +159,7 @@ def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
         "dataset": dataset,
         "path": path,
         "content_hash": hashlib.sha256(path.encode()).hexdigest(),
+        "duplicate_group": hashlib.sha256(path.encode()).hexdigest(),
         "height": geometry.original_size.height,
         "width": geometry.original_size.width,
         "bucket": bucket,

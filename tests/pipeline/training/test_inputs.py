@@ -143,6 +143,6 @@ def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
     again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
     kept = set(fewer["sample_id"])
     assert {item.sample_id for item in again if item.held_out} == held_out & kept
-    copies = project.latents.with_columns(content_hash=pl.lit("0" * 64))
+    copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
     same = training_inputs(project.recipe, Entries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1

@@ -1,0 +1,38 @@
+"""Which samples are held out for validation: decided by what an image holds, look-alikes together."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import polars as pl
+
+
+def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series:
+    """For each sample whether it is for validation, and never trained on.
+
+    A group is held out or trained on as a whole. One that several datasets share is held out only if all of
+    them would: a dataset that asks for no validation loses no image to it.
+
+    Args:
+        samples: `dataset` and `duplicate_group`.
+        fractions: Of each dataset, about which share is held out.
+    """
+    groups = (
+        samples.select("duplicate_group", fraction=_of_dataset(fractions))
+        .group_by("duplicate_group")
+        .agg(pl.col("fraction").min())
+        .filter(pl.col("fraction") > 0.0)
+    )
+    chosen = [group for group, share in groups.rows() if _place(group) < share]
+    return samples["duplicate_group"].is_in(chosen)
+
+
+def _place(group: str) -> float:
+    """A number in [0, 1) that looks random and is the same everywhere."""
+    digest = hashlib.blake2b(f"held out\0{group}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) / 2**64
+
+
+def _of_dataset(fractions: Mapping[str, float]) -> pl.Expr:
+    return pl.col("dataset").replace_strict(dict(fractions), default=0.0, return_dtype=pl.Float64)

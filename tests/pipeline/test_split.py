@@ -1,0 +1,36 @@
+"""Look-alikes are held out together; no dataset loses an image to a validation that it did not ask for."""
+
+from __future__ import annotations
+
+import hashlib
+
+import polars as pl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.split import held_out
+
+SAMPLES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=60)
+
+
+def table(samples: list[tuple[str, int]]) -> pl.DataFrame:
+    names = [hashlib.sha256(str(group).encode()).hexdigest() for _, group in samples]
+    columns = {"dataset": [dataset for dataset, _ in samples], "duplicate_group": names}
+    return pl.DataFrame(columns, schema={"dataset": pl.String, "duplicate_group": pl.String})
+
+
+@given(SAMPLES, st.floats(0, 0.99), st.floats(0, 0.99))
+def test_I24_no_group_is_on_both_sides(samples: list[tuple[str, int]], one: float, other: float) -> None:
+    rows = table(samples).with_columns(held_out=held_out(table(samples), {"a": one, "b": other, "c": 0.0}))
+    sides = rows.group_by("duplicate_group").agg(pl.col("held_out").n_unique())
+    assert (sides["held_out"] == 1).all()
+    assert not rows.filter(pl.col("dataset") == "c")["held_out"].any()
+
+
+def test_about_the_fraction_is_held_out_and_more_of_it_keeps_the_same_ones() -> None:
+    rows = table([("a", number) for number in range(4_000)])
+    few, many = (held_out(rows, {"a": fraction}) for fraction in (0.1, 0.3))
+    # 4,000 draws of 0.1 have a standard deviation of 19.
+    assert abs(int(few.sum()) - 400) < 4 * 19
+    assert (many | ~few).all()
+    assert held_out(rows.reverse(), {"a": 0.1}).reverse().equals(few)
