@@ -50,6 +50,7 @@ class Cache:
         for row in self.rows():
             geometry = placement.assign_many([row["height"]], [row["width"]]).columns.one(0)
             columns = {
+                "duplicate_group": row["content_hash"],
                 "bucket": geometry.bucket,
                 "resized_height": geometry.resized_size.height,
                 "resized_width": geometry.resized_size.width,
