@@ -103,15 +103,15 @@ class Store:
         """
         path = self.path(spec)
         try:
-            state = _regular_stat(path)
+            state = self._stat(path)
             if trusted is not None and state == trusted and state.num_bytes == spec.file_bytes:
                 return EntryState("valid", stat=state)
-            raw, state = _read_whole(path)
+            raw, state = self._whole(path)
             _, metadata = parse(spec, raw, verify=True)
         except FileNotFoundError:
             return EntryState("missing")
         except WrongEntryError as wrong:
-            return EntryState("wrong", str(wrong), _stat_or_none(path))
+            return EntryState("wrong", str(wrong), self._stat_or_none(path))
         except OSError as err:
             raise _access_error(path, err, "read") from err
         return EntryState("valid", stat=state, metadata=metadata)
@@ -140,7 +140,7 @@ class Store:
         None when there is no file, or it has no header that makes sense.
         """
         try:
-            return stated_tensors(_header(self.path(spec)))
+            return stated_tensors(self._header(self.path(spec)))
         except (OSError, WrongEntryError):
             return None
 
@@ -150,7 +150,7 @@ class Store:
         None when there is no file, or it has no header that makes sense.
         """
         try:
-            return stated_metadata(_header(self.path(EntrySpec(kind, key, {}))))
+            return stated_metadata(self._header(self.path(EntrySpec(kind, key, {}))))
         except (OSError, WrongEntryError):
             return None
 
@@ -164,7 +164,7 @@ class Store:
         """
         path = self.path(spec)
         try:
-            raw, _ = _read_whole(path)
+            raw, _ = self._whole(path)
             arrays, _ = parse(spec, raw, verify=False)
         except WrongEntryError as wrong:
             raise _entry_error(path, str(wrong)) from wrong
@@ -202,7 +202,6 @@ class Store:
         raw = serialise(spec, tensors, metadata)
         path = self.path(spec)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             return self._place(spec, path, raw)
         except OSError as err:
             if err.errno in _DISK_FULL:
@@ -214,7 +213,39 @@ class Store:
                 ) from err
             raise _access_error(path, err, "written") from err
 
+    def _header(self, path: Path) -> dict[str, Any]:
+        self._stat(path)
+        return read_header(self._start(path))
+
+    def _stat_or_none(self, path: Path) -> EntryStat | None:
+        try:
+            return self._stat(path)
+        except (OSError, WrongEntryError):
+            return None
+
+    # What follows is all that touches files: `pipeline.store_elsewhere` has its own.
+
+    def _stat(self, path: Path) -> EntryStat:
+        """Of a regular file.
+
+        Raises:
+            FileNotFoundError: There is nothing.
+            WrongEntryError: Something else is there.
+        """
+        return _regular_stat(path)
+
+    def _whole(self, path: Path) -> tuple[bytes, EntryStat]:
+        """A file's bytes, and its stat before they were read; raises as `_stat`."""
+        return _read_whole(path)
+
+    def _start(self, path: Path) -> bytes:
+        """A file's first `DATA_START` bytes, or all if it has fewer."""
+        with path.open("rb") as file:
+            return file.read(DATA_START)
+
     def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
+        """As `write`, of the entry's bytes."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         temp = temp_beside(path)
         try:
             with temp.open("xb") as file:
@@ -254,12 +285,6 @@ class Store:
             aside.unlink()
 
 
-def _header(path: Path) -> dict[str, Any]:
-    _regular_stat(path)
-    with path.open("rb") as file:
-        return read_header(file.read(DATA_START))
-
-
 def _read_whole(path: Path) -> tuple[bytes, EntryStat]:
     """The file's bytes, and its stat before they were read."""
     _regular_stat(path)
@@ -274,13 +299,6 @@ def _regular_stat(path: Path) -> EntryStat:
         kind = "a folder" if stat_module.S_ISDIR(found.st_mode) else "something that is no file"
         raise WrongEntryError(f"{kind} is in its place")
     return _entry_stat(found)
-
-
-def _stat_or_none(path: Path) -> EntryStat | None:
-    try:
-        return _regular_stat(path)
-    except (OSError, WrongEntryError):
-        return None
 
 
 def _entry_stat(found: os.stat_result) -> EntryStat:
