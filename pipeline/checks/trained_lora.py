@@ -135,14 +135,22 @@ def _plan_completed(result: _Result) -> Outcome:
 
 
 def _norms(result: _Result) -> dict[str, float]:
-    """Of each module's delta weights, as the diffusers layout has them."""
+    """Of each module's delta weights, as the diffusers layout has them.
+
+    Where the adapter began as a part of the base weights, the product's two halves nearly cancel: what
+    rounding alone leaves of it counts as zero.
+    """
     file = result.files["diffusers"]
     norms: dict[str, float] = {}
     for module in result.modules:
         down, up, _ = module.keys("diffusers")
         if down in file.tensors and up in file.tensors:
             rows, columns = (file.tensors[key].reshape(len(file.tensors[key]), -1) for key in (up, down))
-            norms[module.name] = float(np.linalg.norm(rows @ columns)) * module.alpha / module.rank
+            if result.asked.begins_as_part:
+                rows, columns = rows.astype(np.float64), columns.astype(np.float64)
+            norm = float(np.linalg.norm(rows @ columns))
+            least = 1e-12 * float(np.linalg.norm(rows) * np.linalg.norm(columns))
+            norms[module.name] = norm * module.alpha / module.rank if norm > least else 0.0
     return norms
 
 

@@ -107,12 +107,14 @@ class LoraSettings(Settings):
         description="Scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732), so that large ranks "
         "learn as fast as small ones. Files hold an alpha that comes to the same.",
     )
-    init: Literal["kaiming", "gaussian"] = Field(
+    init: Literal["kaiming", "gaussian", "pissa", "olora"] = Field(
         default="kaiming",
-        description="Of the down matrices: uniform as a linear layer's, or normal with deviation 1 / rank. "
-        "The up matrices begin at zero.",
+        description="How it begins. kaiming, gaussian: the down matrices uniform as a linear layer's, or "
+        "normal with deviation 1 / rank, the up matrices zero. pissa, olora: as that part of the base "
+        "weights with the largest singular values (https://arxiv.org/abs/2404.02948), or the first of their "
+        "QR decomposition (https://arxiv.org/abs/2406.01775), which is taken off again by a fixed adapter, "
+        "so that the model begins unchanged. Files are for the base model as it is, and have twice the rank.",
     )
-
     start_from: Annotated[Path, BeforeValidator(check_path)] | None = Field(
         default=None,
         description="A LoRA file with which training begins, of the same modules, ranks and kind, in "
@@ -166,6 +168,18 @@ class LoraSettings(Settings):
             raise_broken(broken, involves=("kind", "lokr_factor", *given))
         return self
 
+    @model_validator(mode="after")
+    def _parts_of_the_base_are_plain(self) -> LoraSettings:
+        given = {"dora": self.dora, "start_from": self.start_from is not None}
+        broken = [
+            Broken(key, f"{key} is not for init: {self.init}", f"remove {key}, or set init: kaiming")
+            for key, is_given in given.items()
+            if is_given and self.begins_as_part
+        ]
+        if broken:
+            raise_broken(broken, involves=("init", *given))
+        return self
+
     def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
         """The rank of the module's matrices in the exported files.
 
@@ -178,11 +192,18 @@ class LoraSettings(Settings):
             left, right = lokr_shapes(weight, self.kronecker_factor)
             whole = lokr_is_whole(weight, rank, self.kronecker_factor)
             return min(left) * (min(right) if whole else rank)
-        return rank * rank if self.kind == "loha" else rank
+        return rank * rank if self.kind == "loha" else rank * (2 if self.begins_as_part else 1)
+
+    @property
+    def begins_as_part(self) -> bool:
+        """Whether the adapter begins as a part of the base weights."""
+        return self.init in ("pissa", "olora")
 
     @property
     def usual_file_rank(self) -> int:
         """`file_rank_of` of most modules."""
+        if self.begins_as_part:
+            return 2 * self.rank
         return self.rank * {"lora": 1, "loha": self.rank, "lokr": self.kronecker_factor}[self.kind]
 
     @property

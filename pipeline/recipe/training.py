@@ -191,6 +191,12 @@ class TrainingSettings(Settings):
             what = f"dora measures the base weights, which quantize: {self.quantize} packs"
             broken = Broken("quantize", what, "set quantize: none, or training.lora.dora: false")
             raise_broken([broken], involves=("quantize", "lora"))
+        if self.quantize != "none" and self.lora.begins_as_part:
+            what = (
+                f"init: {self.lora.init} takes the base weights apart, which quantize: {self.quantize} packs"
+            )
+            broken = Broken("quantize", what, "set quantize: none, or training.lora.init: kaiming")
+            raise_broken([broken], involves=("quantize", "lora"))
         if self.quantize != "none" and self.lora.kind != "lora":
             what = f"peft puts no {self.lora.kind} on weights that quantize: {self.quantize} packs"
             broken = Broken("quantize", what, "set quantize: none, or training.lora.kind: lora")

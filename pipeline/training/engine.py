@@ -23,6 +23,7 @@ from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, 
 from pipeline.training.loss import sample_losses, share_of_mean, snr_weights
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
+from pipeline.training.part import begin_as_part
 from pipeline.training.seeding import hash_bits
 from pipeline.training.starting import start_from
 
@@ -78,6 +79,8 @@ class Engine:
             targets=family.lora_targets(),
             seed=self._settings.seed,
         )
+        if self._settings.lora.begins_as_part:
+            begin_as_part(self.denoiser, self._settings.lora, seed=self._settings.seed)
         if self._settings.lora.start_from is not None:
             start_from(self.denoiser, describe_modules(family, self.denoiser), self._settings.lora.start_from)
         prepare_passes(family, self.denoiser, order.recipe)

@@ -10,7 +10,7 @@ from peft.tuners.loha import LoHaLayer
 from peft.tuners.lokr import LoKrLayer
 from torch import Tensor
 
-from pipeline.training.lora import ADAPTER, Adapted, adapter_state, lora_modules
+from pipeline.training.lora import ADAPTER, AT_START, Adapted, adapter_state, lora_modules
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,7 +21,8 @@ Shape: TypeAlias = tuple[int, ...]
 def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
     """The weights of the LoRA that does what the adapter does, by peft's names: float32 on the CPU.
 
-    A LoRA is that itself. Of the other kinds every number is the product of two of the adapter's.
+    A LoRA is that itself, or with the fixed one beside it of twice the rank. Of the other kinds every number
+    is the product of two of the adapter's.
     """
     state = adapter_state(denoiser)
     for name, module in lora_modules(denoiser):
@@ -30,12 +31,24 @@ def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
         elif isinstance(module, LoKrLayer):
             sides = ("w1", "w2", "w2_a", "w2_b")
             up, down = _of_lokr(*(state.pop(f"{name}.lokr_{side}", None) for side in sides))
+        elif AT_START in module.r:
+            up, down = _of_both(*(_both(state, f"{name}.lora_{side}.weight") for side in ("B", "A")))
         else:
             continue
         kernel = cast("Tensor", cast("Any", module).get_base_layer().weight).shape[2:]
         state[f"{name}.lora_A.weight"] = down.reshape(len(down), -1, *kernel).contiguous()
         state[f"{name}.lora_B.weight"] = up.reshape(*up.shape, *(1 for _ in kernel)).contiguous()
     return state
+
+
+def _both(state: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """One factor of the trained adapter and of the fixed one, as matrices; taken out of `state`."""
+    return state.pop(name).flatten(1), state.pop(f"{AT_START}:{name}").flatten(1)
+
+
+def _of_both(ups: tuple[Tensor, Tensor], downs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """(up, down) of the sum of two LoRAs of one scale."""
+    return torch.cat(ups, dim=1), torch.cat(downs)
 
 
 def _of_loha(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,7 +95,8 @@ def equal_shapes(module: Adapted) -> tuple[Shape, Shape]:
         rows, columns, rank = _loha_size(adapted) if isinstance(module, LoHaLayer) else _lokr_size(adapted)
         return (rank, columns // math.prod(kernel), *kernel), (rows, rank, *(1 for _ in kernel))
     down, up = (side[ADAPTER].weight.shape for side in (adapted.lora_A, adapted.lora_B))
-    return tuple(down), tuple(up)
+    both = 2 if AT_START in module.r else 1
+    return (both * down[0], *down[1:]), (up[0], both * up[1], *up[2:])
 
 
 def _loha_size(adapted: Any) -> tuple[int, int, int]:

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,7 +33,14 @@ from pipeline.training.layouts import (
     effects_by_rule,
     layout_tensors,
 )
-from pipeline.training.lora import ADAPTER, delta_weights, magnitudes, row_lengths
+from pipeline.training.lora import (
+    ADAPTER,
+    AT_START,
+    delta_weights,
+    magnitudes,
+    row_lengths,
+    sizes_at_start,
+)
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -40,7 +48,8 @@ if TYPE_CHECKING:
 RELOAD_TOLERANCE = 1e-6
 """Largest difference of a delta weight, relative to the largest delta weight of its module: the files hold
 the very float32 factors, so only the order of a product's additions may differ. Of a LoHa or LoKr, whose
-files hold products of its factors, ten times as much."""
+files hold products of its factors, ten times as much. Of an adapter that began as a part of the base weights,
+ten times as much relative to the largest weight of that part, which the sum takes off again."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +102,7 @@ class Exporter:
         modules = self.modules(denoiser)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
         config = cast("Any", denoiser).peft_config[ADAPTER]
-        self._save_diffusers(folder, state, config if isinstance(config, LoraConfig) else _equal(modules))
+        self._save_diffusers(folder, state, config if _is_one_lora(denoiser) else _equal(modules))
         for layout in ("kohya", "comfyui"):
             tensors = layout_tensors(layout, modules, state, lengths)
             save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
@@ -113,17 +122,18 @@ class Exporter:
         trained = effects(delta_weights(denoiser), magnitudes(denoiser), lengths)
         # Of kohya's layout diffusers leaves out DoRA's lengths, and all alphas but the commonest.
         plain = not lengths and len({module.alpha for module in modules}) == 1
-        is_lora = isinstance(cast("Any", denoiser).peft_config[ADAPTER], LoraConfig)
-        tolerance = RELOAD_TOLERANCE * (1 if is_lora else 10)
+        tolerance = RELOAD_TOLERANCE * (1 if _is_one_lora(denoiser) else 10)
+        parts = sizes_at_start(denoiser)
+        same = partial(_compare, trained=trained, parts=parts, tolerance=tolerance)
         files: list[ExportedFile] = []
         for layout in LAYOUTS:
             path = folder / layout_file(layout, self._name)
             error = 0.0
             if layout != "diffusers":
-                error = _compare(path, trained, effects_by_rule(path, modules, layout, lengths), tolerance)
+                error = same(path, effects_by_rule(path, modules, layout, lengths))
             if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
                 found = self._effects_by_loader(path, denoiser, lengths)
-                error = max(error, _compare(path, trained, found, tolerance))
+                error = max(error, same(path, found))
             files.append(ExportedFile(path.name, error, len(modules)))
         return files
 
@@ -170,16 +180,28 @@ def _equal(modules: list[LoraModule]) -> LoraConfig:
     )
 
 
+def _is_one_lora(denoiser: nn.Module) -> bool:
+    """Whether the adapter's own weights are what the files hold."""
+    have = cast("Any", denoiser).peft_config
+    return AT_START not in have and isinstance(have[ADAPTER], LoraConfig)
+
+
 def _compare(
-    path: Path, trained: Mapping[str, Tensor], reloaded: Mapping[str, Tensor], tolerance: float
+    path: Path,
+    reloaded: Mapping[str, Tensor],
+    *,
+    trained: Mapping[str, Tensor],
+    parts: Mapping[str, float],
+    tolerance: float,
 ) -> float:
+    """The largest relative difference; relative to a module's entry in `parts` where that is larger."""
     if set(trained) != set(reloaded):
         odd = sorted(set(trained) ^ set(reloaded))
         what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
         raise TrainingError(what, where=str(path), fix=DEFECT)
     worst = 0.0
     for name, delta in trained.items():
-        scale = float(delta.abs().max()) or 1.0
+        scale = max(float(delta.abs().max()), parts.get(name, 0.0)) or 1.0
         error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
         if not error <= tolerance:
             what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"

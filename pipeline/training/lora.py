@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the adapter that is trained."""
 
+AT_START = "at_start"
+"""Of one beside it that never changes: what takes off the part of the base weights that it began as."""
+
+_START_PREFIX = f"{AT_START}:"
+
 Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer
 """A module with an adapter."""
 
@@ -84,7 +89,7 @@ def _config(
         alpha_pattern=alphas,
         use_dora=settings.dora,
         use_rslora=settings.rslora,
-        init_lora_weights=True if settings.init == "kaiming" else settings.init,
+        init_lora_weights="gaussian" if settings.init == "gaussian" else True,
     )
 
 
@@ -94,8 +99,15 @@ def trainable_weights(denoiser: nn.Module) -> list[nn.Parameter]:
 
 
 def adapter_state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """The adapter's weights by peft's names ("<module>.lora_A.weight"): float32 copies on the CPU."""
-    state = get_peft_model_state_dict(denoiser, adapter_name=ADAPTER)
+    """The adapter's weights by peft's names ("<module>.lora_A.weight"): float32 copies on the CPU.
+
+    Those of the fixed adapter beside it, if there is one, have "at_start:" before their names.
+    """
+    state = {
+        f"{prefix}{name}": weight
+        for adapter, prefix in _adapters(denoiser)
+        for name, weight in get_peft_model_state_dict(denoiser, adapter_name=adapter).items()
+    }
     return {
         name: weight.detach().float().cpu().clone().contiguous() for name, weight in sorted(state.items())
     }
@@ -114,7 +126,19 @@ def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None
         fix = "delete the checkpoint; if it comes back, report it as a defect"
         what = f"{len(names)} weights are not those of this adapter, the first is {names[0]}"
         raise TrainingError(what, where="the saved adapter", fix=fix)
-    set_peft_model_state_dict(denoiser, dict(state), adapter_name=ADAPTER)
+    for adapter, prefix in _adapters(denoiser):
+        own = {
+            name.removeprefix(prefix): weight
+            for name, weight in state.items()
+            if name.startswith(_START_PREFIX) == bool(prefix)
+        }
+        set_peft_model_state_dict(denoiser, own, adapter_name=adapter)
+
+
+def _adapters(denoiser: nn.Module) -> list[tuple[str, str]]:
+    """(peft's name, what stands before the names of its weights in `adapter_state`) of each adapter."""
+    have = cast("Any", denoiser).peft_config
+    return [(ADAPTER, ""), (AT_START, _START_PREFIX)] if AT_START in have else [(ADAPTER, "")]
 
 
 def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
@@ -127,6 +151,8 @@ def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
 def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
     """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name.
 
+    What the fixed adapter beside it takes off is taken off.
+
     With DoRA the sum's rows are then brought to the length of `magnitudes`.
     """
     deltas: dict[str, Tensor] = {}
@@ -135,6 +161,16 @@ def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tens
             if adapter in module.r:
                 deltas[name] = _delta(module, adapter).float().cpu()
     return deltas
+
+
+def sizes_at_start(denoiser: nn.Module) -> dict[str, float]:
+    """The largest delta weight that a fixed adapter takes off, by module; empty where there is none."""
+    with torch.no_grad():
+        return {
+            name: float(cast("Any", module).get_delta_weight(AT_START).abs().max())
+            for name, module in lora_modules(denoiser)
+            if AT_START in module.r
+        }
 
 
 def has_magnitude(module: Adapted, adapter: str = ADAPTER) -> bool:
@@ -166,5 +202,8 @@ def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _delta(module: Adapted, adapter: str) -> Tensor:
-    # peft's base class does not declare it; each of its layers has it.
-    return cast("Any", module).get_delta_weight(adapter)
+    adapted = cast("Any", module)  # peft's base class does not declare it; each of its layers has it.
+    delta: Tensor = adapted.get_delta_weight(adapter)
+    if adapter == ADAPTER and AT_START in module.r:
+        delta = delta + adapted.get_delta_weight(AT_START)
+    return delta

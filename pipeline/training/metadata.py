@@ -69,6 +69,8 @@ def _network_arguments(lora: LoraSettings) -> dict[str, object]:
         kinds["conv_dim"], kinds["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:
         kinds["dropout"] = lora.dropout
+    if lora.begins_as_part:
+        kinds["init"] = lora.init
     if lora.dora:
         kinds["dora_wd"] = True
     if lora.rslora:

@@ -135,7 +135,7 @@ def _bytes(engine: Engine) -> int:
     return total
 
 
-@pytest.mark.parametrize("lora", [{"dora": True}, {"kind": "loha"}, {"kind": "lokr"}])
+@pytest.mark.parametrize("lora", [{"dora": True}, {"kind": "loha"}, {"kind": "lokr"}, {"init": "pissa"}])
 def test_adapters_that_packed_weights_do_not_suit_are_refused(lora: dict[str, Any]) -> None:
     smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
     found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})

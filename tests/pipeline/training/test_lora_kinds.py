@@ -56,6 +56,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "loha of convolutions": {"kind": "loha", "conv_rank": 3, "targets": "blocks"},
     "lokr": {"kind": "lokr", "lokr_factor": 4, "rank": 2, "ranks": [{"modules": "*.attn2.*", "rank": 9}]},
     "lokr of convolutions": {"kind": "lokr", "conv_rank": 3, "targets": "blocks", "rank": 3},
+    "pissa": {"init": "pissa", "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
+    "olora of convolutions": {"init": "olora", "conv_rank": 3, "targets": "blocks", "rslora": True},
     "dora": {"dora": True},
     "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
 }
@@ -216,12 +218,12 @@ def test_a_lokr_splits_every_length_as_peft_does(factor: int) -> None:
         assert columns == 9
 
 
-@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha", "lokr"])
+@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha", "lokr", "pissa"])
 def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     make_project: Callable[..., Project], kind: str
 ) -> None:
     lora = {"rank": 4, "alpha": 2.0, **KINDS[kind], "targets": "blocks"}
-    plain = "kind" not in lora
+    plain = kind == "dora ranks rslora"
     if plain:
         lora["dropout"] = 0.2
     cuts = (1, 3) if plain else (2,)
@@ -243,6 +245,8 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
         said = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
     elif kind == "lokr":
         said = {"trained_as": {"algo": "lokr", "dim": 2, "alpha": 2.0, "factor": 4}}
+    elif kind == "pissa":
+        said = {"init": "pissa"}
     else:
         said = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
         undropped = project.recipe.training.lora.model_copy(update={"dropout": 0.0})
@@ -365,6 +369,7 @@ def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind:
         ({"dropout": 1.0}, "training.lora.dropout", "less than"),
         ({"kind": "loha", "dora": True}, "training.lora.dora", "is not for kind: loha"),
         ({"kind": "lokr", "dropout": 0.1}, "training.lora.dropout", "is not for kind: lokr"),
+        ({"init": "pissa", "dora": True}, "training.lora.dora", "is not for init: pissa"),
         ({"lokr_factor": 4}, "training.lora.lokr_factor", "has no effect with kind: lora"),
         ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
         (
