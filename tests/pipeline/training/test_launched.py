@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +22,7 @@ from pipeline.training.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.training.loop import train
 from pipeline.training.order import TrainingOrder
 from pipeline.training.stopping import StopRequest
+from pipeline.training.validation import LEVELS
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -90,10 +93,18 @@ def test_R01_R12_a_process_stopped_and_then_killed_ends_where_the_uncut_one_did(
 
 
 @pytest.mark.timeout(240)
-def test_R04_two_processes_take_the_same_global_batches_to_the_same_weights_and_rate(
+def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_rate_and_validation_loss(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project(batch_size=4, lr_scheduler="linear", warmup_steps=1, learning_rate=1e-3)
+    project = make_project(
+        batch_size=4,
+        lr_scheduler="linear",
+        warmup_steps=1,
+        learning_rate=1e-3,
+        sizes={"64x64": 5, "32x96": 5},
+        datasets={"photos": {"validation_fraction": 0.2}},
+        validate_every=2,
+    )
     alone = project.changed("alone").order()
     pair = project.changed("pair", num_processes=2, batch_size=2).order()
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
@@ -106,3 +117,19 @@ def test_R04_two_processes_take_the_same_global_batches_to_the_same_weights_and_
         torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
     rates = [read_metrics(RunLayout(order.folder).metrics, 6)[-1]["learning_rate"] for order in (alone, pair)]
     assert rates[0] == rates[1]
+    _require_the_same_validation(alone, pair)
+
+
+def _require_the_same_validation(alone: TrainingOrder, pair: TrainingOrder) -> None:
+    """Batches of the pair are half as large, and their number odd: its second rank has one less."""
+    buckets = Counter(item.bucket for item in pair.held_out)
+    assert sum(math.ceil(len(LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
+    lines = [
+        [json.loads(line) for line in RunLayout(order.folder).validation.read_text().splitlines()]
+        for order in (alone, pair)
+    ]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 2, 4, 6]
+    for one, two in zip(*lines, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["by_level"] == pytest.approx(one["by_level"], rel=1e-5)
+    assert lines[0][0]["loss"] != pytest.approx(lines[0][-1]["loss"], rel=1e-4)
