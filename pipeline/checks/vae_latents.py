@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import REPAIR, Problems
+from pipeline.checks.reasons import fixes, most_frequent_first
 from pipeline.entries import LATENT_SHAPE, TARGET, Entries
 from pipeline.geometry import placement_of
 from pipeline.tables import not_asked_for
@@ -120,11 +121,11 @@ def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     numbers |= {"fraction": round(fraction, 6)}
     summary = f"{len(everything):,} of {total:,} images are rejected, {len(here):,} of them here "
     summary += f"({fraction:.1%}, the limit is {limit:.1%})"
-    rows = everything.select(_SHOWN).rows(named=True)
+    rows = most_frequent_first(everything).select(_SHOWN).rows(named=True)
     if not kept:
-        fix = "see tables/rejected.parquet: each row has its fix" if total else REPAIR
+        fix = fixes(everything) if total else REPAIR
         return Outcome(False, f"no sample is left; {summary}", fix, rows, numbers)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
-    fix = "repair or remove what tables/rejected.parquet lists, or raise checks.max_rejected_fraction"
+    fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")
     return Outcome(False, summary, fix, rows, numbers)

@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
+from pipeline.checks.reasons import fixes, most_frequent_first
 from pipeline.image_formats import ImageError
 from pipeline.images import hash_bytes, read_bytes
 from pipeline.split import held_out
@@ -47,23 +48,29 @@ def run(context: CheckContext) -> list[Finding]:
 
 
 def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    rows = _rejected_for(rejected, "caption_missing", "caption_empty")
-    if not rows:
+    bare = _rejected_for(rejected, "caption_missing", "caption_empty")
+    if bare.is_empty():
         return Outcome(True, f"all {len(table):,} samples have a caption")
+    rows = _shown(bare)
     summary = f"{len(rows):,} images have no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, rows[0]["fix"], rows)
+    return Outcome(False, summary, fixes(bare), rows)
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    rows = _rejected_for(rejected, "caption_undecodable", "caption_unreadable")
-    if not rows:
+    broken = _rejected_for(rejected, "caption_undecodable", "caption_unreadable")
+    if broken.is_empty():
         return Outcome(True, f"all {len(table):,} captions decode")
+    rows = _shown(broken)
     summary = f"{len(rows):,} captions do not decode; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, rows[0]["fix"], rows)
+    return Outcome(False, summary, fixes(broken), rows)
 
 
-def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> list[dict[str, Any]]:
-    return rejected.filter(pl.col("reason").is_in(reasons)).select(_SHOWN).rows(named=True)
+def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> pl.DataFrame:
+    return rejected.filter(pl.col("reason").is_in(reasons))
+
+
+def _shown(rejected: pl.DataFrame) -> list[dict[str, Any]]:
+    return most_frequent_first(rejected).select(_SHOWN).rows(named=True)
 
 
 def _captions_unshared(table: pl.DataFrame) -> Outcome:
@@ -100,18 +107,16 @@ def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.
     )
     summary += f": {told}" if told else ""
     if total and table.is_empty():
-        fix = "see tables/rejected.parquet: each row has its fix"
-        return Outcome(
-            False, f"no sample is left; {summary}", fix, everything.select(_SHOWN).rows(named=True), numbers
-        )
+        fix = fixes(everything) if len(everything) else "see datasets[].filters: they left everything out"
+        return Outcome(False, f"no sample is left; {summary}", fix, _shown(everything), numbers)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
-    fix = "repair or remove what tables/rejected.parquet lists, or raise checks.max_rejected_fraction"
-    return Outcome(False, summary, fix, everything.select(_SHOWN).rows(named=True), numbers)
+    fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")
+    return Outcome(False, summary, fix, _shown(everything), numbers)
 
 
 def _shape_uniformity(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    rows = _rejected_for(rejected, "size_disagrees")
+    rows = _shown(_rejected_for(rejected, "size_disagrees"))
     scanned = raw.select("sample_id", scanned_height="height", scanned_width="width")
     both = table.select("sample_id", "height", "width").join(scanned, on="sample_id", how="left")
     same = (pl.col("height") == pl.col("scanned_height")) & (pl.col("width") == pl.col("scanned_width"))
@@ -128,7 +133,7 @@ def _file_size_outliers(
     context: CheckContext, raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame
 ) -> Outcome:
     """Whether each kept file still is the file of the scan, now; and how many bytes were rejected."""
-    rows = _rejected_for(rejected, "changed", "vanished")
+    rows = _shown(_rejected_for(rejected, "changed", "vanished"))
     roots = {settings.name: settings.root for settings in context.recipe.datasets}
     kept = raw.join(table.select("sample_id"), on="sample_id", how="semi")
     for row in kept.iter_rows(named=True):
@@ -179,7 +184,7 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
 
 
 def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    copies = _rejected_for(rejected, DUPLICATE)
+    copies = _shown(_rejected_for(rejected, DUPLICATE))
     groups = (
         table.group_by("duplicate_group")
         .agg(pl.col("sample_id").sort(), same_bytes=pl.col("content_hash").n_unique() == 1)

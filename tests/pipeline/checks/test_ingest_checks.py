@@ -224,3 +224,22 @@ def test_conservation_names_the_lost_the_doubled_and_the_strangers() -> None:
         ("x", "never came in"),
     }
     assert conserved(["a", "b"], ["a"], ["b"], "stage").passed
+
+
+def test_a_closed_gate_tells_the_most_frequent_reasons_each_with_count_and_fix(folder: Any) -> None:
+    folder.add("good.png")
+    for index in range(3):
+        folder.add(f"empty{index}.png", b"")
+    for index in range(2):
+        folder.add(f"words{index}.png", b"these are only words")
+    folder.add("cut.bmp", folder.picture(1, kind="BMP")[:1000])
+    folder.add("bare.png", caption=None)
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    first, second, third, rest, otherwise = finding.fix.splitlines()
+    assert first.startswith("3 empty file, the first is d/empty0.png: ")
+    assert second.startswith("2 not an image, the first is d/words0.png: ")
+    assert third.startswith("1 caption missing, the first is d/bare.png: ")
+    assert rest == "1 for other reasons: tables/rejected.parquet has the fix of each"
+    assert otherwise.startswith("or raise checks.max_rejected_fraction; or open this gate knowingly")
+    assert [row["reason"] for row in finding.rows[:4]] == ["empty_file"] * 3 + ["not_an_image"]
