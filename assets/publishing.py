@@ -54,6 +54,8 @@ def publish(
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
         "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
     }
+    if "funnel" in result.report:
+        metadata["funnel"] = table_metadata(result.report["funnel"])
     if pictures is not None:
         metadata |= picture_metadata(pictures)
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))

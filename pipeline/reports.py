@@ -62,6 +62,15 @@ def report_path(output_dir: Path, asset: str) -> Path:
     return output_dir / "reports" / f"{asset}.json"
 
 
+def read_report(output_dir: Path, asset: str) -> Report | None:
+    """The asset's report of its last materialization; None when there is none or it is damaged."""
+    try:
+        report = json.loads(report_path(output_dir, asset).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
 def write_report(output_dir: Path, asset: str, report: Mapping[str, Any]) -> Path:
     """Replace the asset's report file atomically; keys are sorted.
 

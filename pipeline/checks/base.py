@@ -5,7 +5,6 @@ A check file is one function, `run(context)`, which looks at the files of one as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.checks.names import SPECS, CheckSpec
-from pipeline.reports import Report, report_path
+from pipeline.reports import Report, read_report
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -54,11 +53,7 @@ class CheckContext:
 
     def report(self, asset: str) -> Report | None:
         """The asset's report of its last materialization; None when there is none or it is damaged."""
-        try:
-            report = json.loads(report_path(self.recipe.output_dir, asset).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return report if isinstance(report, dict) else None
+        return read_report(self.recipe.output_dir, asset)
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,22 @@ class Funnel:
 
     def lines(self) -> list[str]:
         """The funnel as aligned lines of text, the widest part first."""
-        num_passed_over, num_rejected = sum(self.passed_over.values()), sum(self.rejected.values())
-        rows = [("found", self.found), *_parts(self.passed_over, "passed over", num_passed_over)]
-        rows += [*_parts(self.rejected, "rejected", num_rejected), ("kept", self.kept)]
-        width = max(len(f"{number:,}") for _, number in rows)
-        return [f"{number:>{width},}  {name}" for name, number in rows]
+        rows = self.rows()
+        width = max(len(f"{row['number']:,}") for row in rows)
+        return [
+            f"{row['number']:>{width},}  "
+            + (f"  {row['kind'].replace('_', ' ')}" if row["kind"] else row["what"])
+            for row in rows
+        ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The funnel as flat rows of `what`, `kind` (empty in the row of the total) and `number`."""
+        rows = [{"what": "found", "kind": "", "number": self.found}]
+        for what, counts in (("passed over", self.passed_over), ("rejected", self.rejected)):
+            rows.append({"what": what, "kind": "", "number": sum(counts.values())})
+            ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
+            rows += [{"what": what, "kind": kind, "number": number} for kind, number in ordered]
+        return [*rows, {"what": "kept", "kind": "", "number": self.kept}]
 
 
 def by_reason(reasons: Iterable[str]) -> dict[str, int]:
@@ -54,8 +65,3 @@ def printable(text: str) -> str:
     except UnicodeEncodeError:
         return os.fsencode(text).decode("utf-8", "backslashreplace")
     return text
-
-
-def _parts(counts: Mapping[str, int], name: str, total: int) -> list[tuple[str, int]]:
-    ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    return [(name, total), *((f"  {kind.replace('_', ' ')}", number) for kind, number in ordered)]

@@ -46,7 +46,7 @@ from pipeline.ingest.listed import captions_by_path, focus_by_path, focus_of, li
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
-from pipeline.reports import Log, Report, StageResult, Stopwatch
+from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
 
 if TYPE_CHECKING:
@@ -175,8 +175,9 @@ def validate(
     if remember:
         of_raw = verdicts.table.join(raw, on="content_hash", how="semi")
         known.write(of_raw, everything.filter(pl.col("rule") != "").select(*CAPTIONS))
-    report = _report(raw, table, rejected, verdicts) | watch.numbers()
-    for line in _funnel(tables, len(table), rejected).lines():
+    funnel = _funnel(recipe, tables, len(table), rejected)
+    report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
+    for line in funnel.lines():
         log(line)
     refused = validated("rejected", rejected, "what was found invalid")
     return StageResult(validated(STAGE, table, "what was found valid"), refused, report)
@@ -367,8 +368,14 @@ def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdi
     }
 
 
-def _funnel(tables: Tables, num_kept: int, rejected: pl.DataFrame) -> Funnel:
+def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFrame) -> Funnel:
     """From the files found by the scan to the samples kept here."""
+    scanned = read_report(recipe.output_dir, "raw_images") or {}
     of_scan = tables.read_rejected("raw_images")
     reasons = by_reason(pl.concat([of_scan["reason"], rejected["reason"]]))
-    return Funnel(found=num_kept + sum(reasons.values()), kept=num_kept, rejected=reasons)
+    return Funnel(
+        found=num_kept + sum(reasons.values()),
+        passed_over=scanned.get("passed_over", {}),
+        rejected=reasons,
+        kept=num_kept,
+    )

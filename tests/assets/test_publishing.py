@@ -79,6 +79,13 @@ def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> N
     assert "| empty\\_file | 1 |" in str(funnel)
 
 
+def test_a_funnel_is_shown_as_a_table(recipe: Recipe) -> None:
+    rows = [{"what": "found", "kind": "", "number": 2}, {"what": "kept", "kind": "", "number": 1}]
+    shown = publish(recipe, "raw_images", result([], {"funnel": rows})).metadata["funnel"]
+    assert isinstance(shown, TableMetadataValue)
+    assert [record.data for record in shown.records] == rows
+
+
 def test_counters_are_numbers_that_dagster_plots() -> None:
     metadata = report_metadata({"samples": 3, "seconds": 0.5, "sizes": {"a": 1}, "nothing": None})
     assert isinstance(metadata["samples"], IntMetadataValue)

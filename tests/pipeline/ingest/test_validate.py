@@ -172,8 +172,20 @@ def test_the_funnel_is_printed_with_the_reasons_of_both_stages(folder: Any) -> N
     folder.add("good.png")
     folder.add("empty.png", b"")
     folder.add("uncaptioned.png", caption=None)
-    folder.ingest()
+    (folder.root / ".DS_Store").write_bytes(b"x")
+    result = folder.ingest()
     assert "3  found" in folder.log
+    assert "1    hidden" in folder.log
+    assert result.report["funnel"] == [
+        {"what": "found", "kind": "", "number": 3},
+        {"what": "passed over", "kind": "", "number": 3},
+        {"what": "passed over", "kind": "captions", "number": 2},
+        {"what": "passed over", "kind": "hidden", "number": 1},
+        {"what": "rejected", "kind": "", "number": 2},
+        {"what": "rejected", "kind": "caption_missing", "number": 1},
+        {"what": "rejected", "kind": "empty_file", "number": 1},
+        {"what": "kept", "kind": "", "number": 1},
+    ]
     assert "1  kept" in folder.log
     assert "1    caption missing" in folder.log
     assert "1    empty file" in folder.log
