@@ -20,8 +20,8 @@ TERMINAL_VARIABLE = "LATENTLINE_TERMINAL"
 REDRAW_S = 0.2
 """Least time between two states of a bar."""
 
-_UNKNOWN_WIDTH = 80
-"""Characters of a line where the terminal does not say."""
+_UNKNOWN_SIZE = (80, 24)
+"""Columns and lines where the terminal does not say both."""
 
 _WATCHED_COMMANDS = (["job", "execute"], ["asset", "materialize"])
 """Of `dagster`. Its UI and its daemon run jobs too, on the terminal that they were started on: they have a
@@ -97,19 +97,23 @@ class Bar:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # no thread of its own: it is redrawn from here
-        wide = self._has_width()
+        size = self._size()
+        columns, lines = size or _UNKNOWN_SIZE
         return tqdm(
             total=total,
             initial=done,
             desc=text,
             file=self._file,
             leave=False,
-            dynamic_ncols=wide,
-            ncols=None if wide else _UNKNOWN_WIDTH,
+            dynamic_ncols=size is not None,
+            ncols=columns,
+            nrows=lines,
         )
 
-    def _has_width(self) -> bool:
+    def _size(self) -> tuple[int, int] | None:
+        """Columns and lines; None where either is not known, as on terminals that programs make."""
         try:
-            return os.get_terminal_size(self._file.fileno()).columns > 0
+            columns, lines = os.get_terminal_size(self._file.fileno())
         except OSError:
-            return False
+            return None
+        return (columns, lines) if columns and lines else None

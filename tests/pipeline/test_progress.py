@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import select
+import termios
 import threading
 
 import pytest
@@ -52,13 +54,19 @@ def test_short_work_says_nothing_and_an_error_comes_out_as_it_is(capfd: pytest.C
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")
-def test_on_a_terminal_there_is_a_bar_and_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("size", [(0, 0), (0, 110), (40, 110)], ids=str)
+def test_on_a_terminal_there_is_a_bar_and_no_line(
+    monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
+) -> None:
+    """Of that many lines and columns; a program that makes a terminal may leave its size open."""
     ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, size)
     monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(theirs))
     monkeypatch.setattr("pipeline.progress.BAR_AFTER_S", 0.001)
     monkeypatch.setattr("pipeline.progress.FIRST_LINE_S", 0.001)
     lines: list[str] = []
     with progress(lambda: 30, 40, "images decoded", log=lines.append):
+        assert select.select([ours], [], [], 20)[0], "nothing is drawn"
         drawn = os.read(ours, 4096).decode()
     assert "images decoded" in drawn
     assert "30/40" in drawn
