@@ -211,3 +211,12 @@ def test_focus_columns_that_cannot_be_used_are_an_error_that_names_them(folder: 
     assert raised.value.where == str(listing)
     with pytest.raises(DatasetError, match="no column 'z'"):
         run(focused(listing, ("x", "z")))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_C06_rows_removed_and_reordered_leave_each_image_its_caption(folder: Path, kind: str) -> None:
+    kept, _ = run(recipe(write(folder, kind)))
+    captions = dict(kept.select("path", "caption").rows())
+    assert len(captions) == 2
+    kept, _ = run(recipe(write(folder, kind, ROWS[:0:-1])))
+    assert dict(kept.select("path", "caption").rows()) == {"sub/b.png": captions["sub/b.png"]}

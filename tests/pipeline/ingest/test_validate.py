@@ -160,6 +160,19 @@ def test_an_image_that_took_too_much_memory_is_tried_again(
     assert folder.ingest().report["kept"] == 1
 
 
+@pytest.mark.parametrize("gone", ["a.png", "c.png", "e.png"])
+def test_C06_with_an_image_deleted_every_other_keeps_its_own_caption(folder: Any, gone: str) -> None:
+    for name in "abcde":
+        folder.add(f"{name}.png", folder.picture(ord(name)), caption=f"this is {name}")
+    folder.ingest()
+    (folder.root / gone).unlink()
+    for _ in range(2):  # with what the run before knew, and with all of it known
+        captions = dict(folder.ingest().table.select("path", "caption").rows())
+        assert captions == {f"{name}.png": f"this is {name}" for name in "abcde" if f"{name}.png" != gone}
+    (folder.root / gone).with_suffix(".txt").unlink()
+    assert dict(folder.ingest().table.select("path", "caption").rows()) == captions
+
+
 def test_filename_and_fixed_captions_need_no_files(folder: Any) -> None:
     folder.add("a_red_car.png", caption=None)
     folder.captions = {"from": "filename"}
