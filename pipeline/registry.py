@@ -20,6 +20,7 @@ from pathlib import Path
 
 from pipeline.atomic import write_bytes
 from pipeline.errors import StoreError
+from pipeline.refusals import system_refusal
 
 FOLDER = "outputs"
 _KEY_BYTES = 32
@@ -63,8 +64,9 @@ def register(cache_dir: Path, output_dir: Path, *, recipe: str, kind: str, keys:
         _replace(folder / f"{name}.json", said.encode("utf-8"))
         _replace(folder / f"{name}-{kind}.keys", raw)
     except OSError as err:
-        fix = "see that cache_dir lies on a working disk and may be written by this user"
-        what = f"the cache cannot be written: {err.strerror or err}"
+        refusal = system_refusal(err)
+        what = f"the cache cannot be written: {refusal.what if refusal else err}"
+        fix = refusal.fix if refusal else "see that cache_dir lies on a working disk"
         raise StoreError(what, where=str(folder), fix=fix) from err
 
 

@@ -11,15 +11,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.buckets import assign_buckets
 from pipeline.encode.latents import cache_latents
+from pipeline.encode.text import cache_text
 from pipeline.errors import StoreError
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe
+from pipeline.reports import StageResult
 from pipeline.tables import Tables
 from tests.conftest import LaunchHere
 from tests.pipeline.cached_job import recipe_of
@@ -44,14 +47,16 @@ class Rivalled(LaunchHere):
         super().__call__(module, order)
 
 
-def attempt(recipe: Recipe, launch: Rivalled) -> dict[str, Any]:
-    """One run of vae_latents: its error or its counters, what lies in the cache, how many encoders ran."""
+def attempt(
+    recipe: Recipe, launch: Rivalled, stage: Callable[..., StageResult] = cache_latents
+) -> dict[str, Any]:
+    """One run of a cache stage: its error or its counters, the latents there are, how many encoders ran."""
     tables, quiet = Tables(recipe.output_dir), {"log": lambda _: None}
     valid = validate(recipe, scan(recipe, tables, **quiet).table, tables, **quiet).table
-    buckets = assign_buckets(recipe, valid, **quiet).table
+    rows = valid if stage is cache_text else assign_buckets(recipe, valid, **quiet).table
     seen: dict[str, Any] = {"error": ""}
     try:
-        seen["report"] = cache_latents(recipe, buckets, tables, launch=launch, **quiet).report
+        seen["report"] = stage(recipe, rows, tables, launch=launch, **quiet).report
     except StoreError as err:
         seen["error"] = str(err)
     files = [path for path in (recipe.cache_dir / "latents").rglob("*") if path.is_file()]
@@ -68,9 +73,11 @@ def main(folder: Path, model: str) -> None:
     recipe.cache_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(recipe.cache_dir)], check=True)
     launch = Rivalled(recipe.cache_dir / "ballast")
-    filled, full = attempt(recipe, launch), attempt(recipe, launch)
+    seen = {"filled": attempt(recipe, launch), "full": attempt(recipe, launch)}
+    seen["text"] = attempt(recipe, launch, cache_text)
     launch.ballast.unlink()
-    sys.stdout.write(json.dumps({"filled": filled, "full": full, "room": attempt(recipe, launch)}) + "\n")
+    seen["room"] = attempt(recipe, launch)
+    sys.stdout.write(json.dumps(seen) + "\n")
 
 
 if __name__ == "__main__":

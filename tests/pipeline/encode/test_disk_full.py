@@ -30,6 +30,9 @@ def test_L14_a_disk_that_fills_up_meanwhile_loses_nothing_and_the_next_run_goes_
     assert "0 free" in full["error"]
     assert full["launched"] == filled["launched"] == 1, "the estimate comes before any model is loaded"
     assert full["files"] == filled["files"]
+    assert "the cache cannot be written: the disk is full" in seen["text"]["error"]
+    assert "free space on that disk" in seen["text"]["error"]
+    assert seen["text"]["launched"] == 1
 
     assert room["error"] == ""
     assert {name: room["report"][name] for name in ("encoded", "reused", "damaged")} == {

@@ -76,6 +76,19 @@ def test_T02_T03_each_caption_once_and_always_the_empty_one_and_the_sample_promp
         assert entries.store.check(entries.text(caption)).valid
 
 
+def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_size(cache, launch_here) -> None:
+    rows = pl.concat(
+        cache.captions().with_columns(pl.col("sample_id") + f"-{copy:03}") for copy in range(200)
+    )
+    result = cache_text(cache.recipe, rows, cache.tables, launch=launch_here, log=lambda _: None)
+    assert len(result.table) == 1000
+    assert result.table["key"].n_unique() == 5
+    files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
+    foreseen = Entries(cache.recipe).text_rows(wanted_captions(cache.recipe, rows["caption"]))["num_bytes"]
+    assert len(files) == len(foreseen) == 6
+    assert sum(file.stat().st_size for file in files) == foreseen.sum() == result.report["bytes"]
+
+
 def test_a_second_run_encodes_nothing_and_an_edited_caption_one(cache, launch_here, forbidden_launch) -> None:
     cached(cache, launch_here)
     again = cached(cache, forbidden_launch)
