@@ -28,7 +28,7 @@ from pipeline.ingest.listed import walk_listing
 from pipeline.ingest.parallel import in_threads
 from pipeline.progress import progress
 from pipeline.reports import Log, Report, StageResult, Stopwatch
-from pipeline.tables import SCHEMAS, Tables, frame
+from pipeline.tables import SCHEMAS, Tables, frame, in_order
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -81,7 +81,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
     bases = fresh.select("sample_id", "dataset", "path").rows(named=True)
     for base, outcome in zip(bases, outcomes, strict=True):
         (rejected if "reason" in outcome else rows).append({**base, **outcome})
-    table = pl.concat([known, frame(STAGE, rows)]).sort("sample_id")
+    table = in_order(pl.concat([known, frame(STAGE, rows)]) if rows else known, ["sample_id"])
     report = _report(datasets, table, rejected) | {"read": len(fresh), "unchanged": len(known)}
     report |= watch.numbers()
     return StageResult(table, frame("rejected", rejected), report)

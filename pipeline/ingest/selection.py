@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.ingest.listed import paths_where
-from pipeline.tables import ASKED_FOR, REJECTED
+from pipeline.tables import ASKED_FOR, REJECTED, in_order
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, FilterSettings, Recipe
@@ -60,7 +60,7 @@ def select(
         kept.append(passed)
     schema = pl.Schema(REJECTED)
     rejected = [part.with_columns(stage=pl.lit(stage)).select(*REJECTED).cast(schema) for part in refused]
-    return pl.concat(kept).sort("sample_id"), pl.concat(rejected)
+    return in_order(pl.concat(kept), ["sample_id"]), pl.concat(rejected)
 
 
 def _first_reason(settings: DatasetSettings, listing: pl.DataFrame | None) -> pl.Expr:

@@ -47,7 +47,7 @@ from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
-from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
+from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -165,7 +165,7 @@ def validate(
     told = _with_rule(recipe, chosen)
     same = _as_before(recipe, told, verdicts, known.captions)
     fresh, refused = _looked_at(told.join(same, on="sample_id", how="anti"), verdicts, captions, log)
-    everything = pl.concat([same, fresh]).sort("sample_id")
+    everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
     looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
     table = once.join(looks, on="content_hash", how="left", maintain_order="left").select(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipeline.errors import TableError
-from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame, pandera_schema, validated
+from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame, in_order, pandera_schema, validated
 
 VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -144,3 +144,12 @@ def test_the_cheap_look_at_a_table_agrees_with_its_pandera_schema(asset: str, sp
             validated(asset, table, "a test")
     else:
         assert_frame_equal(validated(asset, table, "a test"), table)
+
+
+def test_a_table_in_order_is_itself_and_another_is_sorted_by_all_its_names() -> None:
+    rows = pl.DataFrame({"a": ["x", "x", "y"], "b": [1, 2, 0]})
+    assert in_order(rows, ["a", "b"]) is rows
+    for mixed in (rows.reverse(), rows[[1, 0, 2]], rows[[0, 2, 1]]):
+        assert in_order(mixed, ["a", "b"]).equals(rows)
+    assert in_order(rows[:0], ["a"]).is_empty()
+    assert in_order(rows[:1], ["a", "b"]).equals(rows[:1])
