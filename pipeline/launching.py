@@ -112,7 +112,8 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
     Args:
         module: The entry module.
         status: Exit status, or minus the number of the signal that ended the process.
-        output: Lines that the processes printed; the last `OUTPUT_TAIL_LINES` are quoted.
+        output: Lines that the processes printed; the last `OUTPUT_TAIL_LINES` are quoted, without the stack
+            of a traceback.
         error_file: Where a launched process leaves its own error; need not exist.
 
     Returns:
@@ -122,12 +123,17 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
         parts = json.loads(error_file.read_text(encoding="utf-8"))
         kind = getattr(pipeline.errors, parts["kind"], LatentlineError)
         return kind(parts["what"], where=parts["where"], fix=parts["fix"])
-    tail = "\n".join(output[-OUTPUT_TAIL_LINES:]) or "(nothing was printed)"
+    said = [line for line in output if line.strip() and not _is_frame(line)][-OUTPUT_TAIL_LINES:]
     return LaunchError(
-        f"{module} ended {describe_status(status)}",
-        where=f"accelerate launch -m {module}",
-        fix=f"{_advice(status)}; the last lines it printed were:\n{tail}",
+        f"{module} ended {describe_status(status)}" + (f": {said[-1].strip()}" if said else ""),
+        where="\n".join([f"accelerate launch -m {module}, which last printed", *(said or ["nothing"])]),
+        fix=_advice(status),
     )
+
+
+def _is_frame(line: str) -> bool:
+    """Whether a line of output is the stack of a traceback, which stands whole in the output above."""
+    return line.startswith(("Traceback (most recent call last)", "  File ", "    "))
 
 
 def describe_status(status: int) -> str:
@@ -144,4 +150,4 @@ def _advice(status: int) -> str:
         return "the system killed it, most often because memory ran out: lower batch_size or resolution"
     if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
         return "something stopped it: start the job again, it goes on where it was"
-    return "mend what it says and start the job again; what is finished is kept"
+    return "mend what it says and start the job again: what is finished is kept"

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from pipeline.atomic import write_text
 from pipeline.entrypoints.guard import end_with_parent
 from pipeline.errors import LatentlineError
 from pipeline.launching import ERROR_FILE_VARIABLE
+from pipeline.refusals import system_refusal
 from pipeline.terminal import Bar, bar
 
 PROGRESS_INTERVAL_S = 2.0
@@ -66,10 +68,11 @@ def reporter() -> Generator[Reporter]:
 
     Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error. A
     `LatentlineError` that comes out of the body ends the process with status 1 and no traceback: it is
-    printed, and left whole for the launching process, which raises it again.
+    printed, and left whole for the launching process, which raises it again. So is what the system refuses,
+    such as space on a full disk, after its traceback.
 
     Raises:
-        SystemExit: After a `LatentlineError`.
+        SystemExit: After a `LatentlineError` or a refusal of the system.
     """
     end_with_parent()
     left: BaseException | None = None
@@ -78,6 +81,11 @@ def reporter() -> Generator[Reporter]:
             yield report
         except (LatentlineError, SystemExit) as err:
             left = err  # kept until the channel is closed, which would report it with its traceback
+        except Exception as err:
+            left = system_refusal(err)
+            if left is None:
+                raise
+            traceback.print_exc()
     if isinstance(left, LatentlineError):
         _leave(left)
     if left is not None:

@@ -63,10 +63,23 @@ def test_otherwise_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(OUTPUT_TAIL_LINES + 5)]
     error = launch_error("m", 7, output=lines, error_file=tmp_path / "none")
     assert isinstance(error, LaunchError)
-    assert error.what == "m ended with exit status 7"
-    assert "line 4\n" not in error.fix
-    assert "line 5\n" in error.fix
-    assert "line 24" in error.fix
+    assert error.what == "m ended with exit status 7: line 24"
+    assert "line 4\n" not in error.where
+    assert "line 5\n" in error.where
+    assert error.fix.startswith("mend what it says")
+
+
+def test_of_a_traceback_only_its_error_is_quoted(tmp_path: Path) -> None:
+    trace = [
+        "loading",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in f',
+        "    1 / 0",
+        "E: zero",
+    ]
+    error = launch_error("m", 1, output=trace, error_file=tmp_path / "none")
+    assert error.what == "m ended with exit status 1: E: zero"
+    assert error.where.splitlines()[1:] == ["loading", "E: zero"]
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Pa
     _, error = launch_in_process(order(tmp_path, "crash"))
     assert isinstance(error, LaunchError)
     assert "exit status 9" in error.what
-    assert "the last words of a crash" in error.fix
+    assert "the last words of a crash" in error.what
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

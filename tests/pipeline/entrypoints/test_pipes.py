@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from pathlib import Path
 
@@ -57,6 +58,19 @@ def test_an_error_ends_the_process_without_a_traceback_and_is_left_for_the_launc
     parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
     assert parts["kind"] == "TrainingError"
     assert parts["where"] == "step 3"
+
+
+def test_a_full_disk_is_left_for_the_launcher_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LATENTLINE_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as left, reporter():
+        raise OSError(errno.ENOSPC, "No space left on device", "/out/step-00000002")
+    assert left.value.code == 1
+    assert "Traceback" in capsys.readouterr().err
+    parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
+    assert (parts["kind"], parts["what"]) == ("SystemRefusalError", "the disk is full (ENOSPC)")
+    assert parts["where"] == "/out/step-00000002"
 
 
 def test_an_exit_status_passes_through() -> None:
