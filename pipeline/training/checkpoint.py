@@ -27,6 +27,7 @@ from torch import Tensor
 
 from pipeline.atomic import TEMP_SUFFIX
 from pipeline.errors import TrainingError
+from pipeline.refusals import system_number
 
 MARKER = "COMPLETE"
 ADAPTER_FILE = "adapter.safetensors"
@@ -61,14 +62,15 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
         The checkpoint's folder.
 
     Raises:
-        OSError: It could not be written; what was there before still is.
+        OSError: It could not be written, and `filename` is its folder; what was there before still is.
     """
     final = checkpoint_path(folder, state.step)
     temp = folder / f".{final.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
     temp.mkdir(parents=True)
     try:
         save_file(state.adapter, temp / ADAPTER_FILE)
-        torch.save(state.optimizer, temp / OPTIMIZER_FILE)
+        with (temp / OPTIMIZER_FILE).open("wb") as file:  # Python's own file says why it cannot be written
+            torch.save(state.optimizer, file)
         hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
         marker = {"step": state.step, "run": run, "sha256": hashes}
         (temp / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
@@ -76,9 +78,12 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
         if final.exists():
             final.rename(temp.with_name(f"{temp.name}-before"))
         temp.rename(final)
-    except BaseException:
+    except BaseException as err:
         shutil.rmtree(temp, ignore_errors=True)
-        raise
+        number = system_number(err)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(final)) from err
     _sync_folder(folder)
     shutil.rmtree(temp.with_name(f"{temp.name}-before"), ignore_errors=True)
     return final

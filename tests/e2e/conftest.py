@@ -92,9 +92,13 @@ class Workspace:
         )
 
     def dagster(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run(self.command(*arguments))
+
+    def run(self, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
+        """The command to its end, as `dagster` is run, with more environment variables."""
         return subprocess.run(
-            self.command(*arguments),
-            env=self.environment(),
+            command,
+            env={**self.environment(), **variables},
             cwd=self.root,
             capture_output=True,
             text=True,
