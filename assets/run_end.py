@@ -16,6 +16,7 @@ from dagster import AssetCheckSeverity, DagsterEvent, DagsterEventType, DagsterI
 
 from assets.last_words import DEFECT, STOPPED, is_dagster_command, keep, keep_numbers
 from pipeline.checks.names import SPECS
+from resources.run_worker import end_with_code_server
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
@@ -30,13 +31,18 @@ _LOOKED_AT = {
 
 
 class RunTables(TableIOManager):
-    """The tables, and what is said when a run is through with them."""
+    """The tables, and what is done at a run's beginning and said at its end."""
+
+    def setup_for_execution(self, context: InitResourceContext) -> None:
+        """Let the run end with the code server that started it, if one did."""
+        end_with_code_server()
 
     def teardown_after_execution(self, context: InitResourceContext) -> None:
         """Keep the run's numbers and problems for the end of a `dagster` command."""
-        if context.run_id is None or context.instance is None or not is_dagster_command(sys.argv):
+        run, instance = context.run, context.instance
+        if run is None or instance is None or not is_dagster_command(sys.argv):
             return
-        ended = ended_run(context.instance, context.run_id, self.output_dirs)
+        ended = ended_run(instance, run.run_id, self.output_dirs)
         for name, text in ended.numbers.items():
             keep_numbers(name, text)
         for problem in ended.problems:

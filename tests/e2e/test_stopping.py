@@ -1,0 +1,174 @@
+"""Runs stopped at random moments, in each way that a run can be stopped: nobody survives, nothing is torn.
+
+What is asked of each: every process of the run has ended within its time, `latentline verify` finds no fault,
+and the same job started again ends with the weights of a run that nobody stopped, bit for bit. In
+`make test` stand the parts: test_processes, tests/resources/test_launcher and test_run_worker.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.served import CodeServer
+from tests.e2e.words import last_words
+
+TRAINING = {
+    "steps": 10,
+    "batch_size": 2,
+    "checkpoint_every": 3,
+    "sample_every": 0,
+    "lora": {"rank": 2, "alpha": 2.0},
+}
+
+WITHIN_S = 30.0
+WITHIN_AFTER_KILL_S = 5.0
+
+Stop = Callable[[Any, Path, float], float]
+"""Starts the train job of a workspace, stops it so many seconds later; how long its processes may live on."""
+
+
+def processes_of(workspace: Any) -> list[psutil.Process]:
+    """Every process with the workspace's recipes in its environment, which all inherit; no zombies."""
+    found: list[psutil.Process] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            mine = process.environ().get("LATENTLINE_CONFIGS") == str(workspace.file.parent)
+            if mine and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def wait_for_the_end(workspace: Any, within_s: float, *, but: int = 0) -> None:
+    """Return when no process of a run is left; fails when that takes too long."""
+    end_s = time.monotonic() + within_s
+    while left := [process for process in processes_of(workspace) if process.pid != but]:
+        assert time.monotonic() < end_s, [process.cmdline() for process in left]
+        time.sleep(0.1)
+
+
+def by_signal(number: int) -> Stop:
+    """The process of `dagster job execute`, which is the step's too."""
+
+    def stop(workspace: Any, home: Path, after_s: float) -> float:
+        with (home / "log").open("w") as log:
+            job = subprocess.Popen(
+                workspace.command("job", "execute", "-m", "assets.definitions", "-j", "small_train"),
+                env=workspace.environment(),
+                cwd=workspace.root,
+                stdout=log,
+                stderr=log,
+            )
+        with suppress(subprocess.TimeoutExpired):
+            job.wait(after_s)
+        ended = job.poll() is not None
+        job.send_signal(number)
+        if ended:
+            return WITHIN_S
+        if number != signal.SIGKILL:
+            stopped_s = time.monotonic()
+            assert job.wait(WITHIN_S) != 0
+            text = (home / "log").read_text("utf-8")
+            if "RUN_START" in text:  # before that Python itself may be the one that is interrupted
+                assert last_words(text).what.startswith("Stopped: "), text[-3000:]
+            return WITHIN_S - (time.monotonic() - stopped_s)
+        return WITHIN_AFTER_KILL_S
+
+    return stop
+
+
+def by_dagster(workspace: Any, home: Path, after_s: float) -> float:
+    """What the UI's button does: the code server interrupts the run's process."""
+    with CodeServer(home / "dagster", workspace.environment()) as server:
+        run = server.launch("small_train")
+        time.sleep(after_s)
+        server.terminate(run)
+        wait_for_the_end(workspace, WITHIN_S, but=server.pid)
+    return WITHIN_AFTER_KILL_S
+
+
+def by_death_of_the_server(workspace: Any, home: Path, after_s: float) -> float:
+    """Nobody is left to tell the run's process; it sees for itself."""
+    with CodeServer(home / "dagster", workspace.environment()) as server:
+        server.launch("small_train")
+        time.sleep(after_s)
+    return WITHIN_S
+
+
+WAYS: dict[str, Stop] = {
+    "SIGINT": by_signal(signal.SIGINT),
+    "SIGTERM": by_signal(signal.SIGTERM),
+    "SIGKILL": by_signal(signal.SIGKILL),
+    "Dagster's stop": by_dagster,
+    "death of the code server": by_death_of_the_server,
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    cached_once: Any, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, dict[str, bytes]], float]:
+    """The weights that nobody stopped, and the seconds of the whole job from nothing cached."""
+    workspace = cached_once.copy_to(tmp_path_factory.mktemp("undisturbed"))
+    shutil.rmtree(workspace.cache)
+    workspace.recipe(training=TRAINING)
+    started_s = time.monotonic()
+    run_to_its_end(workspace)
+    return weights(workspace), time.monotonic() - started_s
+
+
+def run_to_its_end(workspace: Any) -> None:
+    done = workspace.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def weights(workspace: Any) -> dict[str, dict[str, bytes]]:
+    """Of each LoRA file, each tensor's bytes."""
+    files = sorted((workspace.out / "lora").glob("*.safetensors"))
+    assert len(files) == 3
+    return {path.name: {key: value.tobytes() for key, value in load_file(path).items()} for path in files}
+
+
+def stopped_and_resumed(
+    workspace: Any, home: Path, stop: Stop, after_s: float
+) -> dict[str, dict[str, bytes]]:
+    home.mkdir()
+    within_s = stop(workspace, home, after_s)
+    wait_for_the_end(workspace, within_s)
+    if (workspace.out / "tables" / "vae_latents.parquet").is_file():
+        verify = [sys.executable, "-m", "pipeline.cli.main", "verify", "small"]
+        done = workspace.run(verify)
+        assert done.returncode == 0, done.stdout + done.stderr
+    run_to_its_end(workspace)
+    assert list(workspace.root.rglob("*.tmp")) == []
+    return weights(workspace)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("seed", range(10))
+def test_R12_stopped_at_any_moment_it_resumes_to_the_same_end(
+    cached: Any, undisturbed: tuple[dict[str, dict[str, bytes]], float], way: str, seed: int
+) -> None:
+    rng = random.Random(f"{way} {seed}")
+    expected, whole_s = undisturbed
+    if rng.random() < 0.5:
+        shutil.rmtree(cached.cache)
+    else:
+        whole_s *= 0.5
+    cached.recipe(training=TRAINING)
+    found = stopped_and_resumed(cached, cached.root / "home", WAYS[way], rng.uniform(0.5, 0.9 * whole_s))
+    assert found == expected

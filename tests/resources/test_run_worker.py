@@ -1,0 +1,65 @@
+"""A process that a code server started is asked to stop when that server dies, however it dies."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+
+SERVER = """
+import multiprocessing, os, pathlib, signal, sys, time
+
+here = pathlib.Path(sys.argv[1])
+
+def run():
+    from resources.run_worker import end_with_code_server
+
+    def stop(*_):
+        (here / "checkpoint").touch()
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, stop)
+    end_with_code_server()
+    end_with_code_server()
+    (here / "pid.new").write_text(str(os.getpid()))
+    (here / "pid.new").rename(here / "pid")
+    time.sleep(60)
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=run)
+    child.start()
+    child.join()
+"""
+
+
+def until(met: object, seconds: float = 20.0) -> None:
+    end_s = time.monotonic() + seconds
+    while not met():  # type: ignore[operator]
+        assert time.monotonic() < end_s, "waited in vain"
+        time.sleep(0.02)
+
+
+def test_O08_a_run_hears_of_the_death_of_the_server_that_started_it(tmp_path: Path) -> None:
+    file = tmp_path / "server.py"
+    file.write_text(SERVER, encoding="utf-8")
+    server = subprocess.Popen([sys.executable, str(file), str(tmp_path)], env={"PYTHONPATH": str(ROOT)})
+    until((tmp_path / "pid").is_file)
+    run = psutil.Process(int((tmp_path / "pid").read_text()))
+    server.kill()
+    server.wait()
+    until(lambda: not run.is_running() or run.status() == psutil.STATUS_ZOMBIE)
+    assert (tmp_path / "checkpoint").is_file()
+
+
+def test_a_process_that_no_server_started_stays_as_it_is() -> None:
+    code = (
+        "import threading; from resources.run_worker import end_with_code_server; end_with_code_server(); "
+        "print(threading.active_count())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
