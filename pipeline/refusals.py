@@ -5,6 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import re
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
 
 from pipeline.errors import SystemRefusalError
 
@@ -46,6 +49,22 @@ def system_number(err: BaseException) -> int | None:
         return err.errno
     found = _IN_TEXT.search(str(err))
     return int(found[1]) if found else None
+
+
+@contextmanager
+def refusals_named(path: Path) -> Generator[None]:
+    """Let a refusal in the body name `path`, which a library that writes it may leave out.
+
+    Raises:
+        OSError: The refusal, with `path` as its `filename`; any other error passes through.
+    """
+    try:
+        yield
+    except Exception as err:
+        number = system_number(err)
+        if number is None:
+            raise
+        raise OSError(number, os.strerror(number), str(path)) from err
 
 
 def _stated(err: BaseException, number: int) -> SystemRefusalError:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.atomic import TEMP_SUFFIX
 from pipeline.errors import TrainingError
-from pipeline.refusals import system_number
+from pipeline.refusals import refusals_named
 
 MARKER = "COMPLETE"
 ADAPTER_FILE = "adapter.safetensors"
@@ -68,8 +68,9 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
     temp = folder / f".{final.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
     temp.mkdir(parents=True)
     try:
-        save_file(state.adapter, temp / ADAPTER_FILE)
-        with (temp / OPTIMIZER_FILE).open("wb") as file:  # Python's own file says why it cannot be written
+        # Python's own file, because torch's does not say why it cannot be written
+        with refusals_named(final), (temp / OPTIMIZER_FILE).open("wb") as file:
+            save_file(state.adapter, temp / ADAPTER_FILE)
             torch.save(state.optimizer, file)
         hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
         marker = {"step": state.step, "run": run, "sha256": hashes}
@@ -78,12 +79,9 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
         if final.exists():
             final.rename(temp.with_name(f"{temp.name}-before"))
         temp.rename(final)
-    except BaseException as err:
+    except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
-        number = system_number(err)
-        if number is None:
-            raise
-        raise OSError(number, os.strerror(number), str(final)) from err
+        raise
     _sync_folder(folder)
     shutil.rmtree(temp.with_name(f"{temp.name}-before"), ignore_errors=True)
     return final

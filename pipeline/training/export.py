@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.families.files import read_json
 from pipeline.lora_files import LAYOUTS, LoraModule, layout_file
+from pipeline.refusals import refusals_named
 from pipeline.training.equal import equal_lora
 from pipeline.training.layouts import (
     DEFECT,
@@ -95,6 +96,7 @@ class Exporter:
         Raises:
             TrainingError: A file does not give back the delta weights in memory (FAILURES R06), or a layout
                 cannot hold them.
+            OSError: The disk is full, or `folder` cannot be written, which it names.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
@@ -102,10 +104,11 @@ class Exporter:
         modules = self.modules(denoiser)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
         config = cast("Any", denoiser).peft_config[ADAPTER]
-        self._save_diffusers(folder, state, config if _is_one_lora(denoiser) else _equal(modules))
-        for layout in ("kohya", "comfyui"):
-            tensors = layout_tensors(layout, modules, state, lengths)
-            save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
+        with refusals_named(folder):
+            self._save_diffusers(folder, state, config if _is_one_lora(denoiser) else _equal(modules))
+            for layout in ("kohya", "comfyui"):
+                tensors = layout_tensors(layout, modules, state, lengths)
+                save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
         return self._verified(denoiser, modules, folder, lengths)
 
     def _save_diffusers(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.refusals import system_refusal
+from pipeline.refusals import refusals_named, system_refusal
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE])
@@ -38,3 +38,11 @@ def test_the_number_is_found_in_a_rust_librarys_text_and_below_another_error() -
 def test_an_error_without_a_number_is_none_of_the_systems() -> None:
     assert system_refusal(ValueError("x")) is None
     assert system_refusal(OSError("a picture that ends too early")) is None
+
+
+def test_a_refusal_of_a_library_gets_the_path_that_was_being_written() -> None:
+    with pytest.raises(OSError, match="No space left") as raised, refusals_named(Path("/out/lora")):
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/out/lora")
+    with pytest.raises(KeyError), refusals_named(Path("/out/lora")):
+        raise KeyError("x")

@@ -10,7 +10,8 @@ from pipeline.recipe import project_root
 from pipeline.recipe.json_schema import recipe_schema, schema_path, schema_text
 from pipeline.recipe.locate import parse
 
-RECIPES = sorted((project_root() / "configs").rglob("*.yaml"))
+CONFIGS = project_root() / "configs"
+RECIPES = sorted([*CONFIGS.glob("*.yaml"), *(CONFIGS / "examples").glob("*.yaml")])
 
 
 def data_of(file: Path) -> dict[str, Any]:
