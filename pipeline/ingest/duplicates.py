@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 HASH_BITS = 64
 
 _SMALL_EDGE_PX = 64
-"""An image is averaged down to at least this, which moves no bit and costs a tenth of converting it whole."""
+"""An image is averaged down to at least this, which costs a tenth of converting it whole."""
+
+_SAMPLED_EDGE_PX = 512
+"""Of a larger image every n-th pixel is averaged: all of 8 megapixels takes a seventh of their decoding.
+On 40 photographs and copies at two thirds of their size the bits differ as much as without, at most 4."""
 
 Hashes = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.int64]
@@ -34,6 +38,11 @@ def perceptual_hash(image: Image.Image) -> int | None:
     """
     from imagehash import phash  # half a second with SciPy, and only new images need it
 
+    step = min(image.size) // _SAMPLED_EDGE_PX
+    if step > 1:
+        from PIL import Image
+
+        image = image.resize((image.width // step, image.height // step), Image.Resampling.NEAREST)
     small = image.reduce(max(1, min(image.size) // _SMALL_EDGE_PX))
     extrema: Any = small.getextrema()
     if all(low == high for low, high in extrema):
