@@ -255,6 +255,18 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     assert json.loads(header["ss_network_args"]) == said
 
 
+def test_R06_of_an_adapter_that_still_is_the_part_it_began_as_the_gate_says_that_it_is_zero(
+    make_project: Callable[..., Project],
+) -> None:
+    lora = {"rank": 4, "alpha": 2.0, "init": "pissa"}
+    project = make_project(lora=lora, gradient_accumulation=1, steps=1, learning_rate=1e-30)
+    train_lora(project.recipe, project.latents, project.text, launch=Here(), log=print)
+    found = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
+    closed = {finding.name for finding in found if not finding.passed}
+    assert {"adapter_not_zero", "modules_touched"} <= closed
+    assert "reload_equals" not in closed
+
+
 def engine_error(order: TrainingOrder) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
         Engine(order, detect(order.base))
