@@ -63,7 +63,7 @@ def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
 def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
     where = {"rows": table_metadata(finding.rows)} if finding.rows else {}
     fix = {"fix": MetadataValue.text(finding.fix)} if finding.fix else {}
-    text = finding.summary if finding.passed else f"{finding.summary}\nfix: {finding.fix}"
+    text = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
     return AssetCheckResult(
         asset_key=key,
         check_name=finding.name,

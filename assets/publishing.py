@@ -6,10 +6,11 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from dagster import (
     DataVersion,
+    JsonMetadataValue,
     MaterializeResult,
     MetadataValue,
     TableColumn,
@@ -30,16 +31,25 @@ MAX_PICTURES_BYTES = 200_000
 PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
 MAX_REASONS = 20
-MAX_PREVIEW_ROWS = 20
+MAX_PREVIEW_ROWS = 5
+
+_LONG = (JsonMetadataValue, TableMetadataValue)
+
+NO_LINKS: Mapping[str, Path] = {}
 
 
 def publish(
-    recipe: Recipe, asset: str, result: StageResult, *, pictures: Path | None = None
+    recipe: Recipe,
+    asset: str,
+    result: StageResult,
+    *,
+    pictures: Path | None = None,
+    links: Mapping[str, Path] = NO_LINKS,
 ) -> MaterializeResult[Any]:
     """The asset's result: writes its rejected rows and its report, and describes the table.
 
-    Pictures in the folder `pictures` are shown as they are, those that together stay below
-    `MAX_PICTURES_BYTES`.
+    Pictures in the folder `pictures` come first and are shown as they are, those that together stay below
+    `MAX_PICTURES_BYTES`; then numbers, and what takes more room; then the files in `links`, by name.
 
     The data version is a hash of what the table says and of the run that made it, if it was trained, so that
     making the same again leaves everything downstream as fresh as it was.
@@ -48,16 +58,16 @@ def publish(
 
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
     report = write_report(recipe.output_dir, asset, result.report)
+    shown = report_metadata({**result.report, "rejected_by_reason": None})
     metadata: dict[str, Any] = {
-        **report_metadata(result.report),
-        "report": MetadataValue.path(str(report)),
+        **({} if pictures is None else picture_metadata(pictures)),
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
+        **{name: value for name, value in shown.items() if not isinstance(value, _LONG)},
+        **{name: value for name, value in shown.items() if isinstance(value, _LONG)},
+        **{name: MetadataValue.path(str(path)) for name, path in links.items()},
+        "report": MetadataValue.path(str(report)),
         "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
     }
-    if "funnel" in result.report:
-        metadata["funnel"] = table_metadata(result.report["funnel"])
-    if pictures is not None:
-        metadata |= picture_metadata(pictures)
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
 
@@ -74,23 +84,30 @@ def content_version(table: Any, *, run: str = "") -> str:
 
 
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
-    """Each picture in the folder by its file's name, inside of the metadata, so that any browser shows it."""
+    """Each picture as `picture_<file's name>`, inside of the metadata, so that any browser shows it.
+
+    A folder that is not there holds none.
+    """
     shown: dict[str, MetadataValue[Any]] = {}
     left_bytes = MAX_PICTURES_BYTES
-    for path in sorted(folder.iterdir()):
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         kind = PICTURE_KINDS.get(path.suffix)
         if kind is None or path.stat().st_size > left_bytes:
             continue
         data = path.read_bytes()
         left_bytes -= len(data)
         text = base64.b64encode(data).decode("ascii")
-        shown[path.stem] = MetadataValue.md(f"![{path.stem}](data:{kind};base64,{text})")
+        shown[f"picture_{path.stem}"] = MetadataValue.md(f"![{path.stem}](data:{kind};base64,{text})")
     return shown
 
 
 def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:
-    """Numbers as numeric metadata, which Dagster plots over time; anything else as text or JSON."""
-    return {name: _value(value) for name, value in report.items() if value is not None}
+    """Numbers as numeric metadata, which Dagster plots over time; the rest as text, tables or JSON.
+
+    Nothing empty, and no curves (lists of lists): those are in the report's file, and drawn.
+    """
+    said = {name: value for name, value in report.items() if value not in (None, [], {}, ())}
+    return {name: _value(value) for name, value in said.items() if not _is_curve(value)}
 
 
 def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
@@ -123,8 +140,14 @@ def _value(value: Any) -> MetadataValue[Any]:
     if isinstance(value, int):
         return MetadataValue.int(value)
     if isinstance(value, float):
-        return MetadataValue.float(value)
+        return MetadataValue.float(float(f"{value:.6g}"))
+    if isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
+        return table_metadata(cast("list[Mapping[str, Any]]", value))
     return MetadataValue.text(value) if isinstance(value, str) else MetadataValue.json(value)
+
+
+def _is_curve(value: Any) -> bool:
+    return isinstance(value, list) and any(isinstance(point, list) for point in cast("list[Any]", value))
 
 
 def _cell(value: Any) -> str | int | float | bool:

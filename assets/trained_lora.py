@@ -26,7 +26,6 @@ DESCRIPTION = (
     "The LoRA in three layouts, trained from the cache under accelerate; a finished, unchanged run is kept."
 )
 
-
 STEPS = "Optimizer steps, in place of the recipe's steps or epochs; null: as the recipe says."
 
 
@@ -44,6 +43,7 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
     def trained(
         context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
     ) -> Iterator[MaterializeResult[Any]]:
+        from pipeline.runs import run_folder
         from pipeline.training.run import train_lora
 
         with failures_stated():
@@ -52,7 +52,13 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
             given = context.op_execution_context.op_config
             result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
             pictures = recipe.output_dir / "reports" / "trained_lora"
-            output = publish(recipe, "trained_lora", result, pictures=pictures)
+            run = run_folder(recipe.output_dir, result.report["run"])
+            links = {
+                "lora": recipe.output_dir / "lora",
+                "checkpoints": run / "checkpoints",
+                "logs": run / "logs",
+            }
+            output = publish(recipe, "trained_lora", result, pictures=pictures, links=links)
         yield output
 
     return trained

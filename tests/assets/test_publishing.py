@@ -113,8 +113,8 @@ def test_pictures_are_shown_by_name_and_other_files_are_not(tmp_path: Path) -> N
     (tmp_path / "sizes.png").write_bytes(b"\x89PNG another")
     (tmp_path / "buckets.parquet").write_bytes(b"no picture")
     shown = picture_metadata(tmp_path)
-    assert list(shown) == ["crops", "sizes"]
-    text = str(shown["crops"].value)
+    assert list(shown) == ["picture_crops", "picture_sizes"]
+    text = str(shown["picture_crops"].value)
     start = "![crops](data:image/jpeg;base64,"
     assert text.startswith(start)
     assert base64.b64decode(text[len(start) : -1]) == b"\xff\xd8 a picture"
@@ -124,12 +124,45 @@ def test_pictures_of_an_asset_together_stay_within_the_limit(tmp_path: Path) -> 
     """What is kept in the event log once a materialization must not fill it."""
     for name, size in (("a.png", MAX_PICTURES_BYTES - 10), ("b.png", 11), ("c.png", 10)):
         (tmp_path / name).write_bytes(b"x" * size)
-    assert list(picture_metadata(tmp_path)) == ["a", "c"]
+    assert list(picture_metadata(tmp_path)) == ["picture_a", "picture_c"]
 
 
 def test_a_published_asset_shows_its_pictures(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "sheet.jpg").write_bytes(b"jpeg")
     published = publish(recipe, "raw_images", result([], {}), pictures=tmp_path / "pictures")
-    assert "sheet" in (published.metadata or {})
-    assert "sheet" not in (publish(recipe, "raw_images", result([], {})).metadata or {})
+    assert next(iter(published.metadata or {})) == "picture_sheet", "what one looks at first comes first"
+    assert "picture_sheet" not in (publish(recipe, "raw_images", result([], {})).metadata or {})
+
+
+def test_a_picture_never_hides_the_number_of_its_name(recipe: Recipe, tmp_path: Path) -> None:
+    """A contact sheet `kept.jpg` once took the place of the counter `kept`."""
+    for name in ("kept", "samples"):
+        (tmp_path / f"{name}.jpg").write_bytes(b"jpeg")
+    metadata = publish(recipe, "raw_images", result([], {"kept": 7}), pictures=tmp_path).metadata or {}
+    assert (metadata["kept"], metadata["samples"]) == (IntMetadataValue(7), IntMetadataValue(1))
+
+
+def test_short_facts_come_before_long_ones_and_files_last(recipe: Recipe, tmp_path: Path) -> None:
+    report = {
+        "sizes": {"a": 1},
+        "curve": [[0, 1.0], [1, 0.5]],
+        "none": [],
+        "worst": [{"a": 1}],
+        "loss": 1 / 3,
+    }
+    made = publish(recipe, "raw_images", result([], report), links={"lora": tmp_path})
+    names = [
+        "rejected_by_reason",
+        "samples",
+        "seconds",
+        "loss",
+        "sizes",
+        "worst",
+        "lora",
+        "report",
+        "first_rows",
+    ]
+    assert list(made.metadata or {}) == [*names, "first_rows"]
+    assert (made.metadata or {})["loss"] == FloatMetadataValue(0.333333)
+    assert isinstance((made.metadata or {})["worst"], TableMetadataValue)
