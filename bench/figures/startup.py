@@ -24,6 +24,8 @@ defs = Definitions([nothing], jobs=[define_asset_job("job", [nothing])], executo
 """
 """A Dagster project that does nothing: below its start-up no Dagster project comes."""
 
+NUM_RECIPES = 50
+
 RECIPE = """\
 datasets: [{{name: photos, path: {folder}/photos}}]
 cache_dir: {folder}/cache
@@ -33,12 +35,11 @@ buckets: {{resolution: 64, step: 8}}
 """
 
 
-def _runner(place: Workplace) -> Callable[..., None]:
+def _runner(place: Workplace, configs: str = "configs") -> Callable[..., None]:
     root = str(Path(__file__).parents[2])
-    configs = place.folder / "configs"
     environment = {
         **os.environ,
-        "LATENTLINE_CONFIGS": str(configs),
+        "LATENTLINE_CONFIGS": str(place.folder / configs),
         "PYTHONPATH": os.pathsep.join([root, str(place.folder / "empty")]),
         "DAGSTER_DISABLE_TELEMETRY": "1",
         "DO_NOT_TRACK": "1",
@@ -85,6 +86,18 @@ def _warm_job(place: Workplace) -> Generator[Sides]:
     )
 
 
+@contextmanager
+def _many_recipes(place: Workplace) -> Generator[Sides]:
+    run = _prepared(place)
+    (place.folder / "many").mkdir()
+    for number in range(NUM_RECIPES):
+        recipe = RECIPE.format(folder=place.folder).replace("/out\n", f"/out{number}\n")
+        (place.folder / "many" / f"bench{number}.yaml").write_text(recipe, encoding="utf-8")
+    many = _runner(place, configs="many")
+    arguments = ("definitions", "validate", "-m", "assets.definitions")
+    yield Sides(1, timed(lambda: many(*arguments)), timed(lambda: run(*arguments)))
+
+
 FIGURES = [
     Figure(
         "start: definitions",
@@ -93,6 +106,14 @@ FIGURES = [
         "the same, one empty asset",
         None,
         _definitions,
+    ),
+    Figure(
+        "start: recipes",
+        "commands",
+        f"definitions validate with {NUM_RECIPES} recipes",
+        "the same with one recipe",
+        None,
+        _many_recipes,
     ),
     Figure(
         "start: warm job",

@@ -1,0 +1,103 @@
+"""The UI as a browser shows it: the demo, started through GraphQL, its graph, a contact sheet, a closed gate.
+
+The README's screenshots are made by it, in the folder that LATENTLINE_SCREENSHOTS names:
+
+    LATENTLINE_SCREENSHOTS=docs/images .venv/bin/python -m pytest -m browser
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from demo import photographs
+from tests.e2e.browser import Browser, answers, browsing, ended, free_port, graphql, launch, missing
+from tests.e2e.daemon import ROOT, make_home, running, until
+
+MAX_SCREENSHOT_BYTES = 200_000
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.browser,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(
+        bool(missing()),
+        reason=f"not installed: {', '.join(missing())} (apt-get install chromium chromium-driver)",
+    ),
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_sd: Path) -> Path:
+    """The demo with all its folders below one that is the test's own."""
+    text = (ROOT / "configs" / "demo.yaml").read_text("utf-8")
+    places = {"data/demo": "photos", ".cache/latentline": "cache", "outputs/demo": "out"}
+    for place, name in places.items():
+        assert f" {place}" in text
+        text = text.replace(f" {place}", f" {tmp_path / name}")
+    (tmp_path / "configs").mkdir()
+    text = text.replace(" models/tiny-sd", f" {tiny_sd}")
+    (tmp_path / "configs" / "demo.yaml").write_text(text, encoding="utf-8")
+    photographs.write_photographs(tmp_path / "photos")
+    return tmp_path
+
+
+@pytest.fixture
+def ui(folder: Path) -> Iterator[str]:
+    """The address of `dagster dev`, as `make ui` starts it."""
+    port, log, home = free_port(), folder / "dev.log", make_home(folder / "home")
+    command = [sys.executable, "-m", "dagster", "dev", "-w", "workspace.yaml", "--host", "127.0.0.1"]
+    environment = {
+        **os.environ,
+        "DAGSTER_HOME": str(home),
+        "LATENTLINE_CONFIGS": str(folder / "configs"),
+        "DO_NOT_TRACK": "1",
+    }
+    with running([*command, "--port", str(port)], environment=environment, cwd=ROOT, log=log):
+        url = f"http://127.0.0.1:{port}"
+        until(lambda: answers(f"{url}/server_info"), "the UI", seconds=120, log=log)
+        graphql(url, "mutation { setNuxSeen }")
+        yield url
+
+
+def finished(url: str, run: str, folder: Path) -> str | None:
+    until(lambda: ended(url, run), "the end of the run", seconds=400, log=folder / "dev.log")
+    return ended(url, run)
+
+
+def kept(browser: Browser, folder: Path, name: str) -> None:
+    shots = Path(os.environ.get("LATENTLINE_SCREENSHOTS", folder / "screenshots"))
+    browser.screenshot(shots / f"{name}.png")
+    assert (shots / f"{name}.png").stat().st_size <= MAX_SCREENSHOT_BYTES
+
+
+def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str) -> None:
+    given = {"steps": 10, "rank": 2}
+    config = {"ops": {"demo__trained_lora": {"config": given}}}
+    assert finished(ui, launch(ui, "demo_train", config), folder) == "SUCCESS"
+    with browsing(folder) as browser:
+        browser.open(f"{ui}/locations/latentline/asset-groups/demo/lineage")
+        browser.wait_for("raw_images", "validated_dataset", "aspect_buckets", "trained_lora")
+        kept(browser, folder, "graph")
+
+        browser.open(f"{ui}/assets/demo/validated_dataset")
+        browser.wait_for("picture_kept", "in 24 → kept 24 → rejected 0")
+        browser.click("[Show Markdown]")
+        browser.wait_for("Close")
+        until(browser.pictures, "the contact sheet", seconds=20, log=folder / "dev.log")
+        assert all(width > 300 for width, _ in browser.pictures())
+        kept(browser, folder, "contact_sheet")
+
+        browser.open(f"{ui}/assets/demo/trained_lora")
+        browser.wait_for("picture_loss", "picture_samples", "overrides", '"rank": 2')
+
+        (folder / "photos" / "cat_face.txt").unlink()
+        (folder / "photos" / "rocket_pad.png").write_bytes(b"\x89PNG no more than that")
+        assert finished(ui, launch(ui, "demo_cache"), folder) == "FAILURE"
+        browser.open(f"{ui}/assets/demo/validated_dataset?view=checks&checkDetail=captions_present")
+        browser.wait_for("captions_present", "Latest execution", "cat_face", "fix:")
+        kept(browser, folder, "closed_gate")
