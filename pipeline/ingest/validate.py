@@ -31,7 +31,7 @@ from pipeline.images import (
 )
 from pipeline.ingest.captions import Caption, caption_of, sidecar_path
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
-from pipeline.ingest.duplicates import duplicate_groups, perceptual_hash
+from pipeline.ingest.duplicates import HASH_VERSION, duplicate_groups, perceptual_hash
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
 from pipeline.ingest.known import (
     CAPTIONS,
@@ -158,7 +158,7 @@ def validate(
     if len(left_out):
         log(f"{len(left_out):,} images are left out by filters and limits")
     known = Known(tables)
-    before = known.pixels(DECODER)
+    before = known.pixels(_judge_name())
     log(f"{len(chosen):,} images, verdicts of {len(before):,} contents are known")
     verdicts = _judge(recipe, chosen, before, log)
     captions = _Captions.of(recipe, listings)
@@ -298,7 +298,7 @@ def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) ->
         if last.error is None or last.error.reason in OF_CONTENT:
             said: Row = {} if last.error is None else refusal(last.error, STAGE, None)
             said["perceptual_hash"] = last.perceptual_hash
-            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": DECODER})
+            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": _judge_name()})
         for row, answer in zip(group, answers, strict=False):
             if answer.error is not None:
                 verdicts.by_sample[row["sample_id"]] = answer.error
@@ -308,6 +308,11 @@ def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) ->
         error = ImageError(row["reason"], row["detail"], fix=row["fix"])
         verdicts.refused[row["content_hash"]] = error
     return verdicts
+
+
+def _judge_name() -> str:
+    """What a verdict about pixels depends on beside them."""
+    return f"{DECODER} {HASH_VERSION}"
 
 
 class _Decoded(NamedTuple):
