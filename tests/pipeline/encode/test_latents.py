@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from pipeline.encode.latents import cache_latents
+from pipeline.encode.order import read_order
 from pipeline.entries import Entries
 from pipeline.errors import ModelError, StoreError
 from pipeline.geometry import Geometry
@@ -274,8 +275,8 @@ def test_L06_L07_damaged_entries_are_named_and_made_again(cache, launch_here, en
 
 def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None:
     def liar(_: str, order: Path) -> None:
-        jobs = json.loads(order.read_text())["jobs"]
-        lines = [json.dumps({"key": job["spec"]["key"], "outcome": "made", "failure": None}) for job in jobs]
+        keys = [job.spec.key for job in read_order(order).jobs]
+        lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
         (order.parent / "results-0.jsonl").write_text("\n".join([*lines, '{"work_s": 0.1}', ""]))
 
     with pytest.raises(StoreError, match="was to be made and is missing"):
