@@ -1,0 +1,42 @@
+"""docs/benchmarks.md says what the kept runs say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from bench import page, results
+
+FIGURE = {
+    "unit": "s",
+    "count": 10,
+    "ours": "the job",
+    "limit": "a bare loop",
+    "most": 1.1,
+    "ours_s": [1.3, 1.2, 1.4],
+    "limit_s": [1.0, 1.0, 1.0],
+    "ratio": [1.2, 1.3, 1.4],
+}
+
+
+def test_the_page_is_fresh() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page_text(), "write it anew: python -m bench.page"
+
+
+def test_each_kept_run_is_on_the_page_with_its_machine() -> None:
+    text = page.page_text()
+    kept = sorted(page.RESULTS.glob("*.json"))
+    assert kept, "there is no run to quote"
+    for file in kept:
+        assert f"## {file.name}" in text
+        assert results.load(file)["machine"]["processor"] in text
+
+
+def test_a_figure_above_its_limit_is_named(tmp_path: Path) -> None:
+    run = {"machine": results.machine(), "commit": "abc", "full": False, "figures": {"latents cold": FIGURE}}
+    results.save(run, tmp_path / "one.json")
+    text = page.page_text(tmp_path)
+    assert "Above what is asked: latents cold (1.30, at most 1.10)." in text
+    assert re.search(r"latents cold +10 +130 ms +100 ms +1\.30 +1\.20-1\.40 +1\.10", text)
+    results.save(run | {"figures": {"latents cold": FIGURE | {"most": None}}}, tmp_path / "one.json")
+    assert "Above what is asked: nothing." in page.page_text(tmp_path)
