@@ -51,12 +51,20 @@ def processes_of(workspace: Any) -> list[psutil.Process]:
     return found
 
 
-def wait_for_the_end(workspace: Any, within_s: float, *, but: int = 0) -> None:
-    """Return when no process of a run is left; fails when that takes too long."""
+def wait_for_the_end(workspace: Any, within_s: float, *, server: int = 0) -> None:
+    """Return when no process of a run is left but the code server; fails when that takes too long."""
     end_s = time.monotonic() + within_s
-    while left := [process for process in processes_of(workspace) if process.pid != but]:
+    while left := [process for process in processes_of(workspace) if not belongs_to(server, process)]:
         assert time.monotonic() < end_s, [process.cmdline() for process in left]
         time.sleep(0.1)
+
+
+def belongs_to(server: int, process: psutil.Process) -> bool:
+    """Whether it is the server, or what looks after its semaphores for Python's multiprocessing."""
+    with suppress(psutil.NoSuchProcess):
+        tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
+        return process.pid == server or (tracker and process.ppid() == server)
+    return True
 
 
 def by_signal(number: int) -> Stop:
@@ -84,6 +92,7 @@ def by_signal(number: int) -> Stop:
             if "RUN_START" in text:  # before that Python itself may be the one that is interrupted
                 assert last_words(text).what.startswith("Stopped: "), text[-3000:]
             return WITHIN_S - (time.monotonic() - stopped_s)
+        job.wait()
         return WITHIN_AFTER_KILL_S
 
     return stop
@@ -95,7 +104,7 @@ def by_dagster(workspace: Any, home: Path, after_s: float) -> float:
         run = server.launch("small_train")
         time.sleep(after_s)
         server.terminate(run)
-        wait_for_the_end(workspace, WITHIN_S, but=server.pid)
+        wait_for_the_end(workspace, WITHIN_S, server=server.pid)
     return WITHIN_AFTER_KILL_S
 
 
