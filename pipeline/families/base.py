@@ -199,6 +199,22 @@ class Family(ABC):
         """The latent: `raw_latent` (B, C, h, w) after the VAE's shift and scaling, about unit variance."""
 
     @abstractmethod
+    def denormalise(self, latent: Tensor) -> Tensor:
+        """The raw latent of which `normalise` makes `latent`."""
+
+    @abstractmethod
+    def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
+        """The picture of a latent, as the end of the family's diffusers pipeline draws it.
+
+        Args:
+            vae: From `load_vae`.
+            latent: As `normalise` makes it, on any device; moved to the VAE's device and dtype.
+
+        Returns:
+            Float32 (B, 3, H, W) on the VAE's device, about -1 to 1 and not cut off there.
+        """
+
+    @abstractmethod
     def load_text_encoders(self, dtype: str, device: str) -> Any:
         """Tokenizers and encoders, frozen; what `encode_caption` takes, and opaque to everyone else."""
 

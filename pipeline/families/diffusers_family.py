@@ -149,6 +149,20 @@ class DiffusersFamily(Family):
         scale = float(self.vae_config.get("scaling_factor", 0.18215))
         return (raw_latent - shift) * scale if shift else raw_latent * scale
 
+    def denormalise(self, latent: Tensor) -> Tensor:
+        """The inverse: latent / scaling + shift."""
+        shift = float(self.vae_config.get("shift_factor") or 0.0)
+        return latent / float(self.vae_config.get("scaling_factor", 0.18215)) + shift
+
+    def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
+        """`AutoencoderKL.decode` of the raw latent, which is computed in float32."""
+        import torch
+
+        parameter = next(vae.parameters())
+        with torch.inference_mode():
+            raw = self.denormalise(latent.float()).to(parameter.device, parameter.dtype)
+            return cast("Any", vae).decode(raw, return_dict=False)[0].float()
+
     def load_text_encoders(self, dtype: str, device: str) -> Any:
         """The family's diffusers pipeline with tokenizers and text encoders only."""
         loaded: dict[str, Any] = dict.fromkeys(_component_names(self.pipeline_class()))

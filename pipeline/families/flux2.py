@@ -134,12 +134,23 @@ class Flux2Klein(LanguageTransformer):
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
         """The latent in patches (B, 4 C, h / 2, w / 2), each of their values by its mean and deviation."""
+        patches = self.pipeline_class()._patchify_latents(raw_latent)
+        mean, std = self._mean_and_deviation(patches.device)
+        return (patches - mean) / std
+
+    def denormalise(self, latent: Tensor) -> Tensor:
+        """The raw latent (B, C, h, w), out of patches."""
+        mean, std = self._mean_and_deviation(latent.device)
+        return self.pipeline_class()._unpatchify_latents(latent * std + mean)
+
+    def _mean_and_deviation(self, device: Any) -> tuple[Tensor, Tensor]:
+        """Of each value of a patch, (4 C, 1, 1)."""
         import torch
 
-        patches = self.pipeline_class()._patchify_latents(raw_latent)
-        mean = self._statistics["bn.running_mean"].to(patches.device)[:, None, None]
-        variance = self._statistics["bn.running_var"].to(patches.device)[:, None, None]
-        return (patches - mean) / torch.sqrt(variance + float(self.vae_config["batch_norm_eps"]))
+        variance = self._statistics["bn.running_var"] + float(self.vae_config["batch_norm_eps"])
+        both = self._statistics["bn.running_mean"], torch.sqrt(variance)
+        mean, std = (each.to(device)[:, None, None] for each in both)
+        return mean, std
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """`Flux2KleinPipeline.encode_prompt`."""

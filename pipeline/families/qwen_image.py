@@ -89,11 +89,27 @@ class QwenImage(LanguageTransformer):
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
         """Each channel by its own mean and deviation, which the VAE's configuration has."""
-        mean, std = (
-            raw_latent.new_tensor(self.vae_config[name])[:, None, None]
-            for name in ("latents_mean", "latents_std")
-        )
+        mean, std = self._statistics(raw_latent)
         return (raw_latent - mean) / std
+
+    def denormalise(self, latent: Tensor) -> Tensor:
+        """Each channel by the same."""
+        mean, std = self._statistics(latent)
+        return latent * std + mean
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and deviation (C, 1, 1) of each channel."""
+        mean, std = (like.new_tensor(self.vae_config[name]) for name in ("latents_mean", "latents_std"))
+        return mean[:, None, None], std[:, None, None]
+
+    def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
+        """Of a video of one frame."""
+        import torch
+
+        parameter = next(vae.parameters())
+        with torch.inference_mode():
+            raw = self.denormalise(latent.float()).to(parameter.device, parameter.dtype)
+            return cast("Any", vae).decode(raw.unsqueeze(2), return_dict=False)[0].squeeze(2).float()
 
     def tokenized(self, encoders: Any, caption: str) -> str:
         """In the pipeline's template."""

@@ -21,6 +21,8 @@ SLIPS = {
     "embed": "{name: tensor * 1.01 for name, tensor in answer.items()}",
     "posterior": "type(answer)(answer.mean * 1.01, answer.std)",
     "normalise": "answer * 1.01",
+    "denormalise": "answer * 1.01",
+    "decode": "answer * 0.99",
     "timesteps": "answer * 0.99",
     "lora_targets": "answer[1:]",
     "kohya_layer": "type(answer)(answer.key + 'x', answer.modules)",

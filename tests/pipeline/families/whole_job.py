@@ -120,6 +120,7 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     pipe.set_progress_bar_config(disable=True)
     for row in tables.read("vae_latents").to_dicts():
         check_latent(case, row, photos, entries, pipe)
+    check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, pipe)
     for caption in [*tables.read("text_embeddings")["caption"], ""]:
         check_text(case, caption, entries, pipe)
     family = cast("DiffusersFamily", detect(base))
@@ -180,6 +181,30 @@ def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries
     stored = entries.store.read_torch(entries.latent(row))["latent"]
     assert stored.std() > 0.1
     torch.testing.assert_close(stored, expected[0], **TOLERANCE)
+
+
+def check_decoding(case: Case, row: dict[str, Any], entries: Entries, pipe: Any) -> None:
+    """A latent of the store becomes the picture that the pipeline draws where its last step ends in it."""
+    family = entries.family
+    latent = entries.store.read_torch(entries.latent(row))["latent"][None]
+    height, width = Geometry.from_row(row).target_size
+
+    def replaced(pipe: Any, step: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
+        tokens = given["latents"]
+        if tokens.ndim != 3:
+            return {"latents": latent}
+        edge = round((tokens.shape[2] / latent.shape[1]) ** 0.5)  # of a patch, packed channels first
+        return {"latents": torch.nn.functional.unfold(latent, edge, stride=edge).transpose(1, 2)}
+
+    size = {"height": height, "width": width, "num_inference_steps": 1}
+    given = {**size, **case.drawing, "callback_on_step_end": replaced, "output_type": "pt"}
+    expected = pipe(prompt="a cat", **given).images
+    decoded = family.decode(family.load_vae("float32", "cpu"), latent)
+    assert decoded.shape == (1, 3, height, width)
+    assert decoded.std() > 0.01
+    torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), expected, **TOLERANCE)
+    raw = family.denormalise(latent)
+    torch.testing.assert_close(family.normalise(raw), latent, **TOLERANCE)
 
 
 def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
