@@ -21,6 +21,7 @@ from pipeline.families.cogview4 import CogView4
 from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
+from pipeline.families.flux2_dev import Flux2Dev
 from pipeline.families.lumina2 import Lumina2
 from pipeline.families.qwen_image import QwenImage
 from pipeline.families.sana import Sana
@@ -35,6 +36,7 @@ FAMILIES: tuple[type[Family], ...] = (
     StableDiffusion3,
     Flux,
     Flux2Klein,
+    Flux2Dev,
     QwenImage,
     ZImage,
     Chroma,

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor, nn
 
+_CAPTION = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stands for a caption, to see where one begins among the words that a family puts around it."""
+
 
 class DiffusersFamily(Family):
     """A family whose parts are classes of diffusers and transformers, and whose VAE is an `AutoencoderKL`."""
@@ -30,6 +33,9 @@ class DiffusersFamily(Family):
 
     guidance_scale: ClassVar[float]
     """Of the pictures that are drawn while training."""
+
+    adds_marks: ClassVar[bool] = True
+    """Whether the pipeline's tokenizers put start and end marks around `tokenized`: no, if it has them."""
 
     @cached_property
     def index(self) -> dict[str, Any]:
@@ -200,13 +206,17 @@ class DiffusersFamily(Family):
         """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
         text, limit = self.tokenized(encoders, caption), self.limit_of(encoders, role)
         whole = getattr(encoders, role)(
-            text, return_offsets_mapping=True, return_special_tokens_mask=True, verbose=False
+            text,
+            add_special_tokens=self.adds_marks,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
         )
         num_tokens = len(whole["input_ids"])
         if num_tokens <= limit:
             return num_tokens, 0, None
         first = limit - whole["special_tokens_mask"][-1]  # an end mark is kept, and takes a place
-        offset = whole["offset_mapping"][first][0] - text.rfind(caption)
+        offset = whole["offset_mapping"][first][0] - self.tokenized(encoders, _CAPTION).index(_CAPTION)
         return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
 
     def load_denoiser(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:

@@ -13,7 +13,7 @@ from pipeline.families.tiny.aura_flow import make_tiny_aura_flow
 from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.cogview4 import make_tiny_cogview4
 from pipeline.families.tiny.flux import make_tiny_flux
-from pipeline.families.tiny.flux2 import make_tiny_flux2_klein
+from pipeline.families.tiny.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.families.tiny.lumina2 import make_tiny_lumina2
 from pipeline.families.tiny.qwen_image import make_tiny_qwen_image
 from pipeline.families.tiny.sana import make_tiny_sana
@@ -29,6 +29,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "FLUX.1 dev": make_tiny_flux,
     "FLUX.1 schnell": partial(make_tiny_flux, schnell=True),
     "FLUX.2 klein": make_tiny_flux2_klein,
+    "FLUX.2 dev": make_tiny_flux2_dev,
     "Qwen-Image": make_tiny_qwen_image,
     "Z-Image": make_tiny_z_image,
     "Chroma": make_tiny_chroma,
@@ -46,6 +47,7 @@ __all__ = [
     "make_tiny_chroma",
     "make_tiny_cogview4",
     "make_tiny_flux",
+    "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",
     "make_tiny_lumina2",
     "make_tiny_qwen_image",

@@ -1,4 +1,4 @@
-"""A tiny FLUX.2 klein of random weights."""
+"""A tiny FLUX.2 klein and dev of random weights."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.families.tiny.language import qwen3, write_qwen_tokenizer
+from pipeline.families.tiny.mistral import mistral3, write_pixtral_processor
 from pipeline.families.tiny.parts import assemble, flow_schedule
 
 _TEXT_WIDTH = 16
-_NUM_ENCODER_LAYERS = 27
-"""The pipeline takes hidden states 9, 18 and 27."""
+_KLEIN_LAYERS, _DEV_LAYERS = 27, 30
+"""Of the language model: klein's pipeline takes hidden states 9, 18 and 27, dev's 10, 20 and 30."""
 
 _CHANNELS = 8
 _MEAN_GAIN = 32.0
@@ -31,9 +32,9 @@ def make_tiny_flux2_klein(folder: Path, *, seed: int = 0) -> None:
         folder,
         "Flux2KleinPipeline",
         {
-            "vae": _vae,
-            "transformer": _transformer,
-            "text_encoder": partial(qwen3, "Qwen3ForCausalLM", width=_TEXT_WIDTH, layers=_NUM_ENCODER_LAYERS),
+            "vae": flux2_vae,
+            "transformer": partial(_transformer, guidance=False),
+            "text_encoder": partial(qwen3, "Qwen3ForCausalLM", width=_TEXT_WIDTH, layers=_KLEIN_LAYERS),
             "scheduler": partial(flow_schedule, shift=3.0, use_dynamic_shifting=True),
         },
         tokenizers={"tokenizer": write_qwen_tokenizer},
@@ -42,7 +43,32 @@ def make_tiny_flux2_klein(folder: Path, *, seed: int = 0) -> None:
     )
 
 
-def _vae() -> Any:
+def make_tiny_flux2_dev(folder: Path, *, seed: int = 0) -> None:
+    """Write the model as a diffusers folder; the same bytes for the same arguments.
+
+    It is read by `Flux2Pipeline.from_pretrained(folder)` where torchvision is there for the processor's half
+    that is for images, and draws pictures of 64x64 pixels.
+
+    Args:
+        folder: Made with its parents; files that are there already are replaced.
+        seed: Of the random weights.
+    """
+    assemble(
+        folder,
+        "Flux2Pipeline",
+        {
+            "vae": flux2_vae,
+            "transformer": partial(_transformer, guidance=True),
+            "text_encoder": partial(mistral3, width=_TEXT_WIDTH, layers=_DEV_LAYERS),
+            "scheduler": partial(flow_schedule, shift=3.0, use_dynamic_shifting=True),
+        },
+        tokenizers={"tokenizer": write_pixtral_processor},
+        seed=seed,
+    )
+
+
+def flux2_vae() -> Any:
+    """An `AutoencoderKLFlux2` of 8 channels and factor 8, 16 a value of its patched latent."""
     import torch
     from diffusers import AutoencoderKLFlux2
 
@@ -61,7 +87,7 @@ def _vae() -> Any:
     return made
 
 
-def _transformer() -> Any:
+def _transformer(*, guidance: bool) -> Any:
     from diffusers import Flux2Transformer2DModel
 
     return Flux2Transformer2DModel(
@@ -73,5 +99,5 @@ def _transformer() -> Any:
         joint_attention_dim=3 * _TEXT_WIDTH,
         timestep_guidance_channels=32,
         axes_dims_rope=(4, 4, 4, 4),
-        guidance_embeds=False,
+        guidance_embeds=guidance,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,9 @@ _TEMPLATE = (
 """In the manner of Qwen3's: who thinks not is told so."""
 
 
-def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
+def vocabulary(
+    marks: Sequence[str] = (*_MARKS, *_VISION_MARKS),
+) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """(token to id, merges in order) of a byte-level BPE: a space before a word is a part of it."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -32,18 +35,24 @@ def vocabulary() -> tuple[dict[str, int], list[tuple[str, str]]]:
                 merges.append((left, letter))
                 tokens.append(left + letter)
             left += letter
-    return {token: number for number, token in enumerate([*tokens, *_MARKS, *_VISION_MARKS])}, merges
+    return {token: number for number, token in enumerate([*tokens, *marks])}, merges
+
+
+def byte_level(marks: Sequence[str]) -> Any:
+    """A `tokenizers.Tokenizer` of `vocabulary(marks)`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    ids, merges = vocabulary(marks)
+    tokenizer: Any = Tokenizer(models.BPE(vocab=ids, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(marks))
+    return tokenizer
 
 
 def write_qwen_tokenizer(folder: Path) -> str:
     """A `Qwen2TokenizerFast` with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    ids, merges = vocabulary()
-    tokenizer: Any = Tokenizer(models.BPE(vocab=ids, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([*_MARKS, *_VISION_MARKS])
+    tokenizer = byte_level((*_MARKS, *_VISION_MARKS))
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "chat_template": _TEMPLATE,
