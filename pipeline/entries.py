@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import cached_property
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -28,6 +29,13 @@ if TYPE_CHECKING:
 
 LATENT = "latent"
 """Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
+
+TEXT = "text_embedding"
+"""Name of the tensor of a caption's entry that is (T, D), and may be as long as the caption."""
+
+CAPTION_BYTES_PER_TOKEN = 3
+TEMPLATE_TOKENS = 32
+"""What an estimate reckons with: bytes of UTF-8 that are a token, and tokens beside the caption's own."""
 
 MEAN, STD = MOMENTS = ("mean", "std")
 
@@ -131,11 +139,41 @@ class Entries:
             shapes.append(dict(zip(_SHAPES, values, strict=True)))
         return pl.DataFrame(shapes, schema=_SHAPES)
 
-    def text_rows(self, captions: Sequence[str]) -> pl.DataFrame:
-        """A row for each caption: `caption`, `key`, and its file's `num_bytes`."""
+    def text_rows(self, captions: Sequence[str], known: pl.DataFrame | None = None) -> pl.DataFrame:
+        """A row for each caption.
+
+        Args:
+            captions: Canonical ones.
+            known: Columns `key` and `text_length` of a table text_embeddings.
+
+        Returns:
+            `caption`, `key`, `text_length`, its file's `num_bytes`, and `about_bytes`. Where entries are as
+            long as their captions, `text_length` and `num_bytes` are null unless `known` has them, and
+            `about_bytes` is an estimate; otherwise the two numbers of bytes are the same.
+        """
         rows = {"caption": captions, "key": self.text_keys(captions)}
-        table = pl.DataFrame(rows, schema={"caption": pl.String, "key": pl.String})
-        return table.with_columns(num_bytes=pl.lit(self.text("").file_bytes, dtype=pl.Int64))
+        rows |= {"about_bytes": [self.about_bytes(caption) for caption in captions]}
+        schema = {"caption": pl.String, "key": pl.String, "about_bytes": pl.Int64}
+        table = pl.DataFrame(rows, schema=schema)
+        if not self._text_spec.ragged:
+            length = pl.lit(self._text_spec.shape[0], dtype=pl.Int32)
+            return table.with_columns(text_length=length, num_bytes=pl.col("about_bytes"))
+        nothing = pl.DataFrame(schema={"key": pl.String, "text_length": pl.Int32})
+        lengths = nothing if known is None else known.select(nothing.columns).unique("key", keep="first")
+        table = table.join(lengths, on="key", how="left", maintain_order="left")
+        lacking = self._text_spec.shape[0] - pl.col("text_length").cast(pl.Int64)
+        num_bytes = self._longest_text_bytes - lacking * self._bytes_per_token
+        return table.with_columns(num_bytes=num_bytes).with_columns(
+            about_bytes=pl.coalesce("num_bytes", "about_bytes")
+        )
+
+    def about_bytes(self, caption: str) -> int:
+        """Of a caption's file: exact, or an estimate where its entry has a length of its own."""
+        most = self._longest_text_bytes
+        if not self._text_spec.ragged:
+            return most
+        tokens = TEMPLATE_TOKENS + ceil(len(caption.encode("utf-8")) / CAPTION_BYTES_PER_TOKEN)
+        return most - max(0, self._text_spec.shape[0] - tokens) * self._bytes_per_token
 
     def latent_keys(self, rows: pl.DataFrame) -> list[str]:
         """The keys of `latent` for every row, at 2 microseconds each.
@@ -168,11 +206,37 @@ class Entries:
             dtype=self.recipe.text.dtype,
         )
 
-    def text(self, caption: str) -> EntrySpec:
-        """The entry of one canonical caption, "" included: tensors as `Family.text_shapes` names them."""
+    def text(self, caption: str, length: int | None = None) -> EntrySpec:
+        """The entry of one canonical caption, "" included: tensors as `Family.text_shapes` names them.
+
+        Args:
+            caption: Whose.
+            length: Of its `text_embedding` where that is the caption's own, as a table recorded it; None: the
+                spec is ragged, and the entry's header says.
+        """
+        return EntrySpec("text", text_key(self.text_inputs(caption)), self._text_tensors(length))
+
+    def _text_tensors(self, length: int | None) -> dict[str, TensorSpec]:
         dtype = self.recipe.text.dtype
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._text_shapes.items()}
-        return EntrySpec("text", text_key(self.text_inputs(caption)), tensors)
+        if self._text_spec.ragged:
+            own = TensorSpec(dtype, (length or 0, *self._text_spec.shape[1:]))
+            tensors[TEXT] = self._text_spec if length is None else own
+        return tensors
+
+    @cached_property
+    def _text_spec(self) -> TensorSpec:
+        """Of the `text_embedding` of a caption that nobody knows yet."""
+        ragged = self.family.text_padding != "stored"
+        return TensorSpec(self.recipe.text.dtype, self._text_shapes[TEXT], ragged)
+
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        return self._text_spec.num_bytes // self._text_spec.shape[0]
+
+    @cached_property
+    def _longest_text_bytes(self) -> int:
+        return EntrySpec("text", "", self._text_tensors(None)).file_bytes
 
     def text_keys(self, captions: Iterable[str]) -> list[str]:
         """The keys of `text` for every caption, at 2 microseconds each."""
@@ -207,13 +271,14 @@ def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     Args:
         store: Where the entries are.
         kind: Of all of them.
-        rows: Columns `key`, `num_bytes` (what the entry's shape asks for) and `STAT_COLUMNS`, null where
-            nothing was recorded.
+        rows: Columns `key`, `num_bytes` (what the entry's shape asks for, null where that is unknown) and
+            `STAT_COLUMNS`, null where nothing was recorded.
     """
     recorded = rows.select(pl.col(name).cast(pl.Int64).fill_null(-1) for name in STAT_COLUMNS)
     found = pl.DataFrame(store.stats(kind, rows["key"]), schema=list(STAT_COLUMNS), orient="row")
     same = pl.all_horizontal(pl.col(name) == recorded[name] for name in STAT_COLUMNS)
-    return found.select(same & (pl.col("entry_bytes") == rows["num_bytes"])).to_series()
+    same &= pl.col("entry_bytes") == rows["num_bytes"]
+    return found.select(same.fill_null(value=False)).to_series()
 
 
 def recorded_stat(row: Mapping[str, Any]) -> EntryStat:

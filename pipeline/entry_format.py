@@ -1,5 +1,8 @@
 """The bytes of one store entry: a safetensors file whose size follows from its shapes and dtypes alone.
 
+A caption's entry may be as long as the caption: then its size follows from what its own header states, which
+must be no longer than the encoders take, and from the length that the table recorded when it was verified.
+
     bytes 0-7       2040, little endian
     bytes 8-2047    JSON header of the safetensors format, padded with spaces
     from 2048       the tensors' data, in the header's order
@@ -37,20 +40,34 @@ _CHECKSUM_CHARACTERS = hashlib.sha256().digest_size * 2
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor of an entry must be: dtype "float16", "bfloat16" or "float32", and its shape."""
+    """What one tensor of an entry must be.
+
+    Attributes:
+        dtype: "float16", "bfloat16" or "float32".
+        shape: Of the tensor; the longest one where `ragged`.
+        ragged: Whether its first edge may be any from 1 to that of `shape`.
+    """
 
     dtype: str
     shape: tuple[int, ...]
+    ragged: bool = False
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor's data."""
+        """Of the tensor's data; where it is ragged, the most it may be."""
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_NUMPY_TYPES[self.dtype]).itemsize
+
+    def admits(self, stated: TensorSpec) -> bool:
+        """Whether a tensor of exactly the stated dtype and shape is what this one must be."""
+        if not self.ragged:
+            return stated == self
+        same_kind = (stated.dtype, stated.shape[1:]) == (self.dtype, self.shape[1:])
+        return same_kind and len(stated.shape) > 0 and 0 < stated.shape[0] <= self.shape[0]
 
 
 @dataclass(frozen=True)
 class EntrySpec:
-    """What an entry must be, known before it is read.
+    """What an entry must be, known before it is read: all of it, but for the length of ragged tensors.
 
     Attributes:
         kind: "latents" or "text"; decides the folder.
@@ -68,9 +85,28 @@ class EntrySpec:
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
+    def ragged(self) -> bool:
+        """Whether the entry's own header has to say how long a tensor is."""
+        return any(tensor.ragged for tensor in self.tensors.values())
+
+    @property
     def file_bytes(self) -> int:
-        """Exact size of the entry's file."""
+        """Exact size of the entry's file; of a ragged one, the most it may be."""
         return DATA_START + self.data_bytes
+
+    def may_have(self, num_bytes: int) -> bool:
+        """Whether a file of so many bytes can be the entry."""
+        return num_bytes == self.file_bytes or (self.ragged and num_bytes < self.file_bytes)
+
+    def admits(self, stated: Mapping[str, TensorSpec]) -> bool:
+        """Whether an entry that holds exactly the stated tensors is what this one must be."""
+        return stated.keys() == self.tensors.keys() and all(
+            tensor.admits(stated[name]) for name, tensor in self.tensors.items()
+        )
+
+    def holding(self, stated: Mapping[str, TensorSpec]) -> EntrySpec:
+        """The same entry with exactly the stated tensors."""
+        return EntrySpec(self.kind, self.key, stated)
 
 
 class WrongEntryError(Exception):
@@ -88,7 +124,8 @@ def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[s
     arrays: dict[str, Array] = {}
     for name, tensor in spec.tensors.items():
         array = np.asarray(tensors[name], order="C")
-        if array.shape != tensor.shape or array.dtype != np.dtype(_NUMPY_TYPES[tensor.dtype]):
+        given = TensorSpec(tensor.dtype, array.shape)
+        if not tensor.admits(given) or array.dtype != np.dtype(_NUMPY_TYPES[tensor.dtype]):
             raise ValueError(f"{name} is {array.dtype} {array.shape}, not {tensor.dtype} {tensor.shape}")
         if not _all_finite(array):
             raise ValueError(f"{name} holds values that are not finite")
@@ -134,15 +171,17 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
         WrongEntryError: It is not what `spec` says; with `verify`, also when its checksum does not hold or a
             value is not finite.
     """
-    if len(raw) != spec.file_bytes:
-        raise WrongEntryError(f"it has {len(raw)} bytes, {spec.file_bytes} are expected")
+    if not spec.may_have(len(raw)):
+        raise _wrong_size(len(raw), spec)
     header = read_header(raw[:DATA_START])
     metadata = stated_metadata(header)
     if (metadata.get("kind"), metadata.get("key")) != (spec.kind, spec.key):
         raise WrongEntryError(f"it is the entry of {metadata.get('kind')} {metadata.get('key')}")
     stated = stated_tensors(header)
-    if stated != dict(spec.tensors):
+    if not spec.admits(stated):
         raise WrongEntryError(f"it holds {_described(stated)}, {_described(spec.tensors)} is expected")
+    if len(raw) != spec.holding(stated).file_bytes:
+        raise _wrong_size(len(raw), spec.holding(stated))
     try:
         tensors = dict(safetensors.deserialize(raw))
     except safetensors.SafetensorError as err:
@@ -151,7 +190,7 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
         raise WrongEntryError("its checksum does not hold")
     arrays = {
         name: np.frombuffer(tensors[name]["data"], _NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
-        for name, tensor in spec.tensors.items()
+        for name, tensor in stated.items()
     }
     if verify and not all(_all_finite(array) for array in arrays.values()):
         raise WrongEntryError("it holds values that are not finite")
@@ -207,8 +246,16 @@ def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
         raise WrongEntryError("its header is damaged") from err
 
 
+def _wrong_size(num_bytes: int, spec: EntrySpec) -> WrongEntryError:
+    most = "at most " if spec.ragged else ""
+    return WrongEntryError(f"it has {num_bytes} bytes, {most}{spec.file_bytes} are expected")
+
+
 def _described(tensors: Mapping[str, TensorSpec]) -> str:
-    return ", ".join(f"{name} {tensor.dtype} {tensor.shape}" for name, tensor in sorted(tensors.items()))
+    return ", ".join(
+        f"{name} {tensor.dtype} {tensor.shape}{' or shorter' if tensor.ragged else ''}"
+        for name, tensor in sorted(tensors.items())
+    )
 
 
 def _all_finite(array: Array) -> bool:

@@ -68,12 +68,14 @@ class EntryState:
         reason: Of "wrong": one sentence without the path; empty otherwise.
         stat: Of the file that was looked at; None when missing, or when the place holds no file.
         metadata: Of an entry that was read whole and is valid; None when its stat was trusted.
+        shapes: Of the tensors of such an entry, by name.
     """
 
     status: Literal["valid", "missing", "wrong"]
     reason: str = ""
     stat: EntryStat | None = None
     metadata: dict[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
     @property
     def valid(self) -> bool:
@@ -104,17 +106,18 @@ class Store:
         path = self.path(spec)
         try:
             state = self._stat(path)
-            if trusted is not None and state == trusted and state.num_bytes == spec.file_bytes:
+            if trusted is not None and state == trusted and spec.may_have(state.num_bytes):
                 return EntryState("valid", stat=state)
             raw, state = self._whole(path)
-            _, metadata = parse(spec, raw, verify=True)
+            arrays, metadata = parse(spec, raw, verify=True)
         except FileNotFoundError:
             return EntryState("missing")
         except WrongEntryError as wrong:
             return EntryState("wrong", str(wrong), self._stat_or_none(path))
         except OSError as err:
             raise _access_error(path, err, "read") from err
-        return EntryState("valid", stat=state, metadata=metadata)
+        shapes = {name: array.shape for name, array in arrays.items()}
+        return EntryState("valid", stat=state, metadata=metadata, shapes=shapes)
 
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
         """Bytes, mtime_ns, ctime_ns and inode of each key's file, int64 (N, 4); 0 where there is no file.

@@ -95,6 +95,7 @@ SCHEMAS: dict[str, Columns] = {
         "caption": pl.String,
         "num_tokens": pl.Int32,
         "num_cut": pl.Int32,
+        "text_length": pl.Int32,
         **_ENTRY,
     },
     "trained_lora": {
@@ -118,7 +119,8 @@ pixels; `scale` is resized over original, above 1 where the image is enlarged; `
 resized area that is cut off; `scanned_ns` is when the file was read, `notes` says what is odd about it,
 `decoder` which decoder saw that; `more_captions` are further variants of `caption`, a JSON array;
 `caption_from` is "sidecar:<path>", "filename" or "fixed"; `focus_*` is the point of the image that a crop
-keeps in view, as shares from its upper left corner; `entry_*` are the stat of the store entry when it was
+keeps in view, as shares from its upper left corner; `text_length` is the number of tokens in the entry, of
+padding too where the family stores it; `entry_*` are the stat of the store entry when it was
 last verified; `latent_keys`, `text_keys` and `caption_hashes` (sha256) are of all of a sample's views and
 variants, with spaces between them; `split` is "train" or "validation"."""
 

@@ -82,6 +82,9 @@ def _kind(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
     """The check that a missing or wrong entry belongs to."""
     if stat is None:
         return "completeness"
-    if stat.num_bytes != spec.file_bytes:
+    stated = store.stated(spec)
+    if not spec.may_have(stat.num_bytes):
         return "file_size_outliers"
-    return "finite_values" if store.stated(spec) == dict(spec.tensors) else "shape_uniformity"
+    if stated is None or not spec.admits(stated):
+        return "shape_uniformity"
+    return "finite_values" if spec.holding(stated).file_bytes == stat.num_bytes else "file_size_outliers"

@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import Problems
-from pipeline.entries import STAT_COLUMNS, Entries, caption_rows, with_recorded
+from pipeline.entries import STAT_COLUMNS, TEXT, Entries, caption_rows, with_recorded
 
 STAGE = "text_embeddings"
 
@@ -26,7 +26,10 @@ def run(context: CheckContext) -> list[Finding]:
     validated = caption_rows(context.tables.read("validated_dataset"))
     entries = Entries(context.recipe)
     problems = Problems(
-        entries.store, "text", _wanted(context, entries, table), lambda row: entries.text(row["caption"])
+        entries.store,
+        "text",
+        _wanted(context, entries, table),
+        lambda row: entries.text(row["caption"], row["text_length"]),
     )
     count = f"{problems.num_entries:,} entries"
     outcomes = {
@@ -36,7 +39,9 @@ def run(context: CheckContext) -> list[Finding]:
             more=list(_out_of_step(entries, table, validated)),
         ),
         "shape_uniformity": problems.outcome(
-            "shape_uniformity", f"{count} of the shapes that the encoders' configurations say"
+            "shape_uniformity",
+            f"{count} of the shapes that the encoders' configurations say",
+            more=list(_other_lengths(entries, table)),
         ),
         "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the right bytes"),
         "finite_values": problems.outcome("finite_values", f"{count} with sound content"),
@@ -47,9 +52,9 @@ def run(context: CheckContext) -> list[Finding]:
 
 def _wanted(context: CheckContext, entries: Entries, table: pl.DataFrame) -> pl.DataFrame:
     """Each distinct entry of the table, and those that belong to no sample."""
-    columns = ("sample_id", "caption", "key", "num_bytes", *STAT_COLUMNS)
-    asked = entries.text_rows(table["caption"].unique().to_list())
-    own = table.join(asked, on=("caption", "key")).sort("sample_id", "variant")
+    columns = ("sample_id", "caption", "key", "text_length", "num_bytes", *STAT_COLUMNS)
+    asked = entries.text_rows(table["caption"].unique().to_list(), table)
+    own = table.drop("text_length").join(asked, on=("caption", "key")).sort("sample_id", "variant")
     own = own.unique("key", keep="first", maintain_order=True).select(columns)
     extra = entries.text_rows(list(dict.fromkeys(("", *context.recipe.training.sample_prompts))))
     names = [
@@ -58,6 +63,19 @@ def _wanted(context: CheckContext, entries: Entries, table: pl.DataFrame) -> pl.
     extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
     extra = with_recorded(extra, None).select(columns).cast(own.schema)
     return pl.concat([own, extra.join(own, on="key", how="anti")])
+
+
+def _other_lengths(entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    """Rows whose entry cannot be as long as the table says."""
+    tensor = entries.text("").tensors[TEXT]
+    most = tensor.shape[0]
+    wrong = (
+        pl.col("text_length").is_between(1, most).not_() if tensor.ragged else pl.col("text_length") != most
+    )
+    limit = f"{'at most ' if tensor.ragged else ''}{most}"
+    for sample_id, length in table.filter(wrong).select("sample_id", "text_length").iter_rows():
+        problem = f"its text embedding has {length} tokens, {limit} are expected"
+        yield {"sample_id": sample_id, "problem": problem}
 
 
 def _out_of_step(entries: Entries, table: pl.DataFrame, validated: pl.DataFrame) -> Iterator[dict[str, Any]]:

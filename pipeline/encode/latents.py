@@ -61,7 +61,12 @@ def cache_latents(
         return [_job(entries, folders[row["dataset"]], row) for row in asked.iter_rows(named=True)]
 
     maker = Maker(entries, "latents", launch, log=log, watch=watch)
-    made = maker.make(wanted.select("key", "num_bytes"), jobs, known=previous, settings=_settings(recipe))
+    made = maker.make(
+        wanted.select("key", "num_bytes", about_bytes="num_bytes"),
+        jobs,
+        known=previous,
+        settings=_settings(recipe),
+    )
     failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
     kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
     lost = [_lost(row, made) for row in failed.iter_rows(named=True)]

@@ -36,6 +36,7 @@ class Made:
     Attributes:
         entries: Of each key whose entry is valid now: `key` and the `STAT_COLUMNS`.
         metadata: By key, of the entries that were read whole.
+        shapes: Of their tensors, by key and name.
         encoded: Keys whose entries this run put in place.
         damaged: Keys whose entries were there and wrong; part of those that were made again.
         failed: Keys without an entry, and why.
@@ -43,6 +44,9 @@ class Made:
 
     entries: pl.DataFrame
     metadata: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    shapes: dict[str, Mapping[str, tuple[int, ...]]] = field(
+        default_factory=dict[str, Mapping[str, tuple[int, ...]]]
+    )
     encoded: set[str] = field(default_factory=set[str])
     damaged: set[str] = field(default_factory=set[str])
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
@@ -82,8 +86,8 @@ class Maker:
         """Look at every entry, and make those that are missing or wrong.
 
         Args:
-            wanted: `key`, each once, and `num_bytes`, the exact size of its file. The output folder is
-                registered as needing these.
+            wanted: `key`, each once; `num_bytes`, the exact size of its file, null where nobody knows it yet;
+                `about_bytes`, an estimate for these. The output folder is registered as needing these.
             jobs_of: What has to be done for some keys, in their order; asked of those in doubt only.
             known: The last table: an entry is trusted as long as its stat is as it says.
             settings: As `Order.settings`.
@@ -105,6 +109,8 @@ class Maker:
         made = Made(sound, damaged={key for key, state in states.items() if state.status == "wrong"})
         self._say(len(wanted), missing, states)
         if missing:
+            about = wanted.filter(pl.col("key").is_in([job.spec.key for job in missing]))["about_bytes"].sum()
+            _require_space(store.root, int(about))
             results = self._launched(missing, settings)
             for job in missing:
                 states[job.spec.key] = store.check(job.spec)
@@ -113,7 +119,6 @@ class Maker:
 
     def _launched(self, missing: Sequence[Job], settings: Mapping[str, Any]) -> Results:
         store = self._entries.store
-        _require_space(store.root, sum(job.spec.file_bytes for job in missing))
         order = Order(self._kind, self._entries.model_folder, store.root, settings, missing)
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
@@ -146,8 +151,8 @@ def _with_states(made: Made, states: Mapping[str, EntryState]) -> Made:
             continue
         assert state.stat is not None
         rows.append({"key": key, **stat_columns(state.stat)})
-        if state.metadata is not None:
-            made.metadata[key] = state.metadata
+        if state.metadata is not None and state.shapes is not None:
+            made.metadata[key], made.shapes[key] = state.metadata, state.shapes
     schema = pl.Schema({"key": pl.String, **dict.fromkeys(STAT_COLUMNS, pl.Int64)})
     made.entries = pl.concat([made.entries.cast(schema), pl.DataFrame(rows, schema=schema)])
     return made

@@ -132,7 +132,9 @@ def read_order(path: Path) -> Order:
 
 def _job(fields: dict[str, Any]) -> Job:
     spec = fields["spec"]
-    tensors = {name: TensorSpec(t["dtype"], tuple(t["shape"])) for name, t in spec["tensors"].items()}
+    tensors = {
+        name: TensorSpec(t["dtype"], tuple(t["shape"]), t["ragged"]) for name, t in spec["tensors"].items()
+    }
     made_of = EntrySpec(spec["kind"], spec["key"], tensors)
     return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
 

@@ -11,7 +11,7 @@ import polars as pl
 from pipeline import tables as table_files
 from pipeline.encode.missing import Made, Maker
 from pipeline.encode.order import Job
-from pipeline.entries import Entries, caption_rows
+from pipeline.entries import TEXT, Entries, caption_rows
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
 
@@ -54,8 +54,8 @@ def cache_text(
     entries = Entries(recipe)
     asked = caption_rows(validated)
     captions = wanted_captions(recipe, asked["caption"].unique())
-    wanted = entries.text_rows(captions)
     previous = tables.read_previous(ASSET)
+    wanted = entries.text_rows(captions, previous)
 
     def jobs(keys: Sequence[str]) -> list[Job]:
         doubtful = wanted.filter(pl.col("key").is_in(keys))
@@ -63,13 +63,14 @@ def cache_text(
 
     maker = Maker(entries, "text", launch, log=log, watch=watch)
     made = maker.make(
-        wanted.select("key", "num_bytes"),
+        wanted.select("key", "num_bytes", "about_bytes"),
         jobs,
         known=previous,
         settings={"compute_dtype": recipe.text.compute_dtype},
     )
     counts = _token_counts(made, previous)
-    rows = asked.join(wanted, on="caption").join(made.entries, on="key").join(counts, on="key")
+    keys = wanted.select("caption", "key")
+    rows = asked.join(keys, on="caption").join(made.entries, on="key").join(counts, on="key")
     rows = rows.with_columns(dtype=pl.lit(recipe.text.dtype))
     table = table_files.validated(
         ASSET, rows.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
@@ -97,8 +98,11 @@ def _job(entries: Entries, caption: str) -> Job:
 def _token_counts(made: Made, previous: pl.DataFrame | None) -> pl.DataFrame:
     """Of each entry, its own counts where it was read; otherwise as they were recorded when it was."""
     counts = ("num_tokens", "num_cut")
-    schema = {"key": pl.String, **dict.fromkeys(counts, pl.Int32)}
-    read = [{"key": key, **{name: said[name] for name in counts}} for key, said in made.metadata.items()]
+    schema = {"key": pl.String, **dict.fromkeys((*counts, "text_length"), pl.Int32)}
+    read = [
+        {"key": key, **{name: said[name] for name in counts}, "text_length": made.shapes[key][TEXT][0]}
+        for key, said in made.metadata.items()
+    ]
     tables = [pl.DataFrame(read, schema=schema)]
     if previous is not None:
         tables.append(previous.select(*schema))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import isqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.errors import BucketError
 from pipeline.families.base import Conditions, Shapes
+from pipeline.families.files import read_json
 from pipeline.families.flow_transformer import FlowTransformer
+from pipeline.families.language import own_tokens
 from pipeline.geometry import Size
 
 if TYPE_CHECKING:
@@ -19,7 +21,7 @@ _T5_TOKENS = 256
 
 
 class AuraFlow(FlowTransformer):
-    """AuraFlow, whose captions end in zeros."""
+    """AuraFlow, whose captions are filled up with zeros, in front where its tokenizer pads there."""
 
     name = "AuraFlow"
     pipeline_classes = ("AuraFlowPipeline",)
@@ -31,7 +33,8 @@ class AuraFlow(FlowTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-kl scaled, 1"
-    text_method = "umt5 masked padded, 1"
+    text_method = "umt5 masked unpadded, 2"
+    text_padding = "zeros"
     guidance_scale = 3.5
 
     def latent_shape(self, target: Size) -> tuple[int, int, int]:
@@ -55,7 +58,7 @@ class AuraFlow(FlowTransformer):
         return {"tokenizer": _T5_TOKENS}
 
     def text_shapes(self) -> Shapes:
-        """T5's hidden states, zeros behind the last token."""
+        """T5's hidden states of the caption's tokens."""
         return {"text_embedding": (_T5_TOKENS, int(self.config("text_encoder")["d_model"]))}
 
     def modelspec_architecture(self) -> str:
@@ -73,13 +76,27 @@ class AuraFlow(FlowTransformer):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """`AuraFlowPipeline.encode_prompt`."""
-        embedding, *_ = encoders.encode_prompt(
+        embedding, mask, *_ = encoders.encode_prompt(
             caption,
             do_classifier_free_guidance=False,
             device=encoders.text_encoder.device,
             max_sequence_length=_T5_TOKENS,
         )
-        return {"text_embedding": embedding}
+        return {"text_embedding": own_tokens(embedding, mask.reshape(embedding.shape)[..., 0])}
+
+    def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """With as many zeros as fill the pipeline's length, on the side where its tokenizer pads."""
+        import torch
+        from torch.nn.functional import pad
+
+        config = read_json(self.folder / "tokenizer" / "tokenizer_config.json")
+        before = config.get("padding_side", "left") == "left"
+        padded: list[Tensor] = []
+        for text in texts:
+            lacking = _T5_TOKENS - len(text["text_embedding"])
+            rows = (lacking, 0) if before else (0, lacking)
+            padded.append(pad(text["text_embedding"], (0, 0, *rows)))
+        return {"text_embedding": torch.stack(padded)}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

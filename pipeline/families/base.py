@@ -7,7 +7,7 @@ pixel edges. Importing this module imports no torch: methods that need it import
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -27,8 +27,8 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 
 Conditions: TypeAlias = "Mapping[str, Tensor]"
 """What the denoiser is told beside the latent: `text_embedding` (B, T, D), where the family has one
-`pooled_text_embedding` (B, D), and of every family `original_size_hw`, `crop_top_left` and `target_size_hw`,
-each an int tensor (B, 2); a family takes what it needs."""
+`pooled_text_embedding` (B, D) or `text_mask` (B, T), and of every family `original_size_hw`, `crop_top_left`
+and `target_size_hw`, each an int tensor (B, 2); a family takes what it needs."""
 
 BetaPrediction = Literal["epsilon", "v_prediction"]
 """The noise, or the velocity of https://arxiv.org/abs/2202.00512, under a table of betas."""
@@ -38,6 +38,14 @@ Prediction = Literal[BetaPrediction, "flow"]
 
 Density = Literal["uniform", "logit_normal", "mode"]
 """How training spreads its draws over noise levels from 0, no noise, to 1, noise alone."""
+
+TextPadding = Literal["stored", "zeros", "masked"]
+"""What the denoiser sees beside a caption's own tokens, where it takes as many tokens of every caption:
+
+"stored": the encoders' answer to padding, which nothing hides: entries have it, all are of one length.
+"zeros": zeros; an entry has the caption's own tokens alone.
+"masked": nothing, since `text_mask` hides it; an entry has the caption's own tokens alone.
+"""
 
 Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""
@@ -58,7 +66,7 @@ class EncodedCaption:
     Counts are those of the encoder that reads furthest: what is cut, no encoder sees.
 
     Attributes:
-        tensors: By the names and shapes of `Family.text_shapes`, in the encoders' dtype.
+        tensors: As an entry has them, by the names of `Family.text_shapes`, in the encoders' dtype.
         num_tokens: Tokens of the whole caption, start and end marks included, padding not.
         num_cut: How many of those the encoder cannot take; 0 when the caption fits.
         cut_from: Index of the caption's first character that is cut; None when it fits.
@@ -106,6 +114,9 @@ class Family(ABC):
     text_method: ClassVar[str]
     """Names how captions become embeddings. Part of each text key: a new name when the result changes."""
 
+    text_padding: ClassVar[TextPadding] = "stored"
+    """Decides whether captions' entries are of one length, or each of its own."""
+
     density: ClassVar[Density]
     """Of the noise levels that training draws, where the recipe names none."""
 
@@ -126,7 +137,10 @@ class Family(ABC):
 
     @abstractmethod
     def text_shapes(self) -> Shapes:
-        """Of one caption: `text_embedding` (T, D); `pooled_text_embedding` (D,) where the family has one."""
+        """Of one caption: `text_embedding` (T, D); `pooled_text_embedding` (D,) where the family has one.
+
+        Unless `text_padding` is "stored", T is the most that a `text_embedding` may have; the least is 1.
+        """
 
     @abstractmethod
     def max_length(self) -> int:
@@ -223,6 +237,14 @@ class Family(ABC):
         """What the family's diffusers pipeline makes of one prompt."""
 
     @abstractmethod
+    def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The text conditions of a batch, of what each sample's entry has, in its dtype.
+
+        Captions of different lengths are padded as `text_padding` says: to the batch's longest with
+        `text_mask` (B, T) beside them, 1 where there is a token, or to the length that the denoiser knows.
+        """
+
+    @abstractmethod
     def load_denoiser(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
         """The network that training adapts, frozen, in evaluation mode.
 
@@ -297,7 +319,7 @@ class Family(ABC):
 
         Args:
             pipeline: From `load_pipeline`.
-            text: The caption's tensors, by the names and shapes of `text_shapes`.
+            text: The caption's tensors, as its entry has them.
             empty_text: The empty caption's, for guidance.
             size: Multiples of `size_multiple`.
             steps: Denoising steps, at least 1.

@@ -26,7 +26,11 @@ _T5_TOKENS = 512
 
 
 class Chroma(FlowTransformer):
-    """Chroma1 base and HD, which see the text's first padding token and no other."""
+    """Chroma1 base and HD.
+
+    The mask lets a caption's tokens and one of padding through; but diffusers 0.42 adds it to the attention's
+    scores, which raises those tokens and does not hide the others: all of them have to be there.
+    """
 
     name = "Chroma"
     pipeline_classes = ("ChromaPipeline",)
@@ -50,7 +54,7 @@ class Chroma(FlowTransformer):
         return {"tokenizer": _T5_TOKENS}
 
     def text_shapes(self) -> Shapes:
-        """T5's hidden states, padded to T, and which of them the transformer sees."""
+        """T5's hidden states, padded to T, and which of them the mask names."""
         width = int(self.config("text_encoder")["d_model"])
         return {"text_embedding": (_T5_TOKENS, width), "text_mask": (_T5_TOKENS,)}
 

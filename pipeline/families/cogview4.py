@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Shapes
-from pipeline.families.language import LanguageTransformer, padded, unpadded
+from pipeline.families.base import Conditions
+from pipeline.families.language import LanguageTransformer, unpadded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,16 +28,12 @@ class CogView4(LanguageTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-kl shifted scaled, 1"
-    text_method = "glm penultimate with mask, 1"
+    text_method = "glm penultimate unpadded, 2"
     guidance_scale = 5.0
 
     def token_limits(self) -> dict[str, int]:
         """The pipeline's 1024."""
         return {"tokenizer": _TOKENS}
-
-    def text_shapes(self) -> Shapes:
-        """The hidden states, zeros behind the last token, and which are none."""
-        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
 
     def modelspec_architecture(self) -> str:
         """The one name."""
@@ -71,7 +67,7 @@ class CogView4(LanguageTransformer):
             device=encoders.text_encoder.device,
             max_sequence_length=_TOKENS,
         )
-        return padded(embedding, _TOKENS)
+        return {"text_embedding": embedding}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

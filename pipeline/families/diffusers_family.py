@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -182,7 +182,7 @@ class DiffusersFamily(Family):
 
     @abstractmethod
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """The tensors of `text_shapes` with a batch of one in front, by the pipeline's `encode_prompt`."""
+        """An entry's tensors with a batch of one in front, by the pipeline's `encode_prompt`."""
 
     def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
         """`embed`; what is cut is counted by the tokenizers, unlimited."""
@@ -193,6 +193,12 @@ class DiffusersFamily(Family):
         with torch.inference_mode():
             tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
         return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
+
+    def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """One beside the other: all are of one shape."""
+        import torch
+
+        return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
 
     def tokenized(self, encoders: Any, caption: str) -> str:
         """The text, with the caption in it, that the pipeline `encoders` gives its tokenizer."""
@@ -260,8 +266,8 @@ class DiffusersFamily(Family):
 
         Args:
             pipeline: From `load_pipeline`.
-            text: The caption's tensors with a batch of one in front, on the denoiser's device, in its dtype.
-            empty_text: The empty caption's.
+            text: The caption's conditions, a batch of one, on the denoiser's device, in its dtype.
+            empty_text: The empty caption's; as long as the caption's.
         """
 
     def draw(
@@ -278,12 +284,10 @@ class DiffusersFamily(Family):
         import torch
 
         parameter = next(getattr(pipeline, self.denoiser_name).parameters())
+        both = self.stack_texts([text, empty_text])
         prompt, negative = (
-            {
-                name: tensor.unsqueeze(0).to(parameter.device, parameter.dtype)
-                for name, tensor in tensors.items()
-            }
-            for tensors in (text, empty_text)
+            {name: tensor[at : at + 1].to(parameter.device, parameter.dtype) for name, tensor in both.items()}
+            for at in (0, 1)
         )
         pictures = pipeline(
             **self.prompt_arguments(pipeline, prompt, negative),

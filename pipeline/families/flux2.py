@@ -26,6 +26,7 @@ class Flux2Klein(Flux2Blocks):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     text_method = "qwen3 chat three layers padded, 1"
+    text_padding = "stored"
     guidance_scale = 4.0
 
     def token_limits(self) -> dict[str, int]:

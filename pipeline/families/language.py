@@ -1,9 +1,11 @@
-"""Language models as text encoders: chat templates, and captions of any length in one shape."""
+"""Language models as text encoders: chat templates, and captions of any length in one batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pipeline.families.base import Shapes
 from pipeline.families.flow_transformer import FlowTransformer
 
 if TYPE_CHECKING:
@@ -13,30 +15,41 @@ if TYPE_CHECKING:
 class LanguageTransformer(FlowTransformer):
     """A flow transformer told by one language model, `text_encoder`, whose hidden states are its embedding.
 
-    Captions of different lengths are stored in one shape: zeros behind the last token, and `text_mask` (T,),
-    which is 1 where there is one.
+    It sees the tokens of a caption and no padding; where that is otherwise, `text_padding` says so.
     """
+
+    text_padding = "masked"
 
     def text_width(self) -> int:
         """Of the language model's hidden states, wherever its configuration has it."""
         config = self.config("text_encoder")
         return int(config.get("text_config", config)["hidden_size"])
 
+    def text_shapes(self) -> Shapes:
+        """The hidden states of as many tokens as the pipeline takes."""
+        return {"text_embedding": (self.max_length(), self.text_width())}
 
-def padded(embedding: Tensor, length: int) -> dict[str, Tensor]:
-    """`text_embedding` (1, length, D) and `text_mask` (1, length) of an embedding (1, T, D), T <= length."""
-    from torch.nn.functional import pad
+    def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """With zeros behind the tokens of the shorter captions, and `text_mask` (B, T)."""
+        if self.text_padding != "masked":
+            return super().stack_texts(texts)
+        from torch.nn.utils.rnn import pad_sequence
 
-    lacking = length - embedding.shape[1]
-    mask = embedding.new_ones(embedding.shape[:2])
-    return {
-        "text_embedding": pad(embedding, (0, 0, 0, lacking)),
-        "text_mask": pad(mask, (0, lacking)),
-    }
+        embeddings = [text["text_embedding"] for text in texts]
+        tokens = [embedding.new_ones(len(embedding)) for embedding in embeddings]
+        return {
+            "text_embedding": pad_sequence(embeddings, batch_first=True),
+            "text_mask": pad_sequence(tokens, batch_first=True),
+        }
+
+
+def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:
+    """An embedding (1, T, D) without its padding: the tokens at which the mask (1, T) is not 0."""
+    return embedding[:, mask[0].bool()]
 
 
 def unpadded(embedding: Tensor, mask: Tensor) -> list[Tensor]:
-    """The inverse, of each sample: its own tokens alone, (T, D)."""
+    """Of each sample of a batch its own tokens alone, (T, D)."""
     return [each[keep] for each, keep in zip(embedding, mask.bool(), strict=True)]
 
 

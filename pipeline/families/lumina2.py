@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.errors import FamilyError
-from pipeline.families.base import Conditions, Layer, Shapes
+from pipeline.families.base import Conditions, Layer
 from pipeline.families.flow_transformer import stacked
-from pipeline.families.language import LanguageTransformer
+from pipeline.families.language import LanguageTransformer, own_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -39,16 +39,12 @@ class Lumina2(LanguageTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-kl shifted scaled, 1"
-    text_method = "gemma2 prompted penultimate with mask, 1"
+    text_method = "gemma2 prompted penultimate unpadded, 2"
     guidance_scale = 4.0
 
     def token_limits(self) -> dict[str, int]:
         """The pipeline's 256."""
         return {"tokenizer": _TOKENS}
-
-    def text_shapes(self) -> Shapes:
-        """The hidden states, padded to T, and which of them are a token's."""
-        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
 
     def modelspec_architecture(self) -> str:
         """The one name."""
@@ -93,7 +89,7 @@ class Lumina2(LanguageTransformer):
         )
         if not caption:
             embedding, mask = empty, empty_mask
-        return {"text_embedding": embedding, "text_mask": mask.to(embedding.dtype)}
+        return {"text_embedding": own_tokens(embedding, mask)}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

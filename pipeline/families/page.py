@@ -79,10 +79,17 @@ def _kohya(family: DiffusersFamily) -> str:
     return "read back by diffusers" if family.kohya_loads() else "read back by its rule"
 
 
+_PADDING = {
+    "stored": "all of one length: padding's part in the embedding is seen by the denoiser, and stored",
+    "zeros": "each as long as its caption; the denoiser sees zeros for padding",
+    "masked": "each as long as its caption; no padding is seen by the denoiser",
+}
+
 ROWS: tuple[Row, ...] = (
     ("pipeline", lambda family: _codes(*family.pipeline_classes)),
     ("VAE", lambda family: f"{_code(family.components['vae'])}, {_latent(family)}"),
     ("text encoders", _encoders),
+    ("captions' entries", lambda family: _PADDING[family.text_padding]),
     ("denoiser", lambda family: _code(family.components[family.denoiser_name])),
     ("predicts", _prediction),
     ("sizes are multiples of", lambda family: f"{family.size_multiple()} px"),

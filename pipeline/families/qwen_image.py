@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pipeline.families.base import Conditions, Posterior, Shapes
-from pipeline.families.language import LanguageTransformer, padded
+from pipeline.families.language import LanguageTransformer
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +32,7 @@ class QwenImage(LanguageTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-kl-qwen-image normalised, 1"
-    text_method = "qwen2.5-vl template last hidden state with mask, 1"
+    text_method = "qwen2.5-vl template last hidden state unpadded, 2"
     guidance_scale = 4.0
 
     @property
@@ -54,8 +54,8 @@ class QwenImage(LanguageTransformer):
         return {"tokenizer": _TOKENS + _TEMPLATE_TOKENS}
 
     def text_shapes(self) -> Shapes:
-        """The hidden states, zeros behind the last token, and which are none."""
-        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
+        """The hidden states of the caption's tokens; the template's are dropped."""
+        return {"text_embedding": (_TOKENS, self.text_width())}
 
     def modelspec_architecture(self) -> str:
         """The one name."""
@@ -120,7 +120,7 @@ class QwenImage(LanguageTransformer):
         embedding, _ = encoders.encode_prompt(
             caption, device=encoders.text_encoder.device, max_sequence_length=_TOKENS
         )
-        return padded(embedding, _TOKENS)
+        return {"text_embedding": embedding}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from pipeline.families.base import Conditions, Posterior, Shapes
-from pipeline.families.language import LanguageTransformer
+from pipeline.families.base import Conditions, Posterior
+from pipeline.families.language import LanguageTransformer, own_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Sana(LanguageTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-dc scaled, 1"
-    text_method = "gemma2 instructed last hidden state with mask, 1"
+    text_method = "gemma2 instructed last hidden state unpadded, 2"
     guidance_scale = 4.5
 
     @property
@@ -48,10 +48,6 @@ class Sana(LanguageTransformer):
     def tokenized(self, encoders: Any, caption: str) -> str:
         """Behind the pipeline's instruction, in small letters, as the pipeline has it."""
         return _instruction(encoders) + caption.lower()
-
-    def text_shapes(self) -> Shapes:
-        """The hidden states, padded to T, and which of them are a token's."""
-        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
 
     def modelspec_architecture(self) -> str:
         """The one name for all sizes."""
@@ -95,7 +91,7 @@ class Sana(LanguageTransformer):
         )
         if not caption:
             embedding, mask = empty, empty_mask
-        return {"text_embedding": embedding, "text_mask": mask.to(embedding.dtype)}
+        return {"text_embedding": own_tokens(embedding, mask)}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Shapes
-from pipeline.families.language import LanguageTransformer, chat, padded, unpadded
+from pipeline.families.base import Conditions
+from pipeline.families.language import LanguageTransformer, chat, unpadded
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -28,7 +28,7 @@ class ZImage(LanguageTransformer):
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
     latent_method = "autoencoder-kl shifted scaled, 1"
-    text_method = "qwen3 chat penultimate with mask, 1"
+    text_method = "qwen3 chat penultimate unpadded, 2"
     guidance_scale = 4.0
 
     def size_multiple(self) -> int:
@@ -38,10 +38,6 @@ class ZImage(LanguageTransformer):
     def token_limits(self) -> dict[str, int]:
         """The pipeline's 512."""
         return {"tokenizer": _TOKENS}
-
-    def text_shapes(self) -> Shapes:
-        """The hidden states, zeros behind the last token, and which are none."""
-        return {"text_embedding": (_TOKENS, self.text_width()), "text_mask": (_TOKENS,)}
 
     def modelspec_architecture(self) -> str:
         """The one name for both."""
@@ -64,7 +60,7 @@ class ZImage(LanguageTransformer):
             do_classifier_free_guidance=False,
             max_sequence_length=_TOKENS,
         )
-        return padded(embeddings[0][None], _TOKENS)
+        return {"text_embedding": embeddings[0][None]}
 
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions

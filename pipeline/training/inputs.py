@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,8 @@ def training_inputs(
 
 
 def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
-    specs = {caption: entries.text(caption) for caption in text["caption"].unique().sort()}
+    lengths = text.select("caption", "text_length").unique("caption").sort("caption")
+    specs = {caption: entries.text(caption, length) for caption, length in lengths.iter_rows()}
     variants: defaultdict[str, list[CaptionVariant]] = defaultdict(list)
     for sample_id, caption in text.sort("sample_id", "variant").select("sample_id", "caption").iter_rows():
         variants[sample_id].append(CaptionVariant(caption, specs[caption]))
@@ -142,7 +143,7 @@ _COLUMNS: dict[str, Any] = {
     "repeats": pl.Int32,
     "captions": pl.List(pl.String),
     "texts": pl.List(pl.String),
-    "text_tensors": pl.String,
+    "text_tensors": pl.List(pl.String),
     "latents": pl.List(pl.String),
     "latent_tensors": pl.String,
     "crops_top": pl.List(pl.Int32),
@@ -151,7 +152,7 @@ _COLUMNS: dict[str, Any] = {
     "target_size_hw": pl.List(pl.Int32),
     "held_out": pl.Boolean,
 }
-"""`latents` and `texts` are keys; `*_tensors` are JSON, of all variants or views of a sample."""
+"""`latents` and `texts` are keys; `*_tensors` are JSON, of each variant, and of all views of a sample."""
 
 
 def as_frame(inputs: Iterable[TrainingInput]) -> pl.DataFrame:
@@ -165,13 +166,16 @@ def from_frame(frame: pl.DataFrame) -> tuple[TrainingInput, ...]:
 
 
 def tensors_json(spec: EntrySpec) -> str:
-    """The entry's tensors, names to dtype and shape, for `spec_of`."""
-    return json.dumps({name: [tensor.dtype, tensor.shape] for name, tensor in spec.tensors.items()})
+    """The entry's tensors, names to dtype, shape and whether it is ragged, for `spec_of`."""
+    return json.dumps({name: astuple(tensor) for name, tensor in spec.tensors.items()})
 
 
 def spec_of(value: Mapping[str, Any]) -> EntrySpec:
     """The entry of `kind` and `key` whose `tensors` are as `tensors_json` has them, parsed."""
-    tensors = {name: TensorSpec(dtype, tuple(shape)) for name, (dtype, shape) in value["tensors"].items()}
+    tensors = {
+        name: TensorSpec(dtype, tuple(shape), ragged)
+        for name, (dtype, shape, ragged) in value["tensors"].items()
+    }
     return EntrySpec(kind=value["kind"], key=value["key"], tensors=tensors)
 
 
@@ -184,7 +188,7 @@ def _row(item: TrainingInput) -> Row:
         "repeats": item.repeats,
         "captions": [variant.caption for variant in item.variants],
         "texts": [variant.entry.key for variant in item.variants],
-        "text_tensors": tensors_json(item.variants[0].entry),
+        "text_tensors": [tensors_json(variant.entry) for variant in item.variants],
         "latents": [view.entry.key for view in item.views],
         "latent_tensors": tensors_json(item.views[0].entry),
         "crops_top": [view.crop_top_left[0] for view in item.views],
@@ -196,8 +200,11 @@ def _row(item: TrainingInput) -> Row:
 
 
 def _input(row: Mapping[str, Any]) -> TrainingInput:
-    text_tensors, latent_tensors = json.loads(row["text_tensors"]), json.loads(row["latent_tensors"])
-    texts = [spec_of({"kind": "text", "key": key, "tensors": text_tensors}) for key in row["texts"]]
+    latent_tensors = json.loads(row["latent_tensors"])
+    texts = [
+        spec_of({"kind": "text", "key": key, "tensors": json.loads(tensors)})
+        for key, tensors in zip(row["texts"], row["text_tensors"], strict=True)
+    ]
     latents = [spec_of({"kind": "latents", "key": key, "tensors": latent_tensors}) for key in row["latents"]]
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
     return TrainingInput(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import StoreError
-from pipeline.store import EntrySpec, Store
+from pipeline.store import EntrySpec, Store, TensorSpec
 from pipeline.training.noise import Noise, noise_levels
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
@@ -193,7 +193,7 @@ class MicroBatchMaker:
             )
             for slot, item in zip(share, items, strict=True)
         ]
-        conditions = {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
+        conditions = self._family.stack_texts(texts)
         conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
         conditions["crop_top_left"] = torch.tensor(
             [item.views[slot.view].crop_top_left for slot, item in zip(share, items, strict=True)]
@@ -223,7 +223,7 @@ def read_entry(store: Store, spec: EntrySpec, whose: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, tensor in spec.tensors.items():
         tensors[name] = stored[name].float()
-        if tuple(tensors[name].shape) != tensor.shape:
+        if not tensor.admits(TensorSpec(tensor.dtype, tuple(tensors[name].shape))):
             what = f"{name} has shape {tuple(tensors[name].shape)}, the table says {tensor.shape}"
             fix = "run the recipe's cache job again"
             raise StoreError(what, where=f"{spec.kind}/{spec.key}\nof {whose}", fix=fix)

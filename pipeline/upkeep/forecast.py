@@ -50,7 +50,7 @@ class Expected:
         kind: Of the entries.
         there: Entries that would be used as they are.
         reasons: Why entries would be made: reason to the names of what asks for them, an entry each.
-        num_bytes: Of the entries that would be made.
+        num_bytes: Of the entries that would be made; an estimate where they are as long as their captions.
         seconds: That making them would take, from the last measurement on this machine; None where there is
             none. Process start and model loading are not in it.
     """
@@ -61,10 +61,10 @@ class Expected:
     num_bytes: int = 0
     seconds: float | None = None
 
-    def add(self, why: str, name: str, spec: EntrySpec) -> None:
+    def add(self, why: str, name: str, num_bytes: int) -> None:
         """One more entry that would be made."""
         self.reasons.setdefault(why, []).append(name)
-        self.num_bytes += spec.file_bytes
+        self.num_bytes += num_bytes
 
     @property
     def to_make(self) -> int:
@@ -127,7 +127,9 @@ def _latents(entries: Entries, rows: pl.DataFrame, known: pl.DataFrame | None) -
         name = (row["sample_id"], row["bucket"], row["flipped"])
         earlier = before.get(name) or before.get((row["sample_id"], row["flipped"]))
         why = DAMAGED if status == "wrong" else _why_latent(entries, row, spec, earlier)
-        expected.add(why, f"{row['sample_id']}, mirrored" if row["flipped"] else row["sample_id"], spec)
+        expected.add(
+            why, f"{row['sample_id']}, mirrored" if row["flipped"] else row["sample_id"], spec.file_bytes
+        )
         cost += row["target_height"] * row["target_width"]
     _estimate(entries, expected, cost)
     return expected
@@ -171,7 +173,7 @@ def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None
 def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     captions = caption_rows(valid).select("caption", "sample_id", "variant")
     captions = captions.unique("caption", keep="first", maintain_order=True)
-    wanted = entries.text_rows(wanted_captions(entries.recipe, captions["caption"]))
+    wanted = entries.text_rows(wanted_captions(entries.recipe, captions["caption"]), known)
     wanted = wanted.join(captions, on="caption", how="left", maintain_order="left")
     before = {(row["sample_id"], row["variant"]): row for row in _rows(known)}
     expected = Expected("text")
@@ -185,7 +187,7 @@ def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> 
             else _why_text(entries, caption, spec, before.get((sample_id, row["variant"])))
         )
         name = f"the sample prompt {caption!r}" if caption else "the empty caption"
-        expected.add(why, sample_id or name, spec)
+        expected.add(why, sample_id or name, row["about_bytes"])
     _estimate(entries, expected, expected.to_make)
     return expected
 

@@ -100,7 +100,8 @@ def _entries(recipe: Recipe, rows: Mapping[str, Sequence[Mapping[str, Any]]]) ->
             "state": state.reason or state.status,
         }
         stated = entries.store.facts(spec.kind, spec.key) or {}
-        facts |= {f"{name} {list(tensor.shape)}": tensor.dtype for name, tensor in spec.tensors.items()}
+        tensors = entries.store.stated(spec) or spec.tensors
+        facts |= {f"{name} {list(tensor.shape)}": tensor.dtype for name, tensor in tensors.items()}
         made_of = stated.get("inputs", {})
         facts |= {f"made of {name}": value for name, value in made_of.items() if name != "content_hash"}
         known.append(Known(stage, facts))

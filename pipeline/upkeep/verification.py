@@ -61,8 +61,9 @@ def needed_entries(recipe: Recipe, tables: Tables) -> list[Needed]:
         spec = entries.latent(row)
         first.setdefault(spec.key, Needed(row["sample_id"], spec))
     samples = dict(zip(text["caption"].reverse(), text["sample_id"].reverse(), strict=True))
+    lengths = dict(zip(text["caption"], text["text_length"], strict=True))
     for caption in wanted_captions(recipe, text["caption"]):
-        spec = entries.text(caption)
+        spec = entries.text(caption, lengths.get(caption))
         name = f"the sample prompt {caption!r}" if caption else "the empty caption"
         first.setdefault(spec.key, Needed(samples.get(caption, name), spec))
     return list(first.values())

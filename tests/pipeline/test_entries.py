@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.entries import Entries, recorded_stat, stat_columns
+from pipeline.entries import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, Entries, recorded_stat, stat_columns
+from pipeline.entry_format import DATA_START
+from pipeline.families.tiny import make_tiny_z_image
 from pipeline.fingerprints import KeyTemplate, canonical_hash
 from pipeline.recipe import recipe_from_mapping
 from pipeline.store import EntryStat
@@ -146,7 +149,30 @@ def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: 
     base, captions = entries(tiny_sd, tmp_path), ["", "a cat", 'a "quoted" é\n', "@caption@"]
     for row, caption in zip(base.text_rows(captions).to_dicts(), captions, strict=True):
         spec = base.text(caption)
-        assert row == {"caption": caption, "key": spec.key, "num_bytes": spec.file_bytes}
+        sizes = {"num_bytes": spec.file_bytes, "about_bytes": spec.file_bytes, "text_length": 77}
+        assert row == {"caption": caption, "key": spec.key, **sizes}
+
+
+def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp_path: Path) -> None:
+    make_tiny_z_image(tmp_path / "base")
+    base, long = entries(tmp_path / "base", tmp_path), "a cat " * 1000
+    captions = ["", "a cat", long]
+    unknown = base.text_rows(captions)
+    assert unknown["num_bytes"].null_count() == unknown["text_length"].null_count() == 3
+    spec = base.text("a cat")
+    assert spec.ragged
+    tensor = spec.tensors["text_embedding"]
+    one_token = tensor.num_bytes // tensor.shape[0]
+    short = DATA_START + one_token * (TEMPLATE_TOKENS + ceil(5 / CAPTION_BYTES_PER_TOKEN))
+    assert unknown["about_bytes"].to_list()[1:] == [short, spec.file_bytes]
+    known = pl.DataFrame(
+        {"key": [spec.key], "text_length": [21]}, schema={"key": pl.String, "text_length": pl.Int32}
+    )
+    row = base.text_rows(captions, known).row(1, named=True)
+    exact = base.text("a cat", 21)
+    assert not exact.ragged
+    assert exact.key == spec.key
+    assert row["num_bytes"] == row["about_bytes"] == exact.file_bytes == DATA_START + 21 * one_token
 
 
 def test_L11_a_mirrored_latent_and_moments_are_entries_of_their_own(tiny_sd: Path, tmp_path: Path) -> None:

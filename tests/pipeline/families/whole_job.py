@@ -126,6 +126,7 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     family = cast("DiffusersFamily", detect(base))
     check_cut(family)
     check_step(case, order, family, pipe)
+    check_lengths(order, family)
     check_drawing(case, family, pipe)
     assert json.loads((order.folder / "result.json").read_text())["warnings"] == []
     drawn_at_0_and_2 = 2 * len(order.prompts)
@@ -211,9 +212,14 @@ def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
     stored = entries.store.read_torch(entries.text(caption))
     with torch.no_grad():
         expected = case.embed(pipe, caption)
-    assert set(stored) == set(expected)
-    for name, tensor in stored.items():
-        torch.testing.assert_close(tensor, expected[name][0].float(), **TOLERANCE)
+    if entries.family.text_padding == "masked":
+        length = int(expected["text_mask"].sum())
+        assert len(stored["text_embedding"]) == length < entries.family.max_length()
+        expected = {name: tensor[:, :length] for name, tensor in expected.items()}
+    conditions = entries.family.stack_texts([stored])
+    assert set(conditions) == set(expected)
+    for name, tensor in conditions.items():
+        torch.testing.assert_close(tensor, expected[name].float(), **TOLERANCE)
 
 
 def check_cut(family: DiffusersFamily) -> None:
@@ -259,6 +265,28 @@ def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
     by_hand = ((expected - case.target(micro)) ** 2).mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses, by_hand, **TOLERANCE)
     check_checkpointing(family, engine, micro)
+
+
+def check_lengths(order: Any, family: DiffusersFamily) -> None:
+    """A short caption, a long one and none in one batch get the answers that each gets alone."""
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    one = next(iter(order.plan())).micro_batches[0][0][0]
+    micro = maker.make(0, (one,) * 3)
+    encoders = family.load_text_encoders("float32", "cpu")
+    texts = [family.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
+    lengths = {len(text["text_embedding"]) for text in texts}
+    assert (len(lengths) == 1) == (family.text_padding == "stored")
+    sizes = {name: micro.conditions[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")}
+    with torch.no_grad():
+        together = family.predict(
+            engine.denoiser, micro.latent, micro.timesteps, family.stack_texts(texts) | sizes
+        )
+        for at, text in enumerate(texts):
+            alone = family.stack_texts([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
+            its = slice(at, at + 1)
+            answer = family.predict(engine.denoiser, micro.latent[its], micro.timesteps[its], alone)
+            torch.testing.assert_close(together[its], answer, **TOLERANCE)
 
 
 def check_checkpointing(family: Family, engine: Engine, micro: MicroInput) -> None:

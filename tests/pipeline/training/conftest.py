@@ -142,7 +142,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             }
             latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
             caption = f"photograph {index} of {bucket}"
-            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0}
+            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": 77}
             text.append({**ids, "caption": caption, **counts, **put(entries, entries.text(caption))})
     return frame("vae_latents", latents), frame("text_embeddings", text)
 
