@@ -38,7 +38,9 @@ _SINGLE = {"linear1": ("attn.to_qkv_mlp_proj",), "linear2": ("attn.to_out",)}
 
 
 class Flux2Blocks(Flux2Latents):
-    """FLUX.2, whichever language model tells it what to draw."""
+    """FLUX.2, whichever language model tells it what to draw; it sees what that makes of padding."""
+
+    text_padding = "stored"
 
     def text_width(self) -> int:
         """Of the hidden states of three layers side by side."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Shapes
+from pipeline.families.base import Conditions
 from pipeline.families.flux2_blocks import TOKENS, Flux2Blocks
 
 if TYPE_CHECKING:
@@ -38,10 +38,6 @@ class Flux2Dev(Flux2Blocks):
     def token_limits(self) -> dict[str, int]:
         """The pipeline's 512."""
         return {"tokenizer": TOKENS}
-
-    def text_shapes(self) -> Shapes:
-        """Hidden states of three layers side by side, padded to T."""
-        return {"text_embedding": (TOKENS, self.text_width())}
 
     def modelspec_architecture(self) -> str:
         """The one name."""
