@@ -13,13 +13,24 @@ from pipeline.geometry.buckets import Buckets, ladder
 
 Floats = npt.NDArray[np.float64]
 
-PARTIAL_WEIGHT = 0.041
-UPSCALE_WEIGHT = 0.025
-"""Beside crop loss, which weighs 1, in
 
-    cost = mean crop loss + UPSCALE_WEIGHT * share enlarged + PARTIAL_WEIGHT * share in partial batches
+@dataclass(frozen=True)
+class Weights:
+    """What enlarged images and unfilled batches count beside crop loss, which weighs 1.
 
-Chosen on 20 populations of 500 images, such that lists of up to 12, 20 and 48 sizes were ahead of every
+        cost = mean crop loss + upscaled * share enlarged + partial * share in partial batches
+
+    Attributes:
+        upscaled: At least 0.
+        partial: At least 0.
+    """
+
+    upscaled: float
+    partial: float
+
+
+WEIGHTS = Weights(upscaled=0.025, partial=0.041)
+"""Chosen on 20 populations of 500 images, such that lists of up to 12, 20 and 48 sizes were ahead of every
 ladder in crop loss and in full batches at once (tests/pipeline/bucket_fit/test_population.py)."""
 
 AREA_RANGE = (0.94, 1.03)
@@ -72,9 +83,9 @@ class Trade:
 
     @property
     def cost(self) -> float:
-        """As `PARTIAL_WEIGHT` says."""
+        """By `WEIGHTS`."""
         partial = 1.0 - self.in_full_batches
-        return self.crop_loss + UPSCALE_WEIGHT * self.upscaled + PARTIAL_WEIGHT * partial
+        return self.crop_loss + WEIGHTS.upscaled * self.upscaled + WEIGHTS.partial * partial
 
 
 def trade_of(placement: Placement, dataset: Dataset) -> Trade:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeline.bucket_fit.cost import PARTIAL_WEIGHT, UPSCALE_WEIGHT, Dataset, Floats
+from pipeline.bucket_fit.cost import WEIGHTS, Dataset, Floats, Weights
 from pipeline.geometry import Ints, Size
 
 MAX_STATES = 8_000_000
@@ -73,7 +73,12 @@ class _Steps:
 
 
 def best_lists(
-    dataset: Dataset, sizes: Sequence[Size], most: int, *, mirrored: bool
+    dataset: Dataset,
+    sizes: Sequence[Size],
+    most: int,
+    *,
+    mirrored: bool,
+    weights: Weights = WEIGHTS,
 ) -> dict[int, tuple[Size, ...]]:
     """For each number of sizes up to `most` the list of least cost among `sizes`.
 
@@ -84,13 +89,14 @@ def best_lists(
         sizes: Candidates by aspect ratio, each with its transposed.
         most: At least 1.
         mirrored: Whether each size must be there with its transposed.
+        weights: Of what is to be least.
 
     Returns:
         By number of sizes, those numbers for which there is a list; sizes from the tallest to the widest.
     """
-    gaps = _gaps(dataset, sizes)
-    batch = dataset.batch_size
-    steps = _mirrored_steps(gaps, batch) if mirrored else _free_steps(gaps, batch)
+    gaps = _gaps(dataset, sizes, weights.upscaled)
+    steps_of = _mirrored_steps if mirrored else _free_steps
+    steps = steps_of(gaps, dataset.batch_size, weights.partial)
     total, came_from = _search(steps, most)
     found: dict[int, tuple[Size, ...]] = {}
     for number in range(1, most + 1):
@@ -108,7 +114,7 @@ def num_states(candidates: int, batch_size: int, *, mirrored: bool) -> int:
     return batch_size ** (2 if mirrored else 1) * places**2
 
 
-def _gaps(dataset: Dataset, sizes: Sequence[Size]) -> _Gaps:
+def _gaps(dataset: Dataset, sizes: Sequence[Size], upscaled: float) -> _Gaps:
     logs = np.log(dataset.width) - np.log(dataset.height)
     order = np.argsort(logs, kind="stable")
     logs, height, width = logs[order], dataset.height[order], dataset.width[order]
@@ -121,7 +127,7 @@ def _gaps(dataset: Dataset, sizes: Sequence[Size]) -> _Gaps:
     first, last = np.zeros(number), np.zeros(number)
     for index, (target_height, target_width) in enumerate(targets):
         enlarged = np.maximum(target_height / height, target_width / width) > 1
-        each = 1 - np.exp(-np.abs(logs - places[index])) + UPSCALE_WEIGHT * enlarged
+        each = 1 - np.exp(-np.abs(logs - places[index])) + upscaled * enlarged
         total = np.concatenate([[0.0], np.cumsum(each)])
         left[index] = total[middle[index]] - total[own[index]]
         right[:, index] = total[own[index]] - total[middle[:, index]]
@@ -131,12 +137,12 @@ def _gaps(dataset: Dataset, sizes: Sequence[Size]) -> _Gaps:
     return _Gaps(left + right, *counts, first, own, last, len(logs) - own)
 
 
-def _free_steps(gaps: _Gaps, batch: int) -> _Steps:
+def _free_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
     number = len(gaps.first_cost)
     remainder = np.arange(batch)
     partial = (remainder[:, None, None] + gaps.to_left[None]) % batch
-    cost = gaps.cost[None] + PARTIAL_WEIGHT * partial
-    ends = gaps.last_cost[None] + PARTIAL_WEIGHT * ((remainder[:, None] + gaps.last_count[None]) % batch)
+    cost = gaps.cost[None] + weight * partial
+    ends = gaps.last_cost[None] + weight * ((remainder[:, None] + gaps.last_count[None]) % batch)
     return _Steps(
         takes=np.ones(number, dtype=np.int64),
         start_cost=gaps.first_cost,
@@ -147,7 +153,7 @@ def _free_steps(gaps: _Gaps, batch: int) -> _Steps:
     )
 
 
-def _mirrored_steps(gaps: _Gaps, batch: int) -> _Steps:
+def _mirrored_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
     """Pairs of a candidate on the tall half and its transposed; the square, if there is one, is alone."""
     number = len(gaps.first_cost)
     half = (number + 1) // 2
@@ -167,13 +173,13 @@ def _mirrored_steps(gaps: _Gaps, batch: int) -> _Steps:
         takes=takes,
         start_cost=gaps.first_cost[tall] + gaps.last_cost[wide],
         start=gaps.first_count[tall] % batch + gaps.last_count[wide] % batch * batch,
-        cost=_rightwards(between[None] + PARTIAL_WEIGHT * partial),
+        cost=_rightwards(between[None] + weight * partial),
         arrival=arriving,
-        end_cost=_meeting(gaps, batch, square=square),
+        end_cost=_meeting(gaps, batch, weight, square=square),
     )
 
 
-def _meeting(gaps: _Gaps, batch: int, *, square: bool) -> Floats:
+def _meeting(gaps: _Gaps, batch: int, weight: float, *, square: bool) -> Floats:
     """(R, M): of ending with a pair and the images between its two sizes, or with the square."""
     number = len(gaps.first_cost)
     half = (number + 1) // 2
@@ -184,9 +190,9 @@ def _meeting(gaps: _Gaps, batch: int, *, square: bool) -> Floats:
     mates = number - 1 - pairs
     partial = (tall_rest[:, None] + gaps.to_left[pairs, mates][None]) % batch
     partial = partial + (wide_rest[:, None] + gaps.to_right[pairs, mates][None]) % batch
-    ends[:, pairs] = gaps.cost[pairs, mates][None] + PARTIAL_WEIGHT * partial
+    ends[:, pairs] = gaps.cost[pairs, mates][None] + weight * partial
     if square:
-        ends[:, -1] = PARTIAL_WEIGHT * ((tall_rest + wide_rest) % batch)
+        ends[:, -1] = weight * ((tall_rest + wide_rest) % batch)
     return ends
 
 

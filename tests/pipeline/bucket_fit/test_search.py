@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.bucket_fit.cost import PARTIAL_WEIGHT, UPSCALE_WEIGHT, Dataset, candidates
+from pipeline.bucket_fit.cost import WEIGHTS, Dataset, candidates
 from pipeline.bucket_fit.fit import Request, fitted_lists
 from pipeline.bucket_fit.search import best_lists
 from pipeline.errors import BucketError
@@ -37,8 +37,8 @@ def cost(sizes: tuple[Size, ...], dataset: Dataset) -> float:
         nearest = distances.index(min(distances))
         counts[nearest] += 1
         enlarged = max(sizes[nearest].height / height, sizes[nearest].width / width) > 1
-        total += 1 - float(np.exp(-distances[nearest])) + UPSCALE_WEIGHT * enlarged
-    return total + PARTIAL_WEIGHT * sum(count % dataset.batch_size for count in counts)
+        total += 1 - float(np.exp(-distances[nearest])) + WEIGHTS.upscaled * enlarged
+    return total + WEIGHTS.partial * sum(count % dataset.batch_size for count in counts)
 
 
 def symmetric(sizes: tuple[Size, ...]) -> bool:
