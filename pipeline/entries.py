@@ -18,6 +18,7 @@ from pipeline.families import Family, Use, detect
 from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
 from pipeline.geometry import Geometry, Size
 from pipeline.images import PREPROCESSING_VERSION
+from pipeline.model_components import resolve_components
 from pipeline.model_source import resolve_base
 from pipeline.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 
@@ -78,7 +79,12 @@ class Entries:
         Raises:
             ModelError: As `model_folder`.
         """
-        return detect(self.model_folder)
+        return detect(self.model_folder, self.elsewhere)
+
+    @cached_property
+    def elsewhere(self) -> dict[str, Path]:
+        """Of the base model's components that the recipe takes from elsewhere, as `resolve_components`."""
+        return resolve_components(self.recipe)
 
     def fingerprint(self, use: Use) -> str:
         """Of the parts of the base model that decide the bytes of `use`: 64 hex digits.

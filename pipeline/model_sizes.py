@@ -27,9 +27,10 @@ def local_family(recipe: Recipe) -> Family | None:
     if not (folder / _MODEL_INDEX).is_file():
         return None
     from pipeline.families import detect
+    from pipeline.model_components import local_components
 
     try:
-        return detect(folder)
+        return detect(folder, local_components(recipe))
     except LatentlineError:
         return None
 

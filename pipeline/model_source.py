@@ -5,37 +5,36 @@ The network is used only when a file that the model's family needs is not on thi
 
 from __future__ import annotations
 
-import fnmatch
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.families import Family, detect, family_class
+from pipeline.hub import component_files, looks_like_hub_id, refusals_told
+from pipeline.model_components import resolve_components
 from pipeline.recipe import project_root
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 _INDEX = "model_index.json"
-_VARIANT_PARTS = ("fp16", "fp32", "bf16", "non_ema", "ema_only")
 
 
 def resolve_base(recipe: Recipe) -> Path:
     """The diffusers folder of the recipe's base model, with every file that its family needs.
 
     `model.base` is a local folder, relative to the project root, when one is there, and otherwise a Hub id. A
-    complete snapshot on this machine is used as it is; the network is not asked for a newer one.
+    complete snapshot on this machine is used as it is; the network is not asked for a newer one. What
+    `model.components` takes from elsewhere need not be in it.
 
     Raises:
-        ModelError: It is neither, a file is missing, or it cannot be downloaded.
+        ModelError: It is neither, a file is missing, or it cannot be downloaded; or `model.components` names
+            one that the family does not have.
         FamilyError: Its pipeline class belongs to no family that is known.
     """
     base, revision = recipe.model.base, recipe.model.revision
     local = project_root() / Path(base).expanduser()
-    if local.is_dir():
-        _require_complete(detect(local))
-        return local
     where = f"{recipe.source}, model.base"
     if local.is_file():
         raise ModelError(
@@ -44,24 +43,43 @@ def resolve_base(recipe: Recipe) -> Path:
             fix="set it to a diffusers folder; a single checkpoint becomes one by from_single_file(...) "
             "and save_pretrained(...) of its diffusers pipeline",
         )
-    if not _looks_like_hub_id(base):
+    if not local.is_dir() and not looks_like_hub_id(base):
         raise ModelError(
             f"model.base {base} does not exist",
             where=f"{where}, looked for {local}",
             fix="set it to an existing diffusers folder, relative to the project root, or to a Hub id "
             "(owner/name)",
         )
-    return _local_snapshot(base, revision) or _downloaded(base, revision, where)
+    folder = local if local.is_dir() else _indexed(base, revision, where)
+    _require_known(recipe, family_class(folder))
+    elsewhere = resolve_components(recipe)
+    if folder == local:
+        _require_complete(detect(local, elsewhere))
+        return local
+    whole = missing_files(folder, elsewhere) is None
+    return folder if whole else _downloaded(base, revision, elsewhere, where)
 
 
-def missing_files(folder: Path) -> str | None:
+def _require_known(recipe: Recipe, family: type[Family]) -> None:
+    """Nothing, when the family has every component that the recipe takes from elsewhere."""
+    known = [role for role in family.components if role != "scheduler"]  # its settings are the base model's
+    for role in recipe.model.components.given():
+        if role not in known:
+            raise ModelError(
+                f"{family.name} has no component {role} that could be taken from elsewhere",
+                where=f"{recipe.source}, model.components.{role}",
+                fix=f"it has {', '.join(known)}",
+            )
+
+
+def missing_files(folder: Path, elsewhere: Mapping[str, Path] | None = None) -> str | None:
     """What the family in `folder` lacks, as one sentence; None when everything is there.
 
     Raises:
         FamilyError: Its pipeline class belongs to no family that is known.
     """
     try:
-        _require_complete(detect(folder))
+        _require_complete(detect(folder, elsewhere))
     except ModelError as err:
         if type(err) is not ModelError:
             raise
@@ -78,67 +96,45 @@ def _require_complete(family: Family) -> None:
                     raise ModelError(f"the base model has no {path.name}", where=str(path), fix=fix)
 
 
-def _looks_like_hub_id(base: str) -> bool:
-    parts = base.split("/")
-    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
-
-
-def _local_snapshot(base: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
+def _indexed(base: str, revision: str | None, where: str) -> Path:
+    """The snapshot on this machine, which may hold its index alone."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     index = try_to_load_from_cache(base, _INDEX, revision=revision)
     if not isinstance(index, str):
-        return None
-    folder = Path(index).parent
-    return folder if missing_files(folder) is None else None
+        with refusals_told(base, where):
+            index = hf_hub_download(base, _INDEX, revision=revision)
+    return Path(index).parent
 
 
-def _downloaded(base: str, revision: str | None, where: str) -> Path:
+def _downloaded(base: str, revision: str | None, elsewhere: Mapping[str, Path], where: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
 
-    try:
+    with refusals_told(base, where):
         index = hf_hub_download(base, _INDEX, revision=revision)
-        wanted = wanted_files(
-            family_class(Path(index).parent), HfApi().list_repo_files(base, revision=revision)
-        )
+        names = HfApi().list_repo_files(base, revision=revision)
+        wanted = wanted_files(family_class(Path(index).parent), names, without=elsewhere)
         folder = Path(snapshot_download(base, revision=revision, allow_patterns=wanted))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as err:
-        reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        raise ModelError(
-            f"{base} is neither a local folder nor could it be downloaded from the Hub: {reason}",
-            where=where,
-            fix="check the spelling, the network, and for a gated model that you have accepted its licence "
-            "and are logged in (hf auth login); or download it elsewhere and set model.base to the folder",
-        ) from err
-    missing = missing_files(folder)
+    missing = missing_files(folder, elsewhere)
     if missing is not None:
         fix = "use another base model, or another model.revision of it"
         raise ModelError(f"{base} is not complete on the Hub: {missing}", where=where, fix=fix)
     return folder
 
 
-def wanted_files(family: type[Family], repository_files: Iterable[str]) -> list[str]:
-    """The files of a repository that the family needs, sorted: no variants, no unused components.
+def wanted_files(
+    family: type[Family], repository_files: Iterable[str], *, without: Collection[str] = ()
+) -> list[str]:
+    """The files of a repository that the family needs: no variants, no unused components.
 
-    Weights are taken as `*.safetensors` where a component has them and as `*.bin` otherwise.
+    Args:
+        family: Says which components are used.
+        repository_files: All.
+        without: Components that are taken from elsewhere.
     """
     files = sorted(repository_files)
     wanted = [name for name in files if name == _INDEX]
     for component in family.components:
-        inside = [name for name in files if fnmatch.fnmatch(name, f"{component}/*") and name.count("/") == 1]
-        usual = [name for name in inside if not any(part in name for part in _VARIANT_PARTS)]
-        weights = [name for name in usual if name.endswith((".safetensors", ".safetensors.index.json"))]
-        weights = weights or [name for name in usual if name.endswith((".bin", ".bin.index.json"))]
-        wanted += weights
-        wanted += [
-            name
-            for name in usual
-            if name.endswith((".json", ".txt", ".model", ".jinja")) and ".index." not in name
-        ]
+        if component not in without:
+            wanted += component_files(files, component)
     return wanted

@@ -24,13 +24,12 @@ def run(context: CheckContext) -> list[Finding]:
         TableError: There is no table of validated_dataset or aspect_buckets.
         ModelError: The recipe's base model cannot be found, or is of no known family.
     """
-    from pipeline.families import detect
-    from pipeline.model_source import resolve_base
+    from pipeline.entries import Entries
 
     table = context.tables.read(STAGE)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
     before = context.tables.read("validated_dataset")["sample_id"]
-    multiple = detect(resolve_base(context.recipe)).size_multiple()
+    multiple = Entries(context.recipe).family.size_multiple()
     outcomes = {
         "conservation": conserved(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),

@@ -39,7 +39,7 @@ class LatentEncoder:
 
     def __init__(self, order: Order, device: str, progress: Progress) -> None:
         """Load the VAE of the order's model."""
-        self._family = detect(order.model_folder)
+        self._family = detect(order.model_folder, order.elsewhere)
         self._settings = order.settings
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
@@ -83,7 +83,7 @@ class LatentEncoder:
             (answer,) = self._passes.answers([("a plain picture", plain)])
             outcome = self._finished(smallest, plain, answer)
             if isinstance(outcome, Failure):
-                raise wrong_model(probes, outcome, str(self._family.folder / "vae"))
+                raise wrong_model(probes, outcome, str(self._family.place("vae")))
         return found
 
     def _of_one_shape(self, decoded: _Decoded) -> Iterator[tuple[Job, Outcome]]:
@@ -150,7 +150,7 @@ class LatentEncoder:
             raise ModelError(
                 f"the VAE makes a latent of shape {wrong.pop()} of {job.name}, not of {expected} as its "
                 "configuration promises",
-                where=str(self._family.folder / "vae"),
+                where=str(self._family.place("vae")),
                 fix="fetch the base model again: its weights and its config.json do not belong together",
             )
 

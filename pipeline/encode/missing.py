@@ -119,7 +119,8 @@ class Maker:
 
     def _launched(self, missing: Sequence[Job], settings: Mapping[str, Any]) -> Results:
         store = self._entries.store
-        order = Order(self._kind, self._entries.model_folder, store.root, settings, missing)
+        model = self._entries.family
+        order = Order(self._kind, model.folder, store.root, settings, missing, model.elsewhere)
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
             started_s = time.perf_counter()

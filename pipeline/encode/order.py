@@ -52,6 +52,7 @@ class Order:
         store_root: Where the entries go.
         settings: `compute_dtype`, and for latents `posterior` and `background`.
         jobs: Each key once; of an order that was read, as they come from the file.
+        elsewhere: Folders of the model's components that are not taken from `model_folder`.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Order:
     store_root: Path
     settings: Mapping[str, Any]
     jobs: Sequence[Job] | JobsFile
+    elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
 
 class JobsFile:
@@ -109,6 +111,7 @@ def write_order(order: Order, folder: Path) -> Path:
     fields = {
         "kind": order.kind,
         "model_folder": str(order.model_folder),
+        "elsewhere": {role: str(place) for role, place in order.elsewhere.items()},
         "store_root": str(order.store_root),
         "settings": dict(order.settings),
         "num_jobs": len(order.jobs),
@@ -127,6 +130,7 @@ def read_order(path: Path) -> Order:
         Path(fields["store_root"]),
         fields["settings"],
         JobsFile(path.parent / JOBS_FILE, fields["num_jobs"]),
+        {role: Path(place) for role, place in fields["elsewhere"].items()},
     )
 
 

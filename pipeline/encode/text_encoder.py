@@ -22,7 +22,7 @@ class TextEncoder:
 
     def __init__(self, order: Order, device: str, progress: Progress) -> None:
         """Load them."""
-        self._family = detect(order.model_folder)
+        self._family = detect(order.model_folder, order.elsewhere)
         self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import FamilyError
@@ -82,11 +83,15 @@ def family_class(folder: Path) -> type[Family]:
     )
 
 
-def detect(folder: Path) -> Family:
+def detect(folder: Path, elsewhere: Mapping[str, Path] | None = None) -> Family:
     """The family of the diffusers folder, ready to answer from its configurations; imports no torch.
+
+    Args:
+        folder: Holds `model_index.json`.
+        elsewhere: Folders of the components that are not taken from there.
 
     Raises:
         FamilyError: As `family_class`, or a configuration asks for what the family cannot do.
         ModelError: A file that the family needs is missing or unreadable.
     """
-    return family_class(folder)(folder)
+    return family_class(folder)(folder, elsewhere)

@@ -123,9 +123,19 @@ class Family(ABC):
     denoiser_name: ClassVar[Denoiser]
     """The denoiser's component: a subfolder, and the prefix of its keys in diffusers' LoRA files."""
 
-    def __init__(self, folder: Path) -> None:
-        """Remember the folder, which holds `model_index.json`; nothing is read yet."""
+    def __init__(self, folder: Path, elsewhere: Mapping[str, Path] | None = None) -> None:
+        """Remember where the model lies; nothing is read yet.
+
+        Args:
+            folder: Holds `model_index.json` and a subfolder for each component.
+            elsewhere: Folders of the components that are not taken from there.
+        """
         self.folder = folder
+        self.elsewhere = dict(elsewhere or {})
+
+    def place(self, role: str) -> Path:
+        """The folder of a component, whether or not it exists."""
+        return self.elsewhere.get(role, self.folder / role)
 
     @abstractmethod
     def size_multiple(self) -> int:

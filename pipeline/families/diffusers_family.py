@@ -55,15 +55,15 @@ class DiffusersFamily(Family):
     @cached_property
     def scheduler_config(self) -> dict[str, Any]:
         """The noise schedule's configuration."""
-        return read_json(self.folder / "scheduler" / "scheduler_config.json")
+        return read_json(self.place("scheduler") / "scheduler_config.json")
 
     def config(self, role: str) -> dict[str, Any]:
         """`config.json` of a component."""
-        return read_json(self.folder / role / "config.json")
+        return read_json(self.place(role) / "config.json")
 
     def has(self, role: str) -> bool:
-        """Whether the base model comes with the component; an optional one is [null, null] in its index."""
-        return (self.index.get(role) or [None])[0] is not None
+        """Whether the model has the component; an optional one may be [null, null] in its index."""
+        return role in self.elsewhere or (self.index.get(role) or [None])[0] is not None
 
     def text_roles(self) -> tuple[str, ...]:
         """Tokenizers and text encoders that the base model has, in the order of `components`."""
@@ -103,7 +103,7 @@ class DiffusersFamily(Family):
     def tokenizer_limit(self, role: str) -> int:
         """`model_max_length` of a tokenizer: what diffusers pads CLIP's captions to."""
         if role not in self._tokenizer_limits:
-            config = read_json(self.folder / role / "tokenizer_config.json")
+            config = read_json(self.place(role) / "tokenizer_config.json")
             self._tokenizer_limits[role] = int(config["model_max_length"])
         return self._tokenizer_limits[role]
 
@@ -120,14 +120,14 @@ class DiffusersFamily(Family):
             return tuple(
                 self._network(role)
                 if role.startswith("text_encoder")
-                else ModelPart(role, *tokenizer_files(self.folder / role))
+                else ModelPart(role, *tokenizer_files(self.place(role)))
                 for role in self.text_roles()
             )
-        scheduler = self.folder / "scheduler" / "scheduler_config.json"
+        scheduler = self.place("scheduler") / "scheduler_config.json"
         return self._network(self.denoiser_name), ModelPart("scheduler", (scheduler,), ())
 
     def _network(self, role: str) -> ModelPart:
-        folder = self.folder / role
+        folder = self.place(role)
         return ModelPart(role, (folder / "config.json",), weight_files(folder))
 
     # torch side
@@ -174,7 +174,7 @@ class DiffusersFamily(Family):
         loaded: dict[str, Any] = dict.fromkeys(_component_names(self.pipeline_class()))
         for role in self.text_roles():
             if role.startswith("tokenizer"):
-                folder = self.folder / role
+                folder = self.place(role)
                 loaded[role] = self.class_of(role).from_pretrained(folder, local_files_only=True)
             else:
                 loaded[role] = self._load(role, dtype, device)
@@ -311,7 +311,7 @@ class DiffusersFamily(Family):
         import torch
 
         loaded = self.class_of(role).from_pretrained(
-            self.folder / role, dtype=getattr(torch, dtype), local_files_only=True, **options
+            self.place(role), dtype=getattr(torch, dtype), local_files_only=True, **options
         )
         return loaded.requires_grad_(False).eval()
 

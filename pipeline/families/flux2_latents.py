@@ -45,7 +45,7 @@ class Flux2Latents(LanguageTransformer):
         from safetensors import safe_open
 
         found: dict[str, Tensor] = {}
-        for path in weight_files(self.folder / "vae"):
+        for path in weight_files(self.place("vae")):
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="pt") as file:
                     names = {"bn.running_mean", "bn.running_var"} & set(file.keys())
@@ -53,7 +53,7 @@ class Flux2Latents(LanguageTransformer):
         if len(found) != len(("mean", "variance")):
             fix = "download the model again, with its VAE as safetensors"
             what = "the VAE has no running mean and variance, by which latents are normalised"
-            raise ModelError(what, where=str(self.folder / "vae"), fix=fix)
+            raise ModelError(what, where=str(self.place("vae")), fix=fix)
         return found
 
     def normalise(self, raw_latent: Tensor) -> Tensor:

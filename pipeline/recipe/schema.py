@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from pipeline.checks.names import GATES
 from pipeline.recipe.buckets import BucketSettings
@@ -33,6 +33,21 @@ NAME_PATTERN = r"^[A-Za-z0-9_]+$"
 """Of a recipe: it becomes part of asset, job and file names."""
 
 
+class ComponentSources(Settings):
+    """Any component of the base model, by name; which ones it has is looked at when it is read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    # So pydantic is told of what type unknown keys are.
+    __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        init=False
+    )
+
+    def given(self) -> dict[str, str]:
+        """Component to its source, as the recipe has them."""
+        return dict(self.__pydantic_extra__)
+
+
 class ModelSettings(Settings):
     """The base model that the LoRA is trained for."""
 
@@ -43,6 +58,13 @@ class ModelSettings(Settings):
     )
     revision: str | None = Field(
         default=None, min_length=1, description="Branch, tag or commit of a Hub id; null: its main branch."
+    )
+    components: ComponentSources = Field(
+        default_factory=ComponentSources,
+        description="Parts of the base model that are taken from elsewhere, by their name in it, such as vae "
+        "or text_encoder_4: a Hub id (owner/name, or owner/name@revision) or a local folder, which is that "
+        "part itself or a model that has one of that name.",
+        examples=[{"vae": "madebyollin/sdxl-vae-fp16-fix"}],
     )
 
 

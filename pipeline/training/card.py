@@ -23,6 +23,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
     lora = training["lora"]
     rows = [
         ("base model", f"`{base}`"),
+        *((f"its {role}", f"`{named}`") for role, named in record["model"].get("components", {}).items()),
         ("images", f"{record['samples']['number']} trained on"),
         (
             "steps",

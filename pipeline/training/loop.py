@@ -74,7 +74,7 @@ class _Run:
     def __init__(self, order: TrainingOrder, report: Report) -> None:
         self.order = order
         self.plan = order.plan()
-        self.family = detect(order.base)
+        self.family = detect(order.base, order.elsewhere)
         self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process
         self.report = report

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,7 @@ class TrainingOrder:
         empty_text: The empty caption's entry, for caption dropout and guidance.
         prompts: What sample pictures are drawn for.
         provenance: Goes into each file of the result; JSON-serialisable.
+        elsewhere: Folders of the model's components that are not taken from `base`.
     """
 
     recipe: Recipe
@@ -64,6 +65,7 @@ class TrainingOrder:
     empty_text: EntrySpec
     prompts: tuple[Prompt, ...]
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
+    elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
     @property
     def folder(self) -> Path:
@@ -100,6 +102,7 @@ class TrainingOrder:
         order = {
             "recipe": self.recipe.model_dump(mode="json"),
             "base": str(self.base),
+            "elsewhere": {role: str(place) for role, place in self.elsewhere.items()},
             "run": self.run,
             "provenance": self.provenance,
             "empty_text": _spec_json(self.empty_text),
@@ -189,6 +192,7 @@ def read_order(path: Path) -> TrainingOrder:
     return TrainingOrder(
         recipe=Recipe.model_validate_json(json.dumps(order["recipe"])),
         base=Path(order["base"]),
+        elsewhere={role: Path(place) for role, place in order.get("elsewhere", {}).items()},
         run=order["run"],
         provenance=order["provenance"],
         inputs=from_frame(inputs),

@@ -53,6 +53,7 @@ def provenance(recipe: Recipe, entries: Entries, facts: Facts, table: pl.DataFra
         "model": {
             "base": _shown(recipe.model.base),
             "revision": recipe.model.revision,
+            "components": {role: _shown(named) for role, named in recipe.model.components.given().items()},
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
         },
         "packages": {name: _version(name) for name in PACKAGES},
@@ -67,7 +68,9 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
         values[key] = _shown(values[key])
     for dataset in values["datasets"]:
         dataset["path"] = _shown(dataset["path"])
-    values["model"]["base"] = _shown(values["model"]["base"])
+    model = values["model"]
+    model["base"] = _shown(model["base"])
+    model["components"] = {role: _shown(named) for role, named in model["components"].items()}
     return values
 
 

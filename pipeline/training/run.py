@@ -130,6 +130,7 @@ def _planned(
     order = TrainingOrder(
         recipe=recipe,
         base=entries.model_folder,
+        elsewhere=entries.elsewhere,
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text(""),
