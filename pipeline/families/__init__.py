@@ -23,6 +23,7 @@ from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
 from pipeline.families.flux2_dev import Flux2Dev
+from pipeline.families.hidream import HiDream
 from pipeline.families.lumina2 import Lumina2
 from pipeline.families.qwen_image import QwenImage
 from pipeline.families.sana import Sana
@@ -44,6 +45,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Lumina2,
     Sana,
     AuraFlow,
+    HiDream,
     CogView4,
 )
 """In the order in which they are listed to users."""

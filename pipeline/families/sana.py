@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pipeline.families.base import Conditions, Posterior
 from pipeline.families.language import LanguageTransformer, own_tokens
+from pipeline.families.solver_schedule import SolverSchedule
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -16,7 +17,7 @@ _TOKENS = 300
 """`max_sequence_length` of the pipeline: the first token of its instruction, and the caption's."""
 
 
-class Sana(LanguageTransformer):
+class Sana(SolverSchedule, LanguageTransformer):
     """Sana, whose captions are told to the language model behind the pipeline's own instruction."""
 
     name = "Sana"
@@ -60,16 +61,6 @@ class Sana(LanguageTransformer):
     def kohya_loads(self) -> bool:
         """Diffusers reads no kohya files for Sana."""
         return False
-
-    def timestep_facts(self) -> dict[str, Any]:
-        """What the schedule's configuration says of the shift, by the name of Sana's solver."""
-        return {**super().timestep_facts(), "flow_shift": self.scheduler_config.get("flow_shift")}
-
-    def load_noise_scheduler(self) -> Any:
-        """A `FlowMatchEulerDiscreteScheduler` with the shift of the base model's solver."""
-        config = self.scheduler_config
-        shift = float(config.get("flow_shift") or config.get("shift") or 1.0)
-        return self.class_of("scheduler")(num_train_timesteps=self.num_timesteps, shift=shift)
 
     def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
         """The autoencoder's only answer, without a deviation."""

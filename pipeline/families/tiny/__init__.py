@@ -14,6 +14,7 @@ from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.cogview4 import make_tiny_cogview4
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
+from pipeline.families.tiny.hidream import make_tiny_hidream
 from pipeline.families.tiny.lumina2 import make_tiny_lumina2
 from pipeline.families.tiny.qwen_image import make_tiny_qwen_image
 from pipeline.families.tiny.sana import make_tiny_sana
@@ -36,6 +37,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Lumina Image 2": make_tiny_lumina2,
     "Sana": make_tiny_sana,
     "AuraFlow": make_tiny_aura_flow,
+    "HiDream": make_tiny_hidream,
     "CogView4": make_tiny_cogview4,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
@@ -49,6 +51,7 @@ __all__ = [
     "make_tiny_flux",
     "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",
+    "make_tiny_hidream",
     "make_tiny_lumina2",
     "make_tiny_qwen_image",
     "make_tiny_sana",

@@ -107,6 +107,7 @@ def clip(
     width: int = TEXT_WIDTH,
     layers: int = 2,
     projection: int | None = None,
+    max_length: int = MAX_LENGTH,
     **config: Any,
 ) -> Any:
     """A CLIP text encoder for `write_clip_tokenizer`'s tokens."""
@@ -119,7 +120,7 @@ def clip(
         intermediate_size=2 * width,
         num_hidden_layers=layers,
         num_attention_heads=4,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         projection_dim=projection or width,
         bos_token_id=ids[START],
         eos_token_id=ids[END],
