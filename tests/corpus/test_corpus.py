@@ -21,7 +21,8 @@ from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.tables import Tables
-from tests.corpus.corpus import FORMATS, Case, all_cases, make, of_format
+from tests.corpus.corpus import all_cases, make
+from tests.corpus.drawing import FORMATS, Case, of_format
 
 # Pillow warns about damaged metadata; here warnings are errors, and an error would be a rejection.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")

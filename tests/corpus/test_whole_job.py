@@ -12,7 +12,8 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from tests.corpus.corpus import Case, all_cases, make
+from tests.corpus.corpus import all_cases, make
+from tests.corpus.drawing import Case
 
 ROOT = Path(__file__).parents[2]
 CASES = all_cases()
