@@ -37,7 +37,7 @@ def asset_checks(recipe: Recipe) -> list[AssetChecksDefinition]:
 def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
     key = asset_key(recipe, asset)
     specs = [
-        AssetCheckSpec(spec.name, asset=key, description=spec.description, blocking=spec.gate)
+        AssetCheckSpec(spec.name, asset=key, description=spec.explained, blocking=spec.gate)
         for spec in SPECS[asset]
     ]
 

@@ -26,7 +26,7 @@ def raw_images(recipe: Recipe) -> AssetsDefinition:
     """The first asset; it speaks and fails before anything is written when paths are not isolated."""
     key = asset_key(recipe, "raw_images")
     isolation = AssetCheckSpec(
-        PATH_ISOLATION.name, asset=key, description=PATH_ISOLATION.description, blocking=True
+        PATH_ISOLATION.name, asset=key, description=PATH_ISOLATION.explained, blocking=True
     )
 
     @asset(**asset_settings(recipe, "raw_images", DESCRIPTION), check_specs=[isolation], kinds={"polars"})

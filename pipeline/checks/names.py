@@ -16,99 +16,286 @@ class CheckSpec:
         name: Unique within the asset; what `checks.allow` names.
         gate: True where a failure stops everything downstream; a warning otherwise.
         description: What it looks at, in a sentence for the UI.
+        advice: What a user does first when it fails.
     """
 
     name: str
     gate: bool
     description: str
+    advice: str
+
+    @property
+    def explained(self) -> str:
+        """What it looks at and what to do, in Markdown, for the UI."""
+        return f"{self.description}\n\nWhen it fails: {self.advice}"
 
 
-PATH_ISOLATION = CheckSpec(
+def _gate(name: str, description: str, advice: str) -> CheckSpec:
+    return CheckSpec(name, True, description, advice)
+
+
+def _warning(name: str, description: str, advice: str) -> CheckSpec:
+    return CheckSpec(name, False, description, advice)
+
+
+PATH_ISOLATION = _gate(
     "path_isolation",
-    True,
     "No dataset, cache_dir and output_dir share, contain or lead into one another, by any spelling.",
+    (
+        "Give datasets, cache_dir and output_dir folders beside one another. Links are "
+        "followed: the message names both spellings."
+    ),
 )
 """Runs inside raw_images, before anything is written; it cannot be allowed."""
 
-_FRACTION = CheckSpec(
-    "rejected_fraction", True, "The share of rejected samples is at most checks.max_rejected_fraction."
+_FRACTION = _gate(
+    "rejected_fraction",
+    "The share of rejected samples is at most checks.max_rejected_fraction.",
+    (
+        "Repair or remove what rejected.parquet lists, the most frequent reason first, or "
+        "raise checks.max_rejected_fraction."
+    ),
 )
-_CONSERVATION = CheckSpec("conservation", True, "What came in is kept or rejected, each sample exactly once.")
+_CONSERVATION = _gate(
+    "conservation",
+    "What came in is kept or rejected, each sample exactly once.",
+    "Report it as a defect of Latentline, with the table.",
+)
 
 SPECS: dict[str, tuple[CheckSpec, ...]] = {
     "raw_images": (
-        CheckSpec("images_found", True, "Each dataset holds at least one image."),
-        CheckSpec("names_distinct", True, "No two images differ only in case or in Unicode form."),
+        _gate(
+            "images_found",
+            "Each dataset holds at least one image.",
+            (
+                "Look at the folder and the counts by suffix in the message: a wrong path, folders "
+                "that begin with a dot, or a listing with another column."
+            ),
+        ),
+        _gate(
+            "names_distinct",
+            "No two images differ only in case or in Unicode form.",
+            "Rename one of each pair: on another computer they would be one file.",
+        ),
         _CONSERVATION,
-        CheckSpec("shape_uniformity", True, "Each image's size is readable and its channels are known."),
-        CheckSpec("file_size_outliers", False, "Bytes a pixel far from the rest of the dataset."),
-        CheckSpec(
+        _gate(
+            "shape_uniformity",
+            "Each image's size is readable and its channels are known.",
+            "Export the images again, or remove them.",
+        ),
+        _warning(
+            "file_size_outliers",
+            "Bytes a pixel far from the rest of the dataset.",
+            "Look at them: most often thumbnails, placeholders or uncompressed files.",
+        ),
+        _warning(
             "oddities",
-            False,
             "Wrong suffixes, animations, links that lead out, foreign caches, captions without an image.",
+            "Nothing must be done; what was repaired on the way is listed by kind.",
         ),
     ),
     "validated_dataset": (
-        CheckSpec("captions_present", True, "Each image has a caption that is not empty."),
-        CheckSpec("captions_decodable", True, "Each caption file decodes in the recipe's encoding."),
-        CheckSpec("captions_unshared", True, "No two images share one caption file."),
+        _gate(
+            "captions_present",
+            "Each image has a caption that is not empty.",
+            (
+                "Write the missing captions, or set captions.suffix to the suffix that the message "
+                "found beside the images; or allow the gate to train on the others."
+            ),
+        ),
+        _gate(
+            "captions_decodable",
+            "Each caption file decodes in the recipe's encoding.",
+            (
+                "Save the files as UTF-8, or set captions.fallback_encoding, to cp1252 for files "
+                "from Windows. The message has file, line and byte."
+            ),
+        ),
+        _gate(
+            "captions_unshared",
+            "No two images share one caption file.",
+            "Give each image a caption file of its own: of x.jpg and x.png rename one.",
+        ),
         _FRACTION,
         _CONSERVATION,
-        CheckSpec("shape_uniformity", True, "The size recorded by the scan is the size that decodes."),
-        CheckSpec("file_size_outliers", True, "No file changed since the scan; bytes rejected."),
-        CheckSpec("validation_apart", True, "Nothing that is trained on looks like an image held out."),
-        CheckSpec("look_alikes", False, "Copies that are left out, and images that look alike."),
-        CheckSpec("one_colour", False, "Images of a single colour, which teach nothing."),
+        _gate(
+            "shape_uniformity",
+            "The size recorded by the scan is the size that decodes.",
+            "Export the images again, or remove them.",
+        ),
+        _gate(
+            "file_size_outliers",
+            "No file changed since the scan; bytes rejected.",
+            "Wait until nothing writes into the dataset, and run the job again.",
+        ),
+        _gate(
+            "validation_apart",
+            "Nothing that is trained on looks like an image held out.",
+            (
+                "Report it as a defect of Latentline, with the table: the split is made so that this "
+                "cannot be."
+            ),
+        ),
+        _warning(
+            "look_alikes",
+            "Copies that are left out, and images that look alike.",
+            (
+                "Keep the best of each group, or let them be: training sees such a picture more "
+                "often than others. If other pictures are listed, lower checks.near_duplicate_bits. "
+                "Copies with the same caption are left out already, unless the dataset says "
+                "duplicates: keep_all."
+            ),
+        ),
+        _warning(
+            "one_colour",
+            "Images of a single colour, which teach nothing.",
+            "Look at them and remove them: placeholders, failed downloads, black frames.",
+        ),
     ),
     "aspect_buckets": (
         _CONSERVATION,
-        CheckSpec(
-            "shape_uniformity", True, "One target size in each bucket, divisible by the model's multiple."
+        _gate(
+            "shape_uniformity",
+            "One target size in each bucket, divisible by the model's multiple.",
+            (
+                "Set buckets.step, or the edges in buckets.sizes, to multiples of the number in the "
+                "message: the base model cannot divide the others."
+            ),
         ),
-        CheckSpec("file_size_outliers", False, "Buckets with far fewer samples than the rest."),
-        CheckSpec(
+        _warning(
+            "file_size_outliers",
+            "Buckets with far fewer samples than the rest.",
+            "Fit the sizes to the images: `latentline fit-buckets`.",
+        ),
+        _gate(
             "batches_possible",
-            True,
             "Each bucket fills a batch of all processes, where buckets.underfilled drops what does not.",
+            "Set buckets.underfilled to partial or repeat, or lower batch_size or the number of processes.",
         ),
-        CheckSpec("underfilled", False, "Buckets with too few samples for one full batch of all processes."),
-        CheckSpec("crop_loss", False, "Images that lose more to the crop than buckets.max_crop_loss."),
+        _warning(
+            "underfilled",
+            "Buckets with too few samples for one full batch of all processes.",
+            "Fewer sizes fill better: `latentline fit-buckets` shows the trade.",
+        ),
+        _warning(
+            "crop_loss",
+            "Images that lose more to the crop than buckets.max_crop_loss.",
+            (
+                "Look at worst_crops.jpg in the asset's metadata; more sizes or a larger "
+                "max_aspect_ratio lose less, filters leave such images out."
+            ),
+        ),
     ),
     "vae_latents": (
-        CheckSpec("completeness", True, "Each sample of aspect_buckets has its entry, or was rejected."),
-        CheckSpec(
-            "shape_uniformity", True, "Each entry's shape is the geometry's, and one shape in each bucket."
+        _gate(
+            "completeness",
+            "Each sample of aspect_buckets has its entry, or was rejected.",
+            "Run the cache job again: it makes what is missing.",
         ),
-        CheckSpec(
-            "file_size_outliers", True, "Each entry has exactly the bytes its shape and dtype ask for."
+        _gate(
+            "shape_uniformity",
+            "Each entry's shape is the geometry's, and one shape in each bucket.",
+            "Run the cache job again: buckets or model have changed since.",
         ),
-        CheckSpec("finite_values", True, "Each entry's checksum holds and no value is NaN or infinite."),
+        _gate(
+            "file_size_outliers",
+            "Each entry has exactly the bytes its shape and dtype ask for.",
+            "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
+        ),
+        _gate(
+            "finite_values",
+            "Each entry's checksum holds and no value is NaN or infinite.",
+            "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
+        ),
         _FRACTION,
     ),
     "text_embeddings": (
-        CheckSpec("completeness", True, "Each sample and the empty caption have their entry."),
-        CheckSpec(
-            "shape_uniformity", True, "Each entry has the shapes that the encoders' configurations say."
+        _gate(
+            "completeness",
+            "Each sample and the empty caption have their entry.",
+            "Run the cache job again: it makes what is missing.",
         ),
-        CheckSpec(
-            "file_size_outliers", True, "Each entry has exactly the bytes its shape and dtype ask for."
+        _gate(
+            "shape_uniformity",
+            "Each entry has the shapes that the encoders' configurations say.",
+            "Run the cache job again: the model has changed since.",
         ),
-        CheckSpec("finite_values", True, "Each entry's checksum holds and no value is NaN or infinite."),
-        CheckSpec("captions_fit", False, "Captions that the encoder cuts, with the part that is cut."),
+        _gate(
+            "file_size_outliers",
+            "Each entry has exactly the bytes its shape and dtype ask for.",
+            "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
+        ),
+        _gate(
+            "finite_values",
+            "Each entry's checksum holds and no value is NaN or infinite.",
+            "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
+        ),
+        _warning(
+            "captions_fit",
+            "Captions that the encoder cuts, with the part that is cut.",
+            "Shorten these captions, or put what matters first: the part in the table is never seen.",
+        ),
     ),
     "trained_lora": (
-        CheckSpec("loss_finite", True, "Every training loss was a finite number."),
-        CheckSpec("adapter_not_zero", True, "The adapter's delta weights are not all zero."),
-        CheckSpec(
-            "reload_equals", True, "Each exported file gives back the delta weights that were trained."
+        _gate(
+            "loss_finite",
+            "Every training loss was a finite number.",
+            (
+                "Lower the learning rate, or set mixed_precision to bf16 or no; the message names "
+                "the samples of the step. The last good LoRA is kept."
+            ),
         ),
-        CheckSpec("plan_completed", True, "Training reached the last step of its plan."),
-        CheckSpec("shape_uniformity", True, "Ranks and key shapes are as asked, in each layout."),
-        CheckSpec("file_size_outliers", True, "Each file has the bytes that its keys and ranks ask for."),
-        CheckSpec("output_changed", True, "The model answers otherwise with the adapter than without it."),
-        CheckSpec("loss_fell", False, "The last fifth of the losses is below the first."),
-        CheckSpec("validation_loss", False, "The loss on held-out images ended near its least."),
-        CheckSpec("modules_touched", False, "Every module's delta weights are other than zero."),
+        _gate(
+            "adapter_not_zero",
+            "The adapter's delta weights are not all zero.",
+            "Train longer or with a higher learning rate: nothing was learnt.",
+        ),
+        _gate(
+            "reload_equals",
+            "Each exported file gives back the delta weights that were trained.",
+            "Delete the run's folder and train again; if it comes back, report it.",
+        ),
+        _gate(
+            "plan_completed",
+            "Training reached the last step of its plan.",
+            "Start the job again: it goes on from the last checkpoint.",
+        ),
+        _gate(
+            "shape_uniformity",
+            "Ranks and key shapes are as asked, in each layout.",
+            "Delete the run's folder and train again; if it comes back, report it.",
+        ),
+        _gate(
+            "file_size_outliers",
+            "Each file has the bytes that its keys and ranks ask for.",
+            "Delete the run's folder and train again: a file was cut or changed.",
+        ),
+        _gate(
+            "output_changed",
+            "The model answers otherwise with the adapter than without it.",
+            "Train longer or with a higher learning rate: the LoRA does nothing.",
+        ),
+        _warning(
+            "loss_fell",
+            "The last fifth of the losses is below the first.",
+            (
+                "Normal for a short run. Otherwise raise the learning rate or the rank, or look at "
+                "the captions."
+            ),
+        ),
+        _warning(
+            "validation_loss",
+            "The loss on held-out images ended near its least.",
+            (
+                "The run went on after it had learnt what generalises: take an earlier checkpoint, "
+                "fewer steps, or more images."
+            ),
+        ),
+        _warning(
+            "modules_touched",
+            "Every module's delta weights are other than zero.",
+            "Compare training.lora's targets with the model's modules.",
+        ),
     ),
 }
 """Of each asset, in order."""
