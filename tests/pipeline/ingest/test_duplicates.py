@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 from typing import Any
 
+import imagehash
 import numpy as np
 import polars as pl
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
+from scipy.fft import dctn
 from skimage import data
 
 from pipeline.ingest.duplicates import duplicate_groups, perceptual_hash
@@ -44,6 +46,42 @@ def test_I24_a_photograph_scaled_recompressed_or_brightened_looks_like_itself(ph
         assert distance(photo, changed) <= 4
     for other in PHOTOS:
         assert other is photo or distance(photo, other) > 16
+
+
+def library_hash(image: Image.Image) -> int:
+    """ImageHash's pHash of the same small picture; it converts and transforms by itself."""
+    return int(str(imagehash.phash(image)), 16)
+
+
+def test_I24_the_hash_is_the_library_s_bit_for_bit() -> None:
+    # of edges below 128 pixels both see the same picture; the larger ones are shrunk for both
+    random = np.random.default_rng(7)
+    for _ in range(1000):
+        photo = PHOTOS[int(random.integers(len(PHOTOS)))]
+        width, height = (int(edge) for edge in random.integers(20, 127, 2))
+        left, top = int(random.integers(photo.width - 90)), int(random.integers(photo.height - 90))
+        image = photo.crop((left, top, left + 90, top + 90)).resize((width, height))
+        assert perceptual_hash(image) == library_hash(image)
+    for _ in range(1000):
+        height, width = random.integers(8, 64, 2)
+        noise = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        assert perceptual_hash(noise) == library_hash(noise)
+    for photo in PHOTOS:
+        assert perceptual_hash(photo) == library_hash(photo.reduce(min(photo.size) // 64))
+
+
+def test_I24_frequencies_that_are_equal_have_equal_bits_though_rounding_tells_them_apart() -> None:
+    random = np.random.default_rng(0)
+    library_differs = 0
+    for _ in range(50):
+        blocks = np.kron(random.integers(0, 256, (4, 4, 1)), np.ones((8, 8, 3)))  # many frequencies are zero
+        image = Image.fromarray(blocks.astype(np.uint8))
+        grey = np.asarray(image.convert("L"), dtype=np.longdouble)
+        low = dctn(grey)[:8, :8].round(6)
+        exact = int("".join("01"[bit] for bit in (low > np.median(low)).ravel().astype(int)), 2)
+        assert perceptual_hash(image) == exact
+        library_differs += library_hash(image) != exact
+    assert library_differs
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 500), (64, 64), (1000, 700)])
