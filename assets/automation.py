@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from dagster import (
     DagsterInstance,
@@ -24,6 +23,8 @@ from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NA
 from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from assets.naming import RECIPE_TAG
+from pipeline.addresses import Address
+from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe
 
 _UNDER_WAY = [
@@ -101,7 +102,7 @@ def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorD
 
         try:
             now = listing_fingerprint(watched(recipe))
-        except OSError as err:
+        except (OSError, DatasetError) as err:
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
         watch = Watch(**json.loads(context.cursor)) if context.cursor else Watch()
         watch, reason = watch.look(now, busy=run_under_way(context.instance, recipe))
@@ -113,7 +114,7 @@ def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorD
     return dataset_changed
 
 
-def watched(recipe: Recipe) -> list[Path]:
+def watched(recipe: Recipe) -> list[Address]:
     """Every folder and listing that a change of the datasets shows in."""
     return list(dict.fromkeys(path for dataset in recipe.datasets for path in (dataset.root, dataset.path)))
 

@@ -21,6 +21,7 @@ import polars as pl
 from pipeline.atomic import write_bytes, write_text, write_through
 from pipeline.geometry import Geometry
 from pipeline.pictures import Shown, Strip, chart, png, sheet
+from pipeline.source import Source, source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -97,37 +98,39 @@ def _digest(table: pl.DataFrame, buckets: pl.DataFrame) -> str:
     return hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _shown(table: pl.DataFrame, roots: Mapping[str, Path]) -> list[Shown]:
+def _shown(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[Shown]:
     shown: list[Shown] = []
     for row in table.iter_rows(named=True):
         geometry = Geometry.from_row(row)
-        path = roots[row["dataset"]] / row["path"]
-        shown.append(Shown(path, (row["height"], row["width"]), geometry.source_box))
+        file = sources[row["dataset"]].file(row["path"])
+        shown.append(Shown(file, (row["height"], row["width"]), geometry.source_box))
     return shown
 
 
-def _roots(recipe: Recipe) -> dict[str, Path]:
-    return {settings.name: settings.root for settings in recipe.datasets}
+def _sources(recipe: Recipe) -> dict[str, Source]:
+    return {settings.name: source_at(settings.root) for settings in recipe.datasets}
 
 
 def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame) -> bytes:
     """A strip for each of the fullest buckets: samples evenly spread from its worst crop to its least."""
     strips: list[Strip] = []
+    sources = _sources(recipe)
     by_loss = table.sort("crop_loss", "sample_id", descending=[True, False])
     for bucket, samples in buckets.select("bucket", "samples").head(NUM_STRIPS).iter_rows():
         rows = by_loss.filter(pl.col("bucket") == bucket)
         number = min(NUM_IN_STRIP, len(rows))
         places = [round(index * (len(rows) - 1) / max(1, number - 1)) for index in range(number)]
-        strips.append(Strip(f"{bucket}: {samples:,}", _shown(rows[places], _roots(recipe))))
+        strips.append(Strip(f"{bucket}: {samples:,}", _shown(rows[places], sources)))
     return sheet(strips)
 
 
 def _worst_crops(recipe: Recipe, table: pl.DataFrame) -> bytes:
     worst = table.sort("crop_loss", "sample_id", descending=[True, False]).head(NUM_WORST)
     strips: list[Strip] = []
+    sources = _sources(recipe)
     for rows in worst.iter_slices(NUM_IN_STRIP):
         losses = rows["crop_loss"]
-        strips.append(Strip(f"lose {losses[0]:.0%} to {losses[-1]:.0%}", _shown(rows, _roots(recipe))))
+        strips.append(Strip(f"lose {losses[0]:.0%} to {losses[-1]:.0%}", _shown(rows, sources)))
     return sheet(strips)
 
 

@@ -10,7 +10,7 @@ They are made anew only when a table has changed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ import polars as pl
 
 from pipeline.atomic import write_bytes, write_text
 from pipeline.pictures import Shown, Strip, charts, png, sheet
+from pipeline.source import Source, source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -49,17 +50,17 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
     folder.mkdir(parents=True, exist_ok=True)
     for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE):
         (folder / name).unlink(missing_ok=True)
-    roots = {settings.name: settings.root for settings in recipe.datasets}
+    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
     if len(table):
         some = _spread(table, NUM_STRIPS * NUM_IN_STRIP)
         shown = [
-            Shown(roots[dataset] / path, (height, width))
+            Shown(sources[dataset].file(path), (height, width))
             for dataset, path, height, width in some.select("dataset", "path", "height", "width").rows()
         ]
         write_bytes(folder / KEPT_FILE, sheet(_strips(f"{len(table):,} kept", shown)))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
     if len(rejected):
-        write_bytes(folder / REJECTED_FILE, sheet(_by_reason(rejected, roots)))
+        write_bytes(folder / REJECTED_FILE, sheet(_by_reason(rejected, sources)))
     write_text(made_for, digest)
     return folder
 
@@ -85,7 +86,7 @@ def _strips(label: str, shown: Sequence[Shown]) -> list[Strip]:
     return [Strip("" if index else label, line) for index, line in enumerate(lines)]
 
 
-def _by_reason(rejected: pl.DataFrame, roots: dict[str, Path]) -> list[Strip]:
+def _by_reason(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[Strip]:
     """A strip for each of the most frequent reasons."""
     strips: list[Strip] = []
     counts = rejected.group_by("reason").len().sort("len", "reason", descending=[True, False])
@@ -95,7 +96,7 @@ def _by_reason(rejected: pl.DataFrame, roots: dict[str, Path]) -> list[Strip]:
         # nor what would fill the memory.
         is_safe = reason not in {"too_large", "out_of_memory"}
         shown = [
-            Shown(roots[dataset] / path if content_hash and is_safe else None)
+            Shown(sources[dataset].file(path) if content_hash and is_safe else None)
             for dataset, path, content_hash in some.select("dataset", "path", "content_hash").rows()
         ]
         strips.append(Strip(f"{count:,} {reason}", shown))

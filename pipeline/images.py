@@ -19,7 +19,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from pipeline import colour
 from pipeline.colour import Background
 from pipeline.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
 from pipeline.image_formats import ImageError, formats_of, require_image
+from pipeline.source import SourceFile, UnreachableError
 
 PREPROCESSING_VERSION = 1
 """Part of every latent's key. Raised whenever the same file gives other pixels; the golden pixels of its test
@@ -40,6 +41,9 @@ otherwise: 537 MB as RGB; where Pillow too would refuse."""
 
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """What a verdict about a file's pixels holds for; with another one each file is decoded anew."""
+
+File: TypeAlias = Path | SourceFile
+"""Where an image lies."""
 
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -78,7 +82,7 @@ class Header:
     notes: tuple[str, ...]
 
 
-def read_header(source: bytes | Path | BinaryIO, *, max_px: int = MAX_IMAGE_PX) -> Header:
+def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) -> Header:
     """What the file says of itself; pixels are decoded only if metadata may come after them (rare PNGs).
 
     Args:
@@ -102,7 +106,7 @@ def read_header(source: bytes | Path | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
 
 
 def decode(
-    source: bytes | Path, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
+    source: bytes | File, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
 ) -> Image.Image:
     """The first frame, upright, in 8-bit sRGB (mode RGB), every pixel decoded.
 
@@ -128,7 +132,7 @@ def decode(
 
 
 def load_pixels(
-    path: Path, geometry: Geometry, background: Background, *, content_hash: str
+    file: File, geometry: Geometry, background: Background, *, content_hash: str
 ) -> npt.NDArray[np.uint8]:
     """The pixels that the VAE sees: uint8 array (H, W, 3), sRGB, of the geometry's target size.
 
@@ -136,7 +140,7 @@ def load_pixels(
     cropped away, however extreme the aspect ratio.
 
     Args:
-        path: The image file.
+        file: The image file.
         geometry: As recorded for this image.
         background: Shows through transparent pixels.
         content_hash: `hash_bytes` of the file that the geometry was made for.
@@ -144,15 +148,15 @@ def load_pixels(
     Raises:
         ImageError: The file has gone (`vanished`), is not what was recorded (`changed`), or does not decode.
     """
-    data = read_bytes(path)
+    data = read_bytes(file)
     if hash_bytes(data) != content_hash:
-        raise changed_error(path)
+        raise changed_error(file)
     # These bytes were let through by the limit of the recipe, which may be above the default.
     recorded_px = geometry.original_size.height * geometry.original_size.width
     image = decode(data, background, max_px=max(MAX_IMAGE_PX, recorded_px))
     if Size(image.height, image.width) != geometry.original_size:
         detail = f"it decodes to {image.height}x{image.width}, recorded is {geometry.original_size}"
-        raise ImageError("size_disagrees", detail, where=str(path), fix="materialize raw_images again")
+        raise ImageError("size_disagrees", detail, where=str(file), fix="materialize raw_images again")
     target = geometry.target_size
     resized = image.resize((target.width, target.height), Image.Resampling.BICUBIC, box=geometry.source_box)
     return np.array(resized, dtype=np.uint8)
@@ -163,35 +167,38 @@ def hash_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(file: File) -> bytes:
     """The whole file.
 
     Raises:
         ImageError: `vanished` where there is none, `unreadable` where it cannot be read.
     """
-    with one_image(str(path)):
-        return path.read_bytes()
+    with one_image(str(file)):
+        return file.read_bytes()
 
 
-def changed_error(path: Path | str) -> ImageError:
+def changed_error(path: File | str) -> ImageError:
     """For a file whose bytes are not those that were recorded."""
     detail = "its content has changed since the scan"
     return ImageError("changed", detail, where=str(path), fix="run the job again once the file is finished")
 
 
-def vanished_error(path: Path | str) -> ImageError:
+def vanished_error(path: File | str) -> ImageError:
     """For a file that is no longer there."""
     detail = "it is no longer there"
     return ImageError("vanished", detail, where=str(path), fix="put it back, or run the job again without it")
 
 
 @contextmanager
-def _opened(source: bytes | Path | BinaryIO, max_px: int) -> Generator[Image.Image]:
+def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[Image.Image]:
     """The image opened, its size within the limits; whatever fails until it is closed is an `ImageError`."""
-    where = str(source) if isinstance(source, Path) else getattr(source, "name", "an image in memory")
+    is_file = isinstance(source, (Path, SourceFile))
+    where = str(source) if is_file else getattr(source, "name", "an image in memory")
     with one_image(str(where)), ExitStack() as stack:
         if isinstance(source, Path):
             file: BinaryIO = stack.enter_context(source.open("rb"))
+        elif isinstance(source, SourceFile):
+            file = io.BytesIO(source.read_bytes())
         else:
             file = io.BytesIO(source) if isinstance(source, bytes) else source
         start = file.read(64)
@@ -226,6 +233,9 @@ def _image_error(err: Exception, where: str) -> ImageError:
     if isinstance(err, Image.UnidentifiedImageError):
         detail = "its first bytes are those of an image, but its header cannot be read"
         return ImageError("undecodable", detail, where=where, fix="export it again, or remove it")
+    if isinstance(err, UnreachableError):
+        fix = "see that its service answers and lets you read it, then run the job again"
+        return ImageError("unreadable", str(err), where=where, fix=fix)
     if isinstance(err, OSError) and err.errno is not None:
         return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")
     if isinstance(err, MemoryError):

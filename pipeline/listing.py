@@ -8,24 +8,29 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from stat import S_ISDIR
 
+from pipeline.addresses import Address, Url
+from pipeline.recipe.rules import LISTING_SUFFIXES
+
 IGNORED_FIRST = "."
 """Names that begin so are no part of a dataset: editors, file managers and copying tools make them."""
 
 
-def listing_fingerprint(folders: Iterable[Path]) -> str:
+def listing_fingerprint(folders: Iterable[Address]) -> str:
     """16 hex digits over path, size and times of each file below `folders`, which stand in a given order.
 
-    A file in the place of a folder counts as itself.
+    A file in the place of a folder counts as itself. Of an address it is what its server tells of each file.
 
     No file is opened. Linked files and folders count by what they lead to; a folder is listed once, so loops
     end. The change time is in it too: it finds a file that was edited and given its old time back.
 
     Raises:
         OSError: A folder cannot be listed.
+        DatasetError: An address cannot be listed.
     """
     digest = hashlib.sha256()
     for folder in folders:
-        for line in sorted(_lines(folder)):  # each holds the whole path, so that folders need no mark between
+        lines = _remote_lines(folder) if isinstance(folder, Url) else _lines(folder)
+        for line in sorted(lines):  # each holds the whole path, so that folders need no mark between
             digest.update(line)
     return digest.hexdigest()[:16]
 
@@ -50,6 +55,18 @@ def _lines(top: Path) -> Iterator[bytes]:
                     pending.append(Path(entry.path))
                 else:
                     yield _line(entry)
+
+
+def _remote_lines(url: Url) -> Iterator[bytes]:
+    from pipeline.remote_source import RemoteSource  # fsspec, which few need
+
+    if url.suffix.lower() in LISTING_SUFFIXES:
+        (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()
+        yield f"{url}\0{stat}\n".encode()
+        return
+    source = RemoteSource(url)
+    for entry in source.below():
+        yield f"{source.where(entry.path)}\0{entry.stat}\n".encode("utf-8", "surrogateescape")
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

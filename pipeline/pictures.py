@@ -11,11 +11,10 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.image_formats import ImageError
-from pipeline.images import decode
+from pipeline.images import File, decode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,7 +44,7 @@ class Shown:
             None for all.
     """
 
-    path: Path | None
+    path: File | None
     size: tuple[int, int] | None = None
     box: tuple[float, float, float, float] | None = None
 

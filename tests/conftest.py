@@ -2,11 +2,13 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+
+from tests.elsewhere import S3_ENVIRONMENT, s3_server
 
 # Before torch is imported: threads that spin while they wait starve on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -92,3 +94,18 @@ def forbidden_launch() -> Callable[[str, Path], None]:
         pytest.fail(f"{module} was launched for {order.read_text(encoding='utf-8')[:300]}")
 
     return launch
+
+
+@pytest.fixture(scope="session")
+def s3_url() -> Iterator[str]:
+    """A local S3 server."""
+    with s3_server() as url:
+        yield url
+
+
+@pytest.fixture
+def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a local S3 server, that this process and its children find in their environment."""
+    for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL_S3": s3_url}.items():
+        monkeypatch.setenv(name, value)
+    return s3_url

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
 from pipeline.checks.reasons import fixes, most_frequent_first
 from pipeline.image_formats import ImageError
-from pipeline.images import hash_bytes, read_bytes
+from pipeline.images import File, hash_bytes, read_bytes
+from pipeline.source import Source, source_at
 from pipeline.split import held_out
 from pipeline.tables import DUPLICATE, not_asked_for
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 STAGE = "validated_dataset"
+
+_AT_ONCE = 10_000
+"""Files whose stats are in memory at a time."""
 
 _SHOWN = ["sample_id", "reason", "detail", "fix"]
 
@@ -134,12 +138,13 @@ def _file_size_outliers(
 ) -> Outcome:
     """Whether each kept file still is the file of the scan, now; and how many bytes were rejected."""
     rows = _shown(_rejected_for(rejected, "changed", "vanished"))
-    roots = {settings.name: settings.root for settings in context.recipe.datasets}
     kept = raw.join(table.select("sample_id"), on="sample_id", how="semi")
-    for row in kept.iter_rows(named=True):
-        problem = _change(roots.get(row["dataset"], Path()) / row["path"], row)
-        if problem:
-            rows.append({"sample_id": row["sample_id"], "reason": problem})
+    for settings in context.recipe.datasets:
+        source = source_at(settings.root)
+        for part in kept.filter(pl.col("dataset") == settings.name).iter_slices(_AT_ONCE):
+            rows += _changes(source, part)
+    for row in kept.filter(~pl.col("dataset").is_in([each.name for each in context.recipe.datasets])).rows():
+        rows.append({"sample_id": row[0], "reason": "vanished: its dataset is not in the recipe any more"})
     of_rejected = raw.join(rejected, on="sample_id", how="semi")["file_bytes"].sum()
     numbers = {"kept_bytes": int(kept["file_bytes"].sum()), "rejected_bytes": int(of_rejected)}
     if not rows:
@@ -149,17 +154,28 @@ def _file_size_outliers(
     return Outcome(False, summary, "run the job again once the files no longer change", rows, numbers)
 
 
-def _change(path: Path, row: dict[str, Any]) -> str | None:
-    """What happened to the file; a new time with the old content is no change."""
+def _changes(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
+    """What happened to files of one dataset; a new time or version with the old content is no change."""
+    told_by = list(source.told_by)
+    then = rows.select("file_bytes", "mtime_ns", "ctime_ns", "inode").to_numpy()
+    now = source.stats(rows["path"].to_list())
+    told: list[dict[str, Any]] = []
+    for index in np.flatnonzero((then[:, told_by] != now[:, told_by]).any(axis=1)).tolist():
+        row = rows.row(index, named=True)
+        problem = _change(source.file(row["path"]), row, int(now[index, 0]))
+        if problem:
+            told.append({"sample_id": row["sample_id"], "reason": problem})
+    return told
+
+
+def _change(file: File, row: dict[str, Any], num_bytes: int) -> str | None:
+    if num_bytes >= 0 and num_bytes != row["file_bytes"]:
+        return f"changed: {num_bytes:,} bytes, the scan saw {row['file_bytes']:,}"
     try:
-        stat = path.stat()
-        if stat.st_size != row["file_bytes"]:
-            return f"changed: {stat.st_size:,} bytes, the scan saw {row['file_bytes']:,}"
-        if stat.st_mtime_ns != row["mtime_ns"] and hash_bytes(read_bytes(path)) != row["content_hash"]:
-            return "changed: as many bytes, and others"
-    except (OSError, ImageError) as err:
+        same = hash_bytes(read_bytes(file)) == row["content_hash"]
+    except ImageError as err:
         return f"vanished: {err}"
-    return None
+    return None if same else "changed: as many bytes, and others"
 
 
 def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:

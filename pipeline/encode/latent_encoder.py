@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain, groupby, islice
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pipeline.addresses import address
 from pipeline.encode.feed import StalledError, ahead
 from pipeline.encode.order import NUM_PROBES, Job, Order
 from pipeline.encode.outcome import Encoded, Failure, Outcome
@@ -25,7 +26,8 @@ from pipeline.errors import LatentlineError, ModelError
 from pipeline.families import Posterior, detect
 from pipeline.geometry import Geometry
 from pipeline.image_formats import ImageError
-from pipeline.images import load_pixels
+from pipeline.images import File, load_pixels
+from pipeline.source import Source, source_at
 from pipeline.store import Store, TensorSpec
 
 PATIENCE_S = 300.0
@@ -42,6 +44,8 @@ class LatentEncoder:
         self._family = detect(order.model_folder, order.elsewhere)
         self._settings = order.settings
         self._progress = progress
+        self._sources: dict[str, Source] = {}
+        self._opening = threading.Lock()
         self._dtype: str = order.settings["compute_dtype"]
         self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
 
@@ -106,12 +110,19 @@ class LatentEncoder:
             return None
         red, green, blue = self._settings["background"]
         pixels = load_pixels(
-            Path(job.work["path"]),
+            self._file(job.work["root"], job.work["path"]),
             Geometry.from_row(job.work),
             (red, green, blue),
             content_hash=job.work["content_hash"],
         )
         return np.ascontiguousarray(pixels[:, ::-1]) if job.work["flipped"] else pixels
+
+    def _file(self, root: str, path: str) -> File:
+        """Of a dataset that is opened once for all its images."""
+        with self._opening:
+            if root not in self._sources:
+                self._sources[root] = source_at(address(root))
+        return self._sources[root].file(path)
 
     def _batch(self, batch: Sequence[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
         if not batch:

@@ -17,8 +17,6 @@ from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
 
@@ -53,12 +51,12 @@ def cache_latents(
     entries = Entries(recipe)
     rows = entries.latent_rows(buckets)
     wanted = rows.unique("key", keep="first", maintain_order=True)
-    folders = {dataset.name: dataset.root for dataset in recipe.datasets}
+    roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
     previous = tables.read_previous(ASSET)
 
     def jobs(keys: Sequence[str]) -> list[Job]:
         asked = wanted.filter(pl.col("key").is_in(keys))
-        return [_job(entries, folders[row["dataset"]], row) for row in asked.iter_rows(named=True)]
+        return [_job(entries, roots[row["dataset"]], row) for row in asked.iter_rows(named=True)]
 
     maker = Maker(entries, "latents", launch, log=log, watch=watch)
     made = maker.make(
@@ -95,7 +93,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _job(entries: Entries, dataset_path: Path, row: Row) -> Job:
+def _job(entries: Entries, root: str, row: Row) -> Job:
     geometry, spec = Geometry.from_row(row), entries.latent(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
@@ -105,7 +103,7 @@ def _job(entries: Entries, dataset_path: Path, row: Row) -> Job:
     }
     columns = ("height", "width", "resized_height", "resized_width")
     columns += ("crop_top", "crop_left", "target_height", "target_width", "content_hash", "flipped")
-    work = {"path": str(dataset_path / row["path"]), **{name: row[name] for name in columns}}
+    work = {"root": root, "path": row["path"], **{name: row[name] for name in columns}}
     cost = geometry.target_size.height * geometry.target_size.width
     return Job(spec, facts, work, row["sample_id"], cost)
 

@@ -30,7 +30,8 @@ class Job:
     Attributes:
         spec: The entry.
         facts: Its metadata as far as the stage knows them.
-        work: What the encoder needs: `path`, `geometry` (a table row) and `content_hash`, or `caption`.
+        work: What the encoder needs: `root` and `path` of the image, `geometry` (a table row) and
+            `content_hash`, or `caption`.
         name: What it is made of, for messages.
         cost: About proportional to the time it takes; above 0.
     """

@@ -6,18 +6,17 @@ Encodings are always given, never the locale's. A byte order mark wins over what
 from __future__ import annotations
 
 import codecs
-import os
 import re
 import unicodedata
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.image_formats import SUFFIXES, ImageError
-from pipeline.ingest.folder import open_unblocked
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
+    from pipeline.source import Source
 
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8"),
@@ -50,33 +49,39 @@ class Caption(NamedTuple):
 
 
 def caption_of(
-    settings: CaptionSettings, root: Path, path: str, listed: Sequence[str] | None = None
+    settings: CaptionSettings,
+    source: Source,
+    path: str,
+    listed: Sequence[str] | None = None,
+    *,
+    sidecar_bytes: int = 0,
 ) -> Caption:
     """The caption of one image, or its captions where it has several.
 
     Args:
         settings: The dataset's `captions` section.
-        root: The dataset's folder.
+        source: The dataset's files.
         path: The image's path relative to it.
         listed: What the listing's caption columns say of it; None where there is no listing.
+        sidecar_bytes: As far as known, the size of the caption's file.
 
     Raises:
         ImageError: There is none (`caption_missing`), it holds no text (`caption_empty`), its bytes do not
             decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
     """
-    where = f"{root}/{path}"
+    where = source.where(path)
     if settings.from_ == "sidecar":
         sidecar = sidecar_path(path, settings.suffix)
-        where, source = f"{root}/{sidecar}", f"sidecar:{sidecar}"
-        texts = [_decoded(_read(root, path, sidecar), settings, where)]
+        where, of = source.where(sidecar), f"sidecar:{sidecar}"
+        texts = [_decoded(_read(source, path, sidecar, sidecar_bytes), settings, where)]
     elif settings.from_ == "filename":
         name = path.rpartition("/")[2]
-        texts, source = [name.removesuffix(_last_suffix(name)).replace("_", " ")], "filename"
+        texts, of = [name.removesuffix(_last_suffix(name)).replace("_", " ")], "filename"
     elif settings.from_ == "column":
-        texts, source = list(listed or ()), "column"
+        texts, of = list(listed or ()), "column"
         where = f"the listing's row of {path}"
     else:
-        texts, source = [settings.text or ""], "fixed"
+        texts, of = [settings.text or ""], "fixed"
     canonicals = [canonical(text) for text in texts]
     if settings.lines == "each":
         canonicals = [line for text in canonicals for line in text.split("\n")]
@@ -84,7 +89,7 @@ def caption_of(
     if not found:
         fix = "write a caption into it, or remove the image"
         raise ImageError("caption_empty", f"the caption in {where} holds no text", where=where, fix=fix)
-    return Caption(found, source)
+    return Caption(found, of)
 
 
 def sidecar_path(path: str, suffix: str) -> str:
@@ -110,38 +115,34 @@ def _last_suffix(path: str) -> str:
     return dot + suffix if stem else ""
 
 
-def _read(root: Path, path: str, sidecar: str) -> bytes:
-    file = f"{root}/{sidecar}"
+def _read(source: Source, path: str, sidecar: str, num_bytes: int) -> bytes:
+    file = source.where(sidecar)
     try:
-        with open_unblocked(file) as opened:
-            num_bytes = os.fstat(opened.fileno()).st_size
-            data = opened.read() if num_bytes <= MAX_CAPTION_BYTES else None
+        with source.open(sidecar, num_bytes) as opened:
+            data = opened.read(MAX_CAPTION_BYTES + 1)
     except FileNotFoundError as err:
-        raise _missing(root, path, sidecar) from err
+        raise _missing(source, path, sidecar) from err
     except OSError as err:
-        detail = f"its caption {sidecar} cannot be read: {err.strerror}"
+        detail = f"its caption {sidecar} cannot be read: {err.strerror or err}"
         raise ImageError("caption_unreadable", detail, where=file, fix="make it readable") from err
-    if data is None:
-        detail = f"its caption {sidecar} has {num_bytes:,} bytes, the limit is {MAX_CAPTION_BYTES:,}"
+    if len(data) > MAX_CAPTION_BYTES:
+        detail = f"its caption {sidecar} has more than {MAX_CAPTION_BYTES:,} bytes"
         raise ImageError("caption_unreadable", detail, where=file, fix="write a shorter caption")
     return data
 
 
-def _missing(root: Path, path: str, sidecar: str) -> ImageError:
+def _missing(source: Source, path: str, sidecar: str) -> ImageError:
     """Says what does lie beside the image under its name."""
-    beside = _beside(root / path)
+    beside = _beside(source, path)
     found = f"beside it lie {', '.join(beside)}" if beside else "nothing else has its name"
     fix = f"write {sidecar}, or set captions.suffix" + (f" to {beside[0]}" if beside else "")
-    return ImageError("caption_missing", f"there is no {sidecar}; {found}", where=str(root / path), fix=fix)
+    return ImageError("caption_missing", f"there is no {sidecar}; {found}", where=source.where(path), fix=fix)
 
 
-def _beside(image: Path) -> list[str]:
+def _beside(source: Source, path: str) -> list[str]:
     """Suffixes, with their dots, of files that are named as the image and are none."""
-    stem = image.stem + "."
-    try:
-        names = [file.name for file in image.parent.iterdir() if file.name.startswith(stem)]
-    except OSError:
-        return []
+    stem = PurePosixPath(path).stem + "."
+    names = [name for name in source.names_beside(path) if name.startswith(stem)]
     suffixes = {name[len(stem) - 1 :] for name in names}
     return sorted(suffix for suffix in suffixes if suffix.rpartition(".")[2].lower() not in SUFFIXES)
 

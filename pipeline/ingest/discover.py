@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from stat import S_ISREG
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -22,12 +22,13 @@ import polars as pl
 from pipeline.image_formats import ImageError
 from pipeline.images import DECODER, changed_error, one_image, read_header
 from pipeline.ingest.captions import sidecar_path
-from pipeline.ingest.folder import Found, Problem, Walk, open_unblocked, signed, walk
+from pipeline.ingest.folder import Found, Problem, Walk, walk
 from pipeline.ingest.funnel import by_reason, printable, refusal
 from pipeline.ingest.listed import walk_listing
 from pipeline.ingest.parallel import in_threads
 from pipeline.progress import progress
 from pipeline.reports import Log, Report, StageResult, Stopwatch
+from pipeline.source import LocalSource, Opened, Source, Stat, source_at, threads_for
 from pipeline.tables import SCHEMAS, Tables, frame, in_order
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class _Scanned:
     """One dataset's folder as walked, the images with their sample ids, sorted by path."""
 
     settings: DatasetSettings
+    source: Source
     walk: Walk
     images: list[tuple[str, Found]]
     rejected: list[Row]
@@ -73,11 +75,14 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
     known = _unchanged(found, tables.read_previous(STAGE), max_px)
     fresh = found.join(known, on="sample_id", how="anti")
     log(f"found {len(found):,} image files, {len(known):,} of them unchanged since the last scan")
-    roots = {settings.name: settings.root for settings in recipe.datasets}
-    paths = [f"{roots[dataset]}/{path}" for dataset, path in fresh.select("dataset", "path").rows()]
+    sources = {dataset.settings.name: dataset.source for dataset in datasets}
+    files: list[tuple[Source, str, Stat]] = [
+        (sources[row[0]], row[1], row[2:]) for row in fresh.select("dataset", "path", *_STAT).iter_rows()
+    ]
     rows: list[Row] = []
     rejected = [row for dataset in datasets for row in dataset.rejected]
-    outcomes = in_threads(partial(_read, max_px=max_px), paths, log=log, doing="images read")
+    read, threads = partial(_read, max_px=max_px), threads_for(sources.values())
+    outcomes = in_threads(read, files, log=log, doing="images read", threads=threads)
     bases = fresh.select("sample_id", "dataset", "path").rows(named=True)
     for base, outcome in zip(bases, outcomes, strict=True):
         (rejected if "reason" in outcome else rows).append({**base, **outcome})
@@ -90,11 +95,16 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log) -> StageResult:
 def _walk_dataset(settings: DatasetSettings, log: Log) -> _Scanned:
     suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
     found = Walk()
+    source = source_at(settings.root)
     with progress(lambda: len(found.images), None, f"images found in {settings.name}", log=log):
         if settings.is_listing:
-            walk_listing(settings, found=found)
+            walk_listing(settings, source, found=found)
+        elif isinstance(source, LocalSource):
+            walk(Path(settings.path), suffix, found=found)
         else:
-            walk(settings.path, suffix, found=found)
+            from pipeline.ingest.remote import walk_remote  # fsspec, which few need
+
+            walk_remote(source, suffix, found=found)
     # Of two Unicode forms of one name the composed is kept, so that the other's spelling is no sample's id.
     found.images.sort()
     if not all(image.path.isascii() for image in found.images):
@@ -111,7 +121,7 @@ def _walk_dataset(settings: DatasetSettings, log: Log) -> _Scanned:
         else:
             images[sample_id] = image
     rejected = [_rejected(settings.name, problem) for problem in problems]
-    return _Scanned(settings, found, list(images.items()), rejected)
+    return _Scanned(settings, source, found, list(images.items()), rejected)
 
 
 def _sample_id(dataset: str, path: str) -> str:
@@ -177,18 +187,20 @@ def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) 
     return trusted.join(found, on=["sample_id", "dataset", "path", *_STAT], how="semi")
 
 
-def _read(path: str, *, max_px: int) -> Row:
+def _read(file: tuple[Source, str, Stat], *, max_px: int) -> Row:
     """What the table says of one file, or why it is rejected. The stat is of the file that was read."""
     scanned_ns = time.time_ns()
     content_hash = None
+    source, path, listed = file
+    where = source.where(path)
     try:
-        with one_image(path), open_unblocked(path) as file:
-            stat = _stat(file.fileno(), path)
-            content_hash = hashlib.file_digest(file, "sha256").hexdigest()
-            file.seek(0)
-            header = read_header(file, max_px=max_px)
-            if _stat(file.fileno(), path) != stat:
-                raise changed_error(path)
+        with one_image(where), source.open(path, listed[0]) as opened:
+            stat = _stat(source, opened, listed)
+            content_hash = hashlib.file_digest(opened, "sha256").hexdigest()
+            opened.seek(0)
+            header = read_header(opened, max_px=max_px)
+            if _stat(source, opened, listed) != stat:
+                raise changed_error(where)
     except ImageError as err:
         return refusal(err, STAGE, content_hash)
     return {
@@ -206,12 +218,11 @@ def _read(path: str, *, max_px: int) -> Row:
     }
 
 
-def _stat(file: int, path: str) -> dict[str, int]:
-    stat = os.fstat(file)
-    if not S_ISREG(stat.st_mode):
-        raise ImageError("special_file", "it is no regular file", where=path, fix="move it away")
-    values = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino))
-    return dict(zip(_STAT, values, strict=True))
+def _stat(source: Source, file: Opened, listed: Stat) -> dict[str, int]:
+    stat = source.stat_of(file, listed)
+    if stat is None:
+        raise ImageError("special_file", "it is no regular file", fix="move it away")
+    return dict(zip(_STAT, stat, strict=True))
 
 
 def _report(datasets: Sequence[_Scanned], table: pl.DataFrame, rejected: list[Row]) -> Report:

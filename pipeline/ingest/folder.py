@@ -9,16 +9,16 @@ from __future__ import annotations
 import heapq
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from io import BufferedReader
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
 from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.image_formats import SUFFIXES, sniff
+from pipeline.source import open_unblocked, signed
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
@@ -98,6 +98,39 @@ def walk(root: Path, caption_suffix: str | None = None, *, found: Walk | None = 
     return walker.walk
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is passed over for its name."""
+    return name[0] == "." or name[-1] == "~" or name in JUNK
+
+
+def may_be_image(
+    found: Walk, path: str, caption_suffix: str | None, looks_like_image: Callable[[str], bool]
+) -> bool:
+    """Whether a file may be an image; if not, it is counted in `found` as what it is.
+
+    Args:
+        found: Of the walk that met it.
+        path: Its path below the root.
+        caption_suffix: As for `walk`.
+        looks_like_image: Asked about the path of a file without a suffix.
+    """
+    name = path.rpartition("/")[2]
+    _, dot, suffix = name.rpartition(".")
+    suffix = suffix.lower() if dot else ""
+    if suffix in SUFFIXES or (not dot and looks_like_image(path)):
+        return True
+    found.suffixes[suffix] += 1
+    if caption_suffix and name.endswith(caption_suffix):
+        found.captions.append(path)
+        found.passed_over["captions"] += 1
+    elif suffix in FOREIGN_CACHES:
+        found.foreign_caches.append(path)
+        found.passed_over["foreign_caches"] += 1
+    else:
+        found.passed_over["not_images"] += 1
+    return False
+
+
 class _Walker:
     """The state of one walk."""
 
@@ -167,7 +200,7 @@ class _Walker:
     def _entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
         name = entry.name
         path = folder + name
-        if name[0] == "." or name[-1] == "~" or name in JUNK:
+        if is_hidden(name):
             self.walk.passed_over["hidden"] += 1
         elif entry.is_symlink():
             heapq.heappush(self._links, path)
@@ -175,7 +208,7 @@ class _Walker:
             pending.append(path + "/")
         elif not entry.is_file(follow_symlinks=False):
             self.walk.passed_over["special"] += 1
-        elif self._may_be_image(path, name):
+        elif may_be_image(self.walk, path, self._caption_suffix, self._looks_like_image):
             try:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -184,23 +217,6 @@ class _Walker:
                 self.walk.passed_over["linked_twice"] += 1
             else:
                 self._image(path, stat)
-
-    def _may_be_image(self, path: str, name: str) -> bool:
-        """Whether a regular file may be an image; if not, it is counted as what it is."""
-        _, dot, suffix = name.rpartition(".")
-        suffix = suffix.lower() if dot else ""
-        if suffix in SUFFIXES or (not dot and self._looks_like_image(path)):
-            return True
-        self.walk.suffixes[suffix] += 1
-        if self._caption_suffix and name.endswith(self._caption_suffix):
-            self.walk.captions.append(path)
-            self.walk.passed_over["captions"] += 1
-        elif suffix in FOREIGN_CACHES:
-            self.walk.foreign_caches.append(path)
-            self.walk.passed_over["foreign_caches"] += 1
-        else:
-            self.walk.passed_over["not_images"] += 1
-        return False
 
     def _looks_like_image(self, path: str) -> bool:
         """By its first bytes, for a file without a suffix, as scrapers leave them."""
@@ -231,7 +247,7 @@ class _Walker:
         elif not S_ISREG(stat.st_mode):
             self.walk.passed_over["special"] += 1
             return
-        elif self._may_be_image(path, path.rpartition("/")[2]):
+        elif may_be_image(self.walk, path, self._caption_suffix, self._looks_like_image):
             self._image(path, stat)
         else:
             return
@@ -251,24 +267,6 @@ def _found(path: str, stat: os.stat_result) -> Found:
     return Found(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, inode, stat.st_dev)
 
 
-def open_unblocked(path: str) -> BufferedReader:
-    """The file opened for reading in binary, at once, even where a FIFO has taken its place meanwhile.
-
-    Raises:
-        OSError: It cannot be opened.
-    """
-    return open(path, "rb", opener=_opener)
-
-
-def _opener(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
-
-
 def _identity(path: str | Path) -> tuple[int, int]:
     stat = Path(path).stat()
     return stat.st_dev, signed(stat.st_ino)
-
-
-def signed(inode: int) -> int:
-    """An inode number as the tables hold it; some file systems use all 64 bits, a column 63 and a sign."""
-    return inode - (inode >> 63 << 64)

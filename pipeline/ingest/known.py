@@ -7,8 +7,7 @@ empty: then everything is looked at anew.
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,12 +15,14 @@ import numpy.typing as npt
 import polars as pl
 
 from pipeline.atomic import write_through
-from pipeline.ingest.folder import signed
+from pipeline.progress import progress
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.recipe import DatasetSettings
+    from pipeline.reports import Log
+    from pipeline.source import Source
     from pipeline.tables import Tables
 
 CAPTIONS_VERSION = 1
@@ -52,7 +53,11 @@ CAPTIONS: dict[str, Any] = {
 """One row a sample whose caption was found: what `caption_rule` was, the columns of validated_dataset, when
 the caption was read, and the stat of its file before that; -1 where there is no file."""
 
-_SIDECAR = "sidecar:"
+SIDECAR = "sidecar:"
+"""Beginning of a sidecar's `caption_from`; its path follows."""
+
+_AT_ONCE = 10_000
+"""Files of a folder of this machine that are looked at before the progress moves: a tenth of a second."""
 
 
 class Known:
@@ -86,40 +91,46 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     return hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
-def stats_of(paths: Iterable[str]) -> npt.NDArray[np.int64]:
-    """Size, modification and change time in nanoseconds, and inode of each file: (N, 4); -1 of no file."""
-    rows: list[tuple[int, int, int, int]] = []
-    for path in paths:
-        try:
-            stat = os.stat(path)  # noqa: PTH116 - a hundred thousand times, and without making a Path
-        except OSError:
-            rows.append((-1, -1, -1, -1))
-        else:
-            rows.append((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino)))
-    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+def stats_in(
+    sources: Mapping[str, Source], rows: pl.DataFrame, name: str, *, log: Log, doing: str
+) -> npt.NDArray[np.int64]:
+    """The stat of one file of each row, int64 (N, 4), as `Source.stats`.
+
+    Args:
+        sources: By dataset.
+        rows: With `dataset`.
+        name: The column of its path; a null is no file.
+        log: Told how far it is.
+        doing: What is counted, such as "files compared".
+    """
+    found = np.full((len(rows), 4), -1, dtype=np.int64)
+    wanted = rows.select("dataset", path=name).with_row_index("row").filter(pl.col("path").is_not_null())
+    done = 0
+    with progress(lambda: done, len(wanted), doing, log=log):
+        for dataset, source in sources.items():
+            of_dataset = wanted.filter(pl.col("dataset") == dataset)
+            size = len(of_dataset) if source.threads else _AT_ONCE  # what a server lists it lists at once
+            for part in of_dataset.iter_slices(max(1, size)):
+                found[part["row"].to_numpy()] = source.stats(part["path"].to_list())
+                done += len(part)
+    return found
 
 
-def same_sidecars(rows: pl.DataFrame, roots: pl.Expr, granularity_ns: int) -> pl.Series:
+def same_sidecars(rows: pl.DataFrame, now: npt.NDArray[np.int64], granularity_ns: int) -> pl.Series:
     """For each row with the columns of `CAPTIONS`: whether its caption's file is the one that was read.
 
     A file that had changed within the clock's granularity of being read is not trusted, as in git's index.
 
     Args:
-        rows: Also with what `roots` asks for.
-        roots: The folder that paths are relative to.
+        rows: Some samples.
+        now: Of their captions' files, as `stats_in`.
         granularity_ns: Of the coarsest clock.
     """
-    of_file = pl.col("caption_from").str.starts_with(_SIDECAR)
-    path = pl.format("{}/{}", roots, pl.col("caption_from").str.strip_prefix(_SIDECAR))
-    files = (
-        rows.with_row_index("row").filter(of_file).select("row", *SIDECAR_STAT, "caption_read_ns", path=path)
-    )
-    stats = pl.DataFrame(stats_of(files["path"]), schema=[f"now_{name}" for name in SIDECAR_STAT])
     settled = pl.col("caption_ctime_ns") + granularity_ns < pl.col("caption_read_ns")
+    stats = pl.DataFrame(now, schema=[f"now_{name}" for name in SIDECAR_STAT])
     same = pl.all_horizontal(settled, *(pl.col(name) == pl.col(f"now_{name}") for name in SIDECAR_STAT))
-    mask = np.ones(len(rows), dtype=np.bool_)
-    mask[files.hstack(stats).filter(~same)["row"].to_numpy()] = False
-    return pl.Series(mask, dtype=pl.Boolean)
+    of_file = pl.col("caption_from").str.starts_with(SIDECAR)
+    return rows.hstack(stats).select(same=~of_file | same).to_series()
 
 
 def _read(path: Path, schema: dict[str, Any]) -> pl.DataFrame:

@@ -6,6 +6,7 @@ is refused: whoever wrote the listing need not be who runs the job.
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -15,17 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.addresses import Url
 from pipeline.errors import DatasetError
 from pipeline.image_formats import ImageError
-from pipeline.ingest.folder import Found, Problem, Walk, signed
+from pipeline.ingest.folder import Found, Problem, Walk
+from pipeline.source import NO_FILE, Source, signed, source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
 
 _READERS: dict[str, Any] = {
     ".parquet": pl.read_parquet,
-    ".jsonl": lambda path: pl.read_ndjson(path, infer_schema_length=None),
-    ".csv": lambda path: pl.read_csv(path, infer_schema_length=None),
+    ".jsonl": lambda file: pl.read_ndjson(file, infer_schema_length=None),
+    ".csv": lambda file: pl.read_csv(file, infer_schema_length=None),
 }
 
 
@@ -36,8 +39,11 @@ def read_listing(settings: DatasetSettings) -> pl.DataFrame:
         DatasetError: It cannot be read, or a column that the recipe names is not in it.
     """
     path = settings.path
+    file = path
     try:
-        table = _READERS[path.suffix.lower()](path)
+        if isinstance(path, Url):
+            file = io.BytesIO(source_at(path.parent).read(path.name))
+        table = _READERS[path.suffix.lower()](file)
     except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as err:
         fix = "correct datasets[].path, or write the file anew: Parquet, JSON lines or CSV, in UTF-8"
         raise DatasetError(f"the listing cannot be read: {err}", where=str(path), fix=fix) from err
@@ -54,11 +60,12 @@ def read_listing(settings: DatasetSettings) -> pl.DataFrame:
     return table.with_columns(pl.col(settings.path_column).cast(pl.String))
 
 
-def walk_listing(settings: DatasetSettings, *, found: Walk | None = None) -> Walk:
+def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | None = None) -> Walk:
     """What the listing names, as `folder.walk` has it; the folder itself is not searched.
 
     Args:
         settings: Of the dataset.
+        source: Its files.
         found: As for `folder.walk`.
 
     Raises:
@@ -66,7 +73,7 @@ def walk_listing(settings: DatasetSettings, *, found: Walk | None = None) -> Wal
     """
     found = found or Walk()
     seen: set[str] = set()
-    within = _inside_of(settings.root)
+    paths: list[str] = []
     for said in read_listing(settings)[settings.path_column]:
         if not said:
             found.passed_over["rows_without_path"] += 1
@@ -76,7 +83,14 @@ def walk_listing(settings: DatasetSettings, *, found: Walk | None = None) -> Wal
             found.passed_over["listed_twice"] += 1
             continue
         seen.add(path)
-        looked = _look(settings.root, said, path, within)
+        if path == ".." or path.startswith(("/", "../")):
+            detail = f"the listing's path {said!r} leads out of {source.address}"
+            fix = "list paths below datasets[].images"
+            found.problems.append(Problem(said, "outside_dataset", detail, fix))
+        else:
+            paths.append(path)
+    root = settings.root
+    for looked in _looked_here(root, paths) if isinstance(root, Path) else _looked_there(source, paths):
         if isinstance(looked, Found):
             found.images.append(looked)
         else:
@@ -156,17 +170,29 @@ def focus_of(focuses: Mapping[str, tuple[float, float]], path: str) -> tuple[flo
     return across, down
 
 
-def _look(root: Path, said: str, path: str, within: Any) -> Found | Problem:
-    if path == ".." or path.startswith(("/", "../")):
-        detail = f"the listing's path {said!r} leads out of {root}"
-        return Problem(said, "outside_dataset", detail, "list paths below datasets[].images")
+def _looked_there(source: Source, paths: Sequence[str]) -> Iterator[Found | Problem]:
+    for path, stat in zip(paths, source.stats(paths).tolist(), strict=True):
+        yield _not_found(path, "no such file") if tuple(stat) == NO_FILE else Found(path, *stat, device=0)
+
+
+def _looked_here(root: Path, paths: Sequence[str]) -> Iterator[Found | Problem]:
+    within = _inside_of(root)
+    for path in paths:
+        yield _look(root, path, within)
+
+
+def _not_found(path: str, why: object) -> Problem:
+    detail = f"the listing names it, and it cannot be found: {why}"
+    return Problem(path, "not_found", detail, "correct the listing, or put the file there")
+
+
+def _look(root: Path, path: str, within: Any) -> Found | Problem:
     file = f"{root}/{path}"
     try:
         stat = os.stat(file)  # noqa: PTH116 - a hundred thousand times, and without making a Path
         linked = S_ISLNK(os.lstat(file).st_mode)
     except (OSError, ValueError) as err:  # ValueError: a null character
-        detail = f"the listing names it, and it cannot be found: {getattr(err, 'strerror', None) or err}"
-        return Problem(path, "not_found", detail, "correct the listing, or put the file there")
+        return _not_found(path, getattr(err, "strerror", None) or err)
     if not within(os.path.dirname(file), file if linked else None):  # noqa: PTH120
         detail = "a link in its path leads out of the dataset's folder"
         return Problem(path, "outside_dataset", detail, "put the image itself there in place of the link")

@@ -8,45 +8,41 @@ the stat of its file and the settings it is read by: only a changed one is read 
 from __future__ import annotations
 
 import json
-import os
-import threading
 import time
 from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
-from pipeline.geometry import Size
 from pipeline.image_formats import ImageError
 from pipeline.images import (
     DECODER,
+    File,
     changed_error,
-    decode,
-    hash_bytes,
     one_image,
-    read_bytes,
 )
 from pipeline.ingest.captions import Caption, caption_of, sidecar_path
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
-from pipeline.ingest.duplicates import HASH_VERSION, duplicate_groups, perceptual_hash
+from pipeline.ingest.duplicates import duplicate_groups
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
 from pipeline.ingest.known import (
     CAPTIONS,
-    PIXELS,
+    SIDECAR,
     SIDECAR_STAT,
     Known,
     caption_rule,
     same_sidecars,
-    stats_of,
+    stats_in,
 )
 from pipeline.ingest.listed import captions_by_path, focus_by_path, focus_of, listed_columns
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
+from pipeline.ingest.verdicts import Verdicts, judge, judge_name
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
+from pipeline.source import Source, source_at, threads_for
 from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, validated
 
 if TYPE_CHECKING:
@@ -54,39 +50,7 @@ if TYPE_CHECKING:
 
 STAGE = "validated_dataset"
 
-BIG_IMAGE_PX = 25_000_000
-"""Larger images are decoded one at a time, so that memory does not grow with the number of threads."""
-
-OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "plugin_missing", "empty_file"])
-"""Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew, such as
-`out_of_memory`."""
-
-_ANY_COLOUR = (255, 255, 255)
-
-_one_big_image = threading.Lock()
-
 Row = dict[str, Any]
-
-
-@dataclass
-class _Verdicts:
-    """What is known of pixels, by content hash; and of single files, by sample_id.
-
-    Attributes:
-        table: As `known.PIXELS`: of every content that was judged, now or earlier.
-        refused: Hash to why it does not decode.
-        by_sample: Sample id to why this file could not be judged, such as `vanished`.
-        decoded: Number of contents that were decoded for this.
-    """
-
-    table: pl.DataFrame
-    refused: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
-    by_sample: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
-    decoded: int = 0
-
-    def of(self, row: Row) -> ImageError | None:
-        """Why the sample is rejected for its pixels; None where they are sound."""
-        return self.by_sample.get(row["sample_id"]) or self.refused.get(row["content_hash"])
 
 
 @dataclass(frozen=True)
@@ -94,11 +58,14 @@ class _Captions:
     """What captions and focuses are made of, by dataset."""
 
     settings: Mapping[str, DatasetSettings]
+    sources: Mapping[str, Source]
     listed: Mapping[str, Mapping[str, tuple[str, ...]]]
     focuses: Mapping[str, Mapping[str, tuple[float, float]]]
 
     @classmethod
-    def of(cls, recipe: Recipe, listings: Mapping[str, pl.DataFrame]) -> _Captions:
+    def of(
+        cls, recipe: Recipe, sources: Mapping[str, Source], listings: Mapping[str, pl.DataFrame]
+    ) -> _Captions:
         settings = {each.name: each for each in recipe.datasets}
         listed = {
             name: captions_by_path(settings[name], table)
@@ -110,21 +77,33 @@ class _Captions:
             for name, table in listings.items()
             if settings[name].focus_columns is not None
         }
-        return cls(settings, listed, focuses)
+        return cls(settings, sources, listed, focuses)
+
+    def with_sidecar(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """With `sidecar`, the path of each caption's file; null where there is none."""
+        suffixes = {
+            name: each.captions.suffix if each.captions.from_ == "sidecar" else None
+            for name, each in self.settings.items()
+        }
+        paths = [
+            None if (suffix := suffixes[dataset]) is None else sidecar_path(path, suffix)
+            for dataset, path in rows.select("dataset", "path").iter_rows()
+        ]
+        return rows.with_columns(pl.Series("sidecar", paths, dtype=pl.String))
 
     def read(self, row: Row) -> Row:
-        """The columns of `known.CAPTIONS` and the focus of one image.
+        """The columns of a caption and the focus of one image.
+
+        Args:
+            row: With `caption_bytes`, the size of the caption's file as far as known.
 
         Raises:
             ImageError: As `caption_of` and `focus_of`.
         """
         settings, path = self.settings[row["dataset"]], row["path"]
-        read_ns, stat = time.time_ns(), (-1, -1, -1, -1)
-        if settings.captions.from_ == "sidecar":
-            # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
-            stat = stats_of([f"{settings.root}/{sidecar_path(path, settings.captions.suffix)}"])[0].tolist()
         said = self.listed.get(row["dataset"], {}).get(path)
-        caption: Caption = caption_of(settings.captions, settings.root, path, said)
+        source, size = self.sources[row["dataset"]], row["caption_bytes"]
+        caption: Caption = caption_of(settings.captions, source, path, said, sidecar_bytes=size)
         focus_x, focus_y = focus_of(self.focuses.get(row["dataset"], {}), path)
         first, *more = variants(settings.captions, caption.texts)
         return {
@@ -133,8 +112,6 @@ class _Captions:
             "caption_from": caption.source,
             "focus_x": focus_x,
             "focus_y": focus_y,
-            "caption_read_ns": read_ns,
-            **dict(zip(SIDECAR_STAT, stat, strict=True)),
         }
 
 
@@ -153,17 +130,18 @@ def validate(
         remember: Whether what is found out now is kept for the next run.
     """
     watch = Stopwatch()
+    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
     listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
     chosen, left_out = select(recipe, raw, listings, stage=STAGE)
     if len(left_out):
         log(f"{len(left_out):,} images are left out by filters and limits")
     known = Known(tables)
-    before = known.pixels(_judge_name())
+    before = known.pixels(judge_name())
     log(f"{len(chosen):,} images, verdicts of {len(before):,} contents are known")
-    verdicts = _judge(recipe, chosen, before, log)
-    captions = _Captions.of(recipe, listings)
+    verdicts = judge(recipe, sources, chosen, before, log=log)
+    captions = _Captions.of(recipe, sources, listings)
     told = _with_rule(recipe, chosen)
-    same = _as_before(recipe, told, verdicts, known.captions)
+    same = _as_before(sources, told, verdicts, known.captions, log=log)
     fresh, refused = _looked_at(told.join(same, on="sample_id", how="anti"), verdicts, captions, log)
     everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
@@ -184,17 +162,12 @@ def validate(
 
 
 def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
-    """With `root`, and `rule`: empty where more than a file and settings decide, such as a listing."""
+    """With `rule`: empty where more than a file and settings decide, such as a listing."""
     rules = {
         each.name: (caption_rule(each) if each.focus_columns is None else None) or ""
         for each in recipe.datasets
     }
-    roots = {each.name: str(each.root) for each in recipe.datasets}
-    of_dataset = pl.col("dataset")
-    return chosen.with_columns(
-        rule=of_dataset.replace_strict(rules, return_dtype=pl.String),
-        root=of_dataset.replace_strict(roots, return_dtype=pl.String),
-    )
+    return chosen.with_columns(rule=pl.col("dataset").replace_strict(rules, return_dtype=pl.String))
 
 
 _COLUMNS: dict[str, Any] = {
@@ -227,29 +200,57 @@ def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
 
 
 def _as_before(
-    recipe: Recipe, rows: pl.DataFrame, verdicts: _Verdicts, captions: pl.DataFrame
+    sources: Mapping[str, Source],
+    rows: pl.DataFrame,
+    verdicts: Verdicts,
+    captions: pl.DataFrame,
+    *,
+    log: Log,
 ) -> pl.DataFrame:
     """The samples of which nothing has changed, as `_COLUMNS`: file, pixels' verdict and caption."""
     sound = verdicts.table.filter(pl.col("reason").is_null())
     known = rows.join(captions, on=["sample_id", "rule"]).join(sound, on="content_hash", how="semi")
     if verdicts.by_sample:
         known = known.filter(~pl.col("sample_id").is_in(list(verdicts.by_sample)))
-    now = stats_of(known.select(pl.format("{}/{}", "root", "path")).to_series())
-    unchanged = (known["file_bytes"].to_numpy() == now[:, 0]) & (known["mtime_ns"].to_numpy() == now[:, 1])
-    known = known.filter(pl.Series(unchanged))
-    known = known.filter(same_sidecars(known, pl.col("root"), CLOCK_GRANULARITY_NS))
+    known = known.filter(_unchanged(sources, known, log))
+    of_file = pl.when(pl.col("caption_from").str.starts_with(SIDECAR))
+    named = known.select(
+        "dataset", sidecar=of_file.then(pl.col("caption_from").str.strip_prefix(SIDECAR)).otherwise(None)
+    )
+    now = stats_in(sources, named, "sidecar", log=log, doing="captions compared")
+    known = known.filter(same_sidecars(known, now, CLOCK_GRANULARITY_NS))
     middle = {"focus_x": pl.lit(0.5), "focus_y": pl.lit(0.5), "decoder": pl.lit(DECODER)}
     return known.with_columns(**middle).select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
 
 
+def _unchanged(sources: Mapping[str, Source], rows: pl.DataFrame, log: Log) -> pl.Series:
+    """For each row of raw_images: whether its file is still the one that the scan saw."""
+    now = stats_in(sources, rows, "path", log=log, doing="files compared")
+    then = rows.select("file_bytes", "mtime_ns", "ctime_ns", "inode").to_numpy()
+    same = np.zeros(len(rows), dtype=np.bool_)
+    for dataset, source in sources.items():
+        columns = list(source.told_by)
+        equal = (then[:, columns] == now[:, columns]).all(axis=1)
+        same |= (rows["dataset"] == dataset).to_numpy() & equal
+    return pl.Series(same, dtype=pl.Boolean)
+
+
+def _changed(file: File) -> ImageError:
+    """Why a file is not the one that the scan saw."""
+    with one_image(str(file)):
+        file.read_bytes()
+    return changed_error(file)
+
+
 def _looked_at(
-    rows: pl.DataFrame, verdicts: _Verdicts, captions: _Captions, log: Log
+    rows: pl.DataFrame, verdicts: Verdicts, captions: _Captions, log: Log
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The others, looked at one by one: what is kept, as `_COLUMNS`, and what is rejected."""
 
     def look(row: Row) -> Row:
         try:
-            _require_unchanged(f"{row['root']}/{row['path']}", row)
+            if not row["same"]:
+                raise _changed(sources[row["dataset"]].file(row["path"]))
             problem = verdicts.of(row)
             if problem is not None:
                 raise problem
@@ -259,9 +260,15 @@ def _looked_at(
 
     kept: list[Row] = []
     rejected: list[Row] = []
-    items = rows.rows(named=True)
+    sources = captions.sources
+    rows = captions.with_sidecar(rows.with_columns(same=_unchanged(sources, rows, log)))
+    # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
+    rows = rows.with_columns(caption_read_ns=pl.lit(time.time_ns()))
+    stats = stats_in(sources, rows, "sidecar", log=log, doing="captions found")
+    items = rows.hstack(pl.DataFrame(stats, schema=list(SIDECAR_STAT))).rows(named=True)
     # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
-    looked = in_threads(look, items, log=log, doing="captions read", threads=1)
+    threads = threads_for(sources.values()) or 1
+    looked = in_threads(look, items, log=log, doing="captions read", threads=threads)
     for row, outcome in zip(items, looked, strict=True):
         made = {**row, "decoder": DECODER, **outcome}
         columns = REJECTED if "reason" in outcome else _COLUMNS
@@ -269,89 +276,7 @@ def _looked_at(
     return pl.DataFrame(kept, schema=_COLUMNS), pl.DataFrame(rejected, schema=REJECTED)
 
 
-def _judge(recipe: Recipe, rows: pl.DataFrame, known: pl.DataFrame, log: Log) -> _Verdicts:
-    """What is known of each content; one file of those of which nothing is known is decoded."""
-    verdicts = _Verdicts(known)
-    roots = {each.name: each.root for each in recipe.datasets}
-    max_px = recipe.checks.max_image_pixels
-    unknown: dict[str, list[Row]] = {}
-    for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
-        unknown.setdefault(row["content_hash"], []).append(row)
-
-    def judge(same: list[Row]) -> list[_Decoded]:
-        """One answer a file until one is about the content; the others then need none."""
-        answers: list[_Decoded] = []
-        for row in same:
-            answers.append(_decoded(roots[row["dataset"]] / row["path"], row, max_px))
-            error = answers[-1].error
-            if error is None or error.reason in OF_CONTENT:
-                break
-        return answers
-
-    groups = list(unknown.values())
-    fresh: list[Row] = []
-    for group, answers in zip(
-        groups, in_threads(judge, groups, log=log, doing="images decoded"), strict=True
-    ):
-        verdicts.decoded += 1
-        last = answers[-1]
-        if last.error is None or last.error.reason in OF_CONTENT:
-            said: Row = {} if last.error is None else refusal(last.error, STAGE, None)
-            said["perceptual_hash"] = last.perceptual_hash
-            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": _judge_name()})
-        for row, answer in zip(group, answers, strict=False):
-            if answer.error is not None:
-                verdicts.by_sample[row["sample_id"]] = answer.error
-    made = pl.DataFrame([{name: row.get(name) for name in PIXELS} for row in fresh], schema=PIXELS)
-    verdicts.table = pl.concat([known, made])
-    for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
-        error = ImageError(row["reason"], row["detail"], fix=row["fix"])
-        verdicts.refused[row["content_hash"]] = error
-    return verdicts
-
-
-def _judge_name() -> str:
-    """What a verdict about pixels depends on beside them."""
-    return f"{DECODER} {HASH_VERSION}"
-
-
-class _Decoded(NamedTuple):
-    """What one file turned out to be.
-
-    Attributes:
-        error: Why it is not the sound image that the scan saw; None where it is.
-        perceptual_hash: Of a sound one that is not of one colour.
-    """
-
-    error: ImageError | None
-    perceptual_hash: int | None = None
-
-
-def _decoded(path: Path, row: Row, max_px: int) -> _Decoded:
-    try:
-        data = read_bytes(path)
-        if hash_bytes(data) != row["content_hash"]:
-            raise changed_error(path)
-        is_big = row["height"] * row["width"] > BIG_IMAGE_PX
-        with _one_big_image if is_big else nullcontext(), one_image(str(path)):
-            image = decode(data, _ANY_COLOUR, max_px=max_px)
-        size = Size(image.height, image.width)
-        if size != (row["height"], row["width"]):
-            detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"
-            raise ImageError("size_disagrees", detail, where=str(path), fix="export it again, or remove it")
-        return _Decoded(None, perceptual_hash(image))
-    except ImageError as err:
-        return _Decoded(err)
-
-
-def _require_unchanged(path: str, row: Row) -> None:
-    with one_image(path):
-        stat = os.stat(path)  # noqa: PTH116 - a hundred thousand times, and without making a Path
-    if (stat.st_size, stat.st_mtime_ns) != (row["file_bytes"], row["mtime_ns"]):
-        raise changed_error(path)
-
-
-def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: _Verdicts) -> Report:
+def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: Verdicts) -> Report:
     lengths = kept["caption"].str.len_chars()
     sources = kept["caption_from"].str.split(":").list.first().value_counts().sort("caption_from")
     return {

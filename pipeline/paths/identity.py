@@ -1,10 +1,11 @@
 """What a path stands for, by any spelling: the identities of a folder and of every folder above it.
 
-Two paths mean one folder when they share an identity. There are two kinds, for what spelling cannot tell:
+Two paths mean one folder when they share an identity. There are three kinds, for what spelling cannot tell:
 
     ("inode", device, inode, *rest)    sees through links, `..`, other case, bind mounts of the folder itself
     ("location", device, *names)       sees through bind mounts of a folder above: the names from the file
                                        system's own top, by /proc/self/mountinfo (Linux)
+    ("url", protocol, *names)          of an address: the names from the server or bucket on
 
 `rest`, and the end of `names`, are the names below the deepest folder that exists, folded where its file
 system folds case. So a path that does not exist yet has identities too. Nothing is ever written.
@@ -22,6 +23,8 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from pipeline.addresses import Url, anchor, place_parts
+
 Identity = tuple[str | int, ...]
 
 MOUNT_TABLE = Path("/proc/self/mountinfo")
@@ -30,6 +33,9 @@ _FOLDING_TYPES = frozenset({"vfat", "msdos", "exfat", "ntfs", "ntfs3", "hfsplus"
 """File systems that fold case, asked only where a folder holds nothing to find out with."""
 
 _NAMES_LOOKED_AT = 1000
+
+_ONE_PROTOCOL = {"s3a": "s3", "gcs": "gs", "https": "http", "ssh": "sftp", "az": "abfs", "abfss": "abfs"}
+"""Protocols by which the same places are reached."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,13 @@ class Identified:
 
 
 def identify(path: Path | str) -> Identified:
-    """The identities of `path`, which need not exist."""
+    """The identities of `path`, which need not exist; those of an address, of what it lies in as a whole.
+
+    Below a server's address: an archive is the file that it is, and a folder elsewhere is no folder here.
+    """
+    if isinstance(path, Url):
+        lies_in = anchor(path)
+        return _identify_url(lies_in) if isinstance(lies_in, Url) else identify(lies_in)
     real = os.path.realpath(path)
     mounts = mount_table()
     deepest = Path(real)
@@ -75,15 +87,21 @@ def identify(path: Path | str) -> Identified:
     rest = Path(real).relative_to(deepest).parts
     if rest and folds_case(deepest):
         rest = tuple(fold(name) for name in rest)
-    anchor = [*_inode(status), *_location(deepest, mounts)]
-    above: set[Identity] = {(*identity, *rest[:n]) for identity in anchor for n in range(len(rest))}
+    anchors = [*_inode(status), *_location(deepest, mounts)]
+    above: set[Identity] = {(*identity, *rest[:n]) for identity in anchors for n in range(len(rest))}
     for folder in deepest.parents:
         above.update([*_inode(_status(folder)), *_location(folder, mounts)])
-    own = frozenset((*identity, *rest) for identity in anchor)
+    own = frozenset((*identity, *rest) for identity in anchors)
     for identity in own:
         if identity[0] == "location":
             above.update(identity[:n] for n in range(2, len(identity)))
     return Identified(real, own, frozenset(above))
+
+
+def _identify_url(url: Url) -> Identified:
+    protocol = url.protocol.lower()
+    own: Identity = ("url", _ONE_PROTOCOL.get(protocol, protocol), *place_parts(url))
+    return Identified(str(url), frozenset([own]), frozenset(own[:n] for n in range(2, len(own))))
 
 
 def fold(name: str) -> str:

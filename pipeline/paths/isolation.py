@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from pipeline.addresses import Address
 from pipeline.errors import PathIsolationError
 from pipeline.paths.identity import Identified, identify
 from pipeline.paths.links import Lead, leads_back, leads_out
@@ -37,7 +37,7 @@ class Place:
 
     label: str
     key: str
-    written: Path
+    written: Address
     found: Identified
 
     def shown(self) -> str:
@@ -127,7 +127,7 @@ def printable(path: str) -> str:
     return path if path.isprintable() else repr(path)
 
 
-def _place(label: str, key: str, path: Path) -> Place:
+def _place(label: str, key: str, path: Address) -> Place:
     return Place(label, key, path, identify(path))
 
 

@@ -3,22 +3,44 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainSerializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
+from pipeline.addresses import Address, Url, is_url
 from pipeline.recipe.rules import (
     LISTING_SUFFIXES,
     Broken,
+    check_address,
     check_encoding,
     check_folder,
-    check_path,
+    check_no_listing,
     check_suffix,
     raise_broken,
 )
 from pipeline.recipe.section import MAX_COUNT, Settings
 
-RecipePath = Annotated[Path, BeforeValidator(check_path)]
+
+def _address(value: object, as_path: ValidatorFunctionWrapHandler) -> Address:
+    return Url(value) if isinstance(value, str) and is_url(value) else as_path(value)
+
+
+# One schema, a path's, so that a wrong type is one mistake; an address is taken out of it before.
+_PATH_OR_URL = [WrapValidator(_address), BeforeValidator(check_address), PlainSerializer(str)]
+if TYPE_CHECKING:
+    RecipeAddress = Address
+    FolderAddress = Address
+else:
+    RecipeAddress = Annotated[Path, *_PATH_OR_URL]
+    FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_no_listing)]
 FolderPath = Annotated[Path, BeforeValidator(check_folder)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffix = Annotated[str, AfterValidator(check_suffix)]
@@ -135,14 +157,17 @@ class DatasetSettings(Settings):
         pattern=r"^[A-Za-z0-9_-]+$",
         description="Unique in the recipe; the first part of each sample_id. Letters, digits, _ and -.",
     )
-    path: RecipePath = Field(
+    path: RecipeAddress = Field(
         description="The folder, searched with its subfolders; or a listing: a .parquet, .jsonl or .csv file "
-        "with a row an image. Relative to the project root."
+        "with a row an image. Relative to the project root. Or an address that fsspec opens: "
+        "s3://bucket/photos, gs://, https:// of a server that lists folders, zip://photos::data/photos.zip; "
+        "a service's package has to be installed (s3fs for s3://), and credentials and options come from "
+        "its own variables and files and from fsspec's (FSSPEC_S3_ENDPOINT_URL), never from a recipe."
     )
-    images: FolderPath | None = Field(
+    images: FolderAddress | None = Field(
         default=None,
         description="The folder that the paths in a listing are relative to; null: the listing's own folder. "
-        "Relative to the project root.",
+        "Relative to the project root, or an address as for path.",
     )
     path_column: str = Field(
         default="path", min_length=1, description="The listing's column of image paths, relative to `images`."
@@ -198,7 +223,7 @@ class DatasetSettings(Settings):
         return self.path.suffix.lower() in LISTING_SUFFIXES
 
     @property
-    def root(self) -> Path:
+    def root(self) -> Address:
         """The folder that the samples' paths are relative to."""
         if not self.is_listing:
             return self.path
@@ -214,7 +239,7 @@ class DatasetSettings(Settings):
         if self.is_listing:
             return self
         broken: list[Broken] = []
-        what = f"{self.path.name} is a folder, and only a listing has columns"
+        what = f"{self.path.name or self.path} is a folder, and only a listing has columns"
         fix = f"let path name a listing ({', '.join(LISTING_SUFFIXES)}), or remove this"
         if self.captions.from_ == "column":
             broken.append(Broken("captions.from", what, fix))

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.addresses import absolute
 from pipeline.errors import RecipeError
 from pipeline.recipe.locate import Document, parse
 from pipeline.recipe.mistakes import Mistake, PlacedMistake, find_mistakes, recipe_error
@@ -179,7 +180,7 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
         *((lora, "start_from") for _ in [0] if lora.get("start_from") is not None),
         *((d, "images") for d in values["datasets"] if d.get("images") is not None),
     ]:
-        holder[key] = str(root / Path(holder[key]).expanduser())
+        holder[key] = str(absolute(holder[key], root))
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))
 
 

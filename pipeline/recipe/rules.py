@@ -7,7 +7,6 @@ file and line.
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -15,6 +14,7 @@ from typing import NoReturn, Protocol, TypeVar
 
 from pydantic_core import PydanticCustomError
 
+from pipeline.addresses import Url, is_url
 from pipeline.checks.names import GATES, PATH_ISOLATION
 
 BROKEN = "latentline"
@@ -81,22 +81,48 @@ def reject(what: str, fix: str) -> NoReturn:
 
 def check_path(value: object) -> object:
     """`value` unless it is text that names no local path."""
+    if isinstance(value, str) and is_url(value):
+        reject(f"{value} is an address, and this must be a local folder", "name a folder of this machine")
+    return check_address(value)
+
+
+def check_address(value: object) -> object:
+    """`value` unless it is text that names neither a local path nor an address with a known protocol."""
     if not isinstance(value, str):
         return value
     if not value.strip():
         reject("the path is empty", "name a folder; relative paths start at the project root")
     if "\0" in value:
         reject("the path holds a NUL character, which no file system takes", "remove it")
-    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+://", value):
-        reject(f"{value} is an address, and only local folders are read", "copy the files into a folder")
+    if is_url(value):
+        _check_protocols(Url(value))
     return value
+
+
+def _check_protocols(url: Url) -> None:
+    from fsspec.registry import available_protocols  # only for recipes with an address
+
+    *inner, last = url.links
+    known = available_protocols()
+    for protocol in [link.partition("://")[0] for link in (*inner, *([last] if "://" in last else []))]:
+        if protocol not in known:
+            close = difflib.get_close_matches(protocol, known, n=1, cutoff=0.5)
+            fix = (
+                f"did you mean {close[0]}?" if close else "use s3, gs, abfs, https, sftp or zip, or a folder"
+            )
+            reject(f"{url} begins with {protocol}, a protocol that fsspec does not know", fix)
 
 
 def check_folder(value: object) -> object:
     """`value` unless it is text that names no local folder."""
+    return check_path(check_no_listing(value))
+
+
+def check_no_listing(value: object) -> object:
+    """`value` unless it is text that names a listing."""
     if isinstance(value, str) and PurePath(value).suffix.lower() in LISTING_SUFFIXES:
         reject(f"{value} is a listing, and this must be a folder", "name a folder")
-    return check_path(value)
+    return value
 
 
 def check_suffix(value: str) -> str:

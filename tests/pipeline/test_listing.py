@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.addresses import Url
+from pipeline.errors import DatasetError
 from pipeline.listing import listing_fingerprint
+from tests.elsewhere import in_bucket
 
 
 @pytest.fixture
@@ -78,3 +81,21 @@ def test_a_file_that_moves_from_one_dataset_to_the_next_is_a_change(tmp_path: Pa
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         state(tmp_path / "missing")
+
+
+def test_O04_a_change_in_a_bucket_is_a_change(folder: Path, s3: str) -> None:
+    del s3
+    (folder / "list.csv").write_text("path\na.jpg\n")
+    bucket = in_bucket(folder)
+    url, listing = Url(bucket.address), Url(f"{bucket.address}/list.csv")
+    before = listing_fingerprint([url]), listing_fingerprint([listing])
+    assert (listing_fingerprint([url]), listing_fingerprint([listing])) == before
+    (folder / "inner" / "b.jpg").write_bytes(b"3210")
+    bucket.publish()
+    assert listing_fingerprint([url]) != before[0]
+    assert listing_fingerprint([listing]) == before[1]
+    (folder / "list.csv").write_text("path\nb.jpg\n")
+    bucket.publish()
+    assert listing_fingerprint([listing]) != before[1]
+    with pytest.raises(DatasetError):
+        listing_fingerprint([Url("s3://no-such-bucket")])

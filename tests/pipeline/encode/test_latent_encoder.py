@@ -50,7 +50,7 @@ def order_of(cache, tmp_path: Path, **settings: str) -> Order:
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
         row = scanned | (square if scanned["path"] in SQUARE else {})
-        work = {**row, "path": str(cache.photos / row["path"]), "flipped": False}
+        work = {**row, "root": str(cache.photos), "flipped": False}
         jobs.append(Job(entries.latent(row), {}, work, row["path"], 4096))
     jobs.sort(key=lambda job: job.spec.tensors["latent"].shape)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
@@ -165,7 +165,7 @@ def test_L09_a_cpu_that_really_runs_out_of_memory_goes_on_in_tiles(cache, tmp_pa
     large = cache.with_settings(buckets={"resolution": 1024, "step": 64})
     (row,) = large.buckets().to_dicts()
     entries = Entries(large.recipe)
-    work = {**row, "path": str(large.photos / row["path"]), "flipped": False}
+    work = {**row, "root": str(large.photos), "flipped": False}
     job = Job(entries.latent(row), {}, work, row["path"], row["target_height"] * row["target_width"])
     settings = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255]}
     order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
@@ -185,7 +185,7 @@ def test_L16_a_file_that_never_answers_is_rejected_by_name_and_the_others_go_on(
 ) -> None:
     """A pipe that nobody writes to is in a picture's place: reading it hangs, as on a dead disk."""
     monkeypatch.setattr(latent_encoder, "PATIENCE_S", 2.0)
-    pipe = next(Path(job.work["path"]) for job in order.jobs if job.name == "coffee.png")
+    pipe = next(Path(job.work["root"], job.work["path"]) for job in order.jobs if job.name == "coffee.png")
     pipe.unlink()
     os.mkfifo(pipe)
     encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))

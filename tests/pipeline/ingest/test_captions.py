@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pipeline.image_formats import ImageError
 from pipeline.ingest.captions import canonical, caption_of, sidecar_path
 from pipeline.recipe import CaptionSettings
+from pipeline.source import LocalSource
 
 
 def settings(**values: object) -> CaptionSettings:
@@ -22,14 +23,14 @@ def refused(root: Path, data: bytes | None, **values: object) -> ImageError:
     if data is not None:
         (root / "a.txt").write_bytes(data)
     with pytest.raises(ImageError) as caught:
-        caption_of(settings(**values), root, "a.png")
+        caption_of(settings(**values), LocalSource(root), "a.png")
     assert caught.value.fix
     return caught.value
 
 
 def read(root: Path, data: bytes, **values: object) -> str:
     (root / "a.txt").write_bytes(data)
-    caption = caption_of(settings(**values), root, "a.png")
+    caption = caption_of(settings(**values), LocalSource(root), "a.png")
     assert caption.source == "sidecar:a.txt"
     (text,) = caption.texts
     return text
@@ -129,9 +130,9 @@ def test_C07_canonical_is_idempotent_and_free_of_control_characters(text: str) -
 
 
 def test_filename_and_fixed_captions(tmp_path: Path) -> None:
-    caption = caption_of(settings(**{"from": "filename"}), tmp_path, "sub/a_red__car.v2.png")
+    caption = caption_of(settings(**{"from": "filename"}), LocalSource(tmp_path), "sub/a_red__car.v2.png")
     assert caption == (("a red car.v2",), "filename")
-    assert caption_of(settings(**{"from": "fixed", "text": " a  cat "}), tmp_path, "x.png") == (
+    assert caption_of(settings(**{"from": "fixed", "text": " a  cat "}), LocalSource(tmp_path), "x.png") == (
         ("a cat",),
         "fixed",
     )
@@ -139,20 +140,23 @@ def test_filename_and_fixed_captions(tmp_path: Path) -> None:
 
 def test_another_suffix(tmp_path: Path) -> None:
     (tmp_path / "a.caption").write_text("words")
-    assert caption_of(settings(suffix=".caption"), tmp_path, "a.png") == (("words",), "sidecar:a.caption")
+    assert caption_of(settings(suffix=".caption"), LocalSource(tmp_path), "a.png") == (
+        ("words",),
+        "sidecar:a.caption",
+    )
 
 
 def test_C07_each_line_may_be_a_caption_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\n\r\n  two \n\n")
-    assert caption_of(settings(), tmp_path, "a.png").texts == ("one\ntwo",)
-    assert caption_of(settings(lines="each"), tmp_path, "a.png").texts == ("one", "two")
+    assert caption_of(settings(), LocalSource(tmp_path), "a.png").texts == ("one\ntwo",)
+    assert caption_of(settings(lines="each"), LocalSource(tmp_path), "a.png").texts == ("one", "two")
 
 
 def test_captions_of_a_listing_are_canonical_and_empty_ones_are_left_out(tmp_path: Path) -> None:
     column = settings(**{"from": "column"})
     listed = ("  a   cat ", "", "a dog")
-    assert caption_of(column, tmp_path, "a.png", listed) == (("a cat", "a dog"), "column")
+    assert caption_of(column, LocalSource(tmp_path), "a.png", listed) == (("a cat", "a dog"), "column")
     for nothing in ((), None, (" ", "\0")):
         with pytest.raises(ImageError) as caught:
-            caption_of(column, tmp_path, "a.png", nothing)
+            caption_of(column, LocalSource(tmp_path), "a.png", nothing)
         assert caught.value.reason == "caption_empty"

@@ -20,9 +20,9 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     caption_of = stage.caption_of
 
-    def counted(settings: Any, root: Any, path: str, listed: Any = None) -> Any:
+    def counted(settings: Any, source: Any, path: str, listed: Any, **values: Any) -> Any:
         paths.append(path)
-        return caption_of(settings, root, path, listed)
+        return caption_of(settings, source, path, listed, **values)
 
     monkeypatch.setattr(stage, "caption_of", counted)
     return paths

@@ -13,10 +13,12 @@ import pytest
 from pipeline.buckets import assign_buckets
 from pipeline.errors import DatasetError
 from pipeline.ingest.discover import scan
-from pipeline.ingest.listed import walk_listing
+from pipeline.ingest.listed import read_listing, walk_listing
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.source import source_at
 from pipeline.tables import Tables
+from tests.elsewhere import in_bucket
 from tests.pipeline.conftest import picture
 
 ROWS = [
@@ -139,7 +141,8 @@ def test_I25_hostile_paths_are_rejected_each_with_its_reason(folder: Path, tmp_p
 
 def test_rows_that_repeat_or_name_nothing_are_counted(folder: Path) -> None:
     rows = [{"path": path} for path in ("a.png", "./a.png", "sub/../a.png", None, "", "sub/b.png")]
-    walk = walk_listing(recipe(write(folder, "jsonl", rows), captions={}).datasets[0])
+    settings = recipe(write(folder, "jsonl", rows), captions={}).datasets[0]
+    walk = walk_listing(settings, source_at(settings.root))
     assert sorted(found.path for found in walk.images) == ["a.png", "sub/b.png"]
     assert walk.passed_over == {"listed_twice": 2, "rows_without_path": 2}
 
@@ -220,3 +223,33 @@ def test_C06_rows_removed_and_reordered_leave_each_image_its_caption(folder: Pat
     assert len(captions) == 2
     kept, _ = run(recipe(write(folder, kind, ROWS[:0:-1])))
     assert dict(kept.select("path", "caption").rows()) == {"sub/b.png": captions["sub/b.png"]}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_a_listing_in_a_bucket_names_images_there_or_elsewhere(folder: Path, kind: str, s3: str) -> None:
+    del s3
+    rows = [*ROWS, {"path": "../out.png"}, {"path": "gone.png"}]
+    here = write(folder, kind, rows)
+    kept, reasons = run(recipe(here, captions={"from": "column", "columns": ["other"]}))
+    address = in_bucket(folder).address
+    settings = {"captions": {"from": "column", "columns": ["other"]}}
+    for number, (path, images) in enumerate(
+        [(f"{address}/list.{kind}", None), (here, address), (f"{address}/list.{kind}", folder)]
+    ):
+        place = folder.parent / f"out-{number}"
+        there = recipe(here, path=path, images=images, **settings).model_copy(update={"output_dir": place})
+        found, refused = run(there)
+        columns = ["sample_id", "content_hash", "caption", "more_captions"]
+        assert found.select(columns).equals(kept.select(columns))
+        assert refused == reasons
+
+
+def test_a_listing_in_a_bucket_that_cannot_be_read_says_so(folder: Path, s3: str) -> None:
+    del s3
+    (folder / "bad.csv").write_bytes(b"path\n\xff\xfe\n")
+    address = in_bucket(folder).address
+    for name in ("bad.csv", "none.csv"):
+        settings = recipe(folder / "x.csv", path=f"{address}/{name}").datasets[0]
+        with pytest.raises(DatasetError, match="the listing cannot be read") as caught:
+            read_listing(settings)
+        assert caught.value.where == f"{address}/{name}"

@@ -96,7 +96,7 @@ def test_another_decoder_decodes_all_again(folder: Any, monkeypatch: pytest.Monk
     folder.add("a.png")
     folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
     folder.ingest()
-    for module in ("discover", "validate"):
+    for module in ("discover", "verdicts"):
         monkeypatch.setattr(f"pipeline.ingest.{module}.DECODER", "another")
     assert folder.ingest().report["decoded"] == 2
 

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.addresses import Url
 from pipeline.errors import PathIsolationError
 from pipeline.paths import check_isolation, require_isolation
+from pipeline.paths.identity import identify
 from pipeline.recipe import Recipe, recipe_from_mapping
 
 
@@ -169,3 +171,38 @@ def test_L01_isolation_is_symmetric(tmp_path_factory: pytest.TempPathFactory, on
     back = relations(recipe_of(f"{home}/{other}", f"{home}/{one}", away))
     direct = [relation for _, relation, _ in forth if relation != "link"]
     assert [SWAPPED[relation] for relation in direct] == [r for _, r, _ in back if r != "link"]
+
+
+@pytest.mark.parametrize(
+    ("data", "cache", "relation"),
+    [
+        ("zip://photos::{home}/cache/a.zip", "cache", "contains"),
+        ("dir://sub::{home}/data", "data/cache", "inside"),
+        ("dir://sub::file://{home}/link", "data/cache", "inside"),
+        ("dir://::{home}/cache", "cache", "same"),
+        ("file://{home}/data", "data/sub", "inside"),
+        ("local://{home}/cache/..", "cache", "inside"),
+    ],
+)
+def test_L01_an_address_that_lies_on_this_machine_is_compared_as_the_path_it_is(
+    home: Path, data: str, cache: str, relation: str
+):
+    recipe = recipe_of(data.format(home=home), home / cache, home / "out")
+    assert ("cache_dir", relation, "dataset photos0") in relations(recipe)
+    with pytest.raises(PathIsolationError) as caught:
+        require_isolation(recipe)
+    assert str(recipe.datasets[0].path) in caught.value.where
+
+
+def test_an_address_elsewhere_lies_apart_from_every_folder(home: Path):
+    for data in ("s3://bucket/photos", "zip://x::https://host/a.zip", "memory://cache"):
+        assert relations(recipe_of(data, home / "cache", home / "out")) == []
+
+
+def test_addresses_are_one_place_by_any_of_their_spellings():
+    same = [("s3://b/x", "s3a://B/x/"), ("https://h/x", "http://user:word@h/x"), ("gs://b//x", "gcs://b/./x")]
+    for one, other in same:
+        assert identify(Url(one)).same(identify(Url(other)))
+    assert identify(Url("zip://in::s3://b/x/a.zip")).inside(identify(Url("s3://b/x")))
+    assert not identify(Url("s3://b/xy")).inside(identify(Url("s3://b/x")))
+    assert not identify(Url("s3://b/x")).same(identify(Url("gs://b/x")))

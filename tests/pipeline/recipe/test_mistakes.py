@@ -96,7 +96,15 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (dataset(path=""), "datasets[0].path", "the path is empty", "name a folder"),
     (dataset(path=3), "datasets[0].path", "path is 3, and must be text", 'quotes: "3"'),
     (dataset(path="a\0b"), "datasets[0].path", "NUL", "remove it"),
-    (dataset(path="s3://bucket/x"), "datasets[0].path", "is an address", "copy the files"),
+    (dataset(path="s4://bucket/x"), "datasets[0].path", "fsspec does not know", "did you mean s3?"),
+    (dataset(path="zip::nosuch://x"), "datasets[0].path", "fsspec does not know", "use s3"),
+    (
+        dataset(path="s3://b/l.csv", images="s3://b/l.csv"),
+        "datasets[0].images",
+        "is a listing",
+        "name a folder",
+    ),
+    ({"output_dir": "s3://bucket/x"}, "output_dir", "is an address", "a folder of this machine"),
     (
         dataset(path="all.csv", images="b.csv"),
         "datasets[0].images",

@@ -1,0 +1,140 @@
+"""Verdicts about pixels: what decodes to its last pixel and what it looks like, or why it does not decode.
+
+A verdict belongs to a content hash and a decoder: the same bytes are decoded once, whatever their file is
+called and however often the job runs, and a repaired file has other bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import polars as pl
+
+from pipeline.geometry import Size
+from pipeline.image_formats import ImageError
+from pipeline.images import DECODER, File, changed_error, decode, hash_bytes, one_image, read_bytes
+from pipeline.ingest.duplicates import HASH_VERSION, perceptual_hash
+from pipeline.ingest.funnel import refusal
+from pipeline.ingest.known import PIXELS
+from pipeline.ingest.parallel import in_threads
+from pipeline.reports import Log
+from pipeline.source import Source, threads_for
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+
+_STAGE = "validated_dataset"
+
+BIG_IMAGE_PX = 25_000_000
+"""Larger images are decoded one at a time, so that memory does not grow with the number of threads."""
+
+OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "plugin_missing", "empty_file"])
+"""Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew, such as
+`out_of_memory`."""
+
+_ANY_COLOUR = (255, 255, 255)
+
+_one_big_image = threading.Lock()
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Verdicts:
+    """What is known of pixels, by content hash; and of single files, by sample_id.
+
+    Attributes:
+        table: As `known.PIXELS`: of every content that was judged, now or earlier.
+        refused: Hash to why it does not decode.
+        by_sample: Sample id to why this file could not be judged, such as `vanished`.
+        decoded: Number of contents that were decoded for this.
+    """
+
+    table: pl.DataFrame
+    refused: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
+    by_sample: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
+    decoded: int = 0
+
+    def of(self, row: Row) -> ImageError | None:
+        """Why the sample is rejected for its pixels; None where they are sound."""
+        return self.by_sample.get(row["sample_id"]) or self.refused.get(row["content_hash"])
+
+
+def judge(
+    recipe: Recipe, sources: Mapping[str, Source], rows: pl.DataFrame, known: pl.DataFrame, *, log: Log
+) -> Verdicts:
+    """What is known of each content; one file of those of which nothing is known is decoded."""
+    verdicts = Verdicts(known)
+    max_px = recipe.checks.max_image_pixels
+    unknown: dict[str, list[Row]] = {}
+    for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
+        unknown.setdefault(row["content_hash"], []).append(row)
+
+    def answers_of(same: list[Row]) -> list[_Decoded]:
+        """One answer a file until one is about the content; the others then need none."""
+        answers: list[_Decoded] = []
+        for row in same:
+            answers.append(_decoded(sources[row["dataset"]].file(row["path"]), row, max_px))
+            error = answers[-1].error
+            if error is None or error.reason in OF_CONTENT:
+                break
+        return answers
+
+    groups = list(unknown.values())
+    fresh: list[Row] = []
+    threads = threads_for(sources.values())
+    decoded = in_threads(answers_of, groups, log=log, doing="images decoded", threads=threads)
+    for group, answers in zip(groups, decoded, strict=True):
+        verdicts.decoded += 1
+        last = answers[-1]
+        if last.error is None or last.error.reason in OF_CONTENT:
+            said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
+            said["perceptual_hash"] = last.perceptual_hash
+            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": judge_name()})
+        for row, answer in zip(group, answers, strict=False):
+            if answer.error is not None:
+                verdicts.by_sample[row["sample_id"]] = answer.error
+    made = pl.DataFrame([{name: row.get(name) for name in PIXELS} for row in fresh], schema=PIXELS)
+    verdicts.table = pl.concat([known, made])
+    for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
+        error = ImageError(row["reason"], row["detail"], fix=row["fix"])
+        verdicts.refused[row["content_hash"]] = error
+    return verdicts
+
+
+def judge_name() -> str:
+    """What a verdict about pixels depends on beside them."""
+    return f"{DECODER} {HASH_VERSION}"
+
+
+class _Decoded(NamedTuple):
+    """What one file turned out to be.
+
+    Attributes:
+        error: Why it is not the sound image that the scan saw; None where it is.
+        perceptual_hash: Of a sound one that is not of one colour.
+    """
+
+    error: ImageError | None
+    perceptual_hash: int | None = None
+
+
+def _decoded(file: File, row: Row, max_px: int) -> _Decoded:
+    try:
+        data = read_bytes(file)
+        if hash_bytes(data) != row["content_hash"]:
+            raise changed_error(file)
+        is_big = row["height"] * row["width"] > BIG_IMAGE_PX
+        with _one_big_image if is_big else nullcontext(), one_image(str(file)):
+            image = decode(data, _ANY_COLOUR, max_px=max_px)
+        size = Size(image.height, image.width)
+        if size != (row["height"], row["width"]):
+            detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"
+            raise ImageError("size_disagrees", detail, where=str(file), fix="export it again, or remove it")
+        return _Decoded(None, perceptual_hash(image))
+    except ImageError as err:
+        return _Decoded(err)

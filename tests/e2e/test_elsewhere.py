@@ -1,0 +1,45 @@
+"""A dataset that was moved into a bucket or an archive: the whole job, each process opening it by itself."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.elsewhere import in_archive, in_bucket
+
+
+@pytest.mark.usefixtures("s3")
+@pytest.mark.parametrize("kind", ["s3", "zip"])
+def test_a_dataset_moved_elsewhere_costs_what_has_changed(cached: Any, tmp_path: Path, kind: str) -> None:
+    file = cached.data / "photo2.png"
+    with Image.open(file) as image:
+        pixels = 255 - np.asarray(image)
+    Image.fromarray(pixels).save(file, compress_level=0)
+    (cached.data / "photo3.txt").write_text("another caption\n", encoding="utf-8")
+    there = in_bucket(cached.data) if kind == "s3" else in_archive(cached.data, tmp_path / "photos.zip")
+    shutil.rmtree(cached.data)
+    cached.recipe(datasets=[{"name": "photos", "path": there.address}])
+    done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    for asset, reused in (("vae_latents", 4), ("text_embeddings", None)):
+        report = cached.report(asset)
+        assert (report["encoded"], report["failed"]) == (1, 0)
+        assert reused is None or report["reused"] == reused
+    assert cached.execute("cache").success  # in this process, with nothing to do
+    assert cached.report("raw_images")["unchanged"] == 5
+    assert cached.report("vae_latents")["encoded"] == 0
+
+
+def test_an_address_that_leads_nowhere_stops_the_job_with_what_where_and_fix(cached: Any) -> None:
+    cached.recipe(datasets=[{"name": "photos", "path": "zip://photos::none.zip"}])
+    done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert done.returncode == 1
+    last = done.stderr.rstrip().splitlines()[-3:]
+    assert "there is nothing at this address" in last[0]
+    assert last[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
+    assert "correct datasets[].path" in last[2]

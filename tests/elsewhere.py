@@ -1,0 +1,117 @@
+"""A folder's files where fsspec finds them: in archives, on a web server, in a bucket of an S3 server."""
+
+from __future__ import annotations
+
+import tarfile
+import threading
+import uuid
+import zipfile
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+S3_ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "anybody",
+    "AWS_SECRET_ACCESS_KEY": "secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@dataclass
+class Elsewhere:
+    """Where a folder's files are published; publish again after a change.
+
+    Attributes:
+        address: Of the folder.
+        publish: Makes the folder's present state visible.
+        quote: What a name of the folder is called there.
+    """
+
+    address: str
+    publish: Callable[[], None]
+    quote: Callable[[str], str] = str
+
+
+@contextmanager
+def s3_server() -> Generator[str]:
+    """The URL of an S3 server, in memory, that answers as long as the body runs."""
+    import logging
+
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        server.stop()
+
+
+@contextmanager
+def web_server(folder: Path) -> Generator[str]:
+    """The URL of a web server that shows `folder`."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def files_of(folder: Path) -> dict[str, Path]:
+    return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def in_bucket(folder: Path, protocol: str = "s3") -> Elsewhere:
+    """In a new bucket of the server that the environment names, or in this process's memory."""
+    import fsspec
+
+    files = fsspec.filesystem(protocol, skip_instance_cache=True)
+    bucket = f"bucket-{uuid.uuid4().hex[:8]}"
+    files.mkdir(bucket)
+
+    def publish() -> None:
+        there = {name for name in files.find(f"{bucket}/photos") if name.strip("/")}
+        here = {f"{bucket}/photos/{name}": path for name, path in files_of(folder).items()}
+        for name in there - set(here) - {f"/{key}" for key in here}:
+            files.rm_file(name)
+        for name, path in here.items():
+            if not files.exists(name) or files.cat_file(name) != path.read_bytes():
+                files.pipe_file(name, path.read_bytes())
+
+    publish()
+    return Elsewhere(f"{protocol}://{bucket}/photos", publish)
+
+
+def in_archive(folder: Path, archive: Path) -> Elsewhere:
+    """In `archive`, whose suffix says which kind, below `photos`."""
+    kind = "zip" if archive.suffix == ".zip" else "tar"
+
+    def publish() -> None:
+        made = archive.with_name(f"new-{archive.name}")
+        if kind == "zip":
+            with zipfile.ZipFile(made, "w") as file:
+                for name, path in files_of(folder).items():
+                    file.write(path, f"photos/{name}")
+        else:
+            with tarfile.open(made, "w:gz" if archive.suffix == ".gz" else "w") as file:
+                file.add(folder, "photos")
+        made.replace(archive)
+
+    publish()
+    return Elsewhere(f"{kind}://photos::{archive}", publish)
