@@ -4,15 +4,18 @@ Loaded by `dagster job execute -m assets.definitions` and by workspace.yaml; tes
 Nothing here or below may import torch, diffusers, transformers or accelerate.
 """
 
+import gc
 import sys
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 
 from dagster import Definitions, in_process_executor
 
+from assets.asked_for import asked_for
 from assets.last_words import keep, listen
 from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
-from assets.run_end import RunTables
+from assets.run_end import run_tables
 from pipeline.errors import RecipeError
 from pipeline.model_sizes import require_divisible
 from pipeline.recipe import Recipe, load_recipes
@@ -22,10 +25,10 @@ from resources.launcher import AccelerateLauncher
 
 def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
     """The definitions of `recipes`, all in one code location."""
-    output_dirs = {recipe.name: str(recipe.output_dir) for recipe in recipes}
+    output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
     shared = Definitions(
         resources={
-            TABLES_RESOURCE: RunTables(output_dirs=output_dirs),
+            TABLES_RESOURCE: run_tables(output_dirs),
             LAUNCHER_RESOURCE: AccelerateLauncher(),
         },
         executor=in_process_executor,
@@ -33,13 +36,28 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
     return Definitions.merge(shared, *(recipe_graph(recipe) for recipe in recipes))
 
 
+@contextmanager
+def _kept_for_good() -> Generator[None]:
+    """Let the garbage collector pass over what is made here, now and later: definitions live to the end.
+
+    With 50 recipes it would else take an eighth of the time that Dagster needs for them.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
+
+
 def _load() -> Definitions:
     listen()
     find_terminal(sys.argv)
     try:
-        recipes = load_recipes()
-        require_divisible(recipes)
-        return build_definitions(recipes)
+        with _kept_for_good():
+            recipes = load_recipes()
+            require_divisible(recipes)
+            return build_definitions(asked_for(sys.argv, recipes))
     except RecipeError as err:
         keep(f"{type(err).__name__}: {err}")
         raise

@@ -10,6 +10,12 @@ from pipeline.recipe import Recipe
 TABLES_RESOURCE = "tables"
 LAUNCHER_RESOURCE = "launcher"
 
+JOBS = {
+    "cache": "Brings tables, latents and text embeddings up to date.",
+    "train": "Brings the cache up to date, then trains the LoRA.",
+}
+"""What a recipe's jobs do: they are called `<recipe>_cache` and `<recipe>_train`."""
+
 RECIPE_TAG = "latentline/recipe"
 """On each run of a recipe's jobs, so that schedule and sensor see whether one is under way."""
 

@@ -5,7 +5,7 @@ from dagster import AssetsDefinition, AssetSelection, Definitions, define_asset_
 from assets.aspect_buckets import aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule
 from assets.checks import asset_checks
-from assets.naming import RECIPE_TAG, asset_key
+from assets.naming import JOBS, RECIPE_TAG, asset_key
 from assets.raw_images import raw_images
 from assets.text_embeddings import text_embeddings
 from assets.trained_lora import trained_lora
@@ -21,18 +21,16 @@ def recipe_graph(recipe: Recipe) -> Definitions:
     """Everything that follows from `recipe`, without the resources, which all recipes share."""
     everything = AssetSelection.groups(recipe.name)
     trained = AssetSelection.assets(asset_key(recipe, "trained_lora"))
+    selections = {"cache": everything - trained, "train": everything}
     jobs = {
         name: define_asset_job(
             f"{recipe.name}_{name}",
-            selection=selection,
+            selection=selections[name],
             description=description,
             tags={RECIPE_TAG: recipe.name},
             executor_def=in_process_executor,
         )
-        for name, selection, description in (
-            ("cache", everything - trained, "Brings tables, latents and text embeddings up to date."),
-            ("train", everything, "Brings the cache up to date, then trains the LoRA."),
-        )
+        for name, description in JOBS.items()
     }
     schedule = recache_schedule(recipe, jobs["cache"])
     assets: list[AssetsDefinition] = [make(recipe) for make in ASSETS]

@@ -7,12 +7,20 @@ an asset, in reading or writing a table, in Dagster itself, or was stopped. So t
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dagster import AssetCheckSeverity, DagsterEvent, DagsterEventType, DagsterInstance, InitResourceContext
+from dagster import (
+    AssetCheckSeverity,
+    DagsterEvent,
+    DagsterEventType,
+    DagsterInstance,
+    InitResourceContext,
+    IOManagerDefinition,
+    io_manager,
+)
 
 from assets.last_words import DEFECT, STOPPED, is_dagster_command, keep, keep_numbers
 from pipeline.checks.names import SPECS
@@ -30,23 +38,38 @@ _LOOKED_AT = {
 }
 
 
-class RunTables(TableIOManager):
-    """The tables, and what is done at a run's beginning and said at its end."""
+TABLES = "Parquet tables below each recipe's output_dir."
 
-    def setup_for_execution(self, context: InitResourceContext) -> None:
-        """Let the run end with the code server that started it, if one did."""
+
+def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
+    """The tables' IO manager, and what is done at a run's beginning and said at its end.
+
+    Args:
+        output_dirs: `output_dir` by recipe name.
+    """
+
+    # Dagster's types leave out generators, which it ends with the run
+    @io_manager(config_schema={}, description=TABLES)  # pyright: ignore[reportArgumentType]
+    def tables(context: InitResourceContext) -> Iterator[TableIOManager]:
         end_with_code_server()
+        try:
+            yield TableIOManager(output_dirs)
+        finally:
+            _keep_end(context, output_dirs)
 
-    def teardown_after_execution(self, context: InitResourceContext) -> None:
-        """Keep the run's numbers and problems for the end of a `dagster` command."""
-        run, instance = context.run, context.instance
-        if run is None or instance is None or not is_dagster_command(sys.argv):
-            return
-        ended = ended_run(instance, run.run_id, self.output_dirs)
-        for name, text in ended.numbers.items():
-            keep_numbers(name, text)
-        for problem in ended.problems:
-            keep(problem)
+    return tables
+
+
+def _keep_end(context: InitResourceContext, output_dirs: Mapping[str, Path]) -> None:
+    """Keep the run's numbers and problems for the end of a `dagster` command."""
+    run, instance = context.run, context.instance
+    if run is None or instance is None or not is_dagster_command(sys.argv):
+        return
+    ended = ended_run(instance, run.run_id, output_dirs)
+    for name, text in ended.numbers.items():
+        keep_numbers(name, text)
+    for problem in ended.problems:
+        keep(problem)
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,7 @@ class EndedRun:
     problems: list[str]
 
 
-def ended_run(instance: DagsterInstance, run_id: str, output_dirs: dict[str, str]) -> EndedRun:
+def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> EndedRun:
     """What the run came to, from its events; `output_dirs` are those of all recipes, by name."""
     from pipeline.summary import summary
 
@@ -88,7 +111,7 @@ def _all_steps_succeeded(instance: DagsterInstance, run_id: str, events: Sequenc
     return set(asked) <= {event.step_key for event in events if event.is_step_success}
 
 
-def _seen(events: Sequence[DagsterEvent], output_dirs: dict[str, str]) -> Iterator["RunSeen"]:
+def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunSeen"]:
     from pipeline.summary import RunSeen
 
     for recipe, output_dir in output_dirs.items():
@@ -101,12 +124,12 @@ def _seen(events: Sequence[DagsterEvent], output_dirs: dict[str, str]) -> Iterat
             if key is None or key.path[0] != recipe:
                 continue
             if event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
-                path = Path(output_dir) / "reports" / f"{key.path[-1]}.json"
+                path = output_dir / "reports" / f"{key.path[-1]}.json"
                 reports[key.path[-1]] = json.loads(path.read_text(encoding="utf-8"))
             elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
                 checks.append(_check(event))
         if reports or checks:
-            yield RunSeen(recipe, Path(output_dir), reports, checks)
+            yield RunSeen(recipe, output_dir, reports, checks)
 
 
 def _check(event: DagsterEvent) -> "CheckSeen":
@@ -124,7 +147,7 @@ def _check(event: DagsterEvent) -> "CheckSeen":
     )
 
 
-def _problem(event: DagsterEvent, output_dirs: dict[str, str]) -> str:
+def _problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
     """A failed step: its own words, those of what broke it, or that it was stopped."""
     failure = event.step_failure_data
     recipe, asset = _asset_of(str(event.step_key), output_dirs)
@@ -150,14 +173,14 @@ def _stopped(where: str, checkpoint: str = "") -> str:
     return f"Stopped: the run was {STOPPED}\n  where: {place}\n  fix:   start the same job again: {goes_on}"
 
 
-def _checkpoint(output_dir: str) -> str:
+def _checkpoint(output_dir: Path) -> str:
     """The newest complete checkpoint of any training run; empty where there is none."""
-    markers = Path(output_dir).glob("runs/*/checkpoints/*/COMPLETE")
+    markers = output_dir.glob("runs/*/checkpoints/*/COMPLETE")
     newest = max(markers, key=lambda path: path.stat().st_mtime, default=None)
     return str(newest.parent) if newest is not None else ""
 
 
-def _asset_of(step: str, output_dirs: dict[str, str]) -> tuple[str, str]:
+def _asset_of(step: str, output_dirs: Mapping[str, Path]) -> tuple[str, str]:
     """Recipe and asset of an asset's step or its checks' step; empty where it is neither."""
     key = step.removesuffix("__checks")
     for recipe in output_dirs:

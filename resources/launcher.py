@@ -23,6 +23,7 @@ from dagster import (
     PreviewWarning,
     open_pipes_session,
 )
+from pydantic import Field
 
 from pipeline.launching import Launch, launch_command, launch_environment, launch_error
 
@@ -36,13 +37,14 @@ LOOK_INTERVAL_S = 1.0
 
 
 class AccelerateLauncher(ConfigurableResource):
-    """Starts entry modules with `accelerate launch` in a Dagster Pipes session.
+    """Starts entry modules with `accelerate launch` in a Dagster Pipes session."""
 
-    Attributes:
-        grace_s: Seconds that processes have for a checkpoint, from the SIGTERM on, when the step is stopped.
-    """
-
-    grace_s: float = 20.0
+    grace_s: float = Field(
+        default=20.0,
+        ge=0.0,
+        description="Seconds that encoding or training has to end by itself when the run is stopped, which "
+        "a training needs for its checkpoint; what is left after them is killed.",
+    )
 
     def bind(self, context: AssetExecutionContext, settings: AccelerateSettings) -> Launch:
         """A `Launch` whose processes report to `context`'s log and never outlive the step."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dagster import ConfigurableIOManager, InputContext, OutputContext
+from dagster import InputContext, IOManager, OutputContext
 
 from resources.failures import failures_stated
 
@@ -15,16 +16,16 @@ if TYPE_CHECKING:
     from pipeline.tables import Tables
 
 
-class TableIOManager(ConfigurableIOManager):
+class TableIOManager(IOManager):
     """Tables below each recipe's `output_dir/tables`, replaced atomically, checked against their schemas.
 
-    Asset keys are `<recipe>/<asset>`; the first part chooses the folder.
-
-    Attributes:
-        output_dirs: `output_dir` by recipe name.
+    Asset keys are `<recipe>/<asset>`; the first part chooses the folder. No run may configure it: where a
+    table lies is the recipe's to say.
     """
 
-    output_dirs: dict[str, str]
+    def __init__(self, output_dirs: Mapping[str, Path]) -> None:
+        """Take `output_dir` by recipe name."""
+        self._output_dirs = output_dirs
 
     def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
         """Replace the asset's table; fails as `failures_stated` when it is not what the schema says."""
@@ -42,4 +43,4 @@ class TableIOManager(ConfigurableIOManager):
         from pipeline.tables import Tables
 
         recipe, asset = list(key)  # pyright: ignore[reportArgumentType] - a sequence of two names
-        return Tables(Path(self.output_dirs[recipe])), asset
+        return Tables(self._output_dirs[recipe]), asset

@@ -1,6 +1,7 @@
 """What a run came to, by its events: real runs in this process, each ended in another way."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def ran(tmp_path) -> Any:
             except BaseException:
                 [record] = instance.get_run_records()
                 run_id = record.dagster_run.run_id
-            return ended_run(instance, run_id, {"small": str(tmp_path), "other": "/nowhere"})
+            return ended_run(instance, run_id, {"small": tmp_path, "other": Path("/nowhere")})
 
     return run
 
