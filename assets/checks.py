@@ -45,12 +45,14 @@ def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
     def run_checks(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
         from pipeline.checks.base import CheckContext
         from pipeline.checks.closed import closed_gates_error
+        from pipeline.checks.record import write_findings
         from pipeline.tables import Tables
 
         selected = {check.name for check in context.selected_asset_check_keys}
         with failures_stated():
             run = import_module(f"pipeline.checks.{asset}").run
             findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
+            write_findings(recipe.output_dir, asset, findings)
             chosen = [finding for finding in findings if finding.name in selected]
             yield from (_result(key, finding) for finding in chosen)
             closed = [finding for finding in chosen if finding.closes]

@@ -37,6 +37,9 @@ def test_L06_with_the_check_alone_a_latent_cut_short_closes_the_gate(cached) -> 
     assert steps_started(result) == {"small__vae_latents__checks"}
     failed = {e.check_name for e in result.get_asset_check_evaluations() if not e.passed}
     assert "file_size_outliers" in failed
+    said = cached.report("vae_latents_checks")
+    assert {each["name"] for each in said["checks"] if each["closed"]} == failed
+    assert said["gates_closed"] == len(failed)
 
 
 def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) -> None:
