@@ -15,11 +15,14 @@ DoRA's lengths are <denoiser>.<module>.lora_magnitude_vector in diffusers' layou
 length that it had in the base model (`weight_decompose` in comfy/weight_adapter/base.py), so that each is
 multiplied by the base row's length over the adapted row's, which comes to the same weights.
 
-<denoiser> is unet or transformer. In kohya's layout some modules are parts of one layer, as in the original
-code: query, key and value, say. With n parts of rank r the layer's down matrix is theirs one below the other,
-(n r, in); its up matrix holds theirs on the diagonal, (sum of outs, n r), and zeros elsewhere; its alpha is n
-times theirs, so that alpha / rank stays. A part that was not trained is zeros. Where ComfyUI's key is
-kohya's, so is its layer.
+<denoiser> is unet or transformer. Adapters of text encoders are in the same files: in diffusers' layout
+text_encoder or text_encoder_2 stands in the denoiser's place, kohya's keys begin with lora_te_, lora_te1_ or
+lora_te2_, and ComfyUI's with text_encoders (`model_lora_keys_clip`, the generic ones).
+
+In kohya's layout some modules are parts of one layer, as in the original code: query, key and value, say.
+With n parts of rank r the layer's down matrix is theirs one below the other, (n r, in); its up matrix holds
+theirs on the diagonal, (sum of outs, n r), and zeros elsewhere; its alpha is n times theirs, so that
+alpha / rank stays. A part that was not trained is zeros. Where ComfyUI's key is kohya's, so is its layer.
 
 ComfyUI takes any weight of its own model by its name without ".weight" (`model_lora_keys_unet` in
 comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and scales by alpha / rank
@@ -90,7 +93,8 @@ class LoraModule:
     """One module that has an adapter.
 
     Attributes:
-        name: Dotted path in the diffusers denoiser.
+        name: Dotted path in the diffusers denoiser; of a text encoder's, in transformers' model, after the
+            component's name.
         diffusers: Key in the diffusers layout, without `.lora_A.weight`.
         kohya: Key in kohya's layout, without `.lora_down.weight`.
         comfyui: Key in ComfyUI's.
@@ -250,11 +254,11 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     try:
         if alpha_key is not None:
             return float(file.tensors[alpha_key]) / file.tensors[down_key].shape[0]
-        component = module.diffusers.removesuffix(f".{module.name}")
+        component, _, path = module.diffusers.partition(".")
         prefix = f"{component}."
         adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
         own = {key.removeprefix(prefix): value for key, value in adapter.items() if key.startswith(prefix)}
-        key = f"^{re.escape(module.name)}"
+        key = f"^{re.escape(path)}"
         rank = int((own.get("rank_pattern") or {}).get(key, own["r"]))
         alpha = float((own.get("alpha_pattern") or {}).get(key, own["lora_alpha"]))
         return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank

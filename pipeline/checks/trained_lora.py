@@ -146,7 +146,7 @@ def _norms(result: _Result) -> dict[str, float]:
         down, up, _ = module.keys("diffusers")
         if down in file.tensors and up in file.tensors:
             rows, columns = (file.tensors[key].reshape(len(file.tensors[key]), -1) for key in (up, down))
-            if result.asked.begins_as_part:
+            if result.asked.of_network(module.name).begins_as_part:
                 rows, columns = rows.astype(np.float64), columns.astype(np.float64)
             norm = float(np.linalg.norm(rows @ columns))
             least = 1e-12 * float(np.linalg.norm(rows) * np.linalg.norm(columns))
@@ -196,11 +196,10 @@ def _difference(result: _Result, file: LoraFile, module: LoraModule, layout: Lay
     try:
         scale, expected = (
             module_scale(file, module, layout),
-            result.asked.scale_of(module.name, conv=module.is_convolution),
+            result.asked.of_network(module.name).scale_of(module.name, conv=module.is_convolution),
         )
     except TrainingError as err:
         return err.what
-    expected = result.asked.scale_of(module.name, conv=module.is_convolution)
     if not math.isclose(scale, expected, rel_tol=1e-6):
         return f"scaled by {scale}, asked for {expected}"
     try:
@@ -252,7 +251,8 @@ def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ..
 
 
 def _asked_rank(result: _Result, module: LoraModule) -> int:
-    return result.asked.file_rank_of(module.name, (module.out_features, module.in_features, *module.kernel))
+    weight = (module.out_features, module.in_features, *module.kernel)
+    return result.asked.of_network(module.name).file_rank_of(module.name, weight)
 
 
 def _file_sizes(result: _Result) -> Outcome:

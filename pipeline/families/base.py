@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
+from pipeline.families.clip_text import TrainableClip
 from pipeline.fingerprints import ModelPart
 from pipeline.geometry import Size
 
@@ -199,6 +200,10 @@ class Family(ABC):
     def lora_targets(self) -> list[str]:
         """Endings of the modules that get an adapter, for `peft.LoraConfig.target_modules`."""
 
+    def trainable_text_encoders(self) -> Mapping[str, TrainableClip]:
+        """The text encoders that may get adapters, by component: those whose LoRA diffusers' loader takes."""
+        return {}
+
     @abstractmethod
     def modelspec_architecture(self) -> str:
         """The base model's name in the ModelSpec metadata of LoRA files, without "/lora"."""
@@ -252,6 +257,17 @@ class Family(ABC):
 
         Captions of different lengths are padded as `text_padding` says: to the batch's longest with
         `text_mask` (B, T) beside them, 1 where there is a token, or to the length that the denoiser knows.
+        """
+
+    @abstractmethod
+    def text_network(self, encoders: Any, role: str) -> nn.Module:
+        """One of `trainable_text_encoders`, of what `load_text_encoders` gave: the very network it asks."""
+
+    @abstractmethod
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+        """The text conditions of a batch of captions, as of `stack_texts`, with their graph.
+
+        Of each caption they are what `encode_caption` gives, but for the arithmetic of a larger batch.
         """
 
     @abstractmethod

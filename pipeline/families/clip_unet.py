@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import FamilyError
 from pipeline.families.base import Layer
 from pipeline.families.noise import BetaNoise
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BLOCK = re.compile(r"(down|up)_blocks\.(\d+)\.(attentions|resnets)\.(\d+)\.(.+)")
 _MID_BLOCK = re.compile(r"mid_block\.(attentions|resnets)\.(\d+)\.(.+)")
@@ -33,6 +39,14 @@ class ClipUNet(BetaNoise):
     def token_limits(self) -> dict[str, int]:
         """What `encode_prompt` pads to: 77."""
         return {role: self.tokenizer_limit(role) for role in self.text_roles() if "tokenizer" in role}
+
+    @abstractmethod
+    def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
+        """As of every family; of several captions one batch."""
+
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+        """As one batch."""
+        return self.embed(encoders, list(captions))
 
     def lora_targets(self) -> list[str]:
         """Query, key, value and output of each attention, self and cross."""

@@ -200,6 +200,15 @@ class DiffusersFamily(Family):
 
         return {name: torch.stack([text[name] for text in texts]) for name in texts[0]}
 
+    def text_network(self, encoders: Any, role: str) -> nn.Module:
+        """The component of the pipeline."""
+        return getattr(encoders, role)
+
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+        """`embed` of one after the other."""
+        each = [self.embed(encoders, caption) for caption in captions]
+        return self.stack_texts([{name: tensor[0] for name, tensor in tensors.items()} for tensors in each])
+
     def tokenized(self, encoders: Any, caption: str) -> str:
         """The text, with the caption in it, that the pipeline `encoders` gives its tokenizer."""
         return caption

@@ -72,7 +72,8 @@ def _prediction(family: DiffusersFamily) -> str:
 
 def _targets(family: DiffusersFamily) -> str:
     ends = {target.split(".", 1)[1] if target[0].isdigit() else target for target in family.lora_targets()}
-    return _codes(*sorted(ends))
+    text = "".join(f", {_code(role)}" for role in family.trainable_text_encoders())
+    return _codes(*sorted(ends)) + (f"; with `training.lora.text_encoders` also{text[1:]}" if text else "")
 
 
 def _kohya(family: DiffusersFamily) -> str:

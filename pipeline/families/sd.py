@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.families.base import Conditions, Shapes
+from pipeline.families.clip_text import TrainableClip
 from pipeline.families.clip_unet import ClipUNet
 
 if TYPE_CHECKING:
@@ -39,7 +40,13 @@ class StableDiffusion(ClipUNet):
             return "stable-diffusion-v1"
         return "stable-diffusion-v2-" + ("512" if self.prediction_type() == "epsilon" else "768-v")
 
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+    def trainable_text_encoders(self) -> Mapping[str, TrainableClip]:
+        """The one there is, all of it: ComfyUI calls SD 2.x's clip_h, and SD 1.x's clip_l."""
+        config = self.config("text_encoder")
+        name = "clip_h" if int(config["hidden_size"]) == 1024 else "clip_l"
+        return {"text_encoder": TrainableClip("lora_te", name, int(config["num_hidden_layers"]))}
+
+    def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
         """`StableDiffusionPipeline.encode_prompt`."""
         embedding, _ = encoders.encode_prompt(
             caption, encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False

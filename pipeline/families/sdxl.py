@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.families.base import Conditions, Layer, Shapes
+from pipeline.families.clip_text import TrainableClip
 from pipeline.families.clip_unet import ClipUNet
 
 if TYPE_CHECKING:
@@ -48,7 +49,17 @@ class StableDiffusionXL(ClipUNet):
         """`lora_unet_` and Stability AI's path with underscores."""
         return Layer("lora_unet_" + self.original_name(module).replace(".", "_"), (module,))
 
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+    def trainable_text_encoders(self) -> Mapping[str, TrainableClip]:
+        """Both; of the first not the last layer, which is not asked: the second's is, for its projection."""
+        first, second = (
+            int(self.config(role)["num_hidden_layers"]) for role in ("text_encoder", "text_encoder_2")
+        )
+        return {
+            "text_encoder": TrainableClip("lora_te1", "clip_l", first - 1),
+            "text_encoder_2": TrainableClip("lora_te2", "clip_g", second),
+        }
+
+    def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
         """`StableDiffusionXLPipeline.encode_prompt`."""
         embedding, _, pooled, _ = encoders.encode_prompt(
             caption, device=encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False

@@ -23,6 +23,7 @@ from pipeline.recipe.schema import (
     Recipe,
     TextSettings,
 )
+from pipeline.recipe.text_encoders import TextEncoderSettings
 from pipeline.recipe.training import TrainingSettings
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "RecacheSettings",
     "Recipe",
     "ShuffleSettings",
+    "TextEncoderSettings",
     "TextSettings",
     "TimestepSettings",
     "TrainingSettings",

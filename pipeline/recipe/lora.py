@@ -11,8 +11,10 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from pipeline.recipe.rules import Broken, check_path, raise_broken, reject
 from pipeline.recipe.section import Settings
+from pipeline.recipe.text_encoders import MAX_RANK, TextEncoderSettings
 
-MAX_RANK = 4096
+TEXT_ENCODER = "text_encoder"
+"""How the names of the text encoders begin, and so the paths of their modules."""
 
 
 def _check_pattern(value: str) -> str:
@@ -120,6 +122,14 @@ class LoraSettings(Settings):
         description="A LoRA file with which training begins, of the same modules, ranks and kind, in "
         "diffusers', kohya's or ComfyUI's layout. Relative to the project root.",
     )
+    text_encoders: TextEncoderSettings | None = Field(
+        default=None,
+        description="Train LoRA on the text encoders too, as docs/families.md says which families can; `{}` "
+        "takes every default, null trains none. Captions are then encoded in training, at each step, with "
+        "encoders that need their memory there; of the cached text embeddings none is read. What is the "
+        "denoiser's own stays so: `kind`, `dora`, `modules`, `ranks`, `conv_rank`. `dropout`, `rslora` and "
+        "`init: gaussian` hold for both.",
+    )
 
     @model_validator(mode="after")
     def _ranks_differ(self) -> LoraSettings:
@@ -215,6 +225,30 @@ class LoraSettings(Settings):
     def family_modules(self) -> bool:
         """Whether the adapted modules are just those that the family names."""
         return self.targets == "family" and not self.modules and self.conv_rank is None
+
+    @property
+    def of_text_encoders(self) -> LoraSettings | None:
+        """The settings of the text encoders' adapters, a plain LoRA; None where they get none."""
+        own = self.text_encoders
+        if own is None:
+            return None
+        rank = self.rank if own.rank is None else own.rank
+        return LoraSettings(
+            rank=rank,
+            alpha=self._proportional(rank) if own.alpha is None else own.alpha,
+            dropout=self.dropout,
+            rslora=self.rslora,
+            init="gaussian" if self.init == "gaussian" else "kaiming",
+        )
+
+    def of_network(self, module: str) -> LoraSettings:
+        """The settings of the adapter that a module has: the denoiser's, or a text encoder's.
+
+        Args:
+            module: Its dotted path, which begins with the name of the text encoder if it is one's.
+        """
+        text = self.of_text_encoders
+        return text if text is not None and module.startswith(TEXT_ENCODER) else self
 
     def has_own_size(self, module: str, *, conv: bool) -> bool:
         """Whether the module's size is another than `rank` and `alpha`; arguments as of `size_of`."""

@@ -186,6 +186,17 @@ class TrainingSettings(Settings):
         return self
 
     @model_validator(mode="after")
+    def _one_rate_where_it_is_found(self) -> TrainingSettings:
+        text = self.lora.text_encoders
+        if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
+            what = f"prodigy finds one step size for all weights, and not another of {text.learning_rate}"
+            broken = Broken(
+                "lora.text_encoders.learning_rate", what, "remove it, or use another training.optimizer"
+            )
+            raise_broken([broken], involves=("optimizer", "lora"))
+        return self
+
+    @model_validator(mode="after")
     def _packed_weights_suit_the_adapter(self) -> TrainingSettings:
         if self.quantize != "none" and self.lora.dora:
             what = f"dora measures the base weights, which quantize: {self.quantize} packs"

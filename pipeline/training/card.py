@@ -21,6 +21,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
     recipe, base = record["recipe"], record["model"]["base"]
     training, name = recipe["training"], recipe["name"]
     lora = training["lora"]
+    trained = "" if lora["text_encoders"] is None else "; of the text encoders too"
     rows = [
         ("base model", f"`{base}`"),
         *((f"its {role}", f"`{named}`") for role, named in record["model"].get("components", {}).items()),
@@ -29,7 +30,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
             "steps",
             f"{steps}, {training['batch_size']} x {training['gradient_accumulation']} samples a process",
         ),
-        ("rank, alpha", f"{lora['rank']}, {lora['alpha']}"),
+        ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{trained}"),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", str(recipe["buckets"]["resolution"])),
         ("seed", str(training["seed"])),

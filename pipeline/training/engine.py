@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -17,15 +17,17 @@ from pipeline.recipe import LossSettings
 from pipeline.training.averaging import Averaging
 from pipeline.training.base_model import load_base, prepare_passes
 from pipeline.training.checkpoint import TrainingState
-from pipeline.training.layouts import describe_modules
+from pipeline.training.layouts import describe_all
 from pipeline.training.loader import MicroInput
-from pipeline.training.lora import adapter_state, add_lora, load_adapter_state, trainable_weights
+from pipeline.training.lora import adapter_state, add_lora, trainable_weights
 from pipeline.training.loss import sample_losses, share_of_mean, snr_weights
+from pipeline.training.networks import load_all, networks_of, of_all
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
 from pipeline.training.part import begin_as_part
 from pipeline.training.seeding import hash_bits
 from pipeline.training.starting import start_from
+from pipeline.training.text_encoders import Joint, TextEncoders
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -57,7 +59,14 @@ class StepOutcome:
 
 
 class Engine:
-    """One process's model, optimizer and schedule."""
+    """One process's model, optimizer and schedule.
+
+    Attributes:
+        denoiser: With its adapter.
+        text: The text encoders with theirs; None unless they are trained.
+        networks: The denoiser, and the text encoders that have adapters.
+        weights: What is trained, of all of them.
+    """
 
     def __init__(self, order: TrainingOrder, family: Family) -> None:
         """Load the base model and put a fresh adapter on it.
@@ -72,26 +81,41 @@ class Engine:
         _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
-        self.denoiser = load_base(family, order.recipe, str(self.accelerator.device))
-        add_lora(
-            cast("Any", self.denoiser),
-            self._settings.lora,
-            targets=family.lora_targets(),
-            seed=self._settings.seed,
-        )
-        if self._settings.lora.begins_as_part:
-            begin_as_part(self.denoiser, self._settings.lora, seed=self._settings.seed)
-        if self._settings.lora.start_from is not None:
-            start_from(self.denoiser, describe_modules(family, self.denoiser), self._settings.lora.start_from)
+        device = str(self.accelerator.device)
+        self.denoiser = self._adapted(load_base(family, order.recipe, device))
+        lora = self._settings.lora
+        self.text = None if lora.text_encoders is None else TextEncoders(family, order.recipe, device)
+        self.networks = networks_of(self.denoiser, self.text_networks)
+        if lora.start_from is not None:
+            start_from(self.networks, describe_all(family, self.networks), lora.start_from)
         prepare_passes(family, self.denoiser, order.recipe)
-        self.denoiser.train()
-        self.weights = trainable_weights(self.denoiser)
-        optimizer = make_optimizer(self.weights, self._settings)
+        self._set_training(True)
+        groups = self._weight_groups()
+        self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
+        optimizer = make_optimizer(groups, self._settings)
         self._schedule = make_schedule(optimizer, self._settings)
         self._averaging = Averaging(self.weights, optimizer, self._settings)
-        prepared = cast("Any", self.accelerator.prepare(self.denoiser, optimizer))
+        self._whole = self.denoiser if self.text is None else Joint(family, self.denoiser, self.text)
+        prepared = cast("Any", self.accelerator.prepare(self._whole, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
+
+    def _adapted(self, denoiser: nn.Module) -> nn.Module:
+        lora, seed = self._settings.lora, self._settings.seed
+        add_lora(cast("Any", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
+        if lora.begins_as_part:
+            begin_as_part(denoiser, lora, seed=seed)
+        return denoiser
+
+    def _weight_groups(self) -> list[dict[str, Any]]:
+        """As torch's optimizers take them: the denoiser's, and then the text encoders', which have a rate."""
+        by_network = [trainable_weights(network) for network in self.networks.values()]
+        groups: list[dict[str, Any]] = [{"params": by_network[0]}]
+        text = self._settings.lora.text_encoders
+        if text is not None:
+            own = {} if text.learning_rate is None else {"lr": text.learning_rate}
+            groups.append({"params": [weight for weights in by_network[1:] for weight in weights], **own})
+        return groups
 
     def step(
         self, batch: StepPlan, inputs: Iterator[tuple[StepPlan, MicroInput]], *, stop: bool
@@ -147,13 +171,18 @@ class Engine:
         """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
         family, scheduler = self._family, self.scheduler
         noisy = family.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
-        prediction = family.predict(model, noisy, micro.timesteps, micro.conditions)
+        prediction = self._predict(model, noisy, micro)
         target = family.target(scheduler, micro.latent, micro.noise, micro.timesteps)
         losses = sample_losses(prediction, target, self._settings.loss)
         if self._settings.loss.weighting == "none":
             return losses
         snr = family.signal_to_noise(scheduler, micro.timesteps)
         return losses * snr_weights(snr, self._settings.loss, family.prediction_type())
+
+    def _predict(self, model: nn.Module, noisy: Tensor, micro: MicroInput) -> Tensor:
+        if self.text is None:
+            return self._family.predict(model, noisy, micro.timesteps, micro.conditions)
+        return model(noisy, micro.timesteps, micro.conditions, micro.captions)
 
     def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
         """Each sample's mean squared error (B,), float32, of the adapter as it is; nothing is trained.
@@ -165,35 +194,56 @@ class Engine:
             scheduler: Of the noise.
         """
         here = micro.to(self.accelerator.device)
-        with self._looking():
+        with self.looking():
             target = self._family.target(scheduler, here.latent, here.noise, here.timesteps)
             return sample_losses(self._answer(here, scheduler), target, LossSettings())
 
     def output_change(self, micro: MicroInput) -> float:
-        """How far the adapter moves the model's answer, relative to the answer's norm without it."""
-        here, denoiser = micro.to(self.accelerator.device), cast("Any", self.denoiser)
-        with self._looking():
+        """How far the adapters move the model's answer, relative to the answer's norm without them."""
+        here = micro.to(self.accelerator.device)
+        networks: list[Any] = list(self.networks.values())
+        with self.looking():
             adapted = self._answer(here, self.scheduler).double()
-            denoiser.disable_adapters()
+            for network in networks:
+                network.disable_adapters()
             try:
                 plain = self._answer(here, self.scheduler).double()
             finally:
-                denoiser.enable_adapters()
+                for network in networks:
+                    network.enable_adapters()
         return float((adapted - plain).norm() / plain.norm())
 
     def _answer(self, here: MicroInput, scheduler: Any) -> Tensor:
         noisy = self._family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
-        return self._family.predict(self.denoiser, noisy, here.timesteps, here.conditions)
+        return self._predict(self._whole, noisy, here)
+
+    @property
+    def text_networks(self) -> Mapping[str, nn.Module]:
+        """The text encoders that have adapters, by component."""
+        return self.text.networks if self.text else {}
+
+    def text_of(self, caption: str) -> Mapping[str, Tensor] | None:
+        """What the text encoders make of a caption by now, by `Family.text_shapes`; None if none is trained.
+
+        Call it while `looking`.
+        """
+        if self.text is None:
+            return None
+        return {name: tensor[0] for name, tensor in self.text.embed([caption]).items()}
 
     @contextmanager
-    def _looking(self) -> Generator[None]:
+    def looking(self) -> Generator[None]:
         """Inside, the model is asked and not trained: no dropout, no gradients."""
-        self.denoiser.eval()
+        self._set_training(False)
         try:
             with torch.no_grad(), self.accelerator.autocast():
                 yield
         finally:
-            self.denoiser.train()
+            self._set_training(True)
+
+    def _set_training(self, training: bool) -> None:
+        for network in self.networks.values():
+            network.train(training)
 
     def _update(self, batch: StepPlan) -> float:
         norm = self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm)
@@ -214,7 +264,7 @@ class Engine:
         if self.accelerator.scaler is not None:
             optimizer["scaler"] = self.accelerator.scaler.state_dict()
         optimizer |= self._averaging.state()
-        return TrainingState(step=step, adapter=adapter_state(self.denoiser), optimizer=optimizer)
+        return TrainingState(step=step, adapter=of_all(self.networks, adapter_state), optimizer=optimizer)
 
     def result_weights(self) -> AbstractContextManager[None]:
         """Inside, the adapter is what the run would leave as its LoRA: an average, where one is asked for.
@@ -229,7 +279,7 @@ class Engine:
         Raises:
             TrainingError: It is of another adapter.
         """
-        load_adapter_state(self.denoiser, state.adapter)
+        load_all(self.networks, state.adapter)
         self._optimizer.load_state_dict(state.optimizer["optimizer"])
         self._schedule.load_state_dict(state.optimizer["schedule"])
         self._averaging.restore(state.optimizer)

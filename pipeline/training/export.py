@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import diffusers
@@ -29,7 +30,7 @@ from pipeline.training.layouts import (
     DEFECT,
     Effects,
     Lengths,
-    describe_modules,
+    describe_all,
     effects,
     effects_by_rule,
     layout_tensors,
@@ -42,6 +43,7 @@ from pipeline.training.lora import (
     row_lengths,
     sizes_at_start,
 )
+from pipeline.training.networks import Networks, networks_of, of_all
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -51,6 +53,9 @@ RELOAD_TOLERANCE = 1e-6
 the very float32 factors, so only the order of a product's additions may differ. Of a LoHa or LoKr, whose
 files hold products of its factors, ten times as much. Of an adapter that began as a part of the base weights,
 ten times as much relative to the largest weight of that part, which the sum takes off again."""
+
+
+NO_ENCODERS: Mapping[str, nn.Module] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -86,12 +91,21 @@ class Exporter:
         self._pipeline: Any = getattr(diffusers, class_name)
         self._component = family.denoiser_name
 
-    def modules(self, denoiser: nn.Module) -> list[LoraModule]:
-        """The modules that have an adapter, with their names in each layout."""
-        return describe_modules(self._family, denoiser)
+    def modules(
+        self, denoiser: nn.Module, text_encoders: Mapping[str, nn.Module] = NO_ENCODERS
+    ) -> list[LoraModule]:
+        """The modules that have an adapter, with their names in each layout; arguments as of `export`."""
+        return describe_all(self._family, networks_of(denoiser, text_encoders))
 
-    def export(self, denoiser: nn.Module, folder: Path) -> list[ExportedFile]:
+    def export(
+        self, denoiser: nn.Module, folder: Path, text_encoders: Mapping[str, nn.Module] = NO_ENCODERS
+    ) -> list[ExportedFile]:
         """Write the three files into `folder`, which is emptied first, and read each of them back.
+
+        Args:
+            denoiser: With its adapter.
+            folder: Made with its parents.
+            text_encoders: Those that have adapters, by component.
 
         Raises:
             TrainingError: A file does not give back the delta weights in memory (FAILURES R06), or a layout
@@ -100,31 +114,45 @@ class Exporter:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        state = equal_lora(denoiser)
-        modules = self.modules(denoiser)
+        networks = networks_of(denoiser, text_encoders)
+        state = of_all(networks, equal_lora)
+        modules = describe_all(self._family, networks)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
-        config = cast("Any", denoiser).peft_config[ADAPTER]
         with refusals_named(folder):
-            self._save_diffusers(folder, state, config if _is_one_lora(denoiser) else _equal(modules))
+            self._save_diffusers(folder, networks, modules, state)
             for layout in ("kohya", "comfyui"):
                 tensors = layout_tensors(layout, modules, state, lengths)
                 save_file(tensors, folder / layout_file(layout, self._name), metadata=self._metadata)
-        return self._verified(denoiser, modules, folder, lengths)
+        return self._verified(networks, modules, folder, lengths)
 
-    def _save_diffusers(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
-        layers = {f"{self._component}_lora_layers": state}
-        adapter = {f"{self._component}_lora_adapter_metadata": _plain(config.to_dict())}
-        self._pipeline.save_lora_weights(save_directory=folder, **layers, **adapter)
+    def _save_diffusers(
+        self, folder: Path, networks: Networks, modules: list[LoraModule], state: dict[str, Tensor]
+    ) -> None:
+        given: dict[str, Any] = {}
+        for prefix, network in networks.items():
+            component = prefix.removesuffix(".") or self._component
+            own = [module for module in modules if module.diffusers.startswith(f"{component}.")]
+            keys = {module.name: module.diffusers.removeprefix(f"{component}.") for module in own}
+            given[f"{component}_lora_layers"] = {
+                keys[module] + end: tensor
+                for module, end, tensor in map(_parted, state.items())
+                if module in keys
+            }
+            config = cast("Any", network).peft_config[ADAPTER] if _is_one_lora(network) else _equal(own)
+            given[f"{component}_lora_adapter_metadata"] = _plain(config.to_dict())
+        self._pipeline.save_lora_weights(save_directory=folder, **given)
         path = folder / layout_file("diffusers", self._name)
         header = _metadata_of(path)
         save_file(load_file(path), path, metadata={**self._metadata, **header})
 
     def _verified(
-        self, denoiser: nn.Module, modules: list[LoraModule], folder: Path, lengths: Lengths
+        self, networks: Networks, modules: list[LoraModule], folder: Path, lengths: Lengths
     ) -> list[ExportedFile]:
-        trained = effects(delta_weights(denoiser), magnitudes(denoiser), lengths)
-        # Of kohya's layout diffusers leaves out DoRA's lengths, and all alphas but the commonest.
-        plain = not lengths and len({module.alpha for module in modules}) == 1
+        denoiser = networks[""]
+        trained = effects(of_all(networks, delta_weights), magnitudes(denoiser), lengths)
+        # Of kohya's layout diffusers leaves out DoRA's lengths, and a network's alphas but the commonest.
+        alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in modules}
+        plain = not lengths and len(alphas) == len(networks)
         tolerance = RELOAD_TOLERANCE * (1 if _is_one_lora(denoiser) else 10)
         parts = sizes_at_start(denoiser)
         same = partial(_compare, trained=trained, parts=parts, tolerance=tolerance)
@@ -135,40 +163,59 @@ class Exporter:
             if layout != "diffusers":
                 error = same(path, effects_by_rule(path, modules, layout, lengths))
             if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
-                found = self._effects_by_loader(path, denoiser, lengths)
+                found = self._effects_by_loader(path, networks, lengths)
                 error = max(error, same(path, found))
             files.append(ExportedFile(path.name, error, len(modules)))
         return files
 
-    def _effects_by_loader(self, path: Path, denoiser: nn.Module, lengths: Lengths) -> Effects:
-        """What diffusers' own loader makes of the file, on a denoiser whose base weights take no memory."""
-        skeleton = _skeleton(denoiser)
+    def _effects_by_loader(self, path: Path, networks: Networks, lengths: Lengths) -> Effects:
+        """What diffusers' own loader makes of the file, on networks whose base weights take no memory."""
+        skeletons = {
+            prefix: _skeleton(network, "_from_config" if prefix else "from_config")
+            for prefix, network in networks.items()
+        }
+        skeleton = skeletons[""]
         try:
             # The families of a UNet answer with alphas in between, the others do not.
             state, *alphas, metadata = self._pipeline.lora_state_dict(
                 path.parent, weight_name=path.name, unet_config=skeleton.config, return_lora_metadata=True
             )
-            skeleton.load_lora_adapter(
-                state,
-                prefix=self._component,
-                network_alphas=alphas[0] if alphas else None,
-                metadata=metadata,
-                adapter_name="reloaded",
-            )
+            told = {
+                "network_alphas": alphas[0] if alphas else None,
+                "metadata": metadata,
+                "adapter_name": "reloaded",
+            }
+            skeleton.load_lora_adapter(state, prefix=self._component, **told)
+            for prefix, encoder in skeletons.items():
+                if prefix:
+                    self._pipeline.load_lora_into_text_encoder(
+                        state, text_encoder=encoder, prefix=prefix.removesuffix("."), **told
+                    )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=DEFECT) from err
-        return effects(delta_weights(skeleton, "reloaded"), magnitudes(skeleton, "reloaded"), lengths)
+        found = of_all(skeletons, partial(delta_weights, adapter="reloaded"))
+        return effects(found, magnitudes(skeleton, "reloaded"), lengths)
 
 
-def _skeleton(denoiser: nn.Module) -> Any:
-    """The denoiser's modules as configured, each weight a single zero seen from everywhere."""
+def _skeleton(network: nn.Module, make: str) -> Any:
+    """The network's modules as configured, each weight a single zero seen from everywhere.
+
+    Args:
+        network: Of diffusers or transformers.
+        make: Their name of the method that makes one of a configuration.
+    """
     with torch.device("meta"):
-        skeleton = cast("Any", type(denoiser)).from_config(cast("Any", denoiser).config)
+        skeleton = getattr(type(network), make)(cast("Any", network).config)
     for module in skeleton.modules():
         for name, weight in module.named_parameters(recurse=False):
-            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-            module.register_parameter(name, nn.Parameter(zeros, requires_grad=False))
+            module.register_parameter(name, nn.Parameter(_zeros_like(weight), requires_grad=False))
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, _zeros_like(buffer))
     return skeleton
+
+
+def _zeros_like(tensor: Tensor) -> Tensor:
+    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
 def _equal(modules: list[LoraModule]) -> LoraConfig:
@@ -183,10 +230,16 @@ def _equal(modules: list[LoraModule]) -> LoraConfig:
     )
 
 
-def _is_one_lora(denoiser: nn.Module) -> bool:
+def _is_one_lora(network: nn.Module) -> bool:
     """Whether the adapter's own weights are what the files hold."""
-    have = cast("Any", denoiser).peft_config
+    have = cast("Any", network).peft_config
     return AT_START not in have and isinstance(have[ADAPTER], LoraConfig)
+
+
+def _parted(item: tuple[str, Tensor]) -> tuple[str, str, Tensor]:
+    """(module, rest of the name, weight) of one of peft's."""
+    module, mark, end = item[0].rpartition(".lora_")
+    return module, mark + end, item[1]
 
 
 def _compare(

@@ -91,7 +91,8 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
 
 
 def _adapter(lora: LoraSettings) -> Facts:
-    facts = lora.model_dump(mode="json", exclude={"start_from", "lokr_factor"})
+    left_out = {"start_from", "lokr_factor"} | ({"text_encoders"} if lora.text_encoders is None else set())
+    facts = lora.model_dump(mode="json", exclude=left_out)
     return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
 
 

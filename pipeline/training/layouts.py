@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -15,7 +16,8 @@ from pipeline.errors import TrainingError
 from pipeline.lora_files import Layout, LoraModule, factors
 from pipeline.lora_files import lengths as stored_lengths
 from pipeline.training.equal import equal_shapes
-from pipeline.training.lora import ADAPTER, has_magnitude, lora_modules
+from pipeline.training.lora import ADAPTER, Adapted, has_magnitude, lora_modules
+from pipeline.training.networks import Networks
 
 if TYPE_CHECKING:
     from pipeline.families import Family
@@ -30,8 +32,29 @@ Lengths: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 DEFECT = "report this as a defect, with the versions of diffusers and peft; the last checkpoint is kept"
 
 
+def describe_all(family: Family, networks: Networks) -> list[LoraModule]:
+    """`describe_modules` of the denoiser, and the modules of the text encoders that have an adapter.
+
+    Raises:
+        FamilyError: One has no name in a layout.
+        TrainingError: As `describe_modules`.
+    """
+    clips = family.trainable_text_encoders()
+    described: list[LoraModule] = []
+    for prefix, network in networks.items():
+        if not prefix:
+            described += describe_modules(family, network)
+            continue
+        role = prefix.removesuffix(".")
+        for name, module in lora_modules(network):
+            diffusers, kohya, comfyui = clips[role].keys(role, name)
+            keys = {"diffusers": diffusers, "kohya": kohya, "comfyui": comfyui}
+            described.append(_described(f"{prefix}{name}", module, **keys))
+    return described
+
+
 def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
-    """The modules that have an adapter, with their names in each layout.
+    """The modules of the denoiser that have an adapter, with their names in each layout.
 
     Raises:
         FamilyError: One has no name in a layout.
@@ -39,27 +62,37 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
     """
     described: list[LoraModule] = []
     for name, module in lora_modules(denoiser):
-        down, up = equal_shapes(module)
         layer = family.kohya_layer(name)
         outs = tuple(_out_features(denoiser, part) for part in layer.modules)
+        diffusers = f"{family.denoiser_name}.{name}"
+        keys = {"diffusers": diffusers, "kohya": layer.key, "comfyui": family.comfyui_key(name)}
+        part = layer.modules.index(name)
         described.append(
-            LoraModule(
-                name=name,
-                diffusers=f"{family.denoiser_name}.{name}",
-                kohya=layer.key,
-                comfyui=family.comfyui_key(name),
-                in_features=down[1],
-                out_features=up[0],
-                rank=down[0],
-                alpha=float(cast("Any", module).scaling[ADAPTER]) * down[0],
-                kernel=down[2:],
-                magnitude=has_magnitude(module),
-                kohya_part=layer.modules.index(name),
+            replace(
+                _described(name, module, **keys),
+                kohya_part=part,
                 kohya_outs=outs if len(outs) > 1 else (),
             )
         )
     _require_layers_that_fit(described)
     return described
+
+
+def _described(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
+    """The module, as a layer of its own in kohya's layout."""
+    down, up = equal_shapes(module)
+    return LoraModule(
+        name=name,
+        diffusers=diffusers,
+        kohya=kohya,
+        comfyui=comfyui,
+        in_features=down[1],
+        out_features=up[0],
+        rank=down[0],
+        alpha=float(cast("Any", module).scaling[ADAPTER]) * down[0],
+        kernel=down[2:],
+        magnitude=has_magnitude(module),
+    )
 
 
 def _out_features(denoiser: nn.Module, module: str) -> int:

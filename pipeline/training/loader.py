@@ -2,7 +2,7 @@
 
 All that is not the model's own work happens here, off the training thread: reading entries, checking their
 shapes against the tables, drawing noise and timesteps, stacking. The trainer holds neither a VAE nor a text
-encoder.
+encoder, unless the recipe asks for text encoders to be trained: then captions are handed on as they are.
 
 B is the number of slots of one share, C, h, w are the latent's, T and D the text embedding's.
 """
@@ -50,8 +50,10 @@ class MicroInput:
         input_noise: Like it: what is mixed into the latent, `noise` and any perturbation.
         timesteps: (B,), as `Family.timesteps` gives them.
         conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
+            Where text encoders are trained there are no text tensors.
         weights: Float32 (B,): 1, or 0 for a stand-in.
         indices: Int64 (B,): the slots' places in the step's global batch.
+        captions: Of the B slots, "" where one was dropped; none unless text encoders are trained.
     """
 
     sample_ids: tuple[str, ...]
@@ -62,6 +64,7 @@ class MicroInput:
     conditions: dict[str, Tensor]
     weights: Tensor
     indices: Tensor
+    captions: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> MicroInput:
         """The same on `device`; copies from pinned memory do not block."""
@@ -75,6 +78,7 @@ class MicroInput:
             conditions={name: move(tensor) for name, tensor in self.conditions.items()},
             weights=move(self.weights),
             indices=move(self.indices),
+            captions=self.captions,
         )
 
     def pinned(self) -> MicroInput:
@@ -88,6 +92,7 @@ class MicroInput:
             conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
             weights=self.weights.pin_memory(),
             indices=self.indices.pin_memory(),
+            captions=self.captions,
         )
 
 
@@ -108,6 +113,7 @@ class MicroBatchMaker:
         self._seed = order.recipe.training.seed
         self._timesteps = order.recipe.training.timesteps
         self._noise = Noise(order.recipe.training)
+        self._reads_text = order.recipe.training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
 
@@ -137,6 +143,7 @@ class MicroBatchMaker:
             conditions=self._conditions(share),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
+            captions=self._captions(share),
         )
 
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
@@ -171,6 +178,7 @@ class MicroBatchMaker:
             conditions=self._conditions(share),
             weights=torch.ones(len(share)),
             indices=torch.tensor([slot.index for slot in share]),
+            captions=self._captions(share),
         )
 
     def _latent(self, slot: Slot, *, mean: bool = False) -> Tensor:
@@ -187,19 +195,32 @@ class MicroBatchMaker:
 
     def _conditions(self, share: tuple[Slot, ...]) -> dict[str, Tensor]:
         items = [self._inputs[slot.sample_id] for slot in share]
-        texts = [
-            self._read(
-                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
-            )
-            for slot, item in zip(share, items, strict=True)
-        ]
-        conditions = self._family.stack_texts(texts)
+        conditions = self._text(share) if self._reads_text else {}
         conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
         conditions["crop_top_left"] = torch.tensor(
             [item.views[slot.view].crop_top_left for slot, item in zip(share, items, strict=True)]
         )
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in items])
         return conditions
+
+    def _text(self, share: tuple[Slot, ...]) -> dict[str, Tensor]:
+        """What the cache has of the slots' captions, as `Family.stack_texts` puts it together."""
+        items = [self._inputs[slot.sample_id] for slot in share]
+        texts = [
+            self._read(
+                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
+            )
+            for slot, item in zip(share, items, strict=True)
+        ]
+        return self._family.stack_texts(texts)
+
+    def _captions(self, share: tuple[Slot, ...]) -> tuple[str, ...]:
+        if self._reads_text:
+            return ()
+        return tuple(
+            "" if slot.drop_caption else self._inputs[slot.sample_id].variants[slot.variant].caption
+            for slot in share
+        )
 
     def _read(self, spec: EntrySpec, sample_id: str) -> dict[str, Tensor]:
         return read_entry(self._store, spec, f"sample {sample_id}")

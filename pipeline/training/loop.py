@@ -38,6 +38,8 @@ from pipeline.training.trackers import open_trackers
 from pipeline.training.validation import Validation
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.training.stopping import StopRequest
 
 
@@ -188,8 +190,11 @@ class _Run:
             what = "a checkpoint does not read back as it was saved"
             raise TrainingError(what, where=str(path), fix=fix)
         rehearsal = self.paths.exported.with_name("lora.rehearsal")
-        self.exporter.export(self.engine.denoiser, rehearsal)
+        self._export(rehearsal)
         shutil.rmtree(rehearsal)
+
+    def _export(self, folder: Path) -> list[ExportedFile]:
+        return self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
 
     def _with_last_good(self, err: TrainingError, done: int) -> TrainingError:
         """The error, saying where the LoRA from before the step lies; one of finite weights is kept."""
@@ -197,7 +202,7 @@ class _Run:
             return err
         self._save(self.engine.state(done))
         with self.engine.result_weights():
-            self.exporter.export(self.engine.denoiser, self.paths.last_good)
+            self._export(self.paths.last_good)
         what = f"{err.what}; the LoRA of {done} steps is kept in {self.paths.last_good}"
         return TrainingError(what, where=err.where, fix=err.fix)
 
@@ -244,7 +249,7 @@ class _Run:
     def _finish(self) -> None:
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         with self.engine.result_weights():
-            files = self.exporter.export(self.engine.denoiser, self.paths.exported)
+            files = self._export(self.paths.exported)
             change = self.engine.output_change(self._one_sample())
         self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")
         write_text(
@@ -270,6 +275,9 @@ class _Run:
             "num_weights": sum(weight.numel() for weight in self.engine.weights),
             "peak_memory_bytes": peak_bytes,
             "files": [asdict(file) for file in files],
-            "modules": [module.as_json() for module in self.exporter.modules(self.engine.denoiser)],
+            "modules": [
+                module.as_json()
+                for module in self.exporter.modules(self.engine.denoiser, self.engine.text_networks)
+            ],
             "warnings": self.warnings,
         }

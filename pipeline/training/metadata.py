@@ -53,6 +53,9 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
         numbers[PROVENANCE_KEY] = json.dumps(order.provenance, sort_keys=True, ensure_ascii=False)
     if kinds := _network_arguments(lora):
         numbers["ss_network_args"] = json.dumps(kinds, sort_keys=True)
+    if (text := lora.text_encoders) is not None:
+        rate = training.learning_rate if text.learning_rate is None else text.learning_rate
+        numbers |= {"ss_unet_lr": training.learning_rate, "ss_text_encoder_lr": rate}
     if prediction != "flow":  # ModelSpec has no word for it
         numbers["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
     return {name: str(value) for name, value in numbers.items()}
@@ -75,4 +78,6 @@ def _network_arguments(lora: LoraSettings) -> dict[str, object]:
         kinds["dora_wd"] = True
     if lora.rslora:
         kinds["rs_lora"] = True
+    if text := lora.of_text_encoders:
+        kinds["text_encoders"] = {"dim": text.rank, "alpha": text.alpha}
     return kinds

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
+from pipeline.families import FAMILIES, Family
+from pipeline.recipe.rules import one_of
 
 if TYPE_CHECKING:
     from pipeline.families import Prediction
@@ -24,6 +26,25 @@ def require_trackers(settings: TrainingSettings) -> None:
             where="training.trackers",
             fix="pip install wandb, and wandb login; or remove it from trackers",
         )
+
+
+def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
+    """Refuse to train text encoders of a family whose LoRA files have no place for them.
+
+    Raises:
+        TrainingError: Names the families that can.
+    """
+    if settings.lora.text_encoders is None or family.trainable_text_encoders():
+        return
+    can = [
+        each.name for each in FAMILIES if each.trainable_text_encoders is not Family.trainable_text_encoders
+    ]
+    raise TrainingError(
+        f"no LoRA on the text encoders of {family.name}: diffusers' loader would not take it, or it is not "
+        "supported here yet",
+        where="training.lora.text_encoders",
+        fix=f"remove the key, or use a base model of {one_of(can)}",
+    )
 
 
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:

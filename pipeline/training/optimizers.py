@@ -30,9 +30,13 @@ SCHEDULES = {
 
 
 def make_optimizer(
-    weights: Iterable[torch.nn.Parameter], settings: TrainingSettings
+    weights: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: TrainingSettings
 ) -> torch.optim.Optimizer:
     """The recipe's optimizer over the LoRA's weights, with its library's defaults where nothing is said.
+
+    Args:
+        weights: Parameters, or groups of them as torch has them: `params`, and `lr` if it is their own.
+        settings: The kind, its arguments, and the learning rate where a group has none.
 
     Raises:
         TrainingError: Its package is missing, its import path leads nowhere, or it takes no such argument.

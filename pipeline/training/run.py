@@ -33,7 +33,7 @@ from pipeline.training.card import CARD_FILE, SHEET_FILE, model_card
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
 from pipeline.training.inputs import TrainingInput, training_inputs
 from pipeline.training.locking import only_one
-from pipeline.training.objective import require_objective, require_trackers
+from pipeline.training.objective import require_objective, require_text_encoders, require_trackers
 from pipeline.training.order import Prompt, TrainingOrder, with_steps
 from pipeline.training.provenance import provenance
 from pipeline.training.publish import (
@@ -123,6 +123,7 @@ def _planned(
     """What is trained, with its provenance; what the run's id is made of; and the table of trained_lora."""
     entries = Entries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
+    require_text_encoders(recipe.training, entries.family)
     require_trackers(recipe.training)
     inputs = training_inputs(recipe, entries, latents, text)
     recipe = with_steps(recipe, inputs)

@@ -1,7 +1,8 @@
 """Sample pictures while training: what the adapter makes of a few captions by now.
 
-They are drawn from cached text embeddings; the VAE is loaded for them and dropped again. A picture that
-cannot be drawn is a warning, never the end of a run (FAILURES R09).
+They are drawn from cached text embeddings, or what trained text encoders make of the captions; the VAE is
+loaded for them and dropped again. A picture that cannot be drawn is a warning, never the end of a run
+(FAILURES R09).
 """
 
 from __future__ import annotations
@@ -43,14 +44,12 @@ def draw_samples(
         The files written; fewer than there are prompts when something went wrong.
     """
     drawn: list[Path] = []
-    engine.denoiser.eval()
     try:
-        for number, path in enumerate(_paths(order, step)):
-            drawn.append(_draw(order, family, engine, number, path))
+        with engine.looking():
+            for number, path in enumerate(_paths(order, step)):
+                drawn.append(_draw(order, family, engine, number, path))
     except Exception as err:  # whatever a preview dies of, training goes on
         warn(f"a sample picture of step {step} could not be drawn: {type(err).__name__}: {err}")
-    finally:
-        engine.denoiser.train()
     return drawn
 
 
@@ -62,18 +61,16 @@ def _paths(order: TrainingOrder, step: int) -> list[Path]:
 def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, path: Path) -> Path:
     store = Store(order.recipe.cache_dir)
     prompt = order.prompts[number]
-    text = read_entry(store, prompt.text, f"prompt {prompt.caption!r}")
-    empty_text = read_entry(store, order.empty_text, "the empty caption")
+    text, empty_text = engine.text_of(prompt.caption), engine.text_of("")
     device = str(engine.accelerator.device)
-    with engine.accelerator.autocast():
-        pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
-        picture = family.draw(
-            pipeline,
-            text,
-            empty_text,
-            size=Size(*prompt.size_hw),
-            steps=DRAWING_STEPS,
-            seed=order.recipe.training.seed,
-        )
+    pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
+    picture = family.draw(
+        pipeline,
+        text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),
+        empty_text or read_entry(store, order.empty_text, "the empty caption"),
+        size=Size(*prompt.size_hw),
+        steps=DRAWING_STEPS,
+        seed=order.recipe.training.seed,
+    )
     write_through(path, lambda file: picture.save(file, format="PNG"))
     return path

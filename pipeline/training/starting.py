@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.errors import TrainingError
 from pipeline.lora_files import (
@@ -20,19 +21,23 @@ from pipeline.lora_files import (
     lengths,
     module_scale,
 )
-from pipeline.training.lora import load_adapter_state, row_lengths
+from pipeline.training.lora import row_lengths
+from pipeline.training.networks import Networks, load_all
 
 WHERE = "training.lora.start_from"
+_UPS = (".lora_B.weight", ".lora_up.weight")
+_LENGTHS = (".lora_magnitude_vector", ".dora_scale")
+"""Ends of the keys of up matrices, and of DoRA's lengths."""
 
 
-def start_from(denoiser: nn.Module, modules: list[LoraModule], path: Path) -> None:
-    """Give the adapter the weights of a file, so that it does what the file does.
+def start_from(networks: Networks, modules: list[LoraModule], path: Path) -> None:
+    """Give the adapters the weights of a file, so that they do what the file does.
 
-    A scale other than the adapter's own is put into the up matrices. Nothing of the file is left out, and
-    no weight stays as it was.
+    A scale other than the adapter's own is put into the up matrices. Nothing of the file is left out but
+    modules whose up matrix is all zeros, which do nothing, and no weight stays as it was.
 
     Args:
-        denoiser: With an adapter.
+        networks: With adapters.
         modules: All that have one.
         path: A LoRA file in one of the layouts of `pipeline.lora_files`, of any number format.
 
@@ -41,6 +46,7 @@ def start_from(denoiser: nn.Module, modules: list[LoraModule], path: Path) -> No
     """
     file = _read(path)
     layout = _layout(file, modules)
+    file = _without_idle(file, modules, layout)
     _require_same(file, modules, layout)
     state: dict[str, Tensor] = {}
     for module in modules:
@@ -52,12 +58,12 @@ def start_from(denoiser: nn.Module, modules: list[LoraModule], path: Path) -> No
     for name, module in magnitudes.items():
         shape = module.shapes("diffusers")[module.magnitude_key("diffusers")]
         state[f"{name}.lora_magnitude_vector"] = lengths(file.tensors, module, layout).reshape(shape).clone()
-    load_adapter_state(denoiser, state)
+    load_all(networks, state)
     if magnitudes and layout == "comfyui":  # whose lengths are for rows of the base weight
-        for name, (before, after) in row_lengths(denoiser).items():
+        for name, (before, after) in row_lengths(networks[""]).items():
             stored = state[f"{name}.lora_magnitude_vector"]
             stored *= (after / before).reshape(stored.shape)
-        load_adapter_state(denoiser, state)
+        load_all(networks, state)
 
 
 def _read(path: Path) -> LoraFile:
@@ -82,6 +88,27 @@ def _layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
     return max(LAYOUTS, key=known.__getitem__)
 
 
+def _without_idle(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
+    """The file without the modules that have no adapter here and whose up matrix is zero.
+
+    Kohya's tools adapt every layer of a text encoder, and those after the last that is asked learn nothing.
+    """
+    asked = {key for module in modules for key in module.keys(layout) if key is not None}
+    idle = {
+        key.removesuffix(end)
+        for key, tensor in file.tensors.items()
+        for end in _UPS
+        if key.endswith(end) and key not in asked and not tensor.any()
+    }
+    idle -= {key.rsplit(".", 1)[0] for key in file.tensors if key.endswith(_LENGTHS)}
+    tensors = {
+        key: tensor
+        for key, tensor in file.tensors.items()
+        if not any(key.startswith(f"{name}.") for name in idle)
+    }
+    return replace(file, tensors=tensors)
+
+
 def _require_same(file: LoraFile, modules: list[LoraModule], layout: Layout) -> None:
     shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
     found = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
@@ -97,7 +124,9 @@ def _require_same(file: LoraFile, modules: list[LoraModule], layout: Layout) -> 
         what = (
             f"{len(wrong)} tensors of the LoRA to start from are not those of this adapter, read as {layout}"
         )
-        fix = "set rank, modules and kind of training.lora to the file's, or start from another"
+        fix = (
+            "set rank, modules, kind and text_encoders of training.lora to the file's, or start from another"
+        )
         raise TrainingError(what, where=f"{WHERE}: {file.path}\n{shown}", fix=fix)
 
 

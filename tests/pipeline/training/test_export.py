@@ -117,7 +117,7 @@ def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(TrainingError) as caught:
         trained.exporter._verified(
-            trained.engine.denoiser, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
+            trained.engine.networks, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
         )
     assert path.name in caught.value.where
 

@@ -1,0 +1,474 @@
+"""LoRA on text encoders: what is encoded in training, one step of it, resuming, files, and who can."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from pipeline.checks import trained_lora
+from pipeline.checks.base import CheckContext
+from pipeline.entries import Entries
+from pipeline.errors import TrainingError
+from pipeline.families import detect
+from pipeline.families.tiny import TINY, make_tiny_sdxl
+from pipeline.lora_files import LAYOUTS, layout_file, read_lora_file
+from pipeline.recipe import LoraSettings
+from pipeline.recipe.locate import dotted
+from pipeline.recipe.mistakes import find_mistakes
+from pipeline.runs import RunLayout
+from pipeline.tables import Tables
+from pipeline.training import run
+from pipeline.training.checkpoint import load_checkpoint, save_checkpoint
+from pipeline.training.engine import Engine
+from pipeline.training.export import Exporter
+from pipeline.training.facts import run_facts
+from pipeline.training.loader import MicroBatchMaker, MicroInput
+from pipeline.training.loop import train
+from pipeline.training.lora import adapter_state, delta_weights
+from pipeline.training.networks import of_all
+from pipeline.training.order import TrainingOrder, read_order
+from pipeline.training.plan import StepPlan
+from pipeline.training.run import train_lora
+from pipeline.training.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
+
+
+@pytest.fixture(scope="session")
+def sdxl(tiny_bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The name under which `make_project` knows a tiny Stable Diffusion XL."""
+    tiny_bases["sdxl"] = tmp_path_factory.mktemp("bases") / "sdxl"
+    make_tiny_sdxl(tiny_bases["sdxl"])
+    return "sdxl"
+
+
+def settings(**text: Any) -> LoraSettings:
+    return LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, "text_encoders": text}))
+
+
+def project_of(
+    make_project: Callable[..., Project], prediction: str = "epsilon", text: Any = None, **training: Any
+) -> Project:
+    """With text encoders to train."""
+    lora = {"rank": 4, "alpha": 2.0, "text_encoders": {} if text is None else text}
+    return make_project(prediction=prediction, lora=lora, **training)
+
+
+def engine_of(order: TrainingOrder) -> Engine:
+    return Engine(order, detect(order.base))
+
+
+def inputs_of(order: TrainingOrder, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
+    batch = order.plan()[step]
+    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+
+
+def step_of(engine: Engine, order: TrainingOrder, step: int) -> Any:
+    inputs = inputs_of(order, engine, step)
+    return engine.step(inputs[0][0], iter(inputs), stop=False)
+
+
+def loosened(engine: Engine) -> Engine:
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in engine.weights:
+            weight.copy_(weight + 0.2 * torch.randn(weight.shape, generator=rng))
+    return engine
+
+
+def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project(steps=2).order()
+    family = detect(order.base)
+
+    def loads(*_: Any) -> Any:
+        pytest.fail("a VAE or a text encoder was loaded")
+
+    for name in ("load_vae", "load_text_encoders", "load_pipeline"):
+        monkeypatch.setattr(type(family), name, loads)
+    assert train(order, Silent(), StopRequest())
+    with pytest.raises(pytest.fail.Exception, match="was loaded"):
+        engine_of(replace(order, recipe=project_of(make_project).recipe))
+
+
+class Silent:
+    """A report that nobody reads."""
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
+    make_project: Callable[..., Project], sdxl: str, prediction: str
+) -> None:
+    order = project_of(make_project, prediction, dropout=0.5).order()
+    engine, family = engine_of(order), detect(order.base)
+    assert engine.text is not None
+    plain = family.load_text_encoders("float32", "cpu")
+    told = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
+    assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(told[0].conditions), "no cache is read"
+    captions = {caption for micro in told for caption in micro.captions}
+    assert "" in captions
+    assert len(captions) > 4
+    for micro in told[:3]:
+        embedded = engine.text.embed(micro.captions)
+        for number, caption in enumerate(micro.captions):
+            expected = family.encode_caption(plain, caption).tensors
+            assert set(embedded) == set(expected) == set(family.text_shapes())
+            for name, tensor in expected.items():
+                assert embedded[name].requires_grad
+                torch.testing.assert_close(embedded[name][number].detach(), tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
+    make_project: Callable[..., Project], sdxl: str, prediction: str
+) -> None:
+    text = {"rank": 2, "alpha": 3.0, "learning_rate": 2e-3, "targets": "blocks"}
+    project = project_of(
+        make_project, prediction, text, gradient_accumulation=1, steps=3, max_grad_norm=0.05, dropout=0.5
+    )
+    order = project.order()
+    engine = loosened(engine_of(order))
+    ((_, micro),) = inputs_of(order, engine, 0)
+    before = of_all(engine.networks, adapter_state)
+    outcome = step_of(engine, order, 0)
+
+    xl = prediction == "sdxl"
+    pipe: Any = (StableDiffusionXLPipeline if xl else StableDiffusionPipeline).from_pretrained(order.base)
+    encoders = [pipe.text_encoder, pipe.text_encoder_2] if xl else [pipe.text_encoder]
+    pipe.unet.requires_grad_(False)
+    pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    layers = [*ATTENTION, "mlp.fc1", "mlp.fc2"]
+    for encoder in encoders:
+        encoder.requires_grad_(False)
+        encoder.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=layers))
+    groups = [trainable(pipe.unet, "")]
+    groups += [
+        trainable(encoder, f"text_encoder{end}.") for encoder, end in zip(encoders, ("", "_2"), strict=False)
+    ]
+    weights = {name: weight for group in groups for name, weight in group.items()}
+    idle = {name for name in weights if name not in before}
+    assert idle == {name for name in weights if xl and name.startswith("text_encoder.encoder.layers.1.")}
+    with torch.no_grad():
+        for name in before:
+            weights[name].copy_(before[name])
+    loss = loss_by_hand(pipe, micro, xl=xl)
+    loss.backward()
+    used = [weight for name, weight in weights.items() if name in before]
+    norm = torch.nn.utils.clip_grad_norm_(used, 0.05)
+    rates = [
+        {"params": [*groups[0].values()]},
+        {"params": [w for g in groups[1:] for w in g.values()], "lr": 2e-3},
+    ]
+    torch.optim.AdamW(rates, lr=1e-2).step()
+
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    after = of_all(engine.networks, adapter_state)
+    for name, weight in after.items():
+        torch.testing.assert_close(weight, weights[name].data, rtol=1e-4, atol=1e-6)
+        moved = float((weight - before[name]).abs().max())
+        assert 0 < moved < (3e-3 if name.startswith("text_encoder") else 2e-2)
+
+
+def trainable(network: Any, prefix: str) -> dict[str, torch.nn.Parameter]:
+    return {
+        prefix + name.replace(".default.", "."): weight
+        for name, weight in network.named_parameters()
+        if weight.requires_grad
+    }
+
+
+def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
+    """Of the papers' formulas, the captions encoded as transformers' documentation has it."""
+    told: list[torch.Tensor] = []
+    pooled = None
+    pairs = [(pipe.tokenizer, pipe.text_encoder)]
+    pairs += [(pipe.tokenizer_2, pipe.text_encoder_2)] if xl else []
+    for tokenizer, encoder in pairs:
+        ids = tokenizer(list(micro.captions), padding="max_length", max_length=77, truncation=True).input_ids
+        answer = encoder(torch.tensor(ids), output_hidden_states=True)
+        told.append(answer.hidden_states[-2] if xl else answer.last_hidden_state)
+        pooled = answer.text_embeds if "text_embeds" in answer else pooled
+    added = None
+    if xl:
+        names = ("original_size_hw", "crop_top_left", "target_size_hw")
+        ids = torch.cat([micro.conditions[name] for name in names], dim=1).float()
+        added = {"text_embeds": pooled, "time_ids": ids}
+    ddpm = DDPMScheduler.from_config(pipe.scheduler.config)
+    signal = ddpm.alphas_cumprod[micro.timesteps.long()].view(-1, 1, 1, 1)
+    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+    text = torch.cat(told, dim=-1)
+    answer = pipe.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
+    return ((answer - micro.noise) ** 2).mean()
+
+
+def test_R01_a_cut_run_goes_on_bit_for_bit(
+    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
+) -> None:
+    project = project_of(
+        make_project, "sdxl", {"learning_rate": 1e-3}, steps=4, gradient_accumulation=1, ema_decay=0.9
+    )
+    order = project.order()
+    whole = engine_of(order)
+    kept = None
+    for step in range(4):
+        step_of(whole, order, step)
+        if step == 1:
+            kept = save_checkpoint(tmp_path / "checkpoints", order.run, whole.state(2))
+    assert kept is not None
+    resumed = engine_of(order)
+    resumed.restore(load_checkpoint(kept, order.run))
+    for step in (2, 3):
+        with resumed.result_weights():
+            assert resumed.text_of("a cat") is not None, "looking at the result leaves no trace"
+        step_of(resumed, order, step)
+    with whole.result_weights(), resumed.result_weights():
+        same_bits(whole, resumed)
+    same_bits(whole, resumed)
+    fresh = of_all(engine_of(order).networks, adapter_state)
+    moved = {
+        name.split(".")[0]
+        for name, weight in same_bits(whole, resumed).items()
+        if not torch.equal(weight, fresh[name])
+    }
+    assert {"text_encoder", "text_encoder_2"} < moved
+
+
+def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
+    left, right = (of_all(each.networks, adapter_state) for each in (one, other))
+    assert set(left) == set(right)
+    assert all(torch.equal(weight, right[name]) for name, weight in left.items())
+    return left
+
+
+class Exported:
+    """An engine whose adapters are far from zero, and the files of it."""
+
+    def __init__(self, project: Project, folder: Path) -> None:
+        self.order = project.order()
+        self.engine = loosened(engine_of(self.order))
+        self.exporter = Exporter(detect(self.order.base), "demo", {})
+        self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+
+
+def embedded(pipe: Any, caption: str) -> torch.Tensor:
+    with torch.no_grad():
+        answer = pipe.encode_prompt(
+            caption, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
+    return torch.cat([part.flatten() for part in answer if part is not None])
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_R06_load_lora_weights_gives_the_pipeline_the_trained_text_encoders(
+    make_project: Callable[..., Project], tmp_path: Path, sdxl: str, prediction: str, layout: Any
+) -> None:
+    text = {"rank": 2, "alpha": 3.0, "targets": "blocks"}
+    made = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
+    assert max(file.max_error for file in made.files) < 1e-6
+    kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
+    plain, pipe = kind.from_pretrained(made.order.base), kind.from_pretrained(made.order.base)
+    pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
+    deltas = of_all(made.engine.networks, delta_weights)
+    for role in ("unet", *made.engine.text_networks):
+        prefix = "" if role == "unet" else f"{role}."
+        network = made.engine.networks[prefix]
+        found = delta_weights(getattr(pipe, role), "default_0")
+        assert set(found) == set(delta_weights(network))
+        for name, delta in found.items():
+            torch.testing.assert_close(delta, deltas[prefix + name], rtol=1e-5, atol=1e-6)
+    assert made.engine.text is not None
+    with torch.no_grad():
+        trained = made.engine.text.embed(["a cat"])
+    expected = torch.cat([tensor.flatten() for tensor in trained.values()])
+    torch.testing.assert_close(embedded(pipe, "a cat"), expected, rtol=0, atol=1e-5)
+    assert (embedded(plain, "a cat") - expected).abs().max() > 0.05
+
+
+GOLDEN = {
+    "epsilon": {"text_encoder": ("lora_te", "clip_l", 2)},
+    "sdxl": {"text_encoder": ("lora_te1", "clip_l", 1), "text_encoder_2": ("lora_te2", "clip_g", 3)},
+}
+"""Component to its name in kohya's layout and in ComfyUI's, and the number of layers that are adapted."""
+
+
+@pytest.mark.parametrize("prediction", GOLDEN)
+def test_the_keys_are_those_that_each_loader_knows(
+    make_project: Callable[..., Project], tmp_path: Path, sdxl: str, prediction: str
+) -> None:
+    Exported(project_of(make_project, prediction), tmp_path / "lora")
+    keys = {
+        layout: set(read_lora_file(tmp_path / "lora" / layout_file(layout, "demo")).tensors)
+        for layout in LAYOUTS
+    }
+    expected: dict[str, set[str]] = {layout: set() for layout in LAYOUTS}
+    for role, (kohya, comfyui, layers) in GOLDEN[prediction].items():
+        for number in range(layers):
+            for layer in ATTENTION:
+                path = f"text_model.encoder.layers.{number}.{layer}"
+                expected["diffusers"] |= {f"{role}.{path}.lora_{side}.weight" for side in "AB"}
+                for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+                    expected["kohya"].add(f"{kohya}_{path.replace('.', '_')}.{end}")
+                    expected["comfyui"].add(f"text_encoders.{comfyui}.transformer.{path}.{end}")
+    denoisers = {"diffusers": "unet.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
+    for layout in LAYOUTS:
+        text = {key for key in keys[layout] if not key.startswith(denoisers[layout])}
+        assert text == expected[layout]
+        assert len(keys[layout]) > len(text)
+
+
+def test_training_begins_with_what_a_file_of_any_layout_does(
+    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
+) -> None:
+    project = project_of(make_project, "sdxl", {"rank": 2})
+    made = Exported(project, tmp_path / "lora")
+    paths = {layout: tmp_path / "lora" / layout_file(layout, "demo") for layout in LAYOUTS}
+
+    def started(from_file: Path, **text: Any) -> Engine:
+        lora = settings(**text).model_copy(update={"start_from": from_file})
+        return engine_of(project.changed("started", lora=lora).order())
+
+    expected = of_all(made.engine.networks, adapter_state)
+    for path in paths.values():
+        found = of_all(started(path, rank=2).networks, adapter_state)
+        assert set(found) == set(expected)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+    rescaled = of_all(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
+    for name, delta in of_all(made.engine.networks, delta_weights).items():
+        torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
+    alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
+    with pytest.raises(TrainingError, match="not those of this adapter") as caught:
+        engine_of(project.changed("alone", lora=alone).order())
+    assert "nothing asked" in caught.value.where
+    assert "text_encoders" in caught.value.fix
+
+
+def test_a_layer_of_kohyas_that_learned_nothing_is_left_out_and_one_that_did_is_not(
+    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
+) -> None:
+    project = project_of(make_project, "sdxl")
+    Exported(project, tmp_path / "lora")
+    path = tmp_path / "lora" / layout_file("kohya", "demo")
+    tensors = load_file(path)
+    name = "lora_te1_text_model_encoder_layers_{}_self_attn_q_proj.{}"
+    for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+        tensors[name.format(1, end)] = tensors[name.format(0, end)].clone()
+    lora = settings().model_copy(update={"start_from": path})
+    order = project.changed("started", lora=lora).order()
+    save_file(tensors, path)
+    with pytest.raises(TrainingError, match="not those of this adapter"):
+        engine_of(order)
+    tensors[name.format(1, "lora_up.weight")].zero_()
+    save_file(tensors, path)
+    engine_of(order)
+
+
+class Here(Silent):
+    """A launch in this process."""
+
+    def __call__(self, module: str, order: Path) -> None:
+        assert train(read_order(order), self, StopRequest())
+
+
+def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project], sdxl: str) -> None:
+    text = {"rank": 2, "learning_rate": 1e-2}
+    drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
+    project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
+    said: list[str] = []
+    result = train_lora(project.recipe, project.latents, project.text, launch=Here(), log=said.append)
+    assert result.report["warnings"] == []
+    tables = Tables(project.recipe.output_dir)
+    tables.write("trained_lora", result.table)
+    findings = trained_lora.run(CheckContext(project.recipe, tables))
+    assert [finding.summary for finding in findings if not finding.passed] == []
+    layout = RunLayout(project.recipe.output_dir / "runs" / result.report["run"])
+    assert len(list(layout.samples.glob("*.png"))) == 2
+    modules = json.loads(layout.finished.read_text())["modules"]
+    assert {each["diffusers"].split(".")[0] for each in modules} == {"unet", "text_encoder", "text_encoder_2"}
+    header = read_lora_file(project.recipe.output_dir / "lora" / layout_file("kohya", "demo")).metadata
+    assert json.loads(header["ss_network_args"]) == {"text_encoders": {"alpha": 1.0, "dim": 2}}
+    assert header["ss_text_encoder_lr"] == "0.01"
+
+
+def test_pictures_show_what_the_trained_text_encoders_make_of_the_prompt(
+    make_project: Callable[..., Project],
+) -> None:
+    order = project_of(make_project).order()
+    engine = engine_of(order)
+    with engine.looking():
+        before = engine.text_of("a cat")
+        loosened(engine)
+        after = engine.text_of("a cat")
+    assert before is not None
+    assert after is not None
+    assert (after["text_embedding"] - before["text_embedding"]).abs().max() > 0.05
+    micro = MicroBatchMaker(order, detect(order.base), engine.scheduler).make_fixed(
+        order.plan()[0].slots()[:1], [0.5]
+    )
+    for weight in engine.weights[: len(engine.weights) // 2]:
+        weight.data.zero_()
+    assert engine.output_change(micro) > 0
+    assert all(network.training for network in engine.networks.values())
+
+
+def test_the_settings_decide_the_run_and_without_them_it_is_the_one_it_was(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+
+    def facts(lora: LoraSettings) -> Any:
+        changed = project.changed("facts", lora=lora)
+        return run_facts(changed.recipe, Entries(changed.recipe), changed.order().inputs)
+
+    assert "text_encoders" not in facts(LoraSettings())["lora"]
+    made = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]
+    assert len({json.dumps(facts(each)) for each in made}) == 4
+
+
+def test_a_family_whose_files_have_no_place_for_it_is_refused_before_anything_is_launched(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    TINY["FLUX.2 klein"](tmp_path / "klein")
+    tiny_bases["klein"] = tmp_path / "klein"
+    project = project_of(make_project, "klein")
+    with pytest.raises(TrainingError, match=r"no LoRA on the text encoders of FLUX\.2") as caught:
+        run._planned(project.recipe, project.latents, project.text, {})
+    assert caught.value.where == "training.lora.text_encoders"
+    assert "Stable Diffusion XL" in caught.value.fix
+    assert "FLUX.2" not in caught.value.fix
+
+
+def test_prodigy_takes_no_rate_of_their_own() -> None:
+    lora = {"text_encoders": {"learning_rate": 1e-5}}
+    smallest = {
+        "datasets": [{"name": "photos", "path": "data"}],
+        "output_dir": "out",
+        "model": {"base": "a/b"},
+    }
+    found = find_mistakes(
+        {**smallest, "training": {"optimizer": "prodigy", "learning_rate": 1.0, "lora": lora}}
+    )
+    assert [dotted(mistake.path) for mistake in found] == ["training.lora.text_encoders.learning_rate"]
+    assert "prodigy finds one step size" in found[0].what
