@@ -7,7 +7,7 @@ from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Materializ
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import publish
+from assets.publishing import picture_metadata, publish
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
 
@@ -29,7 +29,7 @@ def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             require_isolated(context.run.run_id, recipe)
             result = assign_buckets(recipe, validated, log=context.log.info)
             pictures = write_bucket_report(recipe, result.table)
-            output = publish(recipe, "aspect_buckets", result, pictures=pictures)
+            output = publish(recipe, "aspect_buckets", result, pictures=picture_metadata(pictures))
         yield output
 
     return bucketed

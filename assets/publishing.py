@@ -36,6 +36,7 @@ MAX_PREVIEW_ROWS = 5
 _LONG = (JsonMetadataValue, TableMetadataValue)
 
 NO_LINKS: Mapping[str, Path] = {}
+NO_PICTURES: Mapping[str, MetadataValue[Any]] = {}
 
 
 def publish(
@@ -43,13 +44,12 @@ def publish(
     asset: str,
     result: StageResult,
     *,
-    pictures: Path | None = None,
+    pictures: Mapping[str, MetadataValue[Any]] = NO_PICTURES,
     links: Mapping[str, Path] = NO_LINKS,
 ) -> MaterializeResult[Any]:
     """The asset's result: writes its rejected rows and its report, and describes the table.
 
-    Pictures in the folder `pictures` come first and are shown as they are, those that together stay below
-    `MAX_PICTURES_BYTES`; then numbers, and what takes more room; then the files in `links`, by name.
+    Pictures come first; then numbers, and what takes more room; then the files in `links`, by name.
 
     The data version is a hash of what the table says and of the run that made it, if it was trained, so that
     making the same again leaves everything downstream as fresh as it was.
@@ -60,7 +60,7 @@ def publish(
     report = write_report(recipe.output_dir, asset, result.report)
     shown = report_metadata({**result.report, "rejected_by_reason": None})
     metadata: dict[str, Any] = {
-        **({} if pictures is None else picture_metadata(pictures)),
+        **pictures,
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
         **{name: value for name, value in shown.items() if not isinstance(value, _LONG)},
         **{name: value for name, value in shown.items() if isinstance(value, _LONG)},
@@ -84,21 +84,35 @@ def content_version(table: Any, *, run: str = "") -> str:
 
 
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
-    """Each picture as `picture_<file's name>`, inside of the metadata, so that any browser shows it.
+    """Each picture in `folder` as `picture_<file's name>`, those that stay below `MAX_PICTURES_BYTES`.
 
     A folder that is not there holds none.
     """
-    shown: dict[str, MetadataValue[Any]] = {}
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    drawn = _drawn([path for path in paths if path.suffix in PICTURE_KINDS])
+    return {f"picture_{path.stem}": MetadataValue.md(picture) for path, picture in drawn.items()}
+
+
+def captioned(pictures: Mapping[Path, str]) -> MetadataValue[Any]:
+    """Pictures below one another, each with its caption, those that stay below `MAX_PICTURES_BYTES`.
+
+    Captions are Markdown: `escaped`, where they come from outside.
+    """
+    drawn = _drawn([path for path in pictures if path.is_file()])
+    return MetadataValue.md("\n\n".join(f"{picture}\n\n{pictures[path]}" for path, picture in drawn.items()))
+
+
+def _drawn(paths: Sequence[Path]) -> dict[Path, str]:
+    """Markdown that holds the pictures themselves, so that any browser shows them."""
+    drawn: dict[Path, str] = {}
     left_bytes = MAX_PICTURES_BYTES
-    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        kind = PICTURE_KINDS.get(path.suffix)
-        if kind is None or path.stat().st_size > left_bytes:
-            continue
-        data = path.read_bytes()
-        left_bytes -= len(data)
-        text = base64.b64encode(data).decode("ascii")
-        shown[f"picture_{path.stem}"] = MetadataValue.md(f"![{path.stem}](data:{kind};base64,{text})")
-    return shown
+    for path in paths:
+        if path.stat().st_size <= left_bytes:
+            data = path.read_bytes()
+            left_bytes -= len(data)
+            text = base64.b64encode(data).decode("ascii")
+            drawn[path] = f"![{path.stem}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
+    return drawn
 
 
 def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:

@@ -17,7 +17,7 @@ from dagster import (
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import publish
+from assets.publishing import picture_metadata, publish
 from pipeline.recipe import Recipe, recipe_values
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
@@ -58,7 +58,7 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
                 "checkpoints": run / "checkpoints",
                 "logs": run / "logs",
             }
-            output = publish(recipe, "trained_lora", result, pictures=pictures, links=links)
+            output = publish(recipe, "trained_lora", result, pictures=picture_metadata(pictures), links=links)
         yield output
 
     return trained

@@ -3,12 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
+from dagster import (
+    AssetExecutionContext,
+    AssetIn,
+    AssetsDefinition,
+    MaterializeResult,
+    MetadataValue,
+    asset,
+)
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import publish
+from assets.publishing import captioned, escaped, publish
 from pipeline.recipe import Recipe
+from pipeline.reports import Report
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
@@ -33,7 +41,19 @@ def vae_latents(recipe: Recipe) -> AssetsDefinition:
             launch = launcher.bind(context, recipe.accelerate)
             tables = Tables(recipe.output_dir)
             result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
-            output = publish(recipe, "vae_latents", result)
+            output = publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
         yield output
 
     return cached
+
+
+def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
+    """A few images as the VAE saw them, each with what its latent decodes to."""
+    from pipeline.encode.decoded import shown
+
+    rows, folder = report.get("decoded", []), recipe.output_dir / "reports" / "vae_latents"
+    captions = {
+        folder / row["picture"]: f"{escaped(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
+        for row in shown(rows)
+    }
+    return {"picture_decoded": captioned(captions)} if captions else {}

@@ -7,7 +7,7 @@ from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Materializ
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import publish
+from assets.publishing import picture_metadata, publish
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
 
@@ -32,7 +32,7 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
             result = validate(recipe, raw, tables, log=context.log.info)
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
             pictures = write_dataset_report(recipe, result.table, rejected)
-            output = publish(recipe, "validated_dataset", result, pictures=pictures)
+            output = publish(recipe, "validated_dataset", result, pictures=picture_metadata(pictures))
         yield output
 
     return validated

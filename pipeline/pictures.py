@@ -27,6 +27,7 @@ MAX_PICTURE_BYTES = 66_000
 THUMBNAIL_PX = 96
 LABEL_PX = 150
 
+_GAP_PX = 4
 _GREY = "lightgrey"
 _WHITE = (255, 255, 255)
 _DPI = 90
@@ -101,6 +102,18 @@ def thumbnail(shown: Shown) -> Image.Image:
     dark = ImageEnhance.Brightness(small).enhance(0.35)
     dark.paste(small.crop(kept), kept[:2])
     return dark
+
+
+def beside(left: Image.Image, right: Image.Image, *, edge_px: int) -> Image.Image:
+    """Two pictures of one size side by side, the longer edge of each `edge_px` at most."""
+    from PIL import Image
+
+    scale = min(1.0, edge_px / max(left.size))
+    size = (max(1, round(left.width * scale)), max(1, round(left.height * scale)))
+    canvas = Image.new("RGB", (2 * size[0] + _GAP_PX, size[1]), "white")
+    for place, picture in enumerate((left, right)):
+        canvas.paste(picture.resize(size), (place * (size[0] + _GAP_PX), 0))
+    return canvas
 
 
 def jpeg(picture: Image.Image, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:

@@ -40,19 +40,20 @@ class Stopwatch:
     """Measures a stage's `seconds` of work, and apart from it the `startup_seconds` of child processes.
 
     `startup_seconds` is what is spent on imports, model loading and process start; `seconds` is the rest of
-    the time since construction.
+    the time since construction, but for `aside_s`: what was spent on pictures for people to look at.
     """
 
     def __init__(self) -> None:
         """Start now."""
         self._start_s = time.perf_counter()
         self.startup_s = 0.0
+        self.aside_s = 0.0
 
     def numbers(self) -> dict[str, float]:
         """`seconds` and `startup_seconds` up to now, rounded to milliseconds."""
         total_s = time.perf_counter() - self._start_s
         return {
-            "seconds": round(max(0.0, total_s - self.startup_s), 3),
+            "seconds": round(max(0.0, total_s - self.startup_s - self.aside_s), 3),
             "startup_seconds": round(self.startup_s, 3),
         }
 

@@ -48,6 +48,7 @@ class LatentEncoder:
         self._opening = threading.Lock()
         self._dtype: str = order.settings["compute_dtype"]
         self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
+        self.device = device
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
         """Each job with its latent or the reason why there is none; jobs of one shape should be neighbours.
@@ -105,9 +106,17 @@ class LatentEncoder:
         yield from self._batch(batch)
 
     def _pixels(self, job: Job, store: Store) -> Pixels | None:
-        """What the VAE sees of one image; None when another process has made its entry meanwhile."""
+        """As `image`; None when another process has made its entry meanwhile."""
         if store.path(job.spec).exists() and store.check(job.spec).valid:
             return None
+        return self.image(job)
+
+    def image(self, job: Job) -> Pixels:
+        """What the VAE sees of one image.
+
+        Raises:
+            ImageError: The file is gone, has changed, or cannot be decoded.
+        """
         red, green, blue = self._settings["background"]
         pixels = load_pixels(
             self._file(job.work["root"], job.work["path"]),
@@ -123,6 +132,10 @@ class LatentEncoder:
             if root not in self._sources:
                 self._sources[root] = source_at(address(root))
         return self._sources[root].file(path)
+
+    def picture(self, latent: Tensor) -> Tensor | None:
+        """What a latent decodes to, as `Passes.picture`."""
+        return self._passes.picture(latent)
 
     def _batch(self, batch: Sequence[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
         if not batch:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline import tables as table_files
+from pipeline.encode import decoded
 from pipeline.encode.missing import Made, Maker
-from pipeline.encode.order import Job
+from pipeline.encode.order import Beside, Job
 from pipeline.entries import Entries
 from pipeline.geometry import Geometry
 from pipeline.launching import Launch
@@ -54,16 +55,17 @@ def cache_latents(
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
     previous = tables.read_previous(ASSET)
 
-    def jobs(keys: Sequence[str]) -> list[Job]:
-        asked = wanted.filter(pl.col("key").is_in(keys))
+    def jobs(asked: pl.DataFrame) -> list[Job]:
         return [_job(entries, roots[row["dataset"]], row) for row in asked.iter_rows(named=True)]
 
-    maker = Maker(entries, "latents", launch, log=log, watch=watch)
-    made = maker.make(
+    looked_at = decoded.sample_of(wanted, decoded.NUM_DECODED)
+    pictures = recipe.output_dir / "reports" / ASSET
+    made = Maker(entries, "latents", launch, log=log, watch=watch).make(
         wanted.select("key", "num_bytes", about_bytes="num_bytes"),
-        jobs,
+        lambda keys: jobs(wanted.filter(pl.col("key").is_in(keys))),
         known=previous,
         settings=_settings(recipe),
+        beside=Beside(pictures, jobs(looked_at)),
     )
     failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
     kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
@@ -78,10 +80,12 @@ def cache_latents(
         "rejected": len(lost),
         "tiled": sum("tile_px" in made.metadata.get(key, {}) for key in made.encoded),
         **watch.numbers(),
+        "pictures_seconds": round(watch.aside_s, 3),
+        **decoded.report(pictures, looked_at),
+        **decoded.statistics(entries, table, pictures),
     }
-    return StageResult(
-        table.sort("sample_id", "bucket", "flipped"), table_files.frame("rejected", lost), report
-    )
+    ordered = table.sort("sample_id", "bucket", "flipped")
+    return StageResult(ordered, table_files.frame("rejected", lost), report)
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:

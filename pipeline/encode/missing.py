@@ -14,7 +14,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.encode.order import Job, Order, Results, read_results, write_order
+from pipeline.encode.order import Beside, Job, Order, Results, read_results, write_order
 from pipeline.encode.outcome import Failure
 from pipeline.entries import STAT_COLUMNS, Entries, stat_columns, unchanged, with_recorded
 from pipeline.errors import StoreError
@@ -82,6 +82,7 @@ class Maker:
         *,
         known: pl.DataFrame | None,
         settings: Mapping[str, Any],
+        beside: Beside | None = None,
     ) -> Made:
         """Look at every entry, and make those that are missing or wrong.
 
@@ -91,6 +92,7 @@ class Maker:
             jobs_of: What has to be done for some keys, in their order; asked of those in doubt only.
             known: The last table: an entry is trusted as long as its stat is as it says.
             settings: As `Order.settings`.
+            beside: As `Order.beside`; nothing is launched for its sake.
 
         Raises:
             StoreError: The disk is too small or not writable, or an entry that was made is not valid.
@@ -111,23 +113,26 @@ class Maker:
         if missing:
             about = wanted.filter(pl.col("key").is_in([job.spec.key for job in missing]))["about_bytes"].sum()
             _require_space(store.root, int(about))
-            results = self._launched(missing, settings)
+            results = self._launched(missing, settings, beside)
             for job in missing:
                 states[job.spec.key] = store.check(job.spec)
                 _settle(job, states[job.spec.key], results=results, made=made, store=store)
         return _with_states(made, states)
 
-    def _launched(self, missing: Sequence[Job], settings: Mapping[str, Any]) -> Results:
+    def _launched(
+        self, missing: Sequence[Job], settings: Mapping[str, Any], beside: Beside | None
+    ) -> Results:
         store = self._entries.store
         model = self._entries.family
-        order = Order(self._kind, model.folder, store.root, settings, missing, model.elsewhere)
+        order = Order(self._kind, model.folder, store.root, settings, missing, model.elsewhere, beside)
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
             started_s = time.perf_counter()
             self._launch(ENTRY_MODULE, file)
             results = read_results(Path(folder))
             launched_s = time.perf_counter() - started_s
-        self._watch.startup_s += max(0.0, launched_s - results.work_s)
+        self._watch.startup_s += max(0.0, launched_s - results.work_s - results.aside_s)
+        self._watch.aside_s += results.aside_s
         cost = sum(job.cost for job in missing if job.spec.key in results.made)
         if cost:
             note_speed(store.root, self._kind, results.work_s / cost)

@@ -54,6 +54,7 @@ class Order:
         settings: `compute_dtype`, and for latents `posterior` and `background`.
         jobs: Each key once; of an order that was read, as they come from the file.
         elsewhere: Folders of the model's components that are not taken from `model_folder`.
+        beside: Of latents: which are looked at.
     """
 
     kind: Kind
@@ -62,6 +63,46 @@ class Order:
     settings: Mapping[str, Any]
     jobs: Sequence[Job] | JobsFile
     elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    beside: Beside | None = None
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Latents that are decoded at the end, in the order or made before, for people to look at.
+
+    Attributes:
+        folder: Where their pictures go, see `pipeline.encode.decoded`.
+        jobs: What they were made of.
+    """
+
+    folder: Path
+    jobs: Sequence[Job]
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all of them."""
+        return {job.spec.key for job in self.jobs}
+
+    def of(self, keys: set[str]) -> Beside:
+        """Those with these keys."""
+        return Beside(self.folder, [job for job in self.jobs if job.spec.key in keys])
+
+
+class Meeting:
+    """Jobs as they come, with a note of which keys have come by; iterated over once."""
+
+    def __init__(self, jobs: Iterable[Job], keys: set[str]) -> None:
+        """Take note of `keys`, and of no others."""
+        self._jobs = jobs
+        self._keys = keys
+        self.met: set[str] = set()
+
+    def __iter__(self) -> Iterator[Job]:
+        """In their order."""
+        for job in self._jobs:
+            if job.spec.key in self._keys:
+                self.met.add(job.spec.key)
+            yield job
 
 
 class JobsFile:
@@ -92,12 +133,14 @@ class Results:
         present: Keys that were in place when their turn came: another job made them meanwhile.
         failed: By key.
         work_s: Seconds from the first read to the last write, of the process that took longest.
+        aside_s: Seconds for what is looked at, of the process that took longest.
     """
 
     made: set[str] = field(default_factory=set[str])
     present: set[str] = field(default_factory=set[str])
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
     work_s: float = 0.0
+    aside_s: float = 0.0
 
 
 def write_order(order: Order, folder: Path) -> Path:
@@ -109,7 +152,7 @@ def write_order(order: Order, folder: Path) -> Path:
     with (folder / JOBS_FILE).open("w", encoding="utf-8") as file:
         for job in in_turn(list(order.jobs)):
             file.write(json.dumps(asdict(job)) + "\n")
-    fields = {
+    fields: dict[str, Any] = {
         "kind": order.kind,
         "model_folder": str(order.model_folder),
         "elsewhere": {role: str(place) for role, place in order.elsewhere.items()},
@@ -117,6 +160,9 @@ def write_order(order: Order, folder: Path) -> Path:
         "settings": dict(order.settings),
         "num_jobs": len(order.jobs),
     }
+    if order.beside is not None:
+        jobs = [asdict(job) for job in order.beside.jobs]
+        fields["beside"] = {"folder": str(order.beside.folder), "jobs": jobs}
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
@@ -125,6 +171,8 @@ def write_order(order: Order, folder: Path) -> Path:
 def read_order(path: Path) -> Order:
     """The order as it was written, its jobs `in_turn`; they are read when they are iterated over."""
     fields = json.loads(path.read_text(encoding="utf-8"))
+    looked_at = fields.get("beside")
+    beside = looked_at and Beside(Path(looked_at["folder"]), [_job(job) for job in looked_at["jobs"]])
     return Order(
         fields["kind"],
         Path(fields["model_folder"]),
@@ -132,6 +180,7 @@ def read_order(path: Path) -> Order:
         fields["settings"],
         JobsFile(path.parent / JOBS_FILE, fields["num_jobs"]),
         {role: Path(place) for role, place in fields["elsewhere"].items()},
+        beside,
     )
 
 
@@ -194,9 +243,9 @@ class ResultsWriter:
         failure = asdict(outcome) if isinstance(outcome, Failure) else None
         self._write({"key": key, "outcome": "failed" if failure else outcome, "failure": failure})
 
-    def finish(self, work_s: float) -> None:
-        """All jobs of this process have ended; `work_s` is without start-up."""
-        self._write({"work_s": work_s})
+    def finish(self, work_s: float, *, aside_s: float = 0.0) -> None:
+        """All jobs of this process have ended; `work_s` is without start-up and without `aside_s`."""
+        self._write({"work_s": work_s, "aside_s": aside_s})
 
     def __enter__(self) -> ResultsWriter:
         """Itself."""
@@ -228,6 +277,7 @@ def read_results(folder: Path) -> Results:
 def _take(line: dict[str, Any], results: Results) -> None:
     if "work_s" in line:
         results.work_s = max(results.work_s, line["work_s"])
+        results.aside_s = max(results.aside_s, line["aside_s"])
     elif line["outcome"] == "failed":
         results.failed[line["key"]] = Failure(**line["failure"])
     else:

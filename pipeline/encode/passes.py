@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,8 @@ GPU_BATCH_PX = 4 * 1024 * 1024
 
 TILES_PX = (512, 256)
 """Edges of the tiles that are tried, in this order, when not even one image fits."""
+
+_T = TypeVar("_T")
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC_FAILED")
 """In the text of a RuntimeError: memory ran out, as the CPU's allocators and CUDA's libraries say it."""
@@ -89,9 +92,23 @@ class Passes:
         Raises:
             LaunchError: As `answers`.
         """
+        return self._alone(self._exactly(), name, pixels)
+
+    def picture(self, latent: Tensor) -> Tensor | None:
+        """What a latent (1, C, h, w) decodes to, as `Family.decode`: (3, H, W) on the CPU.
+
+        Half precision that overflows is repeated in float32. None when memory runs out.
+        """
+        picture = self._tried(partial(self._family.decode, self._vae, latent))
+        if picture is not None and not torch.isfinite(picture).all() and self._vae is not self._exact_vae:
+            picture = self._tried(lambda: self._family.decode(self._exactly(), latent))
+        return None if picture is None else picture[0].cpu()
+
+    def _exactly(self) -> nn.Module:
+        """The VAE in float32."""
         if self._exact_vae is None:
             self._exact_vae = self._family.load_vae("float32", self._device)
-        return self._alone(self._exact_vae, name, pixels)
+        return self._exact_vae
 
     def _alone(self, vae: nn.Module, name: str, pixels: Pixels) -> Answer:
         area, longest = _area(pixels), max(pixels.shape[:2])
@@ -113,7 +130,7 @@ class Passes:
             fix="free the device, lower buckets.resolution, or set latents.compute_dtype to bfloat16",
         )
 
-    def _tried(self, work: Callable[[], Posterior]) -> Posterior | None:
+    def _tried(self, work: Callable[[], _T]) -> _T | None:
         """What `work` makes, or None when memory runs out meanwhile."""
         try:
             return work()

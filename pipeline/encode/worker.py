@@ -7,15 +7,19 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from pipeline.encode.feed import Behind
-from pipeline.encode.order import Job, ResultsWriter, read_order, share
+from pipeline.encode.order import Job, Meeting, ResultsWriter, read_order, share
 from pipeline.encode.outcome import Encoded, Outcome
 from pipeline.encode.progress import Progress, Report
 from pipeline.launching import CPU_THREADS_PER_PROCESS
 from pipeline.store import Store
+
+if TYPE_CHECKING:
+    from pipeline.encode.latent_encoder import LatentEncoder
 
 WRITES_BEHIND = 16
 """Entries that may wait to be written while the next are encoded."""
@@ -35,23 +39,32 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
     _quiet()
     order = read_order(order_file)
-    store, jobs = Store(order.store_root), share(order.jobs, rank, num_ranks)
+    looked_at = set[str]() if order.beside is None else order.beside.keys
+    ordered = Meeting(order.jobs, looked_at)
+    store, jobs = Store(order.store_root), Meeting(share(ordered, rank, num_ranks), looked_at)
     total, what = len(order.jobs), "latents" if order.kind == "latents" else "text embeddings"
     with (
         ResultsWriter(order_file, rank) as results,
         Progress(report, order_file.parent, total=total, what=f"{what} encoded", rank=rank) as progress,
     ):
+        latents: LatentEncoder | None = None
         if order.kind == "latents":
             from pipeline.encode.latent_encoder import LatentEncoder
 
-            encoder = LatentEncoder(order, device(), progress)
+            encoder = latents = LatentEncoder(order, device(), progress)
         else:
             from pipeline.encode.text_encoder import TextEncoder
 
             encoder = TextEncoder(order, device(), progress)
         started_s = time.perf_counter()
         _make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
-        results.finish(time.perf_counter() - started_s)
+        made_s = time.perf_counter()
+        if order.beside is not None and latents is not None:
+            from pipeline.encode.decoding import decode_beside
+
+            mine = jobs.met if rank else jobs.met | (order.beside.keys - ordered.met)
+            decode_beside(order.beside.of(mine), latents, store, progress)
+        results.finish(made_s - started_s, aside_s=time.perf_counter() - made_s)
 
 
 def device() -> str:

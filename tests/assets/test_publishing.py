@@ -12,6 +12,7 @@ from dagster import FloatMetadataValue, IntMetadataValue, TableMetadataValue
 
 from assets.publishing import (
     MAX_PICTURES_BYTES,
+    captioned,
     content_version,
     escaped,
     picture_metadata,
@@ -127,10 +128,25 @@ def test_pictures_of_an_asset_together_stay_within_the_limit(tmp_path: Path) -> 
     assert list(picture_metadata(tmp_path)) == ["picture_a", "picture_c"]
 
 
+def test_pictures_have_their_captions_below_them_those_that_are_there_and_small(tmp_path: Path) -> None:
+    pictures = {tmp_path / f"{name}.jpg": f"caption {name}" for name in "abcd"}
+    for path, size in zip(pictures, (9, MAX_PICTURES_BYTES, 9), strict=False):
+        path.write_bytes(b"x" * size)
+    lines = str(captioned(pictures).value).split("\n\n")
+    assert [line.split(";")[0] for line in lines] == [
+        "![a](data:image/jpeg",
+        "caption a",
+        "![c](data:image/jpeg",
+        "caption c",
+    ]
+
+
 def test_a_published_asset_shows_its_pictures(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "sheet.jpg").write_bytes(b"jpeg")
-    published = publish(recipe, "raw_images", result([], {}), pictures=tmp_path / "pictures")
+    published = publish(
+        recipe, "raw_images", result([], {}), pictures=picture_metadata(tmp_path / "pictures")
+    )
     assert next(iter(published.metadata or {})) == "picture_sheet", "what one looks at first comes first"
     assert "picture_sheet" not in (publish(recipe, "raw_images", result([], {})).metadata or {})
 
@@ -139,7 +155,8 @@ def test_a_picture_never_hides_the_number_of_its_name(recipe: Recipe, tmp_path: 
     """A contact sheet `kept.jpg` once took the place of the counter `kept`."""
     for name in ("kept", "samples"):
         (tmp_path / f"{name}.jpg").write_bytes(b"jpeg")
-    metadata = publish(recipe, "raw_images", result([], {"kept": 7}), pictures=tmp_path).metadata or {}
+    pictures = picture_metadata(tmp_path)
+    metadata = publish(recipe, "raw_images", result([], {"kept": 7}), pictures=pictures).metadata or {}
     assert (metadata["kept"], metadata["samples"]) == (IntMetadataValue(7), IntMetadataValue(1))
 
 

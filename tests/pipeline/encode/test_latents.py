@@ -277,7 +277,9 @@ def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None
     def liar(_: str, order: Path) -> None:
         keys = [job.spec.key for job in read_order(order).jobs]
         lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
-        (order.parent / "results-0.jsonl").write_text("\n".join([*lines, '{"work_s": 0.1}', ""]))
+        (order.parent / "results-0.jsonl").write_text(
+            "\n".join([*lines, '{"work_s": 0.1, "aside_s": 0.0}', ""])
+        )
 
     with pytest.raises(StoreError, match="was to be made and is missing"):
         cached(cache, liar)
