@@ -19,6 +19,7 @@ from pipeline.families.base import (
 )
 from pipeline.families.chroma import Chroma
 from pipeline.families.cogview4 import CogView4
+from pipeline.families.ernie_image import ErnieImage
 from pipeline.families.files import read_json
 from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
@@ -47,6 +48,7 @@ FAMILIES: tuple[type[Family], ...] = (
     AuraFlow,
     HiDream,
     CogView4,
+    ErnieImage,
 )
 """In the order in which they are listed to users."""
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from pipeline.families.tiny.aura_flow import make_tiny_aura_flow
 from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.cogview4 import make_tiny_cogview4
+from pipeline.families.tiny.ernie_image import make_tiny_ernie_image
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.families.tiny.hidream import make_tiny_hidream
@@ -39,6 +40,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "AuraFlow": make_tiny_aura_flow,
     "HiDream": make_tiny_hidream,
     "CogView4": make_tiny_cogview4,
+    "ERNIE-Image": make_tiny_ernie_image,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
 
@@ -48,6 +50,7 @@ __all__ = [
     "make_tiny_aura_flow",
     "make_tiny_chroma",
     "make_tiny_cogview4",
+    "make_tiny_ernie_image",
     "make_tiny_flux",
     "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",

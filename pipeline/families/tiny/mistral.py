@@ -22,7 +22,7 @@ _TEMPLATE = (
 _PATCH_PX = 14
 
 
-def write_mistral_tokenizer(folder: Path) -> str:
+def write_mistral_tokenizer(folder: Path, *, max_length: int = 4096) -> str:
     """A tokenizer that begins with `<s>` and pads on the left, as Mistral's."""
     from tokenizers import processors
 
@@ -35,7 +35,7 @@ def write_mistral_tokenizer(folder: Path) -> str:
     config = {
         "bos_token": bos,
         "eos_token": "</s>",
-        "model_max_length": 4096,
+        "model_max_length": max_length,
         "pad_token": "<pad>",
         "padding_side": "left",
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -62,13 +62,16 @@ def write_pixtral_processor(folder: Path) -> str:
     return "PixtralProcessor"
 
 
-def mistral3(kind: str = "Mistral3ForConditionalGeneration", *, width: int = 32, layers: int = 3) -> Any:
-    """A Mistral 3 for `write_mistral_tokenizer`'s tokens."""
-    import transformers
+def ministral3(*, width: int = 16, layers: int = 1) -> Any:
+    """A `Ministral3ForCausalLM` for `write_mistral_tokenizer`'s tokens."""
+    from transformers import Ministral3Config, Ministral3ForCausalLM
 
+    return Ministral3ForCausalLM(Ministral3Config(**_sizes(width, layers)))
+
+
+def _sizes(width: int, layers: int) -> dict[str, Any]:
     ids = vocabulary((*_MARKS, *_IMAGE_MARKS))[0]
-    text: dict[str, Any] = {
-        "model_type": "mistral",
+    return {
         "vocab_size": len(ids),
         "hidden_size": width,
         "intermediate_size": 2 * width,
@@ -82,6 +85,14 @@ def mistral3(kind: str = "Mistral3ForConditionalGeneration", *, width: int = 32,
         "pad_token_id": ids["<pad>"],
         "sliding_window": None,
     }
+
+
+def mistral3(kind: str = "Mistral3ForConditionalGeneration", *, width: int = 32, layers: int = 3) -> Any:
+    """A Mistral 3 for `write_mistral_tokenizer`'s tokens."""
+    import transformers
+
+    ids = vocabulary((*_MARKS, *_IMAGE_MARKS))[0]
+    text = {"model_type": "mistral", **_sizes(width, layers)}
     vision: dict[str, Any] = {
         "model_type": "pixtral",
         "hidden_size": 16,

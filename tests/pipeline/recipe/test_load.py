@@ -205,6 +205,7 @@ def test_the_recipes_of_this_repository_load():
         "flowers_aura_flow",
         "flowers_chroma",
         "flowers_cogview4",
+        "flowers_ernie_image",
         "flowers_flux2_dev",
         "flowers_flux2_klein",
         "flowers_flux_dev",
