@@ -25,6 +25,7 @@ from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
 from pipeline.families.flux2_dev import Flux2Dev
 from pipeline.families.hidream import HiDream
+from pipeline.families.krea2 import Krea2
 from pipeline.families.lumina2 import Lumina2
 from pipeline.families.qwen_image import QwenImage
 from pipeline.families.sana import Sana
@@ -49,6 +50,7 @@ FAMILIES: tuple[type[Family], ...] = (
     HiDream,
     CogView4,
     ErnieImage,
+    Krea2,
 )
 """In the order in which they are listed to users."""
 

@@ -28,9 +28,6 @@ _CAPTION = "\N{OBJECT REPLACEMENT CHARACTER}"
 class DiffusersFamily(Family):
     """A family whose parts are classes of diffusers and transformers, and whose VAE is an `AutoencoderKL`."""
 
-    pipeline_options: ClassVar[Mapping[str, Any]] = {}
-    """Settings of the pipeline class's constructor that are not its defaults."""
-
     guidance_scale: ClassVar[float]
     """Of the pictures that are drawn while training."""
 
@@ -132,6 +129,10 @@ class DiffusersFamily(Family):
 
     # torch side
 
+    def pipeline_options(self) -> dict[str, Any]:
+        """Settings of the pipeline class's constructor that are not its defaults."""
+        return {}
+
     def pipeline_class(self) -> Any:
         """The family's pipeline in diffusers."""
         return getattr(importlib.import_module("diffusers"), self.pipeline_classes[0])
@@ -178,7 +179,7 @@ class DiffusersFamily(Family):
                 loaded[role] = self.class_of(role).from_pretrained(folder, local_files_only=True)
             else:
                 loaded[role] = self._load(role, dtype, device)
-        return self.pipeline_class()(**{**loaded, **self.pipeline_options})
+        return self.pipeline_class()(**{**loaded, **self.pipeline_options()})
 
     @abstractmethod
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
@@ -262,7 +263,7 @@ class DiffusersFamily(Family):
         loaded["vae"] = self.load_vae(dtype, device)
         loaded[self.denoiser_name] = denoiser if denoiser is not None else self.load_denoiser(dtype, device)
         pipeline = pipeline_class.from_pretrained(
-            self.folder, **{**loaded, **self.pipeline_options}, local_files_only=True
+            self.folder, **{**loaded, **self.pipeline_options()}, local_files_only=True
         )
         pipeline.set_progress_bar_config(disable=True)
         return pipeline

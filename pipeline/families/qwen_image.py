@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Posterior, Shapes
-from pipeline.families.language import LanguageTransformer
+from pipeline.families.base import Conditions, Shapes
+from pipeline.families.qwen_latents import PATCH, QwenLatents
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-_PATCH = 2
 _TOKENS = 512
 """`max_sequence_length` of the pipeline's call, template not included."""
 
@@ -19,7 +18,7 @@ _TEMPLATE_TOKENS = 34
 """Of the pipeline's template before the caption; they are dropped."""
 
 
-class QwenImage(LanguageTransformer):
+class QwenImage(QwenLatents):
     """Qwen-Image; each caption's embedding is as long as the caption."""
 
     name = "Qwen-Image"
@@ -31,23 +30,8 @@ class QwenImage(LanguageTransformer):
         "transformer": "diffusers.QwenImageTransformer2DModel",
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     }
-    latent_method = "autoencoder-kl-qwen-image normalised, 1"
     text_method = "qwen2.5-vl template last hidden state unpadded, 2"
     guidance_scale = 4.0
-
-    @property
-    def factor(self) -> int:
-        """Two for each level of the VAE."""
-        return 2 ** len(self.vae_config["temperal_downsample"])
-
-    @property
-    def latent_channels(self) -> int:
-        """The VAE's `z_dim`."""
-        return int(self.vae_config["z_dim"])
-
-    def size_multiple(self) -> int:
-        """The VAE's factor times the edge of what is packed into a token: 16."""
-        return self.factor * _PATCH
 
     def token_limits(self) -> dict[str, int]:
         """The pipeline's 512, and what its template takes before the caption."""
@@ -76,41 +60,6 @@ class QwenImage(LanguageTransformer):
         feed_forward = [f"{side}_mlp.net.{layer}" for side in ("img", "txt") for layer in ("0.proj", "2")]
         return [*(f"attn.{end}" for end in attention), *feed_forward]
 
-    def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
-        """Of a video of one frame."""
-        import torch
-
-        parameter = next(vae.parameters())
-        frame = pixels.to(parameter.device, parameter.dtype).unsqueeze(2)
-        with torch.inference_mode():
-            encoded = cast("Any", vae).encode(frame).latent_dist
-            std = torch.exp(0.5 * encoded.logvar.float())
-            return Posterior(encoded.mean.float().squeeze(2), std.squeeze(2))
-
-    def normalise(self, raw_latent: Tensor) -> Tensor:
-        """Each channel by its own mean and deviation, which the VAE's configuration has."""
-        mean, std = self._statistics(raw_latent)
-        return (raw_latent - mean) / std
-
-    def denormalise(self, latent: Tensor) -> Tensor:
-        """Each channel by the same."""
-        mean, std = self._statistics(latent)
-        return latent * std + mean
-
-    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and deviation (C, 1, 1) of each channel."""
-        mean, std = (like.new_tensor(self.vae_config[name]) for name in ("latents_mean", "latents_std"))
-        return mean[:, None, None], std[:, None, None]
-
-    def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
-        """Of a video of one frame."""
-        import torch
-
-        parameter = next(vae.parameters())
-        with torch.inference_mode():
-            raw = self.denormalise(latent.float()).to(parameter.device, parameter.dtype)
-            return cast("Any", vae).decode(raw.unsqueeze(2), return_dict=False)[0].squeeze(2).float()
-
     def tokenized(self, encoders: Any, caption: str) -> str:
         """In the pipeline's template."""
         return encoders.prompt_template_encode.format(caption)
@@ -134,7 +83,7 @@ class QwenImage(LanguageTransformer):
             timestep=timesteps / self.num_timesteps,
             encoder_hidden_states=conditions["text_embedding"][:, :longest],
             encoder_hidden_states_mask=mask[:, :longest],
-            img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
+            img_shapes=[[(1, height // PATCH, width // PATCH)]] * batch,
             return_dict=False,
         )[0]
         size = (height * self.factor, width * self.factor)

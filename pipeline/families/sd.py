@@ -27,8 +27,11 @@ class StableDiffusion(ClipUNet):
     }
     latent_method = "autoencoder-kl scaled, 1"
     text_method = "clip last hidden state padded, 1"
-    pipeline_options: ClassVar[Mapping[str, Any]] = {"requires_safety_checker": False}
     guidance_scale = 7.5
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """No safety checker, and no warning of its absence."""
+        return {"requires_safety_checker": False}
 
     def text_shapes(self) -> Shapes:
         """`text_embedding` (T, D): always padded to T, as the model was trained."""

@@ -29,8 +29,11 @@ class StableDiffusionXL(ClipUNet):
     }
     latent_method = "autoencoder-kl scaled, 1"
     text_method = "two clips penultimate padded, 1"
-    pipeline_options: ClassVar[Mapping[str, Any]] = {"add_watermarker": False}
     guidance_scale = 5.0
+
+    def pipeline_options(self) -> dict[str, Any]:
+        """No watermark in previews."""
+        return {"add_watermarker": False}
 
     def text_shapes(self) -> Shapes:
         """Both encoders' hidden states side by side, and the second one's projection; padded to T."""

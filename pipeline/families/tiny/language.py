@@ -11,6 +11,7 @@ from pipeline.families.tiny.parts import WORDS, write_json
 
 _MARKS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 _VISION_MARKS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+QWEN_MARKS = (*_MARKS, *_VISION_MARKS)
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -21,7 +22,7 @@ _TEMPLATE = (
 
 
 def vocabulary(
-    marks: Sequence[str] = (*_MARKS, *_VISION_MARKS),
+    marks: Sequence[str] = QWEN_MARKS,
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
     """(token to id, merges in order) of a byte-level BPE: a space before a word is a part of it."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -50,9 +51,9 @@ def byte_level(marks: Sequence[str]) -> Any:
     return tokenizer
 
 
-def write_qwen_tokenizer(folder: Path) -> str:
+def write_qwen_tokenizer(folder: Path, *, marks: Sequence[str] = QWEN_MARKS) -> str:
     """A `Qwen2TokenizerFast` with a chat template."""
-    tokenizer = byte_level((*_MARKS, *_VISION_MARKS))
+    tokenizer = byte_level(marks)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "chat_template": _TEMPLATE,

@@ -28,7 +28,7 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
         folder,
         "QwenImagePipeline",
         {
-            "vae": _vae,
+            "vae": qwen_vae,
             "transformer": _transformer,
             "text_encoder": partial(qwen2_5_vl, width=_TEXT_WIDTH),
             "scheduler": partial(
@@ -43,7 +43,8 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
     )
 
 
-def _vae() -> Any:
+def qwen_vae() -> Any:
+    """An `AutoencoderKLQwenImage` of 16 channels and factor 8."""
     import torch
     from diffusers import AutoencoderKLQwenImage
 
