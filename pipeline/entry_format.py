@@ -65,7 +65,7 @@ class TensorSpec:
         return same_kind and len(stated.shape) > 0 and 0 < stated.shape[0] <= self.shape[0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class EntrySpec:
     """What an entry must be, known before it is read: all of it, but for the length of ragged tensors.
 

@@ -8,9 +8,11 @@ samples here: it is shown once an epoch in each. Torch-free.
 from __future__ import annotations
 
 import json
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
+from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 Row = dict[str, Any]
+
+_ROWS_AT_ONCE = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,26 +86,22 @@ def training_inputs(
     Raises:
         TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
     """
-    captions = _variants(entries, text)
-    views: defaultdict[tuple[str, str], list[Row]] = defaultdict(list)
-    for row in latents.to_dicts():
-        views[row["sample_id"], row["bucket"]].append(row)
-    buckets = Counter(image_id for image_id, _ in views)
     datasets = {dataset.name: dataset for dataset in recipe.datasets}
-    missing = [
-        image_id
-        for (image_id, _), rows in views.items()
-        if image_id not in captions or rows[0]["dataset"] not in datasets
-    ]
-    if missing:
+    known = pl.col("sample_id").is_in(text["sample_id"].implode()) & pl.col("dataset").is_in(list(datasets))
+    missing = latents.filter(~known)["sample_id"].unique().sort()
+    if len(missing):
         fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
         what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
-        raise TrainingError(what, where=min(missing), fix=fix)
+        raise TrainingError(what, where=missing[0], fix=fix)
+    captions = _variants(entries, text)
+    buckets = dict(latents.group_by("sample_id").agg(pl.col("bucket").n_unique()).iter_rows())
     fractions = {name: dataset.validation_fraction for name, dataset in datasets.items()}
     apart = dict(zip(latents["sample_id"], held_out(latents, fractions), strict=True))
     inputs: list[TrainingInput] = []
-    for (image_id, bucket), rows in views.items():
-        first = rows[0]
+    for (image_id, bucket), rows in groupby(
+        _latent_rows(entries, latents), itemgetter("sample_id", "bucket")
+    ):
+        first, *others = rows
         inputs.append(
             TrainingInput(
                 sample_id=image_id if buckets[image_id] == 1 else f"{image_id} ({bucket})",
@@ -110,7 +110,7 @@ def training_inputs(
                 bucket=bucket,
                 repeats=datasets[first["dataset"]].repeats,
                 variants=captions[image_id],
-                views=tuple(_view(entries, row) for row in sorted(rows, key=itemgetter("flipped"))),
+                views=tuple(map(_view, (first, *others))),
                 original_size_hw=(first["height"], first["width"]),
                 target_size_hw=(first["target_height"], first["target_width"]),
                 held_out=apart[image_id],
@@ -120,19 +120,38 @@ def training_inputs(
 
 
 def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
-    lengths = text.select("caption", "text_length").unique("caption").sort("caption")
-    specs = {caption: entries.text(caption, length) for caption, length in lengths.iter_rows()}
+    distinct = text.select("caption", "text_length").unique("caption")
+    captions, lengths = distinct["caption"].to_list(), distinct["text_length"].to_list()
+    one_each = {
+        caption: CaptionVariant(caption, spec)
+        for caption, spec in zip(captions, entries.texts(captions, lengths), strict=True)
+    }
     variants: defaultdict[str, list[CaptionVariant]] = defaultdict(list)
     for sample_id, caption in text.sort("sample_id", "variant").select("sample_id", "caption").iter_rows():
-        variants[sample_id].append(CaptionVariant(caption, specs[caption]))
+        variants[sample_id].append(one_each[caption])
     return {sample_id: tuple(each) for sample_id, each in variants.items()}
 
 
-def _view(entries: Entries, row: Row) -> LatentView:
+_ROW = (
+    *("sample_id", "dataset", "bucket", "height", "width", "target_height", "target_width"),
+    *("resized_width", "crop_top", "crop_left", "flipped"),
+)
+
+
+def _latent_rows(entries: Entries, latents: pl.DataFrame) -> Iterator[Row]:
+    """The `_ROW` of each with its `entry`, those of a sample together; what many rows share is one object."""
+    for part in latents.sort("sample_id", "bucket", "flipped").iter_slices(_ROWS_AT_ONCE):
+        specs = entries.latents(part)
+        for row, spec in zip(part.select(_ROW).iter_rows(named=True), specs, strict=True):
+            row["dataset"], row["bucket"] = sys.intern(row["dataset"]), sys.intern(row["bucket"])
+            yield {**row, "entry": spec}
+
+
+def _view(row: Row) -> LatentView:
     left = row["crop_left"]
     if row["flipped"]:
         left = row["resized_width"] - row["crop_left"] - row["target_width"]
-    return LatentView(entries.latent(row), (row["crop_top"], left))
+    return LatentView(row["entry"], (row["crop_top"], left))
 
 
 _COLUMNS: dict[str, Any] = {
