@@ -19,6 +19,13 @@ from pipeline.errors import LatentlineError
 DEFECT = "this is a defect of Latentline or of a package below it: report it with the traceback above"
 STOPPED = "stopped by SIGINT, by SIGTERM or by Dagster"
 
+_HISTORY = {
+    "database or disk is full": "free space on that disk and start it again: what is finished is kept",
+    "attempt to write a readonly database": "give this user the right to write there, and start it again",
+    "disk I/O error": "free space on that disk if it is full (df -h), or see whether it fails (dmesg)",
+}
+"""What SQLite says of a disk, and the fix; Dagster's history is in its files."""
+
 _numbers: dict[str, str] = {}
 _problems: dict[str, None] = {}
 
@@ -59,8 +66,17 @@ def stated(err: BaseException) -> str:
     if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
         fix = "start it again: what is finished is kept"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
+    for said, fix in _HISTORY.items():
+        if said in str(err):
+            return f"Dagster cannot keep its history: {said}\n  where: {_history()}\n  fix:   {fix}"
     what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
     return f"{what}\n  where: {command}\n  fix:   {_advice(err)}"
+
+
+def _history() -> str:
+    """Where Dagster writes the events of this command's run."""
+    home = os.environ.get("DAGSTER_HOME", "")
+    return f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()}, as DAGSTER_HOME is not set"
 
 
 def _advice(err: BaseException) -> str:

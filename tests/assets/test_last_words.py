@@ -99,6 +99,17 @@ def test_each_kind_of_error_has_its_words(error: BaseException, what: str, fix: 
     assert fix in text[text.index("\n  fix:   ") :]
 
 
+def test_a_full_disk_below_dagsters_history_names_its_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = "(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]"
+    monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
+    what, where, fix = stated(RuntimeError(said)).splitlines()
+    assert what == "Dagster cannot keep its history: database or disk is full"
+    assert where == "  where: /mnt/home (DAGSTER_HOME)"
+    assert fix == "  fix:   free space on that disk and start it again: what is finished is kept"
+    monkeypatch.delenv("DAGSTER_HOME")
+    assert f"  where: {Path.cwd()}, as DAGSTER_HOME is not set" in stated(RuntimeError(said))
+
+
 def test_an_error_of_our_own_below_dagsters_is_the_one_that_is_stated() -> None:
     error = RuntimeError("step")
     error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")

@@ -81,6 +81,20 @@ def test_a_disk_too_small(fresh, disk: str) -> None:
     assert str(fresh.root / folder) in words.where + words.what
 
 
+@pytest.mark.slow
+def test_a_disk_too_small_for_dagsters_own_history(cached) -> None:
+    """Its empty tables take 300 KB; on a disk below that Dagster ends before it reads anything of ours."""
+    home = cached.root / "home"
+    home.mkdir()
+    command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    words = refused(cached.run(on_small_disk(str(home), "460k", command), DAGSTER_HOME=str(home)))
+    what, _, said = words.what.partition(": ")
+    assert what == "Dagster cannot keep its history"
+    assert said in {"database or disk is full", "disk I/O error"}, "SQLite's words where it could not grow"
+    assert str(home) in words.where
+    assert "free space" in words.fix
+
+
 def empty(workspace: Any) -> None:
     for path in workspace.data.iterdir():
         path.unlink()
