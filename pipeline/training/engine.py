@@ -24,7 +24,7 @@ from pipeline.training.loss import sample_losses, share_of_mean, snr_weights
 from pipeline.training.networks import load_all, networks_of, of_all
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
-from pipeline.training.part import begin_as_part
+from pipeline.training.part import as_it_began, begin_as_part
 from pipeline.training.seeding import hash_bits
 from pipeline.training.starting import start_from
 from pipeline.training.text_encoders import Joint, TextEncoders
@@ -199,19 +199,31 @@ class Engine:
             return sample_losses(self._answer(here, scheduler), target, LossSettings())
 
     def output_change(self, micro: MicroInput) -> float:
-        """How far the adapters move the model's answer, relative to the answer's norm without them."""
+        """How far what was learned moves the model's answer, relative to the answer's norm without it."""
         here = micro.to(self.accelerator.device)
-        networks: list[Any] = list(self.networks.values())
         with self.looking():
             adapted = self._answer(here, self.scheduler).double()
+            with self._nothing_learned():
+                plain = self._answer(here, self.scheduler).double()
+        return float((adapted - plain).norm() / plain.norm())
+
+    @contextmanager
+    def _nothing_learned(self) -> Generator[None]:
+        """Inside, no adapter does anything.
+
+        One that began as a part of the base weights is that part again: with the fixed one beside it that
+        is the base model too, by the very sums that training began with, so that no rounding looks learned.
+        """
+        began_as_part = self._settings.lora.begins_as_part
+        networks: list[Any] = list(self.text_networks.values() if began_as_part else self.networks.values())
+        with as_it_began(self.denoiser) if began_as_part else nullcontext():
             for network in networks:
                 network.disable_adapters()
             try:
-                plain = self._answer(here, self.scheduler).double()
+                yield
             finally:
                 for network in networks:
                     network.enable_adapters()
-        return float((adapted - plain).norm() / plain.norm())
 
     def _answer(self, here: MicroInput, scheduler: Any) -> Tensor:
         noisy = self._family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)

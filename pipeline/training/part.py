@@ -10,6 +10,8 @@ together. A LoRA of twice the rank, to be put on the very base model, holds both
 from __future__ import annotations
 
 import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any, cast
 
@@ -72,6 +74,26 @@ def begin_as_part(denoiser: nn.Module, settings: LoraSettings, *, seed: int) -> 
         layer.set_adapter([ADAPTER, AT_START])
         for factor in (layer.lora_A[AT_START], layer.lora_B[AT_START]):
             factor.weight.requires_grad_(False)
+
+
+@contextmanager
+def as_it_began(denoiser: nn.Module) -> Generator[None]:
+    """Inside, the adapter is the part of the base weights that it began as, which the fixed one takes off.
+
+    Afterwards it is what it was, bit for bit.
+    """
+    kept: list[tuple[nn.Parameter, Tensor]] = []
+    for _, module in lora_modules(denoiser):
+        layer = cast("Any", module)
+        for factors, sign in ((layer.lora_A, 1.0), (layer.lora_B, -1.0)):
+            weight: nn.Parameter = factors[ADAPTER].weight
+            kept.append((weight, weight.data))
+            weight.data = sign * factors[AT_START].weight.data
+    try:
+        yield
+    finally:
+        for weight, trained in kept:
+            weight.data = trained
 
 
 def _principal(weight: Tensor, rank: int, *, scale: float, seed: int) -> tuple[Tensor, Tensor]:
