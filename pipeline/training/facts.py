@@ -34,7 +34,6 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         TrainingError: The LoRA to start from cannot be read.
     """
     training = recipe.training
-    inputs = tuple(item for item in inputs if not item.held_out)
     schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
     if training.lr_scheduler != "constant":
         schedule |= {"steps": training.num_steps, "cycles": training.lr_cycles, "power": training.lr_power}
@@ -43,16 +42,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     start = training.lora.start_from
     return {
         "version": TRAINING_VERSION,
-        "samples": {
-            "number": len(inputs),
-            "latents": _digest(
-                (item.sample_id, item.bucket, *(view.entry.key for view in item.views)) for item in inputs
-            ),
-            "text": _digest(
-                (item.sample_id, *(variant.entry.key for variant in item.variants)) for item in inputs
-            ),
-            "repeats": _digest((item.sample_id, item.repeats) for item in inputs),
-        },
+        "samples": _samples(tuple(item for item in inputs if not item.held_out)),
         "empty_text": entries.text("").key if dropout > 0 else None,
         "model": {"family": entries.family.name, "denoiser": entries.fingerprint("denoiser")},
         "plan": {
@@ -87,6 +77,19 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
         "mixed_precision": recipe.accelerate.mixed_precision,
         "quantize": training.quantize,
         "compile": training.compile,
+    }
+
+
+def _samples(inputs: tuple[TrainingInput, ...]) -> Facts:
+    return {
+        "number": len(inputs),
+        "latents": _digest(
+            (item.sample_id, item.bucket, *(view.entry.key for view in item.views)) for item in inputs
+        ),
+        "text": _digest(
+            (item.sample_id, *(variant.entry.key for variant in item.variants)) for item in inputs
+        ),
+        "repeats": _digest((item.sample_id, item.repeats) for item in inputs),
     }
 
 
