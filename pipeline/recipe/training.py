@@ -114,7 +114,9 @@ class TrainingSettings(Settings):
     quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
         default="none",
         description="Pack the frozen base weights, so that they take less memory: to 4 bits (nf4) or 8 "
-        "(int8) by bitsandbytes, on a GPU; or to 8 bits by torchao, anywhere. none: not at all.",
+        "(int8) by bitsandbytes, on a GPU; or to 8 bits by torchao, anywhere. none: not at all. Only for a "
+        "plain LoRA: without `dora`, of `kind: lora`, and `init` kaiming or gaussian. Text encoders are not "
+        "packed.",
     )
     gradient_checkpointing: bool = Field(
         default=False,

@@ -73,6 +73,26 @@ def test_compiled_blocks_give_the_same_gradients(make_project: Callable[..., Pro
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_are_traced_for_the_compiler_give_the_same_gradients(
+    make_project: Callable[..., Project],
+) -> None:
+    """As the slow test, without C++: what `compile` traces runs as it was traced."""
+    project = make_project(
+        sizes={"64x64": 2}, lora={"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.to_q"]}
+    )
+    losses, expected, _ = gradients(*made(project))
+    engine, micro = made(project, compile=True)
+    compiled = [module for module in engine.denoiser.modules() if module._compiled_call_impl is not None]
+    assert {type(module).__name__ for module in compiled} == {"BasicTransformerBlock"}
+    denoiser: Any = engine.denoiser
+    denoiser.compile_repeated_blocks(backend="eager")
+    again, found, _ = gradients(engine, micro)
+    torch.testing.assert_close(again, losses)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize(
     ("kind", "said", "fix"),
     [("nf4", "needs a GPU", "int8_torchao"), ("int8", "needs a GPU", "fp8_torchao")],
@@ -135,7 +155,16 @@ def _bytes(engine: Engine) -> int:
     return total
 
 
-@pytest.mark.parametrize("lora", [{"dora": True}, {"kind": "loha"}, {"kind": "lokr"}, {"init": "pissa"}])
+ADAPTERS_OF_PLAIN_WEIGHTS: list[dict[str, Any]] = [
+    {"dora": True},
+    {"kind": "loha"},
+    {"kind": "lokr"},
+    {"init": "pissa"},
+    {"init": "olora"},
+]
+
+
+@pytest.mark.parametrize("lora", ADAPTERS_OF_PLAIN_WEIGHTS)
 def test_adapters_that_packed_weights_do_not_suit_are_refused(lora: dict[str, Any]) -> None:
     smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
     found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
