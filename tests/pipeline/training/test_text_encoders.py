@@ -20,6 +20,7 @@ from pipeline.entries import Entries
 from pipeline.errors import TrainingError
 from pipeline.families import detect
 from pipeline.families.tiny import TINY, make_tiny_sdxl
+from pipeline.launching import LocalLaunch
 from pipeline.lora_files import LAYOUTS, layout_file, read_lora_file
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.locate import dotted
@@ -27,7 +28,7 @@ from pipeline.recipe.mistakes import find_mistakes
 from pipeline.runs import RunLayout
 from pipeline.tables import Tables
 from pipeline.training import run
-from pipeline.training.checkpoint import load_checkpoint, save_checkpoint
+from pipeline.training.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.training.engine import Engine
 from pipeline.training.export import Exporter
 from pipeline.training.facts import run_facts
@@ -39,6 +40,7 @@ from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import StepPlan
 from pipeline.training.run import train_lora
 from pipeline.training.stopping import StopRequest
+from pipeline.training.validation import Validation
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -261,6 +263,30 @@ def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
     return left
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
+    make_project: Callable[..., Project], sdxl: str
+) -> None:
+    text = {"learning_rate": 5e-4}
+    settings = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "sizes": {"64x64": 5, "32x96": 5}}
+    project = project_of(make_project, "sdxl", text, dropout=0.5, **settings)
+    alone = project.changed("alone").order()
+    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
+    shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
+    assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
+    LocalLaunch(pair.recipe.accelerate)("pipeline.entrypoints.train", pair.write())
+    assert train(alone, Silent(), StopRequest())
+    expected, found = (
+        load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, 3), order.run).adapter
+        for order in (alone, pair)
+    )
+    assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in found}
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-2, atol=1e-5)
+
+
 class Exported:
     """An engine whose adapters are far from zero, and the files of it."""
 
@@ -412,23 +438,25 @@ def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project], sdxl
     assert header["ss_text_encoder_lr"] == "0.01"
 
 
-def test_pictures_show_what_the_trained_text_encoders_make_of_the_prompt(
+def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a_caption(
     make_project: Callable[..., Project],
 ) -> None:
     order = project_of(make_project).order()
-    engine = engine_of(order)
+    engine, family = engine_of(order), detect(order.base)
+    validation = Validation(order, family, order.inputs[:1])
+    losses = [validation.loss(engine).mean]
     with engine.looking():
         before = engine.text_of("a cat")
         loosened(engine)
         after = engine.text_of("a cat")
+    for weight in (weight for weight in engine.denoiser.parameters() if weight.requires_grad):
+        weight.data.zero_()
+    losses.append(validation.loss(engine).mean)
+    assert losses[0] != losses[1]
     assert before is not None
     assert after is not None
     assert (after["text_embedding"] - before["text_embedding"]).abs().max() > 0.05
-    micro = MicroBatchMaker(order, detect(order.base), engine.scheduler).make_fixed(
-        order.plan()[0].slots()[:1], [0.5]
-    )
-    for weight in engine.weights[: len(engine.weights) // 2]:
-        weight.data.zero_()
+    micro = MicroBatchMaker(order, family, engine.scheduler).make_fixed(order.plan()[0].slots()[:1], [0.5])
     assert engine.output_change(micro) > 0
     assert all(network.training for network in engine.networks.values())
 
