@@ -76,7 +76,7 @@ def stat_of_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
         info: As `AbstractFileSystem.info` and `ls` have it.
     """
     size = info.get("size")
-    version = next((str(info[name]) for name in _VERSIONS if info.get(name)), None)
+    version = next((str(info[name]) for name in _VERSIONS if info.get(name) not in (None, "")), None)
     times = (_nanoseconds(info.get(name)) for name in _TIMES)
     time_ns = next((time for time in times if time is not None), None)
     if version is not None:

@@ -165,6 +165,8 @@ class RemoteSource(Source):
             path = f"{folder}/{below}" if folder else below
             if info["type"] != "file":
                 yield Entry(path, None, is_special=info["type"] != "directory")
+            elif "\0" in below:  # a key may be anything
+                yield Entry(path, None, is_special=True)
             elif info.get("size") is None:
                 sizeless.append(path)
             else:

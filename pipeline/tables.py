@@ -140,6 +140,9 @@ ASKED_FOR = "filter_"
 DUPLICATE = "duplicate"
 """Reason of a copy of an image that is kept: nothing is wrong with it either."""
 
+_ROWS_AT_ONCE = 16_384
+"""Of a table on its way to the disk, encoded in memory: a third of a kilobyte each."""
+
 NULLABLE = {"content_hash"}
 """Of REJECTED only: a file that could not be read has no hash."""
 
@@ -199,14 +202,25 @@ def pandera_schema(asset: str) -> pandera.polars.DataFrameSchema:
     return pa.DataFrameSchema(columns, strict=True, ordered=True, unique=_unique(asset))
 
 
+def only(table: pl.DataFrame, which: pl.Series) -> pl.DataFrame:
+    """The rows for which `which` is true: the table itself, and no copy, where all are."""
+    return table if which.all() else table.filter(which)
+
+
 def in_order(table: pl.DataFrame, names: list[str]) -> pl.DataFrame:
     """The table sorted by some columns without nulls: itself, and no copy, where it is so already."""
+    falls, _ = _order(table, names)
+    return table.sort(names) if falls else table
+
+
+def _order(table: pl.DataFrame, names: list[str]) -> tuple[bool, bool]:
+    """Whether a row comes before the one above it, and whether a row names what the one above it does."""
     falls, equal = pl.lit(value=False), pl.lit(value=True)
     for name in names:
         before = pl.col(name).shift(1)
         falls = falls | (equal & (before > pl.col(name)))
         equal = equal & (before == pl.col(name))
-    return table.sort(names) if table.select(falls.any()).item() else table
+    return table.select(falls=falls.any(), equal=equal.any()).row(0)
 
 
 def _plainly_fits(asset: str, table: pl.DataFrame) -> bool:
@@ -218,7 +232,10 @@ def _plainly_fits(asset: str, table: pl.DataFrame) -> bool:
         return False
     if any(table[name].is_nan().any() for name, kind in table.schema.items() if kind.is_float()):
         return False
-    return not table.select(_unique(asset)).is_duplicated().any()
+    falls, equal = _order(table, _unique(asset))
+    if falls:  # nothing follows of rows that are far apart
+        return not table.select(_unique(asset)).is_duplicated().any()
+    return not equal
 
 
 def _nullable(asset: str) -> set[str]:
@@ -285,7 +302,7 @@ class Tables:
         """
         path = self.path(asset)
         rows = in_order(validated(asset, table, f"what {asset} wanted to write to {path}"), _unique(asset))
-        write_through(path, rows.write_parquet)
+        write_through(path, lambda file: rows.write_parquet(file, row_group_size=_ROWS_AT_ONCE))
         return path
 
     def write_rejected(self, stage: str, rows: pl.DataFrame) -> None:

@@ -95,7 +95,7 @@ def _dataset(recipe: Recipe) -> tuple[Dataset, str]:
     table = tables.read_previous("validated_dataset")
     if table is None or table.is_empty():
         source = "a scan made just now"
-        table = scan(recipe, tables, log=lambda line: click.echo(line, err=True)).table
+        table = scan(recipe, tables, log=lambda line: click.echo(line, err=True), remember=False).table
     repeats = {settings.name: settings.repeats for settings in recipe.datasets}
     times = np.array([repeats.get(name, 1) for name in table["dataset"]], dtype=np.int64)
     height = np.repeat(table["height"].to_numpy().astype(np.int64), times)

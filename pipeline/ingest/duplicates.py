@@ -82,20 +82,17 @@ def duplicate_groups(contents: pl.DataFrame, distance: int) -> pl.DataFrame:
         distance: Bits in which the hashes of two that look alike may differ, 0 to 16.
 
     Returns:
-        `content_hash` and `duplicate_group`, the smallest content hash of the group; its own where nothing
-        looks like it.
+        In the same order, `content_hash` and `duplicate_group`, the smallest content hash of the group; its
+        own where nothing looks like it.
     """
     hashes = contents["perceptual_hash"].drop_nulls().unique().sort()
-    values = hashes.to_numpy()
-    numbered = pl.DataFrame({"perceptual_hash": hashes, "number": _components(values, distance)})
-    return (
-        contents.join(numbered, on="perceptual_hash", how="left", maintain_order="left")
-        .with_columns(smallest=pl.col("content_hash").min().over("number"))
-        .select(
-            "content_hash",
-            duplicate_group=pl.when(pl.col("number").is_null()).then("content_hash").otherwise("smallest"),
-        )
-    )
+    numbered = pl.DataFrame({"perceptual_hash": hashes, "number": _components(hashes.to_numpy(), distance)})
+    placed = contents.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64))
+    alike = placed.join(numbered, on="perceptual_hash").filter(pl.col("number").is_duplicated())
+    alike = alike.sort("number", "content_hash").with_columns(first=pl.col("place").first().over("number"))
+    place = np.arange(len(contents))
+    place[alike["place"].to_numpy()] = alike["first"].to_numpy()
+    return contents.select("content_hash", duplicate_group=contents["content_hash"].gather(place))
 
 
 def _components(values: Hashes, distance: int) -> Indices:

@@ -1,13 +1,13 @@
-"""What earlier validations found out: verdicts about pixels, and captions by the stat of their files.
+"""What earlier runs found out: verdicts about pixels, captions by the stat of their files, rejected files.
 
-Both are indexes beside the tables, each replaced whole. One that is missing, damaged or of an older form is
+They are indexes beside the tables, each replaced whole. One that is missing, damaged or of an older form is
 empty: then everything is looked at anew.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import polars as pl
 
 from pipeline.atomic import write_through
 from pipeline.progress import progress
+from pipeline.tables import REJECTED, in_order, only
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,11 +54,22 @@ CAPTIONS: dict[str, Any] = {
 """One row a sample whose caption was found: what `caption_rule` was, the columns of validated_dataset, when
 the caption was read, and the stat of its file before that; -1 where there is no file."""
 
+REFUSED: dict[str, Any] = {
+    **REJECTED,
+    **dict.fromkeys(("file_bytes", "mtime_ns", "ctime_ns", "inode", "scanned_ns"), pl.Int64),
+    "decoder": pl.String,
+    "max_px": pl.Int64,
+}
+"""One row a file that the scan rejected: as rejected, its stat, when it was read, by which decoder and with
+which limit. Nulls where it could not be read."""
+
 SIDECAR = "sidecar:"
 """Beginning of a sidecar's `caption_from`; its path follows."""
 
-_AT_ONCE = 10_000
-"""Files of a folder of this machine that are looked at before the progress moves: a tenth of a second."""
+_REFUSED_FILE = "refused.parquet"
+
+_AT_ONCE = 2_000
+"""Files of a folder of this machine that are looked at before the progress moves."""
 
 
 class Known:
@@ -72,15 +84,27 @@ class Known:
 
     def pixels(self, decoder: str) -> pl.DataFrame:
         """The verdicts of this decoder."""
-        return self._pixels.filter(pl.col("decoder") == decoder)
+        return only(self._pixels, self._pixels["decoder"] == decoder)
 
     def write(self, pixels: pl.DataFrame, captions: pl.DataFrame) -> None:
         """Replace those of which anything has changed; rows are sorted by their first column."""
         kept = (("pixels", pixels, self._pixels), ("captions", captions, self.captions))
         for name, rows, before in kept:
-            ordered = rows.sort(rows.columns[0])
+            ordered = in_order(rows, rows.columns[:1])
             if not ordered.equals(before):
                 write_through(self._folder / f"{name}.parquet", ordered.write_parquet)
+
+
+def read_refused(tables: Tables) -> pl.DataFrame:
+    """The files that the last scan rejected for what they hold, as `REFUSED`."""
+    return _read(tables.folder / "known" / _REFUSED_FILE, REFUSED)
+
+
+def write_refused(tables: Tables, rows: pl.DataFrame) -> None:
+    """Replace what `read_refused` gives, if anything has changed."""
+    ordered = rows.sort("sample_id")
+    if not ordered.equals(read_refused(tables)):
+        write_through(tables.folder / "known" / _REFUSED_FILE, ordered.write_parquet)
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:
@@ -93,44 +117,65 @@ def caption_rule(settings: DatasetSettings) -> str | None:
 
 def stats_in(
     sources: Mapping[str, Source], rows: pl.DataFrame, name: str, *, log: Log, doing: str
-) -> npt.NDArray[np.int64]:
-    """The stat of one file of each row, int64 (N, 4), as `Source.stats`.
+) -> Iterator[tuple[pl.DataFrame, npt.NDArray[np.int64], Source]]:
+    """Some rows at a time with the stat of one file of each, int64 (N, 4) as `Source.stats`, and its source.
+
+    Rows of one source follow one another; those without a file are left out.
 
     Args:
         sources: By dataset.
-        rows: With `dataset`.
-        name: The column of its path; a null is no file.
+        rows: With `dataset`; they come with `row`, their place.
+        name: The column of the file's path; a null is no file.
         log: Told how far it is.
         doing: What is counted, such as "files compared".
     """
-    found = np.full((len(rows), 4), -1, dtype=np.int64)
-    wanted = rows.select("dataset", path=name).with_row_index("row").filter(pl.col("path").is_not_null())
+    has_file = rows[name].is_not_null()
     done = 0
-    with progress(lambda: done, len(wanted), doing, log=log):
+    with progress(lambda: done, int(has_file.sum()), doing, log=log):
         for dataset, source in sources.items():
-            of_dataset = wanted.filter(pl.col("dataset") == dataset)
-            size = len(of_dataset) if source.threads else _AT_ONCE  # what a server lists it lists at once
-            for part in of_dataset.iter_slices(max(1, size)):
-                found[part["row"].to_numpy()] = source.stats(part["path"].to_list())
+            places = ((rows["dataset"] == dataset) & has_file).arg_true()
+            size = len(places) if source.threads else _AT_ONCE  # what a server lists it lists at once
+            for start in range(0, len(places), max(1, size)):
+                some = places[start : start + size]
+                part = rows[some].with_columns(row=some)
+                yield part, source.stats(part[name].to_list()), source
                 done += len(part)
-    return found
 
 
-def same_sidecars(rows: pl.DataFrame, now: npt.NDArray[np.int64], granularity_ns: int) -> pl.Series:
+def same_files(sources: Mapping[str, Source], rows: pl.DataFrame, *, log: Log) -> pl.Series:
+    """For each row with columns of raw_images: whether its file is still the one that the scan saw."""
+    same = np.zeros(len(rows), dtype=np.bool_)
+    stat = ["file_bytes", "mtime_ns", "ctime_ns", "inode"]
+    scanned = rows.select("dataset", "path", *stat)
+    for part, now, source in stats_in(sources, scanned, "path", log=log, doing="files compared"):
+        columns = list(source.told_by)
+        then = part.select(stat).to_numpy()
+        same[part["row"].to_numpy()] = (then[:, columns] == now[:, columns]).all(axis=1)
+    return pl.Series(same, dtype=pl.Boolean)
+
+
+def same_sidecars(
+    sources: Mapping[str, Source], rows: pl.DataFrame, granularity_ns: int, *, log: Log
+) -> pl.Series:
     """For each row with the columns of `CAPTIONS`: whether its caption's file is the one that was read.
 
     A file that had changed within the clock's granularity of being read is not trusted, as in git's index.
 
     Args:
+        sources: By dataset.
         rows: Some samples.
-        now: Of their captions' files, as `stats_in`.
         granularity_ns: Of the coarsest clock.
+        log: Told how far it is.
     """
-    settled = pl.col("caption_ctime_ns") + granularity_ns < pl.col("caption_read_ns")
-    stats = pl.DataFrame(now, schema=[f"now_{name}" for name in SIDECAR_STAT])
-    same = pl.all_horizontal(settled, *(pl.col(name) == pl.col(f"now_{name}") for name in SIDECAR_STAT))
-    of_file = pl.col("caption_from").str.starts_with(SIDECAR)
-    return rows.hstack(stats).select(same=~of_file | same).to_series()
+    of_file = pl.when(pl.col("caption_from").str.starts_with(SIDECAR))
+    path = of_file.then(pl.col("caption_from").str.strip_prefix(SIDECAR)).otherwise(None)
+    named = rows.select("dataset", "caption_read_ns", *SIDECAR_STAT, sidecar=path)
+    same = named["sidecar"].is_null().to_numpy().copy()
+    for part, now, _ in stats_in(sources, named, "sidecar", log=log, doing="captions compared"):
+        settled = part["caption_ctime_ns"] + granularity_ns < part["caption_read_ns"]
+        equal = (part.select(SIDECAR_STAT).to_numpy() == now).all(axis=1)
+        same[part["row"].to_numpy()] = equal & settled.to_numpy()
+    return pl.Series(same, dtype=pl.Boolean)
 
 
 def _read(path: Path, schema: dict[str, Any]) -> pl.DataFrame:

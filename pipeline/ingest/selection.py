@@ -43,6 +43,8 @@ def select(
     Raises:
         DatasetError: As `paths_where`.
     """
+    if not any(_asks(each) for each in recipe.datasets):
+        return in_order(raw, ["sample_id"]), pl.DataFrame(schema=REJECTED)
     kept: list[pl.DataFrame] = []
     refused: list[pl.DataFrame] = []
     for settings in recipe.datasets:
@@ -61,6 +63,11 @@ def select(
     schema = pl.Schema(REJECTED)
     rejected = [part.with_columns(stage=pl.lit(stage)).select(*REJECTED).cast(schema) for part in refused]
     return in_order(pl.concat(kept), ["sample_id"]), pl.concat(rejected)
+
+
+def _asks(settings: DatasetSettings) -> bool:
+    """Whether anything of a dataset may be left out."""
+    return settings.limit is not None or settings.filters.where is not None or bool(_limits(settings.filters))
 
 
 def _first_reason(settings: DatasetSettings, listing: pl.DataFrame | None) -> pl.Expr:

@@ -27,12 +27,13 @@ from pipeline.ingest.captions import Caption, caption_of, sidecar_path
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
 from pipeline.ingest.duplicates import duplicate_groups
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
+from pipeline.ingest.gathered import Gathered, Rows
 from pipeline.ingest.known import (
     CAPTIONS,
-    SIDECAR,
     SIDECAR_STAT,
     Known,
     caption_rule,
+    same_files,
     same_sidecars,
     stats_in,
 )
@@ -43,7 +44,7 @@ from pipeline.ingest.variants import variants
 from pipeline.ingest.verdicts import Verdicts, judge, judge_name
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.source import Source, source_at, threads_for
-from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, validated
+from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, only, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -132,7 +133,7 @@ def validate(
     watch = Stopwatch()
     sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
     listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
-    chosen, left_out = select(recipe, raw, listings, stage=STAGE)
+    chosen, left_out = select(recipe, raw.select(_LOOKED_AT), listings, stage=STAGE)
     if len(left_out):
         log(f"{len(left_out):,} images are left out by filters and limits")
     known = Known(tables)
@@ -146,13 +147,12 @@ def validate(
     everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
     looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
-    table = once.join(looks, on="content_hash", how="left", maintain_order="left").select(
-        pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items()
-    )
+    looks = once.select("content_hash").join(looks, on="content_hash", how="left", maintain_order="left")
+    table = once.hstack(looks.drop("content_hash")).select(SCHEMAS[STAGE].keys())
     rejected = pl.concat([left_out, refused, copies]).sort("sample_id")
     if remember:
-        of_raw = verdicts.table.join(raw, on="content_hash", how="semi")
-        known.write(of_raw, everything.filter(pl.col("rule") != "").select(*CAPTIONS))
+        of_raw = only(verdicts.table, verdicts.table["content_hash"].is_in(raw["content_hash"].implode()))
+        known.write(of_raw, only(everything, everything["rule"] != "").select(*CAPTIONS))
     funnel = _funnel(recipe, tables, len(table), rejected)
     report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
     for line in funnel.lines():
@@ -170,6 +170,12 @@ def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
     return chosen.with_columns(rule=pl.col("dataset").replace_strict(rules, return_dtype=pl.String))
 
 
+_LOOKED_AT = (
+    *("sample_id", "dataset", "path", "content_hash", "height", "width"),
+    *("file_bytes", "mtime_ns", "ctime_ns", "inode"),
+)
+"""Of raw_images: the columns that matter here."""
+
 _COLUMNS: dict[str, Any] = {
     **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in ("duplicate_group", "one_colour")},
     **CAPTIONS,
@@ -180,23 +186,25 @@ def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, p
     """What is kept of sorted rows, and as rejected rows the copies: same dataset, bytes and captions."""
     once = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
-    first = pl.col("sample_id").first().over(same)
-    is_copy = pl.col("dataset").is_in(once) & (pl.col("sample_id") != first)
-    copies = rows.with_columns(first=first).filter(is_copy)
+    alike = rows.filter(pl.col("content_hash").is_duplicated() & pl.col("dataset").is_in(once))
+    copies = alike.with_columns(first=pl.col("sample_id").first().over(same)).filter(
+        pl.col("sample_id") != pl.col("first")
+    )
     said = copies.with_columns(
         stage=pl.lit(STAGE),
         reason=pl.lit(DUPLICATE),
         detail=pl.format("its bytes and caption are those of {}, which is kept", "first"),
         fix=pl.lit("remove one of the two, or set duplicates: keep_all; repeats show a dataset more often"),
     )
-    return rows.filter(~is_copy), said.select(pl.col(name).cast(kind) for name, kind in REJECTED.items())
+    kept = only(rows, ~rows["sample_id"].is_in(copies["sample_id"].implode()))
+    return kept, said.select(pl.col(name).cast(kind) for name, kind in REJECTED.items())
 
 
 def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
     """The two columns of each sound content that say what it looks like."""
-    sound = pixels.filter(pl.col("reason").is_null()).select("content_hash", "perceptual_hash")
-    one_colour = sound.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
-    return duplicate_groups(sound, distance).join(one_colour, on="content_hash")
+    sound = only(pixels, pixels["reason"].is_null()).select("content_hash", "perceptual_hash")
+    groups = duplicate_groups(sound, distance)  # in the same order
+    return groups.with_columns(one_colour=sound["perceptual_hash"].is_null())
 
 
 def _as_before(
@@ -208,31 +216,18 @@ def _as_before(
     log: Log,
 ) -> pl.DataFrame:
     """The samples of which nothing has changed, as `_COLUMNS`: file, pixels' verdict and caption."""
-    sound = verdicts.table.filter(pl.col("reason").is_null())
-    known = rows.join(captions, on=["sample_id", "rule"]).join(sound, on="content_hash", how="semi")
+    if rows["sample_id"].equals(captions["sample_id"]) and rows["rule"].equals(captions["rule"]):
+        known = rows.hstack(captions.drop("sample_id", "rule"))
+    else:
+        known = rows.join(captions, on=["sample_id", "rule"])
+    sound = only(verdicts.table, verdicts.table["reason"].is_null())["content_hash"]
+    known = only(known, known["content_hash"].is_in(sound.implode()))
     if verdicts.by_sample:
         known = known.filter(~pl.col("sample_id").is_in(list(verdicts.by_sample)))
-    known = known.filter(_unchanged(sources, known, log))
-    of_file = pl.when(pl.col("caption_from").str.starts_with(SIDECAR))
-    named = known.select(
-        "dataset", sidecar=of_file.then(pl.col("caption_from").str.strip_prefix(SIDECAR)).otherwise(None)
-    )
-    now = stats_in(sources, named, "sidecar", log=log, doing="captions compared")
-    known = known.filter(same_sidecars(known, now, CLOCK_GRANULARITY_NS))
+    known = only(known, same_files(sources, known, log=log))
+    known = only(known, same_sidecars(sources, known, CLOCK_GRANULARITY_NS, log=log))
     middle = {"focus_x": pl.lit(0.5), "focus_y": pl.lit(0.5), "decoder": pl.lit(DECODER)}
     return known.with_columns(**middle).select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
-
-
-def _unchanged(sources: Mapping[str, Source], rows: pl.DataFrame, log: Log) -> pl.Series:
-    """For each row of raw_images: whether its file is still the one that the scan saw."""
-    now = stats_in(sources, rows, "path", log=log, doing="files compared")
-    then = rows.select("file_bytes", "mtime_ns", "ctime_ns", "inode").to_numpy()
-    same = np.zeros(len(rows), dtype=np.bool_)
-    for dataset, source in sources.items():
-        columns = list(source.told_by)
-        equal = (then[:, columns] == now[:, columns]).all(axis=1)
-        same |= (rows["dataset"] == dataset).to_numpy() & equal
-    return pl.Series(same, dtype=pl.Boolean)
 
 
 def _changed(file: File) -> ImageError:
@@ -247,7 +242,8 @@ def _looked_at(
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The others, looked at one by one: what is kept, as `_COLUMNS`, and what is rejected."""
 
-    def look(row: Row) -> Row:
+    def look(values: tuple[Any, ...]) -> Row:
+        row = dict(zip(rows.columns, values, strict=True))
         try:
             if not row["same"]:
                 raise _changed(sources[row["dataset"]].file(row["path"]))
@@ -258,22 +254,21 @@ def _looked_at(
         except ImageError as err:
             return refusal(err, STAGE, row["content_hash"])
 
-    kept: list[Row] = []
-    rejected: list[Row] = []
+    kept, rejected = Gathered(_COLUMNS), Gathered(REJECTED)
     sources = captions.sources
-    rows = captions.with_sidecar(rows.with_columns(same=_unchanged(sources, rows, log)))
+    rows = captions.with_sidecar(rows.with_columns(same=same_files(sources, rows, log=log)))
     # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
     rows = rows.with_columns(caption_read_ns=pl.lit(time.time_ns()))
-    stats = stats_in(sources, rows, "sidecar", log=log, doing="captions found")
-    items = rows.hstack(pl.DataFrame(stats, schema=list(SIDECAR_STAT))).rows(named=True)
+    stats = np.full((len(rows), 4), -1, dtype=np.int64)
+    for part, now, _ in stats_in(sources, rows, "sidecar", log=log, doing="captions found"):
+        stats[part["row"].to_numpy()] = now
+    rows = rows.hstack(pl.DataFrame(stats, schema=list(SIDECAR_STAT)))
     # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
     threads = threads_for(sources.values()) or 1
-    looked = in_threads(look, items, log=log, doing="captions read", threads=threads)
-    for row, outcome in zip(items, looked, strict=True):
-        made = {**row, "decoder": DECODER, **outcome}
-        columns = REJECTED if "reason" in outcome else _COLUMNS
-        (rejected if "reason" in outcome else kept).append({name: made[name] for name in columns})
-    return pl.DataFrame(kept, schema=_COLUMNS), pl.DataFrame(rejected, schema=REJECTED)
+    looked = in_threads(look, Rows(rows), log=log, doing="captions read", threads=threads)
+    for row, outcome in zip(rows.iter_rows(named=True), looked, strict=True):
+        (rejected if "reason" in outcome else kept).add({**row, "decoder": DECODER, **outcome})
+    return kept.frame(), rejected.frame()
 
 
 def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: Verdicts) -> Report:

@@ -7,7 +7,7 @@ called and however often the job runs, and a repaired file has other bytes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,10 +19,12 @@ from pipeline.image_formats import ImageError
 from pipeline.images import DECODER, File, changed_error, decode, hash_bytes, one_image, read_bytes
 from pipeline.ingest.duplicates import HASH_VERSION, perceptual_hash
 from pipeline.ingest.funnel import refusal
+from pipeline.ingest.gathered import Gathered, Rows
 from pipeline.ingest.known import PIXELS
 from pipeline.ingest.parallel import in_threads
 from pipeline.reports import Log
 from pipeline.source import Source, threads_for
+from pipeline.tables import only
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -39,6 +41,8 @@ OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "plugin_miss
 _ANY_COLOUR = (255, 255, 255)
 
 _one_big_image = threading.Lock()
+
+_JUDGED = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
 
 Row = dict[str, Any]
 
@@ -70,36 +74,44 @@ def judge(
     """What is known of each content; one file of those of which nothing is known is decoded."""
     verdicts = Verdicts(known)
     max_px = recipe.checks.max_image_pixels
-    unknown: dict[str, list[Row]] = {}
-    for row in rows.join(known, on="content_hash", how="anti").iter_rows(named=True):
-        unknown.setdefault(row["content_hash"], []).append(row)
+    is_known = rows["content_hash"].is_in(known["content_hash"].implode())
+    unknown = rows.select(_JUDGED).filter(~is_known)
+    is_first = unknown["content_hash"].is_first_distinct()
+    more: dict[str, list[Row]] = {}
+    for row in unknown.filter(~is_first).iter_rows(named=True):
+        more.setdefault(row["content_hash"], []).append(row)
 
-    def answers_of(same: list[Row]) -> list[_Decoded]:
+    def of_content(first: Sequence[Any]) -> list[Row]:
+        row = dict(zip(_JUDGED, first, strict=True))
+        return [row, *more.get(row["content_hash"], ())]
+
+    def answers_of(first: tuple[Any, ...]) -> list[_Decoded]:
         """One answer a file until one is about the content; the others then need none."""
         answers: list[_Decoded] = []
-        for row in same:
+        for row in of_content(first):
             answers.append(_decoded(sources[row["dataset"]].file(row["path"]), row, max_px))
             error = answers[-1].error
             if error is None or error.reason in OF_CONTENT:
                 break
         return answers
 
-    groups = list(unknown.values())
-    fresh: list[Row] = []
+    contents = Rows(only(unknown, is_first))
+    fresh = Gathered(PIXELS)
     threads = threads_for(sources.values())
-    decoded = in_threads(answers_of, groups, log=log, doing="images decoded", threads=threads)
-    for group, answers in zip(groups, decoded, strict=True):
+    decoded = in_threads(answers_of, contents, log=log, doing="images decoded", threads=threads)
+    for first, answers in zip(contents, decoded, strict=True):
+        group = of_content(first)
         verdicts.decoded += 1
         last = answers[-1]
         if last.error is None or last.error.reason in OF_CONTENT:
             said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
             said["perceptual_hash"] = last.perceptual_hash
-            fresh.append({**said, "content_hash": group[0]["content_hash"], "decoder": judge_name()})
+            fresh.add({**said, "content_hash": group[0]["content_hash"], "decoder": judge_name()})
         for row, answer in zip(group, answers, strict=False):
             if answer.error is not None:
                 verdicts.by_sample[row["sample_id"]] = answer.error
-    made = pl.DataFrame([{name: row.get(name) for name in PIXELS} for row in fresh], schema=PIXELS)
-    verdicts.table = pl.concat([known, made])
+    made = fresh.frame()
+    verdicts.table = pl.concat([known, made]) if len(made) else known
     for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
         error = ImageError(row["reason"], row["detail"], fix=row["fix"])
         verdicts.refused[row["content_hash"]] = error

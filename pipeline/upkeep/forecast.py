@@ -99,7 +99,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read.
     """
-    raw = scan(recipe, tables, log=log)
+    raw = scan(recipe, tables, log=log, remember=False)
     valid = validate(recipe, raw.table, tables, log=log, remember=False)
     buckets = assign_buckets(recipe, valid.table, log=lambda _: None)
     rejected: dict[str, int] = defaultdict(int)

@@ -218,3 +218,49 @@ def test_two_datasets_may_hold_the_same_names(folder: Any, tmp_path: Path) -> No
         "d/a.png",
         "e/a.png",
     ]
+
+
+def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: Any, settled: Settled) -> None:
+    folder.add("good.png")
+    folder.add("empty.jpg", b"")
+    folder.add("words.jpg", b"these are only words")
+    folder.add("cut.png", folder.picture()[:30])
+    folder.add("large.png", folder.picture(2, 40, 50))
+    folder.add("phone.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")  # a plug-in may come
+    folder.checks = {"max_image_pixels": 1999}
+    first = folder.scan()
+    assert len(first.rejected) == 5
+    settled()
+    again = folder.scan()
+    assert again.rejected.equals(first.rejected)
+    assert (again.report["read"], again.report["rejected_unchanged"]) == (1, 4)
+    folder.add("words.jpg", folder.picture(3))  # repaired
+    (folder.root / "empty.jpg").rename(folder.root / "moved.jpg")
+    folder.checks = {"max_image_pixels": 2000}
+    repaired = folder.scan()
+    assert sorted(repaired.table["path"]) == ["good.png", "large.png", "words.jpg"]
+    assert reasons(repaired) == {
+        "d/cut.png": "undecodable",
+        "d/moved.jpg": "empty_file",
+        "d/phone.heic": "plugin_missing",
+    }
+
+
+def test_a_file_that_was_rejected_shortly_after_it_changed_is_read_again(folder: Any) -> None:
+    folder.add("words.jpg", b"these are only words")
+    folder.scan()
+    report = folder.scan().report
+    assert (report["read"], report["rejected_unchanged"]) == (1, 0)
+
+
+def test_what_is_remembered_of_rejected_files_and_is_damaged_is_found_out_anew(
+    folder: Any, settled: Settled
+) -> None:
+    folder.add("words.jpg", b"these are only words")
+    first = folder.scan()
+    settled()
+    for damage in (b"PAR1 and nothing more", b""):
+        (folder.output_dir / "tables" / "known" / "refused.parquet").write_bytes(damage)
+        again = folder.scan()
+        assert again.report["read"] == 1
+        assert again.rejected.equals(first.rejected)

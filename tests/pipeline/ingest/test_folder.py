@@ -32,7 +32,7 @@ def test_I06_what_systems_leave_in_folders_is_passed_over_and_counted(tmp_path: 
     for name in ("._x.jpg", ".DS_Store", "Thumbs.db", "x.jpg~", ".x.jpg"):
         (tmp_path / name).write_bytes(b"x")
     found = walk(tmp_path)
-    assert found.images == []
+    assert not len(found.images)
     assert found.passed_over == {"hidden": 8}
 
 
@@ -142,9 +142,9 @@ def test_I21_a_folder_without_permission_is_a_problem_and_the_rest_goes_on(tmp_p
 def test_captions_are_told_from_other_files(tmp_path: Path) -> None:
     for name in ("a.txt", "b.caption", "c.TXT"):
         (tmp_path / name).write_bytes(b"x")
-    assert walk(tmp_path, ".txt").captions == ["a.txt"]
-    assert walk(tmp_path, ".caption").captions == ["b.caption"]
-    assert walk(tmp_path).captions == []
+    assert list(walk(tmp_path, ".txt").captions) == ["a.txt"]
+    assert list(walk(tmp_path, ".caption").captions) == ["b.caption"]
+    assert not len(walk(tmp_path).captions)
 
 
 def test_inode_numbers_of_64_bits_fit_the_tables() -> None:
