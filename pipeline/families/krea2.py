@@ -39,6 +39,9 @@ _ORIGINAL = {
 }
 """Modules of diffusers' blocks to Krea's."""
 
+_PROJECTOR = "text_fusion.projector"
+"""Beside the blocks; joins the layers of the language model."""
+
 
 class Krea2(QwenLatents):
     """Krea 2, base and distilled; padding stands between a caption and its template's end, and is masked."""
@@ -90,8 +93,10 @@ class Krea2(QwenLatents):
         """The path in Krea's own code.
 
         Raises:
-            FamilyError: The module is none of `lora_targets`.
+            FamilyError: The module is none of `lora_targets`, nor the one beside the blocks that join layers.
         """
+        if module == _PROJECTOR:
+            return module.replace("text_fusion", "txtfusion")
         found = _BLOCK.fullmatch(module)
         if not found or found[3] not in _ORIGINAL:
             raise FamilyError(

@@ -14,10 +14,10 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings
 
-_BLOCKS = re.compile(r"(.+_)?blocks|mid_block|layers|.+_refiner")
+_BLOCKS = re.compile(r"(.+_)?blocks|mid_block|layers|.+_refiner|text_fusion")
 """First component of the path of what is repeated, in diffusers' UNets and transformers."""
 
-_ATTENTION = re.compile(r"attn\d*|attention")
+_ATTENTION = re.compile(r"attn\d*|(.+_)?attention")
 _BESIDE = re.compile(r"norm|mod(ulation)?\b|time|embed", re.IGNORECASE)
 """Of layers that tell a block the time, and not what the picture shows."""
 

@@ -83,7 +83,7 @@ def test_its_names_in_the_original_code_are_those_that_diffusers_reads(tmp_path:
     make_tiny_krea2(tmp_path)
     family = detect(tmp_path)
     blocks = ("transformer_blocks.1", "text_fusion.layerwise_blocks.0", "text_fusion.refiner_blocks.0")
-    modules = [f"{block}.{layer}" for block in blocks for layer in LAYERS]
+    modules = [f"{block}.{layer}" for block in blocks for layer in LAYERS] + ["text_fusion.projector"]
     ends = ("lora_A.weight", "lora_B.weight")
     original = {f"{family.comfyui_key(each)}.{end}": torch.zeros(1, 1) for each in modules for end in ends}
     read = Krea2Pipeline.lora_state_dict(original)
