@@ -25,6 +25,7 @@ from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
 from pipeline.families.flux2_dev import Flux2Dev
 from pipeline.families.hidream import HiDream
+from pipeline.families.kolors import Kolors
 from pipeline.families.krea2 import Krea2
 from pipeline.families.lumina2 import Lumina2
 from pipeline.families.qwen_image import QwenImage
@@ -48,6 +49,7 @@ FAMILIES: tuple[type[Family], ...] = (
     Sana,
     AuraFlow,
     HiDream,
+    Kolors,
     CogView4,
     ErnieImage,
     Krea2,

@@ -189,7 +189,7 @@ class DiffusersFamily(Family):
         """`embed`; what is cut is counted by the tokenizers, unlimited."""
         import torch
 
-        counts = [self._count(encoders, role, caption) for role in self.token_limits()]
+        counts = [self.count_tokens(encoders, role, caption) for role in self.token_limits()]
         num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
         with torch.inference_mode():
             tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
@@ -218,7 +218,7 @@ class DiffusersFamily(Family):
         """Tokens of `tokenized` that a tokenizer's encoder takes."""
         return self.token_limits()[role]
 
-    def _count(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
+    def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """(tokens of the caption, how many are beyond the limit, index of the first character that is)."""
         text, limit = self.tokenized(encoders, caption), self.limit_of(encoders, role)
         whole = getattr(encoders, role)(
@@ -311,7 +311,7 @@ class DiffusersFamily(Family):
 
     def class_of(self, role: str) -> Any:
         """The class that `components` names."""
-        library, name = self.components[role].split(".")
+        library, _, name = self.components[role].rpartition(".")
         return getattr(importlib.import_module(library), name)
 
     def _load(self, role: str, dtype: str, device: str) -> nn.Module:

@@ -46,7 +46,12 @@ def _section(name: str, folder: Path) -> str:
 
 
 def _code(name: str) -> str:
-    return f"`{name.removeprefix('diffusers.').removeprefix('transformers.')}`"
+    return f"`{name}`"
+
+
+def _class(path: str) -> str:
+    """The class of a component without its library."""
+    return path.rpartition(".")[2]
 
 
 def _codes(*names: str) -> str:
@@ -62,7 +67,7 @@ def _latent(family: DiffusersFamily) -> str:
 def _encoders(family: DiffusersFamily) -> str:
     roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
     shape = family.text_shapes()["text_embedding"]
-    return f"{_codes(*(family.components[role] for role in roles))}; {shape[0]} tokens"
+    return f"{_codes(*(_class(family.components[role]) for role in roles))}; {shape[0]} tokens"
 
 
 def _prediction(family: DiffusersFamily) -> str:
@@ -88,10 +93,10 @@ _PADDING = {
 
 ROWS: tuple[Row, ...] = (
     ("pipeline", lambda family: _codes(*family.pipeline_classes)),
-    ("VAE", lambda family: f"{_code(family.components['vae'])}, {_latent(family)}"),
+    ("VAE", lambda family: f"{_code(_class(family.components['vae']))}, {_latent(family)}"),
     ("text encoders", _encoders),
     ("captions' entries", lambda family: _PADDING[family.text_padding]),
-    ("denoiser", lambda family: _code(family.components[family.denoiser_name])),
+    ("denoiser", lambda family: _code(_class(family.components[family.denoiser_name]))),
     ("predicts", _prediction),
     ("sizes are multiples of", lambda family: f"{family.size_multiple()} px"),
     ("LoRA on", _targets),

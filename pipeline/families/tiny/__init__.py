@@ -16,6 +16,7 @@ from pipeline.families.tiny.ernie_image import make_tiny_ernie_image
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.families.tiny.hidream import make_tiny_hidream
+from pipeline.families.tiny.kolors import make_tiny_kolors
 from pipeline.families.tiny.krea2 import make_tiny_krea2
 from pipeline.families.tiny.lumina2 import make_tiny_lumina2
 from pipeline.families.tiny.qwen_image import make_tiny_qwen_image
@@ -40,6 +41,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Sana": make_tiny_sana,
     "AuraFlow": make_tiny_aura_flow,
     "HiDream": make_tiny_hidream,
+    "Kolors": make_tiny_kolors,
     "CogView4": make_tiny_cogview4,
     "ERNIE-Image": make_tiny_ernie_image,
     "Krea 2": make_tiny_krea2,
@@ -57,6 +59,7 @@ __all__ = [
     "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",
     "make_tiny_hidream",
+    "make_tiny_kolors",
     "make_tiny_krea2",
     "make_tiny_lumina2",
     "make_tiny_qwen_image",

@@ -50,13 +50,13 @@ def assemble(
         makers: What each makes from `seed` is saved.
         tokenizers: Each is written.
         seed: Of the random weights.
-        index: Further entries of `model_index.json`.
+        index: Further entries of `model_index.json`, and those of classes that lie elsewhere than others.
     """
     import diffusers
     import torch
 
     folder.mkdir(parents=True, exist_ok=True)
-    entries: dict[str, object] = dict(index or {})
+    entries: dict[str, object] = {}
     with torch.random.fork_rng(devices=[]):
         for role, make in makers.items():
             torch.manual_seed(seed)
@@ -66,7 +66,7 @@ def assemble(
     for role, write in tokenizers.items():
         entries[role] = ["transformers", write(folder / role)]
     names = {"_class_name": pipeline_class, "_diffusers_version": diffusers.__version__}
-    write_json(folder / "model_index.json", {**names, **dict(sorted(entries.items()))})
+    write_json(folder / "model_index.json", {**names, **dict(sorted((entries | dict(index or {})).items()))})
 
 
 def vae(

@@ -9,8 +9,12 @@ from pipeline.families.page import PAGE, proof, table, with_table
 from pipeline.families.tiny import TINY
 from pipeline.recipe import project_root
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
-pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+# diffusers' Chroma imports a class from where diffusers no longer wants it; its ChatGLM compiles a function
+# in a way that torch calls old.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
 
 
 def test_the_page_says_what_the_families_say(tmp_path: Path) -> None:

@@ -360,6 +360,8 @@ def test_what_kohyas_fused_layers_cannot_hold_is_refused(
         describe_modules(family, denoiser)
 
 
+# What diffusers' ChatGLM, Kolors' language model, does when it is imported.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("preset", ["attention", "blocks"])
 @pytest.mark.parametrize("kind", TINY)
 def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
