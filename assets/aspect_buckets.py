@@ -28,7 +28,7 @@ def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
         with failures_stated():
             require_isolated(context.run.run_id, recipe)
             result = assign_buckets(recipe, validated, log=context.log.info)
-            pictures = write_bucket_report(recipe, result.table)
+            pictures = write_bucket_report(recipe, result.table, log=context.log.info)
             output = publish(recipe, "aspect_buckets", result, pictures=picture_metadata(pictures))
         yield output
 

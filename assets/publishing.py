@@ -1,7 +1,6 @@
 """What Dagster keeps of a materialization: the table, its data version, and numbers worth looking at."""
 
 import base64
-import hashlib
 import html
 import re
 from collections.abc import Mapping, Sequence
@@ -79,8 +78,10 @@ def content_version(table: Any, *, run: str = "") -> str:
         table: A Polars frame.
         run: Id of a training run: other weights may come of the same table.
     """
+    from pipeline.tables import content_digest
+
     kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
-    return hashlib.sha256((table.select(kept).write_csv() + run).encode("utf-8")).hexdigest()[:16]
+    return content_digest(table.select(kept), more=run)[:16]
 
 
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:

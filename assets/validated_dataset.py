@@ -31,7 +31,7 @@ def validated_dataset(recipe: Recipe) -> AssetsDefinition:
             tables = Tables(recipe.output_dir)
             result = validate(recipe, raw, tables, log=context.log.info)
             rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-            pictures = write_dataset_report(recipe, result.table, rejected)
+            pictures = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
             output = publish(recipe, "validated_dataset", result, pictures=picture_metadata(pictures))
         yield output
 

@@ -10,7 +10,6 @@ They are made anew only when the table has changed.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +20,9 @@ import polars as pl
 from pipeline.atomic import write_bytes, write_text, write_through
 from pipeline.geometry import Geometry
 from pipeline.pictures import Shown, Strip, chart, png, sheet
+from pipeline.reports import Log
 from pipeline.source import Source, source_at
+from pipeline.tables import content_digest
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -37,7 +38,7 @@ NUM_IN_STRIP = 6
 MAX_POINTS = 5000
 
 
-def write_bucket_report(recipe: Recipe, table: pl.DataFrame) -> Path:
+def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Path:
     """Write the bucket table and the pictures below `output_dir/reports`, unless they are of this table.
 
     An image that cannot be read any more is shown as an empty frame.
@@ -45,6 +46,7 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     Args:
         recipe: Of the table; its batch size and repeats decide how full the batches are.
         table: aspect_buckets.
+        log: Told how far it is.
 
     Returns:
         The folder.
@@ -59,8 +61,8 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame) -> Path:
     write_through(folder / BUCKETS_FILE, buckets.write_parquet)
     if len(table):
         write_bytes(folder / SIZES_FILE, _sizes(table))
-        write_bytes(folder / CROPS_FILE, _crops(recipe, table, buckets))
-        write_bytes(folder / WORST_FILE, _worst_crops(recipe, table))
+        write_bytes(folder / CROPS_FILE, _crops(recipe, table, buckets, log))
+        write_bytes(folder / WORST_FILE, _worst_crops(recipe, table, log))
     write_text(made_for, digest)
     return folder
 
@@ -94,8 +96,7 @@ def bucket_table(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
 
 def _digest(table: pl.DataFrame, buckets: pl.DataFrame) -> str:
     columns = ("sample_id", "content_hash", "bucket", "crop_top", "crop_left", "height", "width")
-    said = table.select(columns).write_csv() + buckets.write_csv()
-    return hashlib.sha256(said.encode("utf-8", "surrogateescape")).hexdigest()
+    return content_digest(table.select(columns), buckets)
 
 
 def _shown(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[Shown]:
@@ -111,7 +112,7 @@ def _sources(recipe: Recipe) -> dict[str, Source]:
     return {settings.name: source_at(settings.root) for settings in recipe.datasets}
 
 
-def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame) -> bytes:
+def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log: Log) -> bytes:
     """A strip for each of the fullest buckets: samples evenly spread from its worst crop to its least."""
     strips: list[Strip] = []
     sources = _sources(recipe)
@@ -121,17 +122,17 @@ def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame) -> bytes:
         number = min(NUM_IN_STRIP, len(rows))
         places = [round(index * (len(rows) - 1) / max(1, number - 1)) for index in range(number)]
         strips.append(Strip(f"{bucket}: {samples:,}", _shown(rows[places], sources)))
-    return sheet(strips)
+    return sheet(strips, log=log)
 
 
-def _worst_crops(recipe: Recipe, table: pl.DataFrame) -> bytes:
+def _worst_crops(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
     worst = table.sort("crop_loss", "sample_id", descending=[True, False]).head(NUM_WORST)
     strips: list[Strip] = []
     sources = _sources(recipe)
     for rows in worst.iter_slices(NUM_IN_STRIP):
         losses = rows["crop_loss"]
         strips.append(Strip(f"lose {losses[0]:.0%} to {losses[-1]:.0%}", _shown(rows, sources)))
-    return sheet(strips)
+    return sheet(strips, log=log)
 
 
 def _sizes(table: pl.DataFrame) -> bytes:

@@ -9,7 +9,6 @@ They are made anew only when a table has changed.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +17,9 @@ import polars as pl
 
 from pipeline.atomic import write_bytes, write_text
 from pipeline.pictures import Shown, Strip, charts, png, sheet
+from pipeline.reports import Log
 from pipeline.source import Source, source_at
+from pipeline.tables import content_digest
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -31,13 +32,14 @@ NUM_STRIPS = 6
 NUM_IN_STRIP = 8
 
 
-def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Path:
+def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame, *, log: Log) -> Path:
     """Draw the pictures below `output_dir/reports`, unless they are of these tables.
 
     Args:
         recipe: Says where the images are.
         table: validated_dataset.
         rejected: What the scan and the validation rejected.
+        log: Told how far it is.
 
     Returns:
         The folder.
@@ -57,22 +59,17 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
             Shown(sources[dataset].file(path), (height, width))
             for dataset, path, height, width in some.select("dataset", "path", "height", "width").rows()
         ]
-        write_bytes(folder / KEPT_FILE, sheet(_strips(f"{len(table):,} kept", shown)))
+        write_bytes(folder / KEPT_FILE, sheet(_strips(f"{len(table):,} kept", shown), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
     if len(rejected):
-        write_bytes(folder / REJECTED_FILE, sheet(_by_reason(rejected, sources)))
+        write_bytes(folder / REJECTED_FILE, sheet(_by_reason(rejected, sources), log=log))
     write_text(made_for, digest)
     return folder
 
 
 def _digest(table: pl.DataFrame, rejected: pl.DataFrame) -> str:
-    digest = hashlib.sha256()
-    for part in (
-        table.select("sample_id", "content_hash", "caption"),
-        rejected.select("sample_id", "reason", "content_hash"),
-    ):
-        digest.update(part.write_csv().encode("utf-8", "surrogateescape"))
-    return digest.hexdigest()
+    kept = table.select("sample_id", "content_hash", "caption")
+    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"))
 
 
 def _spread(table: pl.DataFrame, number: int) -> pl.DataFrame:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.image_formats import ImageError
 from pipeline.images import File, decode
+from pipeline.progress import progress
+from pipeline.reports import Log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,15 +60,26 @@ class Strip:
     images: Sequence[Shown]
 
 
-def sheet(strips: Sequence[Strip], max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
+def sheet(strips: Sequence[Strip], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
     """A JPEG with one line of thumbnails a strip, at least one strip.
 
     Every image is decoded, on all cores, JPEGs at a fraction of their size: dozens of images, seconds.
+
+    Args:
+        strips: From top to bottom.
+        log: Told how far it is, where it takes long: images may be large, or lie elsewhere.
+        max_bytes: Of the JPEG.
     """
     from PIL import Image, ImageDraw
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        thumbnails = iter(list(pool.map(thumbnail, (shown for strip in strips for shown in strip.images))))
+    images = [shown for strip in strips for shown in strip.images]
+    done: list[Image.Image] = []
+    with (
+        progress(lambda: len(done), len(images), "thumbnails drawn", log=log),
+        ThreadPoolExecutor(os.cpu_count()) as pool,
+    ):
+        done.extend(pool.map(thumbnail, images))
+    thumbnails = iter(done)
     widest = max(len(strip.images) for strip in strips)
     canvas = Image.new("RGB", (LABEL_PX + widest * THUMBNAIL_PX, len(strips) * THUMBNAIL_PX), "white")
     draw = ImageDraw.Draw(canvas)

@@ -6,6 +6,7 @@ by position.
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +149,20 @@ NULLABLE = {"content_hash"}
 
 ASSETS = tuple(SCHEMAS)
 """In the order of the graph."""
+
+
+def content_digest(*tables: pl.DataFrame, more: str = "") -> str:
+    """SHA-256 over the tables as CSV, one after the other, and `more`; in hexadecimal.
+
+    A few thousand rows are text at a time.
+    """
+    digest = hashlib.sha256()
+    for table in tables:
+        digest.update(table.clear().write_csv().encode("utf-8"))
+        for part in table.iter_slices(_ROWS_AT_ONCE):
+            digest.update(part.write_csv(include_header=False).encode("utf-8"))
+    digest.update(more.encode("utf-8"))
+    return digest.hexdigest()
 
 
 def not_asked_for() -> pl.Expr:

@@ -29,7 +29,7 @@ def filled(folder: Any) -> Any:
 
 
 def write(folder: Any) -> Path:
-    return write_bucket_report(folder.recipe, folder.tables.read("aspect_buckets"))
+    return write_bucket_report(folder.recipe, folder.tables.read("aspect_buckets"), log=folder.log.append)
 
 
 def test_the_table_adds_up_to_the_samples(filled: Any) -> None:
@@ -102,6 +102,6 @@ def test_I20_an_image_that_vanished_since_is_an_empty_frame(filled: Any) -> None
 
 
 def test_an_empty_table_has_no_pictures(folder: Any) -> None:
-    report = write_bucket_report(folder.recipe, empty("aspect_buckets"))
+    report = write_bucket_report(folder.recipe, empty("aspect_buckets"), log=print)
     assert len(pl.read_parquet(report / BUCKETS_FILE)) == 0
     assert not (report / CROPS_FILE).exists()

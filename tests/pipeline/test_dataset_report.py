@@ -18,7 +18,9 @@ from pipeline.tables import empty
 
 def write(folder: Any) -> Path:
     raw, valid = folder.scan(), folder.validate()
-    return write_dataset_report(folder.recipe, valid.table, pl.concat([raw.rejected, valid.rejected]))
+    return write_dataset_report(
+        folder.recipe, valid.table, pl.concat([raw.rejected, valid.rejected]), log=folder.log.append
+    )
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_unchanged_tables_are_not_drawn_again_and_changed_ones_are(filled: Any) 
 
 
 def test_nothing_kept_and_nothing_rejected_is_no_picture(folder: Any) -> None:
-    report = write_dataset_report(folder.recipe, empty("validated_dataset"), empty("rejected"))
+    report = write_dataset_report(folder.recipe, empty("validated_dataset"), empty("rejected"), log=print)
     assert [path.name for path in report.iterdir()] == ["made_for.txt"]
 
 
@@ -66,4 +68,4 @@ def test_I25_what_the_scan_did_not_read_is_not_opened(folder: Any) -> None:
     row = {"sample_id": "d/pipe.png", "dataset": "d", "path": "pipe.png", "stage": "raw_images"}
     row |= {"reason": "special_file", "detail": "x", "fix": "x", "content_hash": None}
     rejected = pl.DataFrame([row], schema=empty("rejected").schema)
-    write_dataset_report(folder.recipe, empty("validated_dataset"), rejected)
+    write_dataset_report(folder.recipe, empty("validated_dataset"), rejected, log=print)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from PIL import Image
 
 from pipeline.pictures import LABEL_PX, THUMBNAIL_PX, Shown, Strip, chart, jpeg, png, sheet, thumbnail
+from pipeline.source import LocalSource, SourceFile
 
 
 def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[int, int] = (80, 40)) -> Path:
@@ -55,7 +57,7 @@ def test_a_sheet_has_a_line_a_strip_and_its_images_in_order(tmp_path: Path) -> N
         Strip("two", [Shown(red, (40, 80)), Shown(blue, (40, 80))]),
         Strip("one", [Shown(blue, (40, 80))]),
     ]
-    picture = np.asarray(Image.open(io.BytesIO(sheet(strips))).convert("RGB"), dtype=int)
+    picture = np.asarray(Image.open(io.BytesIO(sheet(strips, log=print))).convert("RGB"), dtype=int)
     assert picture.shape == (2 * THUMBNAIL_PX, LABEL_PX + 2 * THUMBNAIL_PX, 3)
     centres = [
         picture[THUMBNAIL_PX // 2, LABEL_PX + THUMBNAIL_PX // 2],
@@ -84,3 +86,23 @@ def test_a_chart_is_a_png_of_the_size_asked_for() -> None:
     picture = Image.open(io.BytesIO(data))
     assert (picture.format, picture.size) == ("PNG", (480, 300))
     assert len(data) < 30_000
+
+
+class SlowSource(LocalSource):
+    """A folder on a slow disk."""
+
+    def read(self, path: str) -> bytes:
+        time.sleep(0.2)
+        return super().read(path)
+
+
+def test_thumbnails_that_take_long_say_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.progress.FIRST_LINE_S", 0.02)
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
+    said: list[str] = []
+    shown = [Shown(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
+    assert sheet([Strip("slow", shown)], log=said.append).startswith(b"\xff\xd8")
+    assert said
+    assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in said)

@@ -1,5 +1,6 @@
 """Tables are read and written whole, in their schema, sorted by sample_id."""
 
+import hashlib
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,17 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipeline.errors import TableError
-from pipeline.tables import ASSETS, SCHEMAS, Tables, empty, frame, in_order, pandera_schema, validated
+from pipeline.tables import (
+    ASSETS,
+    SCHEMAS,
+    Tables,
+    content_digest,
+    empty,
+    frame,
+    in_order,
+    pandera_schema,
+    validated,
+)
 
 VALUES = {
     pl.String: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
@@ -153,3 +164,14 @@ def test_a_table_in_order_is_itself_and_another_is_sorted_by_all_its_names() -> 
         assert in_order(mixed, ["a", "b"]).equals(rows)
     assert in_order(rows[:0], ["a"]).is_empty()
     assert in_order(rows[:1], ["a", "b"]).equals(rows[:1])
+
+
+def test_a_digest_is_over_the_tables_as_text_however_many_rows_are_text_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    numbers = range(23)
+    table = pl.DataFrame({"a": [f"x{each}, {each}" for each in numbers], "b": [each / 3 for each in numbers]})
+    whole = hashlib.sha256((table.write_csv() + table.clear().write_csv() + "run").encode()).hexdigest()
+    for number in (1, 5, 23, 100):
+        monkeypatch.setattr("pipeline.tables._ROWS_AT_ONCE", number)
+        assert content_digest(table, table.clear(), more="run") == whole

@@ -89,7 +89,12 @@ def test_what_is_read_elsewhere_is_what_is_read_here(filled: Folder, moved: Fold
     assert len(here["kept"]) == 4
     assert told(moved) == here
     pictures = [
-        write_dataset_report(each.recipe, each.tables.read("validated_dataset"), each.tables.read_rejected())
+        write_dataset_report(
+            each.recipe,
+            each.tables.read("validated_dataset"),
+            each.tables.read_rejected(),
+            log=each.log.append,
+        )
         for each in (filled, moved)
     ]
     for name in ("kept.jpg", "rejected.jpg"):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import polars as pl
 import pytest
 
+from pipeline.ingest import known
 from pipeline.ingest import validate as stage
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
+from pipeline.source import LocalSource
 from tests.pipeline.conftest import Folder
 
 
@@ -141,3 +146,23 @@ def test_an_image_that_changes_after_the_scan_is_seen_although_its_caption_is_kn
     filled.scan()
     (filled.root / "a.png").write_bytes(b"changed")
     assert dict(filled.validate().rejected.select("path", "reason").rows()) == {"a.png": "changed"}
+
+
+class SlowSource(LocalSource):
+    """A folder on a slow disk."""
+
+    def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+        time.sleep(0.1)
+        return super().stats(paths)
+
+
+def test_comparing_many_files_says_how_far_it_is(filled: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.progress.FIRST_LINE_S", 0.02)
+    monkeypatch.setattr(known, "_AT_ONCE", 1)
+    raw = filled.scan().table
+    (filled.root / "c.png").unlink()
+    said: list[str] = []
+    same = known.same_files({"d": SlowSource(filled.root)}, raw, log=said.append)
+    assert same.to_list() == [True, False, True]
+    assert said
+    assert all(line.startswith("files compared: ") and " of 3 " in line for line in said)
