@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Generator
@@ -88,14 +89,29 @@ def _warm_job(place: Workplace) -> Generator[Sides]:
 
 @contextmanager
 def _many_recipes(place: Workplace) -> Generator[Sides]:
-    run = _prepared(place)
-    (place.folder / "many").mkdir()
-    for number in range(NUM_RECIPES):
-        recipe = RECIPE.format(folder=place.folder).replace("/out\n", f"/out{number}\n")
-        (place.folder / "many" / f"bench{number}.yaml").write_text(recipe, encoding="utf-8")
-    many = _runner(place, configs="many")
+    run, many = _prepared(place), _with_many(place)
     arguments = ("definitions", "validate", "-m", "assets.definitions")
     yield Sides(1, timed(lambda: many(*arguments)), timed(lambda: run(*arguments)))
+
+
+@contextmanager
+def _one_job_of_many(place: Workplace) -> Generator[Sides]:
+    run, many = _prepared(place), _with_many(place)
+    photographs(place.folder / "photos", 24, max_px=300_000)
+    make_tiny(place.folder / "tiny")
+    arguments = ("job", "execute", "-m", "assets.definitions", "-j", "bench_cache")
+    run(*arguments)
+    yield Sides(1, timed(lambda: many(*arguments)), timed(lambda: run(*arguments)))
+
+
+def _with_many(place: Workplace) -> Callable[..., None]:
+    """Runs a command where `NUM_RECIPES` recipes are, the one of `_prepared` among them."""
+    folder = place.folder / "many"
+    shutil.copytree(place.folder / "configs", folder)
+    for number in range(1, NUM_RECIPES):
+        recipe = RECIPE.format(folder=place.folder).replace("/out\n", f"/out{number}\n")
+        (folder / f"bench{number}.yaml").write_text(recipe, encoding="utf-8")
+    return _runner(place, configs="many")
 
 
 FIGURES = [
@@ -114,6 +130,14 @@ FIGURES = [
         "the same with one recipe",
         None,
         _many_recipes,
+    ),
+    Figure(
+        "start: one of many",
+        "commands",
+        f"a cache job with nothing to do, where {NUM_RECIPES} recipes are",
+        "the same where one recipe is",
+        None,
+        _one_job_of_many,
     ),
     Figure(
         "start: warm job",
