@@ -14,7 +14,7 @@ from tests.elsewhere import in_archive, in_bucket
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("kind", ["s3", "zip"])
+@pytest.mark.parametrize("kind", ["s3", pytest.param("zip", marks=pytest.mark.slow)])
 def test_a_dataset_moved_elsewhere_costs_what_has_changed(cached: Any, tmp_path: Path, kind: str) -> None:
     file = cached.data / "photo2.png"
     with Image.open(file) as image:
