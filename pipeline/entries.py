@@ -228,15 +228,16 @@ class Entries:
             length: Of its `text_embedding` where that is the caption's own, as a table recorded it; None: the
                 spec is ragged, and the entry's header says.
         """
-        return EntrySpec("text", text_key(self.text_inputs(caption)), self._text_tensors(length))
+        return EntrySpec("text", text_key(self.text_inputs(caption)), self.text_tensors(length))
 
     def texts(self, captions: Sequence[str], lengths: Sequence[int]) -> list[EntrySpec]:
         """`text` of every caption; those of one length share their tensors."""
-        tensors = {length: self._text_tensors(length) for length in set(lengths)}
+        tensors = {length: self.text_tensors(length) for length in set(lengths)}
         keys = self.text_keys(captions)
         return [EntrySpec("text", key, tensors[length]) for key, length in zip(keys, lengths, strict=True)]
 
-    def _text_tensors(self, length: int | None) -> dict[str, TensorSpec]:
+    def text_tensors(self, length: int | None = None) -> dict[str, TensorSpec]:
+        """Tensors of a caption's entry, as `text`."""
         dtype = self.recipe.text.dtype
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._text_shapes.items()}
         if self._text_spec.ragged:
@@ -256,7 +257,7 @@ class Entries:
 
     @cached_property
     def _longest_text_bytes(self) -> int:
-        return EntrySpec("text", "", self._text_tensors(None)).file_bytes
+        return EntrySpec("text", "", self.text_tensors(None)).file_bytes
 
     def text_keys(self, captions: Iterable[str]) -> list[str]:
         """The keys of `text` for every caption, at 2 microseconds each."""

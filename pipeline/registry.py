@@ -59,7 +59,7 @@ def register(cache_dir: Path, output_dir: Path, *, recipe: str, kind: str, keys:
     """
     folder, name = cache_dir / FOLDER, _id(output_dir)
     said = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
-    raw = b"".join(bytes.fromhex(key) for key in sorted(set(keys)))
+    raw = b"".join(sorted({bytes.fromhex(key) for key in keys}))
     try:
         _replace(folder / f"{name}.json", said.encode("utf-8"))
         _replace(folder / f"{name}-{kind}.keys", raw)

@@ -10,12 +10,13 @@ import polars as pl
 
 from pipeline import tables as table_files
 from pipeline.encode import decoded
-from pipeline.encode.missing import Made, Maker
+from pipeline.encode.missing import Made, Maker, Wanted
 from pipeline.encode.order import Beside, Job
-from pipeline.entries import Entries
-from pipeline.geometry import Geometry
+from pipeline.entries import LATENT_SHAPE, TARGET, Entries
+from pipeline.geometry import Geometry, Size
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
+from pipeline.store import EntrySpec
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -51,22 +52,24 @@ def cache_latents(
     watch = Stopwatch()
     entries = Entries(recipe)
     rows = entries.latent_rows(buckets)
-    wanted = rows.unique("key", keep="first", maintain_order=True)
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
     previous = tables.read_previous(ASSET)
 
-    def jobs(asked: pl.DataFrame) -> list[Job]:
-        return [_job(entries, roots[row["dataset"]], row) for row in asked.iter_rows(named=True)]
+    def job(row: Row) -> Job:
+        return _job(entries, roots[row["dataset"]], row)
 
-    looked_at = decoded.sample_of(wanted, decoded.NUM_DECODED)
+    asked = _to_look_at(rows)
+    looked_at = decoded.sample_of(asked, decoded.NUM_DECODED)
     pictures = recipe.output_dir / "reports" / ASSET
-    made = Maker(entries, "latents", launch, log=log, watch=watch).make(
-        wanted.select("key", "num_bytes", about_bytes="num_bytes"),
-        lambda keys: jobs(wanted.filter(pl.col("key").is_in(keys))),
-        known=previous,
-        settings=_settings(recipe),
-        beside=Beside(pictures, jobs(looked_at)),
+    wanted = Wanted(
+        asked,
+        spec=lambda row: EntrySpec("latents", row["key"], entries.latent_tensors(_target(row))),
+        job=job,
+        facts={"tile_px": lambda state: (state.metadata or {}).get("tile_px")},
+        beside=Beside(pictures, [job(row) for row in looked_at.iter_rows(named=True)]),
     )
+    maker = Maker(entries, "latents", launch, log=log, watch=watch)
+    made = maker.make(wanted, known=previous, settings=_settings(recipe))
     failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
     kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
     lost = [_lost(row, made) for row in failed.iter_rows(named=True)]
@@ -78,7 +81,7 @@ def cache_latents(
         "in": buckets["sample_id"].n_unique(),
         "kept": table["sample_id"].n_unique(),
         "rejected": len(lost),
-        "tiled": sum("tile_px" in made.metadata.get(key, {}) for key in made.encoded),
+        "tiled": len(made.facts.drop_nulls("tile_px").filter(pl.col("key").is_in(made.encoded))),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
         **decoded.report(pictures, looked_at),
@@ -86,6 +89,27 @@ def cache_latents(
     }
     ordered = table.sort("sample_id", "bucket", "flipped")
     return StageResult(ordered, table_files.frame("rejected", lost), report)
+
+
+_WORK = ("height", "width", "resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
+"""Columns of a row that the encoder is told, with `content_hash` and `flipped`."""
+
+
+def _to_look_at(rows: pl.DataFrame) -> pl.DataFrame:
+    """Of each key the first row, with what `Wanted` and `_job` need."""
+    named = ("key", "num_bytes", "sample_id", "dataset", "path", "content_hash", "flipped")
+    return rows.unique("key", keep="first", maintain_order=True).select(
+        *named,
+        *_WORK,
+        *LATENT_SHAPE,
+        about_bytes="num_bytes",
+        name="sample_id",
+        cost=pl.col(TARGET[0]).cast(pl.Int64) * pl.col(TARGET[1]),
+    )
+
+
+def _target(row: Row) -> Size:
+    return Size(*(row[name] for name in TARGET))
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -105,11 +129,9 @@ def _job(entries: Entries, root: str, row: Row) -> Job:
         "resized_size": list(geometry.resized_size),
         "crop": list(geometry.crop),
     }
-    columns = ("height", "width", "resized_height", "resized_width")
-    columns += ("crop_top", "crop_left", "target_height", "target_width", "content_hash", "flipped")
+    columns = (*_WORK, "content_hash", "flipped")
     work = {"root": root, "path": row["path"], **{name: row[name] for name in columns}}
-    cost = geometry.target_size.height * geometry.target_size.width
-    return Job(spec, facts, work, row["sample_id"], cost)
+    return Job(spec, facts, work, row["sample_id"], row["cost"])
 
 
 def _lost(row: Row, made: Made) -> dict[str, Any]:

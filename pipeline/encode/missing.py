@@ -6,27 +6,51 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import polars as pl
 
-from pipeline.encode.order import Beside, Job, Order, Results, read_results, write_order
+from pipeline.encode.order import Beside, Job, Order, Results, in_turn, read_results, write_order
 from pipeline.encode.outcome import Failure
-from pipeline.entries import STAT_COLUMNS, Entries, stat_columns, unchanged, with_recorded
+from pipeline.entries import STAT_COLUMNS, Entries, unchanged, with_recorded
 from pipeline.errors import StoreError
 from pipeline.launching import Launch
 from pipeline.registry import note_speed, register
 from pipeline.reports import Log, Stopwatch
-from pipeline.store import EntryState, Kind, Store
+from pipeline.store import EntrySpec, EntryState, Kind
+
+Row: TypeAlias = Mapping[str, Any]
 
 ENTRY_MODULE = "pipeline.entrypoints.encode"
 _MAX_NAMED = 10
+_ROWS_AT_A_TIME = 1024
+_ENTRY_SCHEMA = pl.Schema({"key": pl.String, **dict.fromkeys(STAT_COLUMNS, pl.Int64)})
 _SPARE_BYTES = 64 * 2**20
 """Left free on the disk beyond what the entries need."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The entries that a stage asks for.
+
+    Attributes:
+        rows: `key`, each once; `num_bytes`, the exact size of its file, null where nobody knows it yet;
+            `about_bytes`, an estimate for these; what `in_turn` asks for, and what the functions need.
+        spec: What the entry of a row must be.
+        job: What has to be done for a row.
+        facts: Columns of `Made.facts`: what they are of an entry that was read whole.
+        beside: As `Order.beside`; nothing is launched for its sake.
+    """
+
+    rows: pl.DataFrame
+    spec: Callable[[Row], EntrySpec]
+    job: Callable[[Row], Job]
+    facts: Mapping[str, Callable[[EntryState], int | None]]
+    beside: Beside | None = None
 
 
 @dataclass
@@ -35,18 +59,14 @@ class Made:
 
     Attributes:
         entries: Of each key whose entry is valid now: `key` and the `STAT_COLUMNS`.
-        metadata: By key, of the entries that were read whole.
-        shapes: Of their tensors, by key and name.
+        facts: Of those that were read whole: `key` and the columns of `Wanted.facts`, Int32.
         encoded: Keys whose entries this run put in place.
         damaged: Keys whose entries were there and wrong; part of those that were made again.
         failed: Keys without an entry, and why.
     """
 
     entries: pl.DataFrame
-    metadata: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
-    shapes: dict[str, Mapping[str, tuple[int, ...]]] = field(
-        default_factory=dict[str, Mapping[str, tuple[int, ...]]]
-    )
+    facts: pl.DataFrame
     encoded: set[str] = field(default_factory=set[str])
     damaged: set[str] = field(default_factory=set[str])
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
@@ -63,9 +83,25 @@ class Made:
             "bytes": int(self.entries["entry_bytes"].sum()),
         }
 
+    def found(self, states: Iterable[tuple[Row, EntryState]], wanted: Wanted) -> None:
+        """Add the valid ones of entries that were looked at."""
+        stats: list[tuple[Any, ...]] = []
+        facts: list[tuple[Any, ...]] = []
+        for row, state in states:
+            if state.stat is not None and state.valid:
+                stats.append((row["key"], *astuple(state.stat)))
+                if state.metadata is not None:
+                    facts.append((row["key"], *(of(state) for of in wanted.facts.values())))
+        self.entries = self.entries.vstack(pl.DataFrame(stats, schema=self.entries.schema, orient="row"))
+        self.facts = self.facts.vstack(pl.DataFrame(facts, schema=self.facts.schema, orient="row"))
+
 
 class Maker:
-    """Brings the entries of one stage up to date, starting a process only if one is missing."""
+    """Brings the entries of one stage up to date, starting a process only if one is missing.
+
+    Of what is looked at and made, a part at a time is in memory: beside the rows that the stage brings, a
+    missing entry costs some hundred bytes here.
+    """
 
     def __init__(self, entries: Entries, kind: Kind, launch: Launch, *, log: Log, watch: Stopwatch) -> None:
         """For entries of one kind, and the stage that `watch` times; what is found and done goes to `log`."""
@@ -75,56 +111,64 @@ class Maker:
         self._log = log
         self._watch = watch
 
-    def make(
-        self,
-        wanted: pl.DataFrame,
-        jobs_of: Callable[[Sequence[str]], list[Job]],
-        *,
-        known: pl.DataFrame | None,
-        settings: Mapping[str, Any],
-        beside: Beside | None = None,
-    ) -> Made:
+    def make(self, wanted: Wanted, *, known: pl.DataFrame | None, settings: Mapping[str, Any]) -> Made:
         """Look at every entry, and make those that are missing or wrong.
 
         Args:
-            wanted: `key`, each once; `num_bytes`, the exact size of its file, null where nobody knows it yet;
-                `about_bytes`, an estimate for these. The output folder is registered as needing these.
-            jobs_of: What has to be done for some keys, in their order; asked of those in doubt only.
+            wanted: The output folder is registered as needing these.
             known: The last table: an entry is trusted as long as its stat is as it says.
             settings: As `Order.settings`.
-            beside: As `Order.beside`; nothing is launched for its sake.
 
         Raises:
             StoreError: The disk is too small or not writable, or an entry that was made is not valid.
             LatentlineError: As `Launch`; what was made before stays.
         """
-        store, recipe = self._entries.store, self._entries.recipe
-        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=wanted["key"])
-        looked_at = with_recorded(wanted, known)
+        store, recipe, rows = self._entries.store, self._entries.recipe, wanted.rows
+        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=rows["key"])
+        looked_at = with_recorded(rows.select("key", "num_bytes"), known)
         same = unchanged(store, self._kind, looked_at)
-        sound = looked_at.filter(same).select("key", *STAT_COLUMNS)
-        jobs = jobs_of(looked_at.filter(~same)["key"].to_list())
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            checked = pool.map(lambda job: store.check(job.spec), jobs)
-            states = {job.spec.key: state for job, state in zip(jobs, checked, strict=True)}
-        missing = [job for job in jobs if not states[job.spec.key].valid]
-        made = Made(sound, damaged={key for key, state in states.items() if state.status == "wrong"})
-        self._say(len(wanted), missing, states)
-        if missing:
-            about = wanted.filter(pl.col("key").is_in([job.spec.key for job in missing]))["about_bytes"].sum()
-            _require_space(store.root, int(about))
-            results = self._launched(missing, settings, beside)
-            for job in missing:
-                states[job.spec.key] = store.check(job.spec)
-                _settle(job, states[job.spec.key], results=results, made=made, store=store)
-        return _with_states(made, states)
+        made = Made(
+            looked_at.filter(same).select("key", *STAT_COLUMNS).cast(_ENTRY_SCHEMA),
+            pl.DataFrame(schema={"key": pl.String, **dict.fromkeys(wanted.facts, pl.Int32)}),
+        )
+        del looked_at
+        missing = self._missing(rows.filter(~same), wanted, made)
+        damaged = len(made.damaged)
+        self._log(
+            f"{len(rows):,} entries wanted, {len(rows) - len(missing):,} are there, "
+            f"{len(missing) - damaged:,} are missing, {damaged:,} are damaged and made again"
+        )
+        self._name_damaged(missing.filter(pl.col("key").is_in(made.damaged)), wanted)
+        if not missing.is_empty():
+            _require_space(store.root, int(missing["about_bytes"].sum()))
+            results = self._launched(in_turn(missing), wanted, settings)
+            for part in self._looked_at(missing, wanted):
+                self._settle(part, wanted, results=results, made=made)
+        return made
 
-    def _launched(
-        self, missing: Sequence[Job], settings: Mapping[str, Any], beside: Beside | None
-    ) -> Results:
+    def _missing(self, doubtful: pl.DataFrame, wanted: Wanted, made: Made) -> pl.DataFrame:
+        """Those of the rows whose entry is missing or wrong; the others are noted as found."""
+        lacking: list[bool] = []
+        for part in self._looked_at(doubtful, wanted):
+            lacking += [not state.valid for _, state in part]
+            made.damaged |= {row["key"] for row, state in part if state.status == "wrong"}
+            made.found(part, wanted)
+        return doubtful.filter(pl.Series(lacking, dtype=pl.Boolean))
+
+    def _looked_at(self, rows: pl.DataFrame, wanted: Wanted) -> Iterator[list[tuple[Row, EntryState]]]:
+        """Each row with its entry's state, some rows at a time, on all cores."""
         store = self._entries.store
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for part in rows.iter_slices(_ROWS_AT_A_TIME):
+                named = part.to_dicts()
+                states = pool.map(store.check, map(wanted.spec, named))
+                yield list(zip(named, states, strict=True))
+
+    def _launched(self, missing: pl.DataFrame, wanted: Wanted, settings: Mapping[str, Any]) -> Results:
+        store = self._entries.store
+        jobs = _Jobs(missing, wanted.job)
         model = self._entries.family
-        order = Order(self._kind, model.folder, store.root, settings, missing, model.elsewhere, beside)
+        order = Order(self._kind, model.folder, store.root, settings, jobs, model.elsewhere, wanted.beside)
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
             started_s = time.perf_counter()
@@ -133,51 +177,52 @@ class Maker:
             launched_s = time.perf_counter() - started_s
         self._watch.startup_s += max(0.0, launched_s - results.work_s - results.aside_s)
         self._watch.aside_s += results.aside_s
-        cost = sum(job.cost for job in missing if job.spec.key in results.made)
+        cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
             note_speed(store.root, self._kind, results.work_s / cost)
         return results
 
-    def _say(self, num_wanted: int, missing: Sequence[Job], states: Mapping[str, EntryState]) -> None:
-        wrong = [job for job in missing if states[job.spec.key].status == "wrong"]
-        self._log(
-            f"{num_wanted:,} entries wanted, {num_wanted - len(missing):,} are there, "
-            f"{len(missing) - len(wrong):,} are missing, {len(wrong):,} are damaged and made again"
-        )
-        for job in wrong[:_MAX_NAMED]:
-            path, reason = self._entries.store.path(job.spec), states[job.spec.key].reason
-            self._log(f"damaged entry of {job.name}: {reason} ({path})")
+    def _name_damaged(self, damaged: pl.DataFrame, wanted: Wanted) -> None:
+        store = self._entries.store
+        for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
+            spec = wanted.spec(row)
+            reason = store.check(spec).reason
+            self._log(f"damaged entry of {wanted.job(row).name}: {reason} ({store.path(spec)})")
+
+    def _settle(
+        self, part: list[tuple[Row, EntryState]], wanted: Wanted, *, results: Results, made: Made
+    ) -> None:
+        """Note how some jobs ended; what is in the store counts, and not what a process said."""
+        for row, state in part:
+            key = row["key"]
+            if state.valid:
+                if key not in results.present:
+                    made.encoded.add(key)
+            elif key in results.failed:
+                made.failed[key] = results.failed[key]
+            else:
+                problem = f"{state.status}: {state.reason or 'no file'}"
+                raise StoreError(
+                    f"the entry of {wanted.job(row).name} was to be made and is {problem}",
+                    where=str(self._entries.store.path(wanted.spec(row))),
+                    fix="see that no other program changes cache_dir and its disk is sound, and start again",
+                )
+        made.found(part, wanted)
 
 
-def _with_states(made: Made, states: Mapping[str, EntryState]) -> Made:
-    """`made` with the entries that were looked at, as they are at last."""
-    rows: list[dict[str, Any]] = []
-    for key, state in states.items():
-        if not state.valid:
-            continue
-        assert state.stat is not None
-        rows.append({"key": key, **stat_columns(state.stat)})
-        if state.metadata is not None and state.shapes is not None:
-            made.metadata[key], made.shapes[key] = state.metadata, state.shapes
-    schema = pl.Schema({"key": pl.String, **dict.fromkeys(STAT_COLUMNS, pl.Int64)})
-    made.entries = pl.concat([made.entries.cast(schema), pl.DataFrame(rows, schema=schema)])
-    return made
+class _Jobs:
+    """The jobs of some rows, each made when its turn comes."""
 
+    def __init__(self, rows: pl.DataFrame, job: Callable[[Row], Job]) -> None:
+        self._rows = rows
+        self._job = job
 
-def _settle(job: Job, state: EntryState, *, results: Results, made: Made, store: Store) -> None:
-    """Note how one job ended; what is in the store counts, and not what a process said."""
-    key = job.spec.key
-    if state.valid:
-        if key not in results.present:
-            made.encoded.add(key)
-        return
-    if key not in results.failed:
-        raise StoreError(
-            f"the entry of {job.name} was to be made and is {state.status}: {state.reason or 'no file'}",
-            where=str(store.path(job.spec)),
-            fix="see that no other program changes cache_dir and that its disk is sound, and start again",
-        )
-    made.failed[key] = results.failed[key]
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[Job]:
+        for part in self._rows.iter_slices(_ROWS_AT_A_TIME):
+            yield from map(self._job, part.to_dicts())
 
 
 def _require_space(root: Path, needed_bytes: int) -> None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, Protocol, TextIO
+
+import polars as pl
 
 from pipeline.encode.outcome import Failure
+from pipeline.entries import LATENT_SHAPE
 from pipeline.store import EntrySpec, Kind, TensorSpec
 
 ORDER_FILE = "order.json"
@@ -43,6 +46,18 @@ class Job:
     cost: int
 
 
+class Jobs(Protocol):
+    """Jobs that are iterated over as often as one likes, whether or not they are in memory."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def __iter__(self) -> Iterator[Job]:
+        """Each."""
+        ...
+
+
 @dataclass(frozen=True)
 class Order:
     """All that a launch is asked to make, by whichever of its processes.
@@ -52,7 +67,7 @@ class Order:
         model_folder: The base model.
         store_root: Where the entries go.
         settings: `compute_dtype`, and for latents `posterior` and `background`.
-        jobs: Each key once; of an order that was read, as they come from the file.
+        jobs: Each key once, `in_turn`; of an order that was read, as they come from the file.
         elsewhere: Folders of the model's components that are not taken from `model_folder`.
         beside: Of latents: which are looked at.
     """
@@ -61,7 +76,7 @@ class Order:
     model_folder: Path
     store_root: Path
     settings: Mapping[str, Any]
-    jobs: Sequence[Job] | JobsFile
+    jobs: Jobs
     elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
     beside: Beside | None = None
 
@@ -144,14 +159,14 @@ class Results:
 
 
 def write_order(order: Order, folder: Path) -> Path:
-    """Write the order into `folder`, which must exist, its jobs `in_turn`.
+    """Write the order into `folder`, which must exist.
 
     Returns:
         The path of the order file.
     """
     with (folder / JOBS_FILE).open("w", encoding="utf-8") as file:
-        for job in in_turn(list(order.jobs)):
-            file.write(json.dumps(asdict(job)) + "\n")
+        for job in order.jobs:
+            file.write(json.dumps(_fields(job)) + "\n")
     fields: dict[str, Any] = {
         "kind": order.kind,
         "model_folder": str(order.model_folder),
@@ -161,7 +176,7 @@ def write_order(order: Order, folder: Path) -> Path:
         "num_jobs": len(order.jobs),
     }
     if order.beside is not None:
-        jobs = [asdict(job) for job in order.beside.jobs]
+        jobs = [_fields(job) for job in order.beside.jobs]
         fields["beside"] = {"folder": str(order.beside.folder), "jobs": jobs}
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
@@ -169,7 +184,7 @@ def write_order(order: Order, folder: Path) -> Path:
 
 
 def read_order(path: Path) -> Order:
-    """The order as it was written, its jobs `in_turn`; they are read when they are iterated over."""
+    """The order as it was written; its jobs are read when they are iterated over."""
     fields = json.loads(path.read_text(encoding="utf-8"))
     looked_at = fields.get("beside")
     beside = looked_at and Beside(Path(looked_at["folder"]), [_job(job) for job in looked_at["jobs"]])
@@ -184,28 +199,41 @@ def read_order(path: Path) -> Order:
     )
 
 
+def _fields(job: Job) -> dict[str, Any]:
+    """For `_job`; written out, since `asdict` copies for half a millisecond a job."""
+    tensors = {name: (t.dtype, t.shape, t.ragged) for name, t in job.spec.tensors.items()}
+    spec = {"kind": job.spec.kind, "key": job.spec.key, "tensors": tensors}
+    return {"spec": spec, "facts": job.facts, "work": job.work, "name": job.name, "cost": job.cost}
+
+
 def _job(fields: dict[str, Any]) -> Job:
     spec = fields["spec"]
     tensors = {
-        name: TensorSpec(t["dtype"], tuple(t["shape"]), t["ragged"]) for name, t in spec["tensors"].items()
+        name: TensorSpec(dtype, tuple(shape), ragged)
+        for name, (dtype, shape, ragged) in spec["tensors"].items()
     }
     made_of = EntrySpec(spec["kind"], spec["key"], tensors)
     return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
 
 
-def in_turn(jobs: Sequence[Job]) -> list[Job]:
+def in_turn(rows: pl.DataFrame) -> pl.DataFrame:
     """The probes first, then the costliest first, jobs of one shape one after the other.
 
     The probes are the costliest job, the cheapest one and the first one by name, as far as these differ: what
     is wrong with the model or the settings shows within seconds. The answer depends on the jobs alone, not on
     how they are ordered.
+
+    Args:
+        rows: A row a job: `cost`, `name`, `key`, and the `LATENT_SHAPE` where shapes differ.
     """
-    ordered = sorted(jobs, key=lambda job: (-job.cost, _shapes(job), job.spec.key))
-    if not ordered:
-        return []
-    chosen = (ordered[0], ordered[-1], min(ordered, key=lambda job: job.name))
-    probes = {job.spec.key: job for job in chosen}
-    return [*probes.values(), *(job for job in ordered if job.spec.key not in probes)]
+    if rows.is_empty():
+        return rows
+    shape = [name for name in LATENT_SHAPE if name in rows.columns]
+    ordered = rows.sort("cost", *shape, "key", descending=[True, *(False for _ in shape), False])
+    first_by_name = ordered.with_row_index("place").sort("name", "key")["place"][0]
+    probes = list(dict.fromkeys((0, len(ordered) - 1, first_by_name)))
+    others = ordered.with_row_index("place").filter(~pl.col("place").is_in(probes)).drop("place")
+    return ordered[probes].vstack(others)
 
 
 NUM_PROBES = 3
@@ -224,10 +252,6 @@ def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
         loads[lightest] += job.cost
         if lightest == rank:
             yield job
-
-
-def _shapes(job: Job) -> list[tuple[int, ...]]:
-    return [job.spec.tensors[name].shape for name in sorted(job.spec.tensors)]
 
 
 class ResultsWriter:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import polars as pl
 
 from pipeline import tables as table_files
-from pipeline.encode.missing import Made, Maker
+from pipeline.encode.missing import Made, Maker, Wanted
 from pipeline.encode.order import Job
 from pipeline.entries import TEXT, Entries, caption_rows
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
+from pipeline.store import EntrySpec, EntryState
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -53,30 +55,27 @@ def cache_text(
     watch = Stopwatch()
     entries = Entries(recipe)
     asked = caption_rows(validated)
-    captions = wanted_captions(recipe, asked["caption"].unique())
     previous = tables.read_previous(ASSET)
-    wanted = entries.text_rows(captions, previous)
+    rows = entries.text_rows(wanted_captions(recipe, asked["caption"].unique()), previous)
 
-    def jobs(keys: Sequence[str]) -> list[Job]:
-        doubtful = wanted.filter(pl.col("key").is_in(keys))
-        return [_job(entries, caption) for caption in doubtful["caption"]]
-
-    maker = Maker(entries, "text", launch, log=log, watch=watch)
-    made = maker.make(
-        wanted.select("key", "num_bytes", "about_bytes"),
-        jobs,
-        known=previous,
-        settings={"compute_dtype": recipe.text.compute_dtype},
+    wanted = Wanted(
+        rows.with_columns(name="caption", cost=pl.lit(1)),
+        spec=lambda row: EntrySpec("text", row["key"], entries.text_tensors()),
+        job=lambda row: _job(entries, row["caption"]),
+        facts={**{name: partial(_stated, name) for name in _COUNTS}, "text_length": _length},
     )
+    maker = Maker(entries, "text", launch, log=log, watch=watch)
+    settings = {"compute_dtype": recipe.text.compute_dtype}
+    made = maker.make(wanted, known=previous, settings=settings)
     counts = _token_counts(made, previous)
-    keys = wanted.select("caption", "key")
-    rows = asked.join(keys, on="caption").join(made.entries, on="key").join(counts, on="key")
-    rows = rows.with_columns(dtype=pl.lit(recipe.text.dtype))
+    keys = rows.select("caption", "key")
+    found = asked.join(keys, on="caption").join(made.entries, on="key").join(counts, on="key")
+    found = found.with_columns(dtype=pl.lit(recipe.text.dtype))
     table = table_files.validated(
-        ASSET, rows.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
+        ASSET, found.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
     )
     report = {
-        **made.counters(0 if previous is None else len(set(previous["key"]) - set(wanted["key"]))),
+        **made.counters(0 if previous is None else len(set(previous["key"]) - set(rows["key"]))),
         "samples": len(validated),
         "in": len(validated),
         "kept": len(validated),
@@ -85,6 +84,17 @@ def cache_text(
         **watch.numbers(),
     }
     return StageResult(table.sort("sample_id", "variant"), table_files.empty("rejected"), report)
+
+
+_COUNTS = ("num_tokens", "num_cut")
+
+
+def _stated(name: str, state: EntryState) -> int | None:
+    return (state.metadata or {}).get(name)
+
+
+def _length(state: EntryState) -> int | None:
+    return state.shapes[TEXT][0] if state.shapes else None
 
 
 def _job(entries: Entries, caption: str) -> Job:
@@ -97,13 +107,7 @@ def _job(entries: Entries, caption: str) -> Job:
 
 def _token_counts(made: Made, previous: pl.DataFrame | None) -> pl.DataFrame:
     """Of each entry, its own counts where it was read; otherwise as they were recorded when it was."""
-    counts = ("num_tokens", "num_cut")
-    schema = {"key": pl.String, **dict.fromkeys((*counts, "text_length"), pl.Int32)}
-    read = [
-        {"key": key, **{name: said[name] for name in counts}, "text_length": made.shapes[key][TEXT][0]}
-        for key, said in made.metadata.items()
-    ]
-    tables = [pl.DataFrame(read, schema=schema)]
+    tables = [made.facts]
     if previous is not None:
-        tables.append(previous.select(*schema))
+        tables.append(previous.select(made.facts.columns))
     return pl.concat(tables).unique("key", keep="first", maintain_order=True)

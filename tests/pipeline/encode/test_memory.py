@@ -1,4 +1,4 @@
-"""The peak memory of a real encoding process, whatever the number of jobs."""
+"""The peak memory of a real encoding process, whatever the number of jobs, and of planning them."""
 
 from __future__ import annotations
 
@@ -75,3 +75,25 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert len(read_results(folder).made) == len(order.jobs)
     return int(ran.stdout.split("VmHWM:")[1].split()[0]) * 1024
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize(
+    "counts", [(1_000, 16_000), pytest.param((10_000, 100_000), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("kind", ["latents", "text"])
+def test_L12_planning_a_cold_cache_takes_less_than_a_kilobyte_a_sample(
+    tiny_sd: Path, tmp_path: Path, kind: Kind, counts: tuple[int, int]
+) -> None:
+    few, many = (peak_of_planning(tiny_sd, tmp_path / str(count), kind, count) for count in counts)
+    each = (many - few) / (counts[1] - counts[0])
+    sys.stdout.write(f"{kind}: {each:.0f} bytes a sample, {many / 2**20:.0f} MiB for {counts[1]}\n")
+    assert each < 1000
+
+
+def peak_of_planning(base: Path, folder: Path, kind: Kind, count: int) -> int:
+    command = [sys.executable, "-m", "tests.pipeline.encode.planned"]
+    command += [str(base), str(folder), kind, str(count)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return int(ran.stdout)
