@@ -16,12 +16,13 @@ TEMP_SUFFIX = ".tmp"
 
 
 def temp_beside(path: Path) -> Path:
-    """A new name in `path`'s folder that no other process or thread will choose.
+    """A new path in `path`'s folder that no other process or thread will choose; see `temp_name`."""
+    return path.with_name(temp_name())
 
-    It is short whatever the length of `path`'s name, so that a name at the file system's limit can be
-    written too.
-    """
-    return path.with_name(f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}")
+
+def temp_name() -> str:
+    """A new name; short, so that a file whose name is at the file system's limit can be written too."""
+    return f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
 
 
 def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:

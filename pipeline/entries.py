@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.addresses import Url
 from pipeline.families import Family, Use, detect
 from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
 from pipeline.geometry import Geometry, Size
@@ -21,6 +22,7 @@ from pipeline.images import PREPROCESSING_VERSION
 from pipeline.model_components import resolve_components
 from pipeline.model_source import resolve_base
 from pipeline.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
+from pipeline.store_elsewhere import store_at
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,8 +62,14 @@ class Entries:
     def __init__(self, recipe: Recipe) -> None:
         """Nothing is read yet."""
         self.recipe = recipe
-        self.store = Store(recipe.cache_dir)
+        self.store = store_at(recipe.cache_dir)
         self._fingerprints: dict[Use, str] = {}
+
+    @property
+    def memory(self) -> Path:
+        """The folder of what holds for this machine: cache_dir, or output_dir where that is elsewhere."""
+        cache_dir = self.recipe.cache_dir
+        return self.recipe.output_dir if isinstance(cache_dir, Url) else cache_dir
 
     @cached_property
     def model_folder(self) -> Path:
@@ -93,7 +101,7 @@ class Entries:
             ModelError: A file of them is missing or unreadable.
         """
         if use not in self._fingerprints:
-            self._fingerprints[use] = Fingerprints(self.recipe.cache_dir).of(self.family.parts(use))
+            self._fingerprints[use] = Fingerprints(self.memory).of(self.family.parts(use))
         return self._fingerprints[use]
 
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:

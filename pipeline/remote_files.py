@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
@@ -32,6 +34,11 @@ _PACKAGES = {
     "git": "pygit2",
 }
 """Of the protocols whose code is in fsspec itself."""
+
+
+_TOGETHER = frozenset(["memory", "zip", "file", "local", "dir"])
+"""Protocols without requests whose files several threads may read at once; of others with requests all may,
+and of the rest, such as a tar file's, one thread at a time."""
 
 
 def open_url(url: Url) -> tuple[Any, str]:
@@ -63,6 +70,13 @@ def missing_package(url: Url) -> str:
         except ValueError:
             continue
     return "the package that it names"
+
+
+def one_at_a_time(files: Any) -> AbstractContextManager[Any]:
+    """What a thread holds while it asks the file system: a lock, unless threads may ask together."""
+    protocol: str | tuple[str, ...] = files.protocol
+    names = {protocol} if isinstance(protocol, str) else set(protocol)
+    return nullcontext() if names & _TOGETHER or files.async_impl else threading.Lock()
 
 
 def stat_of_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:

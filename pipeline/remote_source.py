@@ -5,10 +5,8 @@ from __future__ import annotations
 import io
 import os
 import posixpath
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.addresses import Address, Url
 from pipeline.errors import DatasetError
-from pipeline.remote_files import missing_package, open_url, stat_of_info
+from pipeline.remote_files import missing_package, one_at_a_time, open_url, stat_of_info
 from pipeline.source import NO_FILE, Opened, Source, Stat, UnreachableError, stat_columns
 
 REMOTE_THREADS = 16
@@ -24,10 +22,6 @@ REMOTE_THREADS = 16
 
 MAX_WHOLE_BYTES = 64_000_000
 """Larger remote files are read in parts where their bytes need not be in memory at once."""
-
-_TOGETHER = frozenset(["memory", "zip", "file", "local", "dir"])
-"""Protocols without requests whose files several threads may read at once; of others with requests all may,
-and of the rest, such as a tar file's, one thread at a time."""
 
 
 class Entry(NamedTuple):
@@ -56,10 +50,7 @@ class RemoteSource(Source):
         except Exception as err:
             raise unreadable(url, err) from err
         self._base = base.rstrip("/")
-        protocol = self._files.protocol
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
-        together = bool(names & _TOGETHER) or bool(self._files.async_impl)
-        self._one_at_a_time: AbstractContextManager[Any] = nullcontext() if together else threading.Lock()
+        self._one_at_a_time = one_at_a_time(self._files)
 
     def __repr__(self) -> str:
         return f"RemoteSource({str(self.address)!r})"

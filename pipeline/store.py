@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.addresses import Address
 from pipeline.atomic import temp_beside
 from pipeline.entry_format import (
     DATA_START,
@@ -44,6 +45,9 @@ __all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "Te
 SUFFIX = ".safetensors"
 DISPLACED_SUFFIX = ".displaced"
 """Of a folder that stood in an entry's place: it is moved aside, never deleted."""
+
+NO_STAT = (0, 0, 0, 0)
+"""In `Store.stats`, of what is no file."""
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -84,15 +88,32 @@ class EntryState:
 
 
 class Store:
-    """Entries below one folder, which any number of recipes, projects and processes may share."""
+    """Entries below one folder, which any number of recipes, projects and processes may share.
+
+    Attributes:
+        address: Of the folder.
+        root: The folder; entries' paths are below it.
+        threads: How many entries may well be looked at or written at a time.
+        readers: How many threads keep up with training.
+        fix: What to do where an entry may not be read or written.
+    """
+
+    threads: ClassVar[int] = os.cpu_count() or 1
+    readers: ClassVar[int] = 2
+    fix: ClassVar[str] = "see that cache_dir lies on a working disk and may be read and written by this user"
 
     def __init__(self, root: Path) -> None:
         """Nothing is read or made yet."""
         self.root = root
+        self.address: Address = root
 
     def path(self, spec: EntrySpec) -> Path:
         """Where the entry lies, whether or not it is there."""
         return self.root / spec.kind / spec.key[:2] / f"{spec.key}{SUFFIX}"
+
+    def where(self, spec: EntrySpec) -> str:
+        """The entry's place as messages name it."""
+        return self._shown(self.path(spec))
 
     def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
         """Whether the entry is there and right.
@@ -115,7 +136,7 @@ class Store:
         except WrongEntryError as wrong:
             return EntryState("wrong", str(wrong), self._stat_or_none(path))
         except OSError as err:
-            raise _access_error(path, err, "read") from err
+            raise self._refused(path, err, "read") from err
         shapes = {name: array.shape for name, array in arrays.items()}
         return EntryState("valid", stat=state, metadata=metadata, shapes=shapes)
 
@@ -130,11 +151,11 @@ class Store:
             try:
                 stat = os.stat(f"{root}{key[:2]}/{key}{SUFFIX}")  # noqa: PTH116 - a Path costs more than the call
             except OSError:
-                found.append((0, 0, 0, 0))
+                found.append(NO_STAT)
                 continue
             regular = stat_module.S_ISREG(stat.st_mode)
             each = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-            found.append(each if regular else (0, 0, 0, 0))
+            found.append(each if regular else NO_STAT)
         return np.array(found, dtype=np.int64).reshape(-1, 4)
 
     def stated(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
@@ -167,12 +188,11 @@ class Store:
         """
         path = self.path(spec)
         try:
-            raw, _ = self._whole(path)
-            arrays, _ = parse(spec, raw, verify=False)
+            arrays, _ = parse(spec, self._bytes(path), verify=False)
         except WrongEntryError as wrong:
-            raise _entry_error(path, str(wrong)) from wrong
+            raise _entry_error(self._shown(path), str(wrong)) from wrong
         except OSError as err:
-            raise _access_error(path, err, "read") from err
+            raise self._refused(path, err, "read") from err
         return arrays
 
     def read_torch(self, spec: EntrySpec) -> dict[str, torch.Tensor]:
@@ -210,11 +230,32 @@ class Store:
             if err.errno in _DISK_FULL:
                 raise StoreError(
                     f"the disk is full: an entry of {len(raw)} bytes cannot be written",
-                    where=str(path),
+                    where=self._shown(path),
                     fix="free some space there or set cache_dir to another disk, and start again: what is in "
                     "the cache stays valid",
                 ) from err
-            raise _access_error(path, err, "written") from err
+            raise self._refused(path, err, "written") from err
+
+    def remove(self, spec: EntrySpec) -> None:
+        """Delete the file in an entry's place, if there is one; a folder there stays.
+
+        Raises:
+            StoreError: It cannot be deleted.
+        """
+        path = self.path(spec)
+        try:
+            self._stat(path)
+            self._delete(path)
+        except (FileNotFoundError, WrongEntryError):
+            return
+        except OSError as err:
+            raise self._refused(path, err, "deleted") from err
+
+    def _refused(self, path: Path, err: OSError, done: str) -> StoreError:
+        missing = isinstance(err, FileNotFoundError) and done == "read"
+        fix = "start the cache job again: it makes what is missing" if missing else self.fix
+        what = f"a cache entry cannot be {done}: {err.strerror or err}"
+        return StoreError(what, where=self._shown(path), fix=fix)
 
     def _header(self, path: Path) -> dict[str, Any]:
         self._stat(path)
@@ -228,6 +269,10 @@ class Store:
 
     # What follows is all that touches files: `pipeline.store_elsewhere` has its own.
 
+    def _shown(self, path: Path) -> str:
+        """A path as messages name it."""
+        return str(path)
+
     def _stat(self, path: Path) -> EntryStat:
         """Of a regular file.
 
@@ -240,6 +285,14 @@ class Store:
     def _whole(self, path: Path) -> tuple[bytes, EntryStat]:
         """A file's bytes, and its stat before they were read; raises as `_stat`."""
         return _read_whole(path)
+
+    def _bytes(self, path: Path) -> bytes:
+        """As the first of `_whole`."""
+        return _read_whole(path)[0]
+
+    def _delete(self, path: Path) -> None:
+        """Delete a file."""
+        path.unlink()
 
     def _start(self, path: Path) -> bytes:
         """A file's first `DATA_START` bytes, or all if it has fewer."""
@@ -327,13 +380,6 @@ def _link(temp: Path, path: Path) -> bool:
     return True
 
 
-def _access_error(path: Path, err: OSError, done: str) -> StoreError:
-    fix = "start the cache job again: it makes what is missing"
-    if not isinstance(err, FileNotFoundError):
-        fix = "see that cache_dir lies on a working disk and may be read and written by this user"
-    return StoreError(f"a cache entry cannot be {done}: {err.strerror or err}", where=str(path), fix=fix)
-
-
-def _entry_error(path: Path, reason: str) -> StoreError:
+def _entry_error(where: str, reason: str) -> StoreError:
     fix = "start the cache job again: it replaces the entry"
-    return StoreError(f"a cache entry is damaged: {reason}", where=str(path), fix=fix)
+    return StoreError(f"a cache entry is damaged: {reason}", where=where, fix=fix)

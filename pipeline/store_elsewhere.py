@@ -1,93 +1,120 @@
-"""The store on a file system that fsspec knows: an object store, another machine's disk, memory.
+"""The store at an address that fsspec opens: an object store, another machine's disk, memory.
 
-A module of its own, because it is not what a recipe's `cache_dir` takes yet: tables remember an entry's stat,
-gc and the registrations walk folders, and the order of an encoding process names a local path.
+What is relied on: of an object store, that an object appears whole when it is put, which all of them
+promise; of any other file system, that a file appears whole under its name when it is moved there. Where an
+object can be put on the condition that there is none (S3, Google Cloud Storage), the first of several writers
+wins, as on a local disk; elsewhere the later one's entry may stand, and both are valid.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
-from contextlib import suppress
-from pathlib import Path
+from dataclasses import astuple
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.atomic import temp_beside
+from pipeline.addresses import Address, Url
+from pipeline.atomic import temp_name
 from pipeline.entry_format import DATA_START, EntrySpec, Kind, WrongEntryError
-from pipeline.store import DISPLACED_SUFFIX, EntryStat, Store
+from pipeline.remote_files import stat_of_info
+from pipeline.remote_folder import ACCESS, RemoteFolder
+from pipeline.store import DISPLACED_SUFFIX, NO_STAT, EntryStat, Store
 
-LOCAL_PROTOCOLS = ("file", "local")
+_ASKED_SINGLY = 32
+"""Up to so many entries are asked for one by one; of more, all that there are get listed."""
 
-_TOKEN_BITS = 63
 
+def store_at(address: Address) -> Store:
+    """The store at a recipe's `cache_dir`; links and fsync of a local disk promise most.
 
-def store_at(url: str, **options: Any) -> Store:
-    """The store at `url`: "memory://cache", "s3://bucket/cache", "file:///mnt/cache" or a plain path.
-
-    On a local disk it is `Store` itself, whose links and fsync promise more than any other file system does.
-
-    Args:
-        url: Of the root; fsspec's protocols, as far as their packages are installed.
-        options: Passed to the file system.
+    Raises:
+        StoreError: A package is missing, or the address cannot be opened.
     """
-    from fsspec.core import url_to_fs
-
-    found: tuple[Any, str] = url_to_fs(url, **options)
-    filesystem, root = found
-    protocols = filesystem.protocol
-    names = (protocols,) if isinstance(protocols, str) else tuple(protocols)
-    return Store(Path(root)) if set(names) & set(LOCAL_PROTOCOLS) else FsspecStore(filesystem, root)
+    return FsspecStore(address) if isinstance(address, Url) else Store(address)
 
 
 class FsspecStore(Store):
-    """Entries below one key of a file system that fsspec knows; as `Store`, but for what writers promise.
+    """Entries below an address; as `Store`, but for what writers promise.
 
-    An entry is put under a temporary key and then moved to its own, so nobody sees a part of it. Of writers
-    at the very same moment the later one's entry may stand: both are valid. What counts as an entry's stat is
-    its size and what the file system says of its version, as one number in place of an inode.
+    What counts as an entry's stat is its size and, in place of an inode, a number for what the service says
+    of its version; or else its time. An entry of which neither is told is read whole by each run.
     """
 
-    def __init__(self, filesystem: Any, root: str) -> None:
-        """`root` is a path within `filesystem`, an `fsspec.AbstractFileSystem`; nothing is read yet."""
-        super().__init__(Path(root))
-        self._filesystem = filesystem
+    threads = 16
+    readers = 8
+    fix = ACCESS
+
+    def __init__(self, url: Url) -> None:
+        """Open the file system; nothing is read yet.
+
+        Raises:
+            StoreError: A package is missing, or the address cannot be opened.
+        """
+        self.folder = RemoteFolder(url)
+        super().__init__(Path())
+        self.address = url
 
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
-        """As `Store.stats`; one question to the file system for each key."""
-        found: list[tuple[int, int, int, int]] = []
-        for key in keys:
-            stat = self._stat_or_none(self.path(EntrySpec(kind, key, {})))
-            found.append((stat.num_bytes, 0, 0, stat.inode) if stat else (0, 0, 0, 0))
-        return np.array(found, dtype=np.int64).reshape(-1, 4)
+        """As `Store.stats`; of many keys by one listing, which takes a request per 1,000 entries.
+
+        Raises:
+            StoreError: The service does not say.
+        """
+        asked = list(keys)
+        places = [self.path(EntrySpec(kind, key, {})).as_posix() for key in asked]
+        if len(asked) > _ASKED_SINGLY:
+            try:
+                infos = self.folder.found(kind)
+            except OSError as err:
+                raise self._refused(Path(kind), err, "looked for") from err
+            stats = [_entry_stat(infos[place]) if place in infos else None for place in places]
+        else:
+            stats = [self._stat_or_none(Path(place)) for place in places]
+        return np.array([astuple(stat) if stat else NO_STAT for stat in stats], np.int64).reshape(-1, 4)
+
+    def _shown(self, path: Path) -> str:
+        return f"{str(self.address).rstrip('/')}/{path.as_posix()}"
 
     def _stat(self, path: Path) -> EntryStat:
-        info: dict[str, Any] = self._filesystem.info(path.as_posix())
+        info = self.folder.info(path.as_posix())
         if info["type"] != "file":
             raise WrongEntryError("a folder is in its place")
-        version = int(self._filesystem.checksum(path.as_posix())) % 2**_TOKEN_BITS
-        return EntryStat(int(info["size"]), 0, 0, version)
+        return _entry_stat(info)
 
     def _whole(self, path: Path) -> tuple[bytes, EntryStat]:
         state = self._stat(path)
-        return bytes(self._filesystem.cat_file(path.as_posix())), state
+        return self._bytes(path), state
+
+    def _bytes(self, path: Path) -> bytes:
+        return self.folder.read(path.as_posix())
 
     def _start(self, path: Path) -> bytes:
-        return bytes(self._filesystem.cat_file(path.as_posix(), start=0, end=DATA_START))
+        return self.folder.read(path.as_posix(), DATA_START)
+
+    def _delete(self, path: Path) -> None:
+        self.folder.remove(path.as_posix())
 
     def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
-        files, temp = self._filesystem, temp_beside(path)
-        files.makedirs(path.parent.as_posix(), exist_ok=True)
-        try:
-            files.pipe_file(temp.as_posix(), raw)
-            if files.isdir(path.as_posix()):
-                aside = path.with_name(f"{path.stem}{temp.stem}{DISPLACED_SUFFIX}")
-                files.mv(path.as_posix(), aside.as_posix(), recursive=True)
-            elif self.check(spec).valid:
-                return False
-            files.mv(temp.as_posix(), path.as_posix())
+        name = path.as_posix()
+        if self.folder.put_if_absent(name, raw):
             return True
-        finally:
-            with suppress(FileNotFoundError):
-                files.rm_file(temp.as_posix())
+        if self.folder.is_folder(name):
+            aside = PurePosixPath(name).with_name(f"{path.stem}{temp_name()}{DISPLACED_SUFFIX}")
+            self.folder.move_folder(name, str(aside))
+        elif self.check(spec).valid:
+            return False
+        self.folder.put(name, raw)
+        return True
+
+
+def _entry_stat(info: dict[str, Any]) -> EntryStat:
+    """Of what a file system says; where it tells a version, without the time: listings differ."""
+    num_bytes, time_ns, _, version = stat_of_info(info)
+    if version:
+        return EntryStat(num_bytes, 0, 0, version)
+    equal_to_none = 0 if time_ns else time.monotonic_ns()
+    return EntryStat(num_bytes, time_ns, equal_to_none, 0)

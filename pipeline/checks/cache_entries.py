@@ -64,7 +64,7 @@ class Problems:
             "problem": state.reason or "it is missing",
             "bytes": state.stat.num_bytes if state.stat else None,
             "expected_bytes": spec.file_bytes,
-            "path": str(store.path(spec)),
+            "path": store.where(spec),
         }
         self._rows.setdefault(_kind(store, spec, state.stat), []).append(row)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from pipeline.addresses import Address, absolute
 from pipeline.cli.sizes import bytes_text
 from pipeline.errors import StoreError
 from pipeline.recipe import load_recipes
@@ -28,8 +29,7 @@ MAX_SHOWN = 10
     "--cache-dir",
     "cache_dirs",
     multiple=True,
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Of which caches; if not said, of all recipes'.",
+    help="Of which caches, a folder or an address as in a recipe; if not said, of all recipes'.",
 )
 @click.option(
     "--forget",
@@ -39,14 +39,15 @@ MAX_SHOWN = 10
     help="An output folder that is gone for good, so that what only it needed is an orphan.",
 )
 def command(
-    really: bool, grace_hours: float, cache_dirs: tuple[Path, ...], forgotten: tuple[Path, ...]
+    really: bool, grace_hours: float, cache_dirs: tuple[str, ...], forgotten: tuple[Path, ...]
 ) -> None:
     """Show what each cache holds and which entries no recipe needs; with --delete, delete those.
 
     An entry is needed by every output folder, of any project, whose last jobs asked for it, whose tables name
     it, or which has an unfinished run that trains on it.
     """
-    folders = list(cache_dirs) or sorted({recipe.cache_dir for recipe in load_recipes()})
+    named = [absolute(text, Path()) for text in cache_dirs]
+    folders = named or sorted({recipe.cache_dir for recipe in load_recipes()}, key=str)
     if not folders:
         click.echo("there is no recipe, and so no cache; name one with --cache-dir")
     for folder in folders:
@@ -73,7 +74,7 @@ def _require_gone(output_dir: Path) -> None:
         )
 
 
-def _show(folder: Path, found: Survey, grace_hours: float) -> None:
+def _show(folder: Address, found: Survey, grace_hours: float) -> None:
     click.echo(f"{folder}: {found.entries:,} entries, {bytes_text(found.entry_bytes)}")
     for user in found.users:
         gone = "" if user.output_dir.is_dir() else "   not there now: kept, see --forget"
@@ -85,5 +86,5 @@ def _show(folder: Path, found: Survey, grace_hours: float) -> None:
     if found.leftovers:
         click.echo(f"  {len(found.leftovers):>9,} leftovers of interrupted writers, {bytes_text(leftovers)}")
     if found.foreign:
-        shown = ", ".join(str(path.relative_to(folder)) for path in found.foreign[:MAX_SHOWN])
+        shown = ", ".join(found.foreign[:MAX_SHOWN])
         click.echo(f"  {len(found.foreign):>9,} files that are not Latentline's, left alone: {shown}")

@@ -107,7 +107,7 @@ class LatentEncoder:
 
     def _pixels(self, job: Job, store: Store) -> Pixels | None:
         """As `image`; None when another process has made its entry meanwhile."""
-        if store.path(job.spec).exists() and store.check(job.spec).valid:
+        if store.check(job.spec).valid:
             return None
         return self.image(job)
 

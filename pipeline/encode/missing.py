@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 import time
@@ -14,6 +13,7 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
+from pipeline.addresses import Address, Url
 from pipeline.encode.order import Beside, Job, Order, Results, in_turn, read_results, write_order
 from pipeline.encode.outcome import Failure
 from pipeline.entries import STAT_COLUMNS, Entries, unchanged, with_recorded
@@ -124,7 +124,7 @@ class Maker:
             LatentlineError: As `Launch`; what was made before stays.
         """
         store, recipe, rows = self._entries.store, self._entries.recipe, wanted.rows
-        register(store.root, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=rows["key"])
+        register(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=rows["key"])
         looked_at = with_recorded(rows.select("key", "num_bytes"), known)
         same = unchanged(store, self._kind, looked_at)
         made = Made(
@@ -140,7 +140,7 @@ class Maker:
         )
         self._name_damaged(missing.filter(pl.col("key").is_in(made.damaged)), wanted)
         if not missing.is_empty():
-            _require_space(store.root, int(missing["about_bytes"].sum()))
+            _require_space(store.address, int(missing["about_bytes"].sum()))
             results = self._launched(in_turn(missing), wanted, settings)
             for part in self._looked_at(missing, wanted):
                 self._settle(part, wanted, results=results, made=made)
@@ -158,7 +158,7 @@ class Maker:
     def _looked_at(self, rows: pl.DataFrame, wanted: Wanted) -> Iterator[list[tuple[Row, EntryState]]]:
         """Each row with its entry's state, some rows at a time, on all cores."""
         store = self._entries.store
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        with ThreadPoolExecutor(store.threads) as pool:
             for part in rows.iter_slices(_ROWS_AT_A_TIME):
                 named = part.to_dicts()
                 states = pool.map(store.check, map(wanted.spec, named))
@@ -168,7 +168,7 @@ class Maker:
         store = self._entries.store
         jobs = _Jobs(missing, wanted.job)
         model = self._entries.family
-        order = Order(self._kind, model.folder, store.root, settings, jobs, model.elsewhere, wanted.beside)
+        order = Order(self._kind, model.folder, store.address, settings, jobs, model.elsewhere, wanted.beside)
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
             file = write_order(order, Path(folder))
             started_s = time.perf_counter()
@@ -179,7 +179,7 @@ class Maker:
         self._watch.aside_s += results.aside_s
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
-            note_speed(store.root, self._kind, results.work_s / cost)
+            note_speed(self._entries.memory, self._kind, results.work_s / cost)
         return results
 
     def _name_damaged(self, damaged: pl.DataFrame, wanted: Wanted) -> None:
@@ -187,7 +187,7 @@ class Maker:
         for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
             spec = wanted.spec(row)
             reason = store.check(spec).reason
-            self._log(f"damaged entry of {wanted.job(row).name}: {reason} ({store.path(spec)})")
+            self._log(f"damaged entry of {wanted.job(row).name}: {reason} ({store.where(spec)})")
 
     def _settle(
         self, part: list[tuple[Row, EntryState]], wanted: Wanted, *, results: Results, made: Made
@@ -204,7 +204,7 @@ class Maker:
                 problem = f"{state.status}: {state.reason or 'no file'}"
                 raise StoreError(
                     f"the entry of {wanted.job(row).name} was to be made and is {problem}",
-                    where=str(self._entries.store.path(wanted.spec(row))),
+                    where=self._entries.store.where(wanted.spec(row)),
                     fix="see that no other program changes cache_dir and its disk is sound, and start again",
                 )
         made.found(part, wanted)
@@ -225,7 +225,10 @@ class _Jobs:
             yield from map(self._job, part.to_dicts())
 
 
-def _require_space(root: Path, needed_bytes: int) -> None:
+def _require_space(root: Address, needed_bytes: int) -> None:
+    """Nothing where the disk has room, or where nobody can say: elsewhere."""
+    if isinstance(root, Url):
+        return
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + _SPARE_BYTES:

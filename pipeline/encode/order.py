@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,7 @@ from typing import Any, Literal, Protocol, TextIO
 
 import polars as pl
 
+from pipeline.addresses import Address, address
 from pipeline.encode.outcome import Failure
 from pipeline.entries import LATENT_SHAPE
 from pipeline.store import EntrySpec, Kind, TensorSpec
@@ -74,7 +75,7 @@ class Order:
 
     kind: Kind
     model_folder: Path
-    store_root: Path
+    store_root: Address
     settings: Mapping[str, Any]
     jobs: Jobs
     elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
@@ -191,7 +192,7 @@ def read_order(path: Path) -> Order:
     return Order(
         fields["kind"],
         Path(fields["model_folder"]),
-        Path(fields["store_root"]),
+        address(fields["store_root"]),
         fields["settings"],
         JobsFile(path.parent / JOBS_FILE, fields["num_jobs"]),
         {role: Path(place) for role, place in fields["elsewhere"].items()},

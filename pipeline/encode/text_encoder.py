@@ -37,7 +37,7 @@ class TextEncoder:
         """
         for job in jobs:
             self._progress.working_on(job.name)
-            if store.path(job.spec).exists() and store.check(job.spec).valid:
+            if store.check(job.spec).valid:
                 yield job, "present"
                 continue
             caption = self._encode(job)

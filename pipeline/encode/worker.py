@@ -17,6 +17,7 @@ from pipeline.encode.outcome import Encoded, Outcome
 from pipeline.encode.progress import Progress, Report
 from pipeline.launching import CPU_THREADS_PER_PROCESS
 from pipeline.store import Store
+from pipeline.store_elsewhere import store_at
 
 if TYPE_CHECKING:
     from pipeline.encode.latent_encoder import LatentEncoder
@@ -41,7 +42,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     order = read_order(order_file)
     looked_at = set[str]() if order.beside is None else order.beside.keys
     ordered = Meeting(order.jobs, looked_at)
-    store, jobs = Store(order.store_root), Meeting(share(ordered, rank, num_ranks), looked_at)
+    store, jobs = store_at(order.store_root), Meeting(share(ordered, rank, num_ranks), looked_at)
     total, what = len(order.jobs), "latents" if order.kind == "latents" else "text embeddings"
     with (
         ResultsWriter(order_file, rank) as results,

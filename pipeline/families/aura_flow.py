@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import isqrt
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -84,17 +85,20 @@ class AuraFlow(FlowTransformer):
         )
         return {"text_embedding": own_tokens(embedding, mask.reshape(embedding.shape)[..., 0])}
 
+    @cached_property
+    def _pads_in_front(self) -> bool:
+        config = read_json(self.folder / "tokenizer" / "tokenizer_config.json")
+        return config.get("padding_side", "left") == "left"
+
     def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """With as many zeros as fill the pipeline's length, on the side where its tokenizer pads."""
         import torch
         from torch.nn.functional import pad
 
-        config = read_json(self.folder / "tokenizer" / "tokenizer_config.json")
-        before = config.get("padding_side", "left") == "left"
         padded: list[Tensor] = []
         for text in texts:
             lacking = _T5_TOKENS - len(text["text_embedding"])
-            rows = (lacking, 0) if before else (0, lacking)
+            rows = (lacking, 0) if self._pads_in_front else (0, lacking)
             padded.append(pad(text["text_embedding"], (0, 0, *rows)))
         return {"text_embedding": torch.stack(padded)}
 

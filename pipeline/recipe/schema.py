@@ -14,7 +14,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from pipeline.checks.names import GATES
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
-from pipeline.recipe.datasets import DatasetSettings, FolderPath
+from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
 from pipeline.recipe.rules import (
     broken_focus,
     broken_weights,
@@ -163,9 +163,12 @@ class RecipeFile(Settings):
     datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(repeated_names)] = Field(
         min_length=1, description="Folders or listings of images with captions; they are only ever read."
     )
-    cache_dir: FolderPath = Field(
+    cache_dir: FolderAddress = Field(
         default=Path(".cache/latentline"),
-        description="Holds latents and text embeddings; recipes may share one. Relative to the project root.",
+        description="Holds latents and text embeddings; recipes may share one. Relative to the project root. "
+        "Or an address that fsspec opens for writing, such as s3://bucket/cache, gs:// or sftp://: package "
+        "and credentials as for datasets[].path. Training then reads an entry from there each time that it "
+        "is drawn.",
     )
     output_dir: FolderPath = Field(
         description="Holds tables, reports, runs and the LoRA of this recipe. Relative to the project root."

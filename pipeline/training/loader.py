@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.entries import LATENT, MEAN, STD
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store, TensorSpec
+from pipeline.store_elsewhere import store_at
 from pipeline.training.noise import Noise, noise_levels
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan, TrainingPlan
@@ -30,11 +31,9 @@ from pipeline.training.seeding import stream
 if TYPE_CHECKING:
     from pipeline.families import Family
 
-READERS = 2
-"""Threads that prepare micro-batches; one keeps up with a GPU, the second covers a slow disk."""
-
 AHEAD = 4
-"""Micro-batches that are ready or in the making at most, so that memory does not grow with the plan."""
+"""Micro-batches that are ready or in the making at most, so that memory does not grow with the plan; or as
+many as there are readers, where these are more."""
 
 T = TypeVar("T")
 
@@ -107,7 +106,7 @@ class MicroBatchMaker:
             family: Gives noise levels their timesteps.
             scheduler: From `make_noise_scheduler`.
         """
-        self._store = Store(order.recipe.cache_dir)
+        self._store = store_at(order.recipe.cache_dir)
         self._inputs = {item.sample_id: item for item in order.inputs}
         self._empty_text = order.empty_text
         self._seed = order.recipe.training.seed
@@ -116,6 +115,11 @@ class MicroBatchMaker:
         self._reads_text = order.recipe.training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
+
+    @property
+    def readers(self) -> int:
+        """Threads that keep up with training."""
+        return self._store.readers
 
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         """The tensors of one rank's share of one micro-batch.
@@ -270,17 +274,20 @@ def micro_inputs(
                 share = micro[rank]
                 yield batch, lambda step=step, share=share: make(step, share)
 
-    yield from read_ahead(jobs())
+    yield from read_ahead(jobs(), readers=maker.readers)
 
 
-def read_ahead(jobs: Iterable[tuple[StepPlan, Callable[[], T]]]) -> Generator[tuple[StepPlan, T]]:
-    """Each job's result, in order, made by `READERS` threads with at most `AHEAD` of them unfetched."""
+def read_ahead(
+    jobs: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = Store.readers
+) -> Generator[tuple[StepPlan, T]]:
+    """Each job's result, in order, made by as many threads, with `AHEAD` of them unfetched at most."""
+    ahead = max(AHEAD, readers)
     waiting: deque[tuple[StepPlan, Future[T]]] = deque()
-    with ThreadPoolExecutor(READERS, thread_name_prefix="latentline-loader") as pool:
+    with ThreadPoolExecutor(readers, thread_name_prefix="latentline-loader") as pool:
         try:
             for batch, job in jobs:
                 waiting.append((batch, pool.submit(job)))
-                if len(waiting) >= AHEAD:
+                if len(waiting) >= ahead:
                     ready, future = waiting.popleft()
                     yield ready, future.result()
             while waiting:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from pipeline.atomic import write_through
 from pipeline.geometry import Size
 from pipeline.runs import RunLayout
-from pipeline.store import Store
+from pipeline.store_elsewhere import store_at
 from pipeline.training.loader import read_entry
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ def _paths(order: TrainingOrder, step: int) -> list[Path]:
 
 
 def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, path: Path) -> Path:
-    store = Store(order.recipe.cache_dir)
+    store = store_at(order.recipe.cache_dir)
     prompt = order.prompts[number]
     text, empty_text = engine.text_of(prompt.caption), engine.text_of("")
     device = str(engine.accelerator.device)

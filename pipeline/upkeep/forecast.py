@@ -219,5 +219,5 @@ def _changed_inputs(entries: Entries, spec: EntrySpec, earlier_key: str, inputs:
 
 
 def _estimate(entries: Entries, expected: Expected, cost: int) -> None:
-    measured = speed(entries.store.root, expected.kind)
+    measured = speed(entries.memory, expected.kind)
     expected.seconds = 0.0 if not cost else measured * cost if measured is not None else None

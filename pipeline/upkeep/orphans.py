@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import polars as pl
 
+from pipeline.addresses import Address
 from pipeline.atomic import TEMP_SUFFIX
+from pipeline.cache_folder import CacheFile, cache_folder
 from pipeline.errors import StoreError, TableError
 from pipeline.registry import FOLDER, Registered, registered
 from pipeline.runs import RunLayout
@@ -20,6 +21,9 @@ from pipeline.training.inputs import keys_named
 
 GRACE_S = 24 * 3600.0
 """An entry younger than this is nobody's orphan: who wanted it may not have said so yet."""
+
+_DELETED_AT_A_TIME = 500
+"""Between two looks at who needs what."""
 
 
 @dataclass
@@ -34,52 +38,51 @@ class Survey:
         young: Entries that no user needs, within the grace period.
         leftovers: Temporary files older than the grace period, with their bytes.
         foreign: Files that Latentline did not put there; they are never touched.
+
+    Files are named by their place below the cache. One whose age its service does not tell counts as young.
     """
 
     users: list[Registered] = field(default_factory=list[Registered])
     entries: int = 0
     entry_bytes: int = 0
-    orphans: dict[Path, int] = field(default_factory=dict[Path, int])
+    orphans: dict[str, int] = field(default_factory=dict[str, int])
     young: int = 0
-    leftovers: dict[Path, int] = field(default_factory=dict[Path, int])
-    foreign: list[Path] = field(default_factory=list[Path])
+    leftovers: dict[str, int] = field(default_factory=dict[str, int])
+    foreign: list[str] = field(default_factory=list[str])
 
 
-def survey(cache_dir: Path, *, grace_s: float = GRACE_S) -> Survey:
+def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
     """Look at every file of a cache; nothing is changed.
 
     An entry is needed when a registered output folder asked for it in its last jobs, when one of its tables
     names it, or when a run of its that is not finished trains on it.
 
     Raises:
-        StoreError: A registration or table cannot be read, so that nobody knows what it needs.
+        StoreError: A registration or table cannot be read, so that nobody knows what it needs; or the cache
+            cannot be listed.
     """
     found = Survey(users=list(registered(cache_dir)))
     needed = _needed(found.users)
-    newest_s = time.time() - grace_s
-    for path in _files(cache_dir):
-        try:
-            stat = path.stat()
-        except FileNotFoundError:
-            continue
-        if path.suffix == TEMP_SUFFIX:
-            if stat.st_mtime < newest_s:
-                found.leftovers[path] = stat.st_size
-        elif not _is_entry(path):
-            found.foreign.append(path)
-        else:
+    oldest_kept_s = time.time() - grace_s
+    for file in _files(cache_dir):
+        place = PurePosixPath(file.name)
+        old = file.modified_s is not None and file.modified_s < oldest_kept_s
+        if _is_entry(place):
             found.entries += 1
-            found.entry_bytes += stat.st_size
-            if path.stem in needed:
-                continue
-            if stat.st_mtime < newest_s:
-                found.orphans[path] = stat.st_size
-            else:
-                found.young += 1
+            found.entry_bytes += file.num_bytes
+            if place.stem not in needed:
+                found.young += not old
+                if old:
+                    found.orphans[file.name] = file.num_bytes
+        elif _is_leftover(place):
+            if old:
+                found.leftovers[file.name] = file.num_bytes
+        elif not _is_ours(place):
+            found.foreign.append(file.name)
     return found
 
 
-def delete(cache_dir: Path, found: Survey) -> tuple[int, int]:
+def delete(cache_dir: Address, found: Survey) -> tuple[int, int]:
     """Delete the survey's orphans and leftovers, but for those that somebody has asked for since.
 
     Returns:
@@ -88,53 +91,57 @@ def delete(cache_dir: Path, found: Survey) -> tuple[int, int]:
     Raises:
         StoreError: A registration cannot be read, or a file cannot be deleted.
     """
+    cache = cache_folder(cache_dir)
+    waste = {**found.orphans, **found.leftovers}
     files = bytes_freed = 0
-    for folder, paths in _by_folder([*found.orphans, *found.leftovers]):
+    for names in _some_at_a_time(sorted(waste)):
         needed = _needed(registered(cache_dir))  # asked again: a job may have begun
-        for path in paths:
-            if path.suffix == SUFFIX and path.stem in needed:
+        for name in names:
+            place = PurePosixPath(name)
+            if place.suffix == SUFFIX and place.stem in needed:
                 continue
             try:
-                path.unlink()
+                cache.delete(name)
             except FileNotFoundError:
                 continue
             except OSError as err:
                 fix = "see that cache_dir may be written by this user"
                 what = f"an orphan cannot be deleted: {err.strerror or err}"
-                raise StoreError(what, where=str(path), fix=fix) from err
+                raise StoreError(what, where=cache.where(name), fix=fix) from err
             files += 1
-            bytes_freed += found.orphans.get(path, found.leftovers.get(path, 0))
-        with suppress(OSError):  # not empty, most often
-            folder.rmdir()
+            bytes_freed += waste[name]
+        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in names}))
     return files, bytes_freed
 
 
-def _by_folder(paths: Iterable[Path]) -> Iterator[tuple[Path, list[Path]]]:
-    folders: dict[Path, list[Path]] = {}
-    for path in sorted(paths):
-        folders.setdefault(path.parent, []).append(path)
-    yield from folders.items()
+def _some_at_a_time(names: list[str]) -> Iterator[list[str]]:
+    for start in range(0, len(names), _DELETED_AT_A_TIME):
+        yield names[start : start + _DELETED_AT_A_TIME]
 
 
-def _files(cache_dir: Path) -> Iterator[Path]:
-    """All that could be an entry or a writer's leftover, and what does not belong there."""
-    for path in sorted(cache_dir.iterdir()) if cache_dir.is_dir() else ():
-        if path.name in KINDS and path.is_dir():
-            yield from sorted(file for file in path.rglob("*") if file.is_file())
-        elif path.name == FOLDER and path.is_dir():
-            yield from sorted(path.glob(f"*{TEMP_SUFFIX}"))
-        elif path.is_file() and path.suffix == TEMP_SUFFIX:
-            yield path
-        elif path.is_dir() or path.suffix != ".json":
-            yield from (
-                sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else (path,)
-            )
+def _files(cache_dir: Address) -> Iterator[CacheFile]:
+    cache = cache_folder(cache_dir)
+    try:
+        yield from cache.files()
+    except OSError as err:
+        fix = "see that cache_dir may be read by this user"
+        raise StoreError(f"the cache cannot be listed: {err}", where=cache.where(""), fix=fix) from err
 
 
-def _is_entry(path: Path) -> bool:
+def _is_entry(place: PurePosixPath) -> bool:
     """Whether the file lies where an entry of its name would."""
-    named = path.suffix == SUFFIX and len(path.stem) == 64 and path.parent.name == path.stem[:2]
-    return named and path.parents[1].name in KINDS
+    named = place.suffix == SUFFIX and len(place.stem) == 64
+    return named and len(place.parts) == 3 and place.parts[0] in KINDS and place.parts[1] == place.stem[:2]
+
+
+def _is_leftover(place: PurePosixPath) -> bool:
+    """Whether a writer of ours left the file."""
+    return place.suffix == TEMP_SUFFIX and (len(place.parts) == 1 or place.parts[0] in (*KINDS, FOLDER))
+
+
+def _is_ours(place: PurePosixPath) -> bool:
+    """Whether it is a registration, or what is remembered of this machine."""
+    return place.parts[0] == FOLDER or (len(place.parts) == 1 and place.suffix == ".json")
 
 
 def _needed(users: Iterable[Registered]) -> set[str]:

@@ -96,7 +96,7 @@ def _entries(recipe: Recipe, rows: Mapping[str, Sequence[Mapping[str, Any]]]) ->
         state = entries.store.check(spec)
         facts = {
             "key": spec.key,
-            "path": str(entries.store.path(spec)),
+            "path": entries.store.where(spec),
             "state": state.reason or state.status,
         }
         stated = entries.store.facts(spec.kind, spec.key) or {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,14 +10,11 @@ from typing import TYPE_CHECKING
 from pipeline.encode.latents import cache_latents
 from pipeline.encode.text import cache_text, wanted_captions
 from pipeline.entries import Entries
-from pipeline.errors import StoreError
 from pipeline.launching import LocalLaunch
 from pipeline.reports import Log
 from pipeline.store import EntrySpec, EntryState
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
 
@@ -37,12 +33,12 @@ class Bad:
 
     Attributes:
         needed: Which.
-        path: Where it is, or should be.
+        path: Where it is, or should be, as messages name it.
         problem: One sentence.
     """
 
     needed: Needed
-    path: Path
+    path: str
     problem: str
 
 
@@ -83,10 +79,10 @@ def verify(
         StoreError: An entry may not be read.
     """
     store = Entries(recipe).store
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(store.threads) as pool:
         states = progress(pool.map(lambda each: store.check(each.spec), needed))
         return [
-            Bad(each, store.path(each.spec), state.reason or "it is missing")
+            Bad(each, store.where(each.spec), state.reason or "it is missing")
             for each, state in zip(needed, states, strict=True)
             if not state.valid
         ]
@@ -101,14 +97,9 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[Bad], *, log: Log) -> N
         StoreError: A file cannot be deleted, or the cache not written.
         LatentlineError: As `Launch`.
     """
+    store = Entries(recipe).store
     for each in bad:
-        try:
-            if each.path.is_file():  # a folder in its place is moved aside by the store itself
-                each.path.unlink()
-        except OSError as err:
-            fix = "see that cache_dir may be written by this user"
-            what = f"a damaged entry cannot be deleted: {err.strerror or err}"
-            raise StoreError(what, where=str(each.path), fix=fix) from err
+        store.remove(each.needed.spec)  # a folder in its place is moved aside by the store itself
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
     if "latents" in kinds:

@@ -72,7 +72,7 @@ def test_L07_an_entry_of_a_shorter_caption_under_its_name_is_found_and_made_agai
     path.write_bytes(serialise(spec, {"text_embedding": values[:-1]}, {}))
     assert set(job.failing(ASSET)) == {"file_size_outliers"}
     (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), lambda states: states)
-    assert bad.path == path
+    assert bad.path == str(path)
     path.write_bytes(job.entry(ASSET, "photos/rocket.png").read_bytes())
     assert set(job.failing(ASSET)) == {"file_size_outliers"}
     job.cache()

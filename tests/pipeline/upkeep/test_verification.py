@@ -61,7 +61,7 @@ def test_L07_bit_rot_that_no_gate_can_see_is_found_and_named(job: Job, asset: st
     assert job.failing(asset) == {}, "the file's stat is as recorded, and yet it was read"
     (found,) = bad(job)
     assert (found.path, found.needed.name, found.problem) == (
-        path,
+        str(path),
         "photos/cat.png",
         "its checksum does not hold",
     )
@@ -77,7 +77,7 @@ def test_a_repair_makes_the_bad_entries_again_and_leaves_the_others(
     text.unlink()
     others = {path: path.stat() for path in entries if path not in (latent, text)}
     found = bad(job)
-    assert {each.path for each in found} == {latent, text}
+    assert {each.path for each in found} == {str(latent), str(text)}
     monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)
     said: list[str] = []
     verification.repair(job.recipe, job.tables, found, log=said.append)
