@@ -94,6 +94,9 @@ class Workspace:
     def dagster(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return self.run(self.command(*arguments))
 
+    def latentline(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return self.run([sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments])
+
     def run(self, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
         """The command to its end, as `dagster` is run, with more environment variables."""
         return subprocess.run(

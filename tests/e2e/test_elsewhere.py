@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from PIL import Image
@@ -14,7 +15,7 @@ from tests.elsewhere import in_archive, in_bucket
 
 
 @pytest.mark.usefixtures("s3")
-@pytest.mark.parametrize("kind", ["s3", pytest.param("zip", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["s3", "zip"])
 def test_a_dataset_moved_elsewhere_costs_what_has_changed(cached: Any, tmp_path: Path, kind: str) -> None:
     file = cached.data / "photo2.png"
     with Image.open(file) as image:
@@ -43,3 +44,35 @@ def test_an_address_that_leads_nowhere_stops_the_job_with_what_where_and_fix(cac
     assert "there is nothing at this address" in last[0]
     assert last[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
     assert "correct datasets[].path" in last[2]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("s3")
+def test_a_cache_in_a_bucket_serves_encoder_gates_commands_and_training_in_their_own_processes(
+    fresh: Any,
+) -> None:
+    """Every process opens it by itself: two encoding, then one training, and the commands between them."""
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir("of-a-team")
+    fresh.recipe(
+        cache_dir="s3://of-a-team/cache",
+        accelerate={"num_processes": 2},
+        training={"steps": 2, "batch_size": 1, "sample_every": 2, "lora": {"rank": 2, "alpha": 2.0}},
+    )
+    done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert fresh.report("vae_latents")["encoded"] == 5
+    assert not list(fresh.root.rglob("*.safetensors"))
+    verified = fresh.latentline("verify", "small")
+    assert (verified.returncode, "0 of them bad" in verified.stdout) == (0, True), verified.stderr
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    entry = next(name for name in files.find("of-a-team/cache/latents") if name.endswith(".safetensors"))
+    files.pipe_file(entry, files.cat_file(entry)[:-1])
+    assert fresh.latentline("verify", "small").returncode == 1
+    assert f"s3://{entry}" in fresh.latentline("verify", "small", "--repair").stdout
+    assert "11 needed by small" in fresh.latentline("gc").stdout
+    shutil.rmtree(fresh.data)  # from the cache alone
+    asked = ("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora")
+    trained = fresh.dagster(*asked)
+    assert trained.returncode == 0, trained.stderr[-3000:]
+    assert (fresh.out / "lora" / "pytorch_lora_weights.safetensors").is_file()
