@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 from diffusers import StableDiffusionPipeline
+from diffusers.utils.logging import disable_progress_bar as disable_diffusers_bar
+from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
 
 PROMPT = "a cup of espresso with a spoon on a red saucer"
 
@@ -30,6 +32,8 @@ def main(base: Path, lora: Path, output: Path) -> int:
     Returns:
         The exit status.
     """
+    disable_diffusers_bar()
+    disable_transformers_bar()
     pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     before = draw(pipe)

@@ -15,8 +15,10 @@ def write_tiny_model(folder: Path) -> bool:
     """
     if (folder / "model_index.json").exists():
         return False
+    from pipeline.families.quiet import keep_quiet
     from pipeline.families.tiny import make_tiny
 
+    keep_quiet()
     make_tiny(folder)
     return True
 

@@ -15,6 +15,7 @@ from pipeline.encode.feed import Behind
 from pipeline.encode.order import Job, Meeting, ResultsWriter, read_order, share
 from pipeline.encode.outcome import Encoded, Outcome
 from pipeline.encode.progress import Progress, Report
+from pipeline.families.quiet import keep_quiet
 from pipeline.launching import CPU_THREADS_PER_PROCESS
 from pipeline.store import Store
 from pipeline.store_elsewhere import store_at
@@ -38,7 +39,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
         ModelError: The model cannot be loaded, or makes no finite numbers of text.
     """
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
-    _quiet()
+    keep_quiet()
     order = read_order(order_file)
     looked_at = set[str]() if order.beside is None else order.beside.keys
     ordered = Meeting(order.jobs, looked_at)
@@ -92,14 +93,3 @@ def _end(job: Job, outcome: Outcome, *, store: Store, results: ResultsWriter, pr
     else:
         results.ended(job.spec.key, outcome)
     progress.ended()
-
-
-def _quiet() -> None:
-    """Keep loading bars and hints of the model libraries out of the log."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
-
-    diffusers.utils.logging.set_verbosity_error()
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()

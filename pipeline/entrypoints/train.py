@@ -14,12 +14,14 @@ def main(order_path: Path) -> None:
     with reporter() as report:
         import torch
 
+        from pipeline.families.quiet import keep_quiet
         from pipeline.launching import CPU_THREADS_PER_PROCESS
         from pipeline.training.loop import train
         from pipeline.training.order import read_order
         from pipeline.training.stopping import STOPPED_STATUS, heard_signals
 
         torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+        keep_quiet()
         with heard_signals() as stop:
             finished = train(read_order(order_path), report, stop)
         if not finished:
