@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline import tables as table_files
+from pipeline.counting import counted
 from pipeline.geometry import placement_of
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.tables import SCHEMAS
@@ -55,9 +56,12 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     rejected = [_rejected(recipe, row) for row in everything.filter(too_small).iter_rows(named=True)]
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
     for name, count in counts.items():
-        log(f"bucket {name}: {count:,} samples")
+        log(f"bucket {name}: {counted(count, 'sample')}")
     if rejected:
-        log(f"{len(rejected):,} images are too small for upscale: {recipe.buckets.upscale}")
+        log(
+            counted(len(rejected), "image is", "images are")
+            + f" too small for upscale: {recipe.buckets.upscale}"
+        )
     report = _report(table, counts, len(rejected)) | watch.numbers()
     return StageResult(table, table_files.frame("rejected", rejected), report)
 

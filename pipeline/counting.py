@@ -9,7 +9,7 @@ def counted(number: int, thing: str, things: str | None = None) -> str:
     Args:
         number: At least 0.
         thing: One of them.
-        things: Several of them; by default `thing` with an s.
+        things: Several of them; by default `thing` with an s. Both may go on with a verb: "image has".
     """
     return f"{number:,} {thing if number == 1 else things or thing + 's'}"
 

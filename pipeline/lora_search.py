@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 
 TABLE_FILE = "samples.parquet"
@@ -49,7 +50,7 @@ def found_in(record: Mapping[str, Any], lora: Path, wanted: Path) -> list[str]:
     table = (lora if lora.is_dir() else lora.parent) / TABLE_FILE
     if "images" not in samples and not table.is_file():
         fix = f"put {TABLE_FILE}, which was made with the LoRA, beside it"
-        what = f"the file names {samples['number']} samples by a digest only"
+        what = f"the file names {counted(samples['number'], 'sample')} by a digest only"
         raise TrainingError(what, where=str(lora), fix=fix)
     found: list[str] = []
     if image in samples.get("images", ()):
@@ -70,4 +71,6 @@ def _rows(table: Path, image: str, captions: list[str]) -> list[str]:
         (pl.col("content_hash") == image)
         | pl.col("caption_hashes").str.split(" ").list.eval(pl.element().is_in(captions)).list.any()
     )
-    return [f"sample {row['sample_id']}, seen {row['times_seen']} times" for row in used.to_dicts()]
+    return [
+        f"sample {row['sample_id']}, seen {counted(row['times_seen'], 'time')}" for row in used.to_dicts()
+    ]

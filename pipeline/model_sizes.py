@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.counting import counted
 from pipeline.errors import LatentlineError
 from pipeline.recipe import project_root
 from pipeline.recipe.load import placed
@@ -59,7 +60,7 @@ def _indivisible(recipe: Recipe, family: Family | None) -> Mistake | None:
     wrong = not_multiples(placement_of(settings).sizes, multiple)
     model = f"the base model {recipe.model.base} ({family.name}) divides edges by {multiple}"
     if wrong and settings.sizes:
-        what = f"{len(wrong)} of {len(settings.sizes)} sizes cannot be: {model}"
+        what = f"{len(wrong)} of {counted(len(settings.sizes), 'size')} cannot be: {model}"
         what += f", and {', '.join(str(size) for size in wrong[:5])} cannot be divided by it"
         fix = f"use edges that are multiples of {multiple}; `latentline fit-buckets` finds some"
         return Mistake(("buckets", "sizes"), what, fix)

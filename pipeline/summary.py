@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.counting import counted
 from pipeline.reports import Report
 
 FUNNEL = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents")
@@ -96,7 +97,7 @@ def _checked(checks: Sequence[CheckSeen]) -> list[tuple[str, str]]:
     closed = sum(check.closes for check in checks)
     warned = [check for check in checks if not check.passed and not check.closes]
     text = f"{passed:,} passed" + (f", {closed:,} closed" if closed else "")
-    lines = [("gates", f"{text}, {len(warned):,} warning{'s' * (len(warned) != 1)}")]
+    lines = [("gates", f"{text}, {counted(len(warned), 'warning')}")]
     lines += [("warning", f"{each.asset}, {each.name}: {each.text}") for each in warned[:MAX_WARNINGS]]
     if len(warned) > MAX_WARNINGS:
         lines.append(("warning", f"and {len(warned) - MAX_WARNINGS:,} more"))
@@ -107,7 +108,7 @@ def _trained(seen: RunSeen) -> list[tuple[str, str]]:
     report = seen.reports.get("trained_lora")
     if report is None:
         return []
-    text = f"{int(report['steps']):,} steps"
+    text = counted(int(report["steps"]), "step")
     if report.get("first_loss") is not None:
         text += f", loss {report['first_loss']:.4f} at first, {report['last_loss']:.4f} at last"
     if not report["launched"]:

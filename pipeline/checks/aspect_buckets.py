@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings, outliers
 from pipeline.checks.conservation import conserved
+from pipeline.counting import counted, verb
 from pipeline.geometry import Size, not_multiples
 
 if TYPE_CHECKING:
@@ -62,10 +63,11 @@ def _shape_uniformity(table: pl.DataFrame, multiple: int) -> Outcome:
     rows += [{"sample_id": sample_id, "problem": "its crop lies outside of it"} for sample_id in outside]
     numbers = {"buckets": table["bucket"].n_unique(), "multiple": multiple}
     if not rows:
-        summary = f"{numbers['buckets']} buckets, each of one size divisible by {multiple}"
+        summary = f"{counted(numbers['buckets'], 'bucket')}, each of one size divisible by {multiple}"
         return Outcome(True, summary, numbers=numbers)
     first = rows[0]
-    summary = f"{len(rows):,} problems with sizes, the first: {first.get('bucket', first.get('sample_id'))} "
+    where = first.get("bucket", first.get("sample_id"))
+    summary = f"{counted(len(rows), 'problem')} with sizes, the first: {where} "
     fix = f"set buckets.step to {multiple} or a multiple of it, and materialize aspect_buckets again"
     return Outcome(False, summary + first["problem"], fix, rows, numbers)
 
@@ -78,10 +80,9 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
     numbers = {"buckets": len(counts), "median": found.median if np.isfinite(found.median) else 0.0}
     if few.is_empty():
         told = "none has far fewer samples" if found.judged else "too few to compare"
-        return Outcome(True, f"{len(counts)} buckets, {told}", numbers=numbers)
-    summary = (
-        f"{len(few)} of {len(counts)} buckets have far fewer samples than the median of {found.median:g}"
-    )
+        return Outcome(True, f"{counted(len(counts), 'bucket')}, {told}", numbers=numbers)
+    summary = f"{len(few)} of {counted(len(counts), 'bucket')} {verb(len(few), 'has', 'have')} "
+    summary += f"far fewer samples than the median of {found.median:g}"
     fix = "add images of these shapes, raise buckets.step, or lower buckets.max_aspect_ratio"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
@@ -110,7 +111,7 @@ def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[st
 
 def _taken(recipe: Recipe) -> str:
     training, processes = recipe.training, recipe.accelerate.num_processes
-    return f"a batch of {training.batch_size} on {processes} {'process' if processes == 1 else 'processes'}"
+    return f"a batch of {training.batch_size} on {counted(processes, 'process', 'processes')}"
 
 
 def _batches_possible(recipe: Recipe, table: pl.DataFrame) -> Outcome:
@@ -121,8 +122,8 @@ def _batches_possible(recipe: Recipe, table: pl.DataFrame) -> Outcome:
         return Outcome(True, f"{share:.1%} of an epoch in full batches", numbers=numbers)
     samples = int(few["draws"].sum())
     summary = (
-        f"{len(few)} buckets with {samples:,} samples do not fill {_taken(recipe)}, and underfilled is drop: "
-        "they would never be trained on"
+        f"{counted(len(few), 'bucket')} with {counted(samples, 'sample')} {verb(len(few), 'does', 'do')} not "
+        f"fill {_taken(recipe)}, and underfilled is drop: they would never be trained on"
     )
     fix = "set buckets.underfilled to partial or repeat, lower training.batch_size, or use fewer buckets"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
@@ -133,7 +134,8 @@ def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     few, numbers = _batches(recipe, table)
     if few.is_empty():
         return Outcome(True, f"every bucket fills {_taken(recipe)}", numbers=numbers)
-    summary = f"{len(few)} of {table['bucket'].n_unique()} buckets do not fill {_taken(recipe)}"
+    summary = f"{len(few)} of {counted(table['bucket'].n_unique(), 'bucket')} "
+    summary += f"{verb(len(few), 'does', 'do')} not fill {_taken(recipe)}"
     fix = "fit the buckets to the dataset with latentline fit-buckets, raise buckets.step, or add images"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
@@ -154,9 +156,8 @@ def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
         }
         for row in found.iter_rows(named=True)
     ]
-    summary = (
-        f"{len(found):,} images lose more than {limit:.0%} to the crop, the first: {rows[0]['sample_id']} "
-    )
+    summary = counted(len(found), "image loses", "images lose")
+    summary += f" more than {limit:.0%} to the crop, the first: {rows[0]['sample_id']} "
     summary += f"({rows[0]['size']} to {rows[0]['bucket']}, {rows[0]['crop_loss']:.0%})"
     fix = "raise buckets.max_aspect_ratio, add sizes of these shapes, or crop the images yourself"
     return Outcome(False, summary, fix, rows, numbers)

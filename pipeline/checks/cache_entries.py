@@ -19,6 +19,7 @@ from typing import Any, Literal
 import polars as pl
 
 from pipeline.checks.base import Outcome
+from pipeline.counting import counted
 from pipeline.entries import unchanged
 from pipeline.store import EntrySpec, EntryStat, Kind, Store
 
@@ -74,7 +75,7 @@ class Problems:
         numbers = {"entries": self.num_entries, "problems": len(rows)}
         if not rows:
             return Outcome(True, fine, numbers=numbers)
-        summary = f"{len(rows):,} problems, the first: {rows[0]['sample_id']}: {rows[0]['problem']}"
+        summary = f"{counted(len(rows), 'problem')}, the first: {rows[0]['sample_id']}: {rows[0]['problem']}"
         return Outcome(False, summary, REPAIR, rows, numbers)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings, outliers
+from pipeline.counting import counted
 from pipeline.reports import Report
 
 STAGE = "raw_images"
@@ -69,11 +70,13 @@ def _images_found(
     ]
     numbers = {"images": len(table)}
     if not rows:
-        return Outcome(True, f"{len(table):,} images in {len(kept)} datasets", numbers=numbers)
+        return Outcome(
+            True, f"{counted(len(table), 'image')} in {counted(len(kept), 'dataset')}", numbers=numbers
+        )
     first = rows[0]
     summary = f"dataset {first['dataset']} has no image: searched {first['searched']} with its subfolders"
     if first["rejected"]:
-        summary += f"; all {first['rejected']:,} images that lie there were rejected"
+        summary += f"; what lies there was rejected: {counted(refused[first['dataset']], 'image')}"
         return Outcome(False, summary, "see tables/rejected.parquet for reasons and fixes", rows, numbers)
     summary += f"; passed over: {first['passed_over'] or 'nothing, it is empty'}"
     summary += f"; suffixes there: {first['other_suffixes']}" if first["other_suffixes"] else ""
@@ -96,8 +99,9 @@ def _names_distinct(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     forms = rejected.filter(pl.col("reason") == "name_collision")
     rows += [{"names": detail, "differ_in": "Unicode form"} for detail in forms["detail"]]
     if not rows:
-        return Outcome(True, f"{len(table):,} names are distinct in any case and Unicode form")
-    summary = f"{len(rows):,} groups of names differ only in case or Unicode form, such as {rows[0]['names']}"
+        return Outcome(True, f"{counted(len(table), 'name')}, distinct in any case and Unicode form")
+    groups = counted(len(rows), "group of names differs", "groups of names differ")
+    summary = f"{groups} only in case or Unicode form, such as {rows[0]['names']}"
     return Outcome(False, summary, "rename one of each group", rows)
 
 
@@ -109,7 +113,7 @@ def _conservation(table: pl.DataFrame, rejected: pl.DataFrame, report: Report) -
     summary = f"{num_in:,} found = {len(table):,} kept + {len(rejected):,} rejected"
     if not rows and num_in == len(table) + len(rejected):
         return Outcome(True, summary, numbers=numbers)
-    summary = f"{summary.replace('=', 'is not')}; {len(both):,} are both"
+    summary = f"{summary.replace('=', 'is not')}; {len(both):,} both kept and rejected"
     return Outcome(False, summary, "materialize raw_images again", rows, numbers)
 
 
@@ -118,9 +122,11 @@ def _shape_uniformity(table: pl.DataFrame) -> Outcome:
     wrong = table.filter(~sound).select("sample_id", "height", "width", "channels", "mode")
     modes = dict(table.group_by("mode").len().sort("mode").rows())
     if wrong.is_empty():
-        summary = f"all {len(table):,} sizes are readable and their channels known"
+        summary = f"{counted(len(table), 'image')}, each of a readable size and with known channels"
         return Outcome(True, summary, numbers={"modes": modes})
-    summary = f"{len(wrong):,} images have no size, or channels that are none of 1 to 4"
+    summary = (
+        counted(len(wrong), "image has", "images have") + " no size, or channels that are none of 1 to 4"
+    )
     return Outcome(False, summary, "export these images again", wrong.rows(named=True), {"modes": modes})
 
 
@@ -139,10 +145,11 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
             rows.append({"sample_id": row["sample_id"], "format": row["format"], **far})
     numbers = {"judged": num_judged, "not_judged": len(table) - num_judged}
     if not rows:
-        summary = f"no outlier in bytes a pixel among {num_judged:,} images"
-        summary += f"; {numbers['not_judged']:,} are too few of their format to judge"
+        summary = f"no outlier in bytes a pixel among {counted(num_judged, 'image')}"
+        summary += f"; too few of their format to judge: {numbers['not_judged']:,}"
         return Outcome(True, summary, numbers=numbers)
-    summary = f"{len(rows):,} images have far more or fewer bytes a pixel than the others of their format"
+    summary = counted(len(rows), "image has", "images have")
+    summary += " far more or fewer bytes a pixel than the others of that format"
     fix = "look at them: few bytes are often blank or upscaled pictures, many are noise or no photographs"
     return Outcome(False, summary, fix, rows, numbers)
 

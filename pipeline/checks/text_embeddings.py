@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import Problems
+from pipeline.counting import counted, verb
 from pipeline.entries import STAT_COLUMNS, TEXT, Entries, caption_rows, with_recorded
 
 STAGE = "text_embeddings"
@@ -31,11 +32,11 @@ def run(context: CheckContext) -> list[Finding]:
         _wanted(context, entries, table),
         lambda row: entries.text(row["caption"], row["text_length"]),
     )
-    count = f"{problems.num_entries:,} entries"
+    count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {len(validated):,} captions and the empty one has its entry",
+            f"each of {counted(len(validated), 'caption')} and the empty one has its entry",
             more=list(_out_of_step(entries, table, validated)),
         ),
         "shape_uniformity": problems.outcome(
@@ -74,7 +75,7 @@ def _other_lengths(entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, 
     )
     limit = f"{'at most ' if tensor.ragged else ''}{most}"
     for sample_id, length in table.filter(wrong).select("sample_id", "text_length").iter_rows():
-        problem = f"its text embedding has {length} tokens, {limit} are expected"
+        problem = f"its text embedding has {counted(length, 'token')}, expected: {limit}"
         yield {"sample_id": sample_id, "problem": problem}
 
 
@@ -113,8 +114,9 @@ def _captions_fit(entries: Entries, table: pl.DataFrame) -> Outcome:
         }
         for index, row in enumerate(cut)
     ]
-    summary = f"{len(cut):,} of {len(table):,} captions are cut after {numbers['max_length']} tokens; "
-    summary += f"of {cut[0]['sample_id']}, {cut[0]['num_cut']:,} tokens are never seen"
+    summary = f"{len(cut):,} of {counted(len(table), 'caption')} {verb(len(cut), 'is', 'are')} cut after "
+    summary += f"{numbers['max_length']} tokens; of {cut[0]['sample_id']}, "
+    summary += counted(cut[0]["num_cut"], "token is", "tokens are") + " never seen"
     fix = "shorten these captions, or put what matters first"
     return Outcome(False, summary, fix, shown, numbers)
 

@@ -17,6 +17,7 @@ import numpy as np
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.names import SPECS
 from pipeline.checks.training_outcome import loss_fell, modules_touched, output_changed, validation_loss
+from pipeline.counting import counted, verb
 from pipeline.errors import TrainingError
 from pipeline.lora_files import (
     LAYOUTS,
@@ -115,12 +116,15 @@ def _json(path: Path) -> dict[str, Any]:
 def _loss_finite(result: _Result) -> Outcome:
     odd = [line for line in result.metrics if not math.isfinite(line["loss"])]
     rows = [{"step": line["step"], "loss": str(line["loss"])} for line in odd]
-    summary = f"{len(odd)} of {len(result.metrics)} recorded losses are no finite number"
+    recorded = counted(len(result.metrics), "recorded loss", "recorded losses")
+    summary = f"{len(odd)} of {recorded} {verb(len(odd), 'is', 'are')} no finite number"
     numbers = {"steps": len(result.metrics)}
     if odd or not result.metrics:
         fix = "lower training.learning_rate and train again"
         return Outcome(False, summary, fix, rows=rows, numbers=numbers)
-    return Outcome(True, f"all {len(result.metrics)} losses are finite", numbers=numbers)
+    return Outcome(
+        True, f"each of {counted(len(result.metrics), 'loss', 'losses')} is finite", numbers=numbers
+    )
 
 
 def _plan_completed(result: _Result) -> Outcome:
@@ -128,10 +132,11 @@ def _plan_completed(result: _Result) -> Outcome:
     lacking = [step for step in range(result.asked_steps) if step not in have]
     numbers = {"steps": result.steps, "asked_steps": result.asked_steps}
     if result.steps != result.asked_steps or lacking:
-        summary = f"the run did {result.steps} of {result.asked_steps} steps, {len(lacking)} have no metrics"
+        summary = f"the run did {result.steps} of {counted(result.asked_steps, 'step')}, "
+        summary += counted(len(lacking), "has", "have") + " no metrics"
         fix = "materialize trained_lora again: it goes on from the last checkpoint"
         return Outcome(False, summary, fix, rows=[{"step": step} for step in lacking], numbers=numbers)
-    return Outcome(True, f"all {result.steps} steps are done", numbers=numbers)
+    return Outcome(True, f"{counted(result.steps, 'step is', 'steps are')} done, as planned", numbers=numbers)
 
 
 def _norms(result: _Result) -> dict[str, float]:
@@ -163,10 +168,13 @@ def _adapter_not_zero(norms: dict[str, float]) -> Outcome:
         "largest_norm": max(norms.values(), default=0.0),
     }
     if odd or not norms or len(zero) == len(norms):
-        summary = f"{len(zero)} of {len(norms)} modules have delta weights of zero, {len(odd)} no finite ones"
+        summary = f"{len(zero)} of {counted(len(norms), 'module')} with delta weights of zero, "
+        summary += f"{len(odd)} with no finite ones"
         fix = "train more steps, or with a larger training.learning_rate"
         return Outcome(False, summary, fix, rows=[{"module": name} for name in odd or zero], numbers=numbers)
-    summary = f"{len(norms) - len(zero)} of {len(norms)} modules have delta weights other than zero"
+    summary = (
+        f"{len(norms) - len(zero)} of {counted(len(norms), 'module')} with delta weights other than zero"
+    )
     return Outcome(True, summary, numbers=numbers)
 
 
@@ -184,9 +192,11 @@ def _reload_equals(result: _Result) -> Outcome:
         ]
     errors = {name: item.get("max_error") for name, item in result.recorded.items()}
     if rows:
-        summary = f"{len(rows)} files or modules do not give back what was trained"
+        summary = counted(len(rows), "file or module does", "files or modules do")
+        summary += " not give back what was trained"
         return Outcome(False, summary, _AGAIN, rows=rows, numbers=errors)
-    summary = f"{len(result.files)} files give back the delta weights of {len(result.modules)} modules"
+    summary = f"{counted(len(result.files), 'file gives', 'files give')} back the delta weights of "
+    summary += counted(len(result.modules), "module")
     return Outcome(True, summary, numbers=errors)
 
 
@@ -237,9 +247,10 @@ def _shapes(result: _Result) -> Outcome:
     ranks = sorted({_asked_rank(result, module) for module in result.modules})
     asked = f"rank {', '.join(map(str, ranks))}"
     if rows or not result.modules:
-        summary = f"{len(rows)} keys are missing, unknown, or of another shape than {asked} asks for"
+        summary = counted(len(rows), "key is", "keys are")
+        summary += f" missing, unknown, or of another shape than {asked} asks for"
         return Outcome(False, summary, _AGAIN, rows=rows)
-    summary = f"all keys of {len(result.modules)} modules have {asked} in each layout"
+    summary = f"all keys of {counted(len(result.modules), 'module')} have {asked} in each layout"
     numbers = {"modules": len(result.modules), "rank": ranks[-1]}
     return Outcome(True, summary, numbers=numbers)
 
@@ -264,6 +275,9 @@ def _file_sizes(result: _Result) -> Outcome:
             rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected})
     numbers = {file.path.name: file.num_bytes for file in result.files.values()}
     if rows:
-        summary = f"{len(rows)} files have other sizes than their keys and ranks ask for"
+        summary = counted(len(rows), "file has another size", "files have other sizes")
+        summary += " than their keys and ranks ask for"
         return Outcome(False, summary, _AGAIN, rows=rows, numbers=numbers)
-    return Outcome(True, f"all {len(result.files)} files have exactly the expected bytes", numbers=numbers)
+    return Outcome(
+        True, f"{counted(len(result.files), 'file')} of exactly the expected bytes", numbers=numbers
+    )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.checks.base import Outcome
+from pipeline.counting import counted, verb
 from pipeline.runs import Metrics
 
 MIN_STEPS = 50
@@ -49,7 +50,9 @@ def loss_fell(trend: Mapping[str, float] | None, steps: int) -> Outcome:
         steps: Of the run.
     """
     if trend is None or steps < MIN_STEPS:
-        return Outcome(True, f"{steps} steps are too few to tell whether the loss fell")
+        return Outcome(
+            True, f"{counted(steps, 'step is', 'steps are')} too few to tell whether the loss fell"
+        )
     first, last, error = trend["first"], trend["last"], trend["error"]
     text = f"the loss went from {first:.3f} to {last:.3f} of what is usual at its timestep (± {error:.3f})"
     if last < first:
@@ -85,6 +88,7 @@ def modules_touched(norms: Mapping[str, float]) -> Outcome:
     """
     rows: list[dict[str, Any]] = [{"module": name} for name, norm in norms.items() if norm == 0.0]
     if rows:
-        summary = f"{len(rows)} of {len(norms)} modules have an adapter that does nothing"
+        summary = f"{len(rows)} of {counted(len(norms), 'module')} {verb(len(rows), 'has', 'have')} "
+        summary += "an adapter that does nothing"
         return Outcome(False, summary, "leave them out of training.lora.targets", rows=rows)
-    return Outcome(True, f"all {len(norms)} modules are changed")
+    return Outcome(True, f"{counted(len(norms), 'module')}, each changed")

@@ -10,6 +10,7 @@ import polars as pl
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import REPAIR, Problems
 from pipeline.checks.reasons import fixes, most_frequent_first
+from pipeline.counting import counted, verb
 from pipeline.entries import LATENT_SHAPE, TARGET, Entries
 from pipeline.geometry import placement_of
 from pipeline.tables import not_asked_for
@@ -36,11 +37,11 @@ def run(context: CheckContext) -> list[Finding]:
         entries.latent_shapes(own).select(*TARGET, "num_bytes"), on=TARGET, maintain_order="left"
     )
     problems = Problems(entries.store, "latents", sized, entries.latent)
-    count = f"{problems.num_entries:,} entries"
+    count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {buckets['sample_id'].n_unique():,} samples has its entry or was rejected",
+            f"each of {counted(buckets['sample_id'].n_unique(), 'sample')} has its entry or was rejected",
             more=list(_out_of_step(table, entries.latent_rows(buckets), rejected)),
         ),
         "shape_uniformity": problems.outcome(
@@ -119,8 +120,10 @@ def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     fraction = len(everything) / total if total else 0.0
     numbers = {"rejected": len(everything), "rejected_here": len(here), "of": total, "limit": limit}
     numbers |= {"fraction": round(fraction, 6)}
-    summary = f"{len(everything):,} of {total:,} images are rejected, {len(here):,} of them here "
-    summary += f"({fraction:.1%}, the limit is {limit:.1%})"
+    summary = (
+        f"{len(everything):,} of {counted(total, 'image')} {verb(len(everything), 'is', 'are')} rejected, "
+        f"{len(here):,} of them here ({fraction:.1%}, the limit is {limit:.1%})"
+    )
     rows = most_frequent_first(everything).select(_SHOWN).rows(named=True)
     if not kept:
         fix = fixes(everything) if total else REPAIR

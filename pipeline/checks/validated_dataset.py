@@ -10,6 +10,7 @@ import polars as pl
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
 from pipeline.checks.reasons import fixes, most_frequent_first
+from pipeline.counting import counted, verb
 from pipeline.image_formats import ImageError
 from pipeline.images import File, hash_bytes, read_bytes
 from pipeline.source import Source, source_at
@@ -54,18 +55,20 @@ def run(context: CheckContext) -> list[Finding]:
 def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     bare = _rejected_for(rejected, "caption_missing", "caption_empty")
     if bare.is_empty():
-        return Outcome(True, f"all {len(table):,} samples have a caption")
+        return Outcome(True, f"each of {counted(len(table), 'sample')} has a caption")
     rows = _shown(bare)
-    summary = f"{len(rows):,} images have no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    bare_images = counted(len(rows), "image has", "images have")
+    summary = f"{bare_images} no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
     return Outcome(False, summary, fixes(bare), rows)
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     broken = _rejected_for(rejected, "caption_undecodable", "caption_unreadable")
     if broken.is_empty():
-        return Outcome(True, f"all {len(table):,} captions decode")
+        return Outcome(True, f"each of {counted(len(table), 'caption')} decodes")
     rows = _shown(broken)
-    summary = f"{len(rows):,} captions do not decode; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    captions = counted(len(rows), "caption does", "captions do")
+    summary = f"{captions} not decode; {rows[0]['sample_id']}: {rows[0]['detail']}"
     return Outcome(False, summary, fixes(broken), rows)
 
 
@@ -91,9 +94,8 @@ def _captions_unshared(table: pl.DataFrame) -> Outcome:
     ]
     if not rows:
         return Outcome(True, "no two images share a caption file")
-    summary = (
-        f"{len(rows):,} caption files belong to several images: {rows[0]['caption']} to {rows[0]['images']}"
-    )
+    files = counted(len(rows), "caption file belongs", "caption files belong")
+    summary = f"{files} to several images: {rows[0]['caption']} to {rows[0]['images']}"
     return Outcome(False, summary, "rename the images so that each has a name of its own", rows)
 
 
@@ -107,7 +109,8 @@ def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.
     numbers = {"rejected": len(everything), "of": total, "fraction": round(fraction, 6), "limit": limit}
     told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.iter_rows())
     summary = (
-        f"{len(everything):,} of {total:,} images are rejected ({fraction:.1%}, the limit is {limit:.1%})"
+        f"{len(everything):,} of {counted(total, 'image')} {verb(len(everything), 'is', 'are')} rejected "
+        f"({fraction:.1%}, the limit is {limit:.1%})"
     )
     summary += f": {told}" if told else ""
     if total and table.is_empty():
@@ -126,10 +129,11 @@ def _shape_uniformity(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataF
     same = (pl.col("height") == pl.col("scanned_height")) & (pl.col("width") == pl.col("scanned_width"))
     rows += both.filter(~same.fill_null(value=False)).rows(named=True)
     if not rows:
-        return Outcome(True, f"all {len(table):,} images decode to the size that the scan recorded")
-    summary = (
-        f"{len(rows):,} images decode to another size than recorded, the first is {rows[0]['sample_id']}"
-    )
+        return Outcome(
+            True, f"each of {counted(len(table), 'image')} decodes to the size that the scan recorded"
+        )
+    summary = counted(len(rows), "image decodes", "images decode")
+    summary += f" to another size than recorded, the first is {rows[0]['sample_id']}"
     return Outcome(False, summary, "export these images again, or remove them", rows)
 
 
@@ -149,8 +153,10 @@ def _file_size_outliers(
     numbers = {"kept_bytes": int(kept["file_bytes"].sum()), "rejected_bytes": int(of_rejected)}
     if not rows:
         summary = f"no file of {len(table):,} has changed since the scan"
-        return Outcome(True, f"{summary}; {numbers['rejected_bytes']:,} bytes rejected", numbers=numbers)
-    summary = f"{len(rows):,} files changed or vanished since the scan, the first is {rows[0]['sample_id']}"
+        summary += f"; {counted(numbers['rejected_bytes'], 'byte')} rejected"
+        return Outcome(True, summary, numbers=numbers)
+    summary = f"{counted(len(rows), 'file')} changed or vanished since the scan, "
+    summary += f"the first is {rows[0]['sample_id']}"
     return Outcome(False, summary, "run the job again once the files no longer change", rows, numbers)
 
 
@@ -170,7 +176,7 @@ def _changes(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
 
 def _change(file: File, row: dict[str, Any], num_bytes: int) -> str | None:
     if num_bytes >= 0 and num_bytes != row["file_bytes"]:
-        return f"changed: {num_bytes:,} bytes, the scan saw {row['file_bytes']:,}"
+        return f"changed: {counted(num_bytes, 'byte')}, the scan saw {row['file_bytes']:,}"
     try:
         same = hash_bytes(read_bytes(file)) == row["content_hash"]
     except ImageError as err:
@@ -192,10 +198,13 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     num_held_out = int(split["held_out"].sum())
     numbers = {"held_out": num_held_out, "trained": len(table) - num_held_out, "leaks": len(leaks)}
     if leaks.is_empty():
-        summary = f"{num_held_out:,} of {len(table):,} images are held out; none trained on looks like them"
+        summary = (
+            f"held out: {num_held_out:,} of {counted(len(table), 'image')}; none trained on looks like them"
+        )
         return Outcome(True, summary, numbers=numbers)
     rows = [{"images": " | ".join(ids)} for ids in leaks["sample_id"]]
-    summary = f"{len(rows):,} groups are both trained on and held out: {rows[0]['images']}"
+    groups = counted(len(rows), "group is", "groups are")
+    summary = f"{groups} both trained on and held out: {rows[0]['images']}"
     return Outcome(False, summary, "materialize validated_dataset again", rows, numbers)
 
 
@@ -229,6 +238,7 @@ def _one_colour(table: pl.DataFrame) -> Outcome:
     rows = table.filter("one_colour").select("sample_id", "height", "width").rows(named=True)
     if not rows:
         return Outcome(True, "every image has more than one colour", numbers={"one_colour": 0})
-    summary = f"{len(rows):,} images are of a single colour, the first: {rows[0]['sample_id']}"
+    images = counted(len(rows), "image is", "images are")
+    summary = f"{images} of a single colour, the first: {rows[0]['sample_id']}"
     fix = "remove them: they are placeholders or failed downloads"
     return Outcome(False, summary, fix, rows, {"one_colour": len(rows)})

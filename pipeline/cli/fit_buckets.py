@@ -12,6 +12,7 @@ from pipeline.atomic import write_text
 from pipeline.bucket_fit.cost import Dataset, Trade, placement_in, trade_of
 from pipeline.bucket_fit.fit import FittedList, Request, fitted_lists
 from pipeline.cli.arguments import RECIPE
+from pipeline.counting import counted
 from pipeline.errors import BucketError, LatentlineError
 from pipeline.geometry import Placement, placement_of
 from pipeline.model_sizes import local_family
@@ -53,7 +54,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         mirrored=not free,
     )
     click.echo(
-        f"{recipe.name}: {len(dataset):,} images of {source}, {dataset.batch_size} at once, budget "
+        f"{recipe.name}: {counted(len(dataset), 'image')} of {source}, {dataset.batch_size} at once, budget "
         f"{request.resolution}x{request.resolution}, steps of {request.step}"
     )
     now = placement_of(recipe.buckets)
@@ -68,7 +69,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         click.echo(_line(f"fitted, at most {number}", fit.trade, anew))
         if write:
             _write(recipe, fit)
-            click.echo(f"wrote {len(fit.sizes)} sizes as buckets.sizes into {recipe.source}")
+            click.echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes into {recipe.source}")
 
 
 def _require_one_resolution(recipe: Recipe) -> None:

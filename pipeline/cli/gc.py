@@ -8,6 +8,7 @@ import click
 
 from pipeline.addresses import Address, absolute
 from pipeline.cli.sizes import bytes_text
+from pipeline.counting import counted
 from pipeline.errors import StoreError
 from pipeline.recipe import load_recipes
 from pipeline.registry import forget
@@ -60,7 +61,7 @@ def command(
         waste = len(found.orphans) + len(found.leftovers)
         if waste and really:
             files, num_bytes = delete(folder, found)
-            click.echo(f"  deleted {files:,} files, {bytes_text(num_bytes)}")
+            click.echo(f"  deleted {counted(files, 'file')}, {bytes_text(num_bytes)}")
         elif waste:
             click.echo("  nothing was deleted; latentline gc --delete does it")
 
@@ -75,16 +76,16 @@ def _require_gone(output_dir: Path) -> None:
 
 
 def _show(folder: Address, found: Survey, grace_hours: float) -> None:
-    click.echo(f"{folder}: {found.entries:,} entries, {bytes_text(found.entry_bytes)}")
+    click.echo(f"{folder}: {counted(found.entries, 'entry', 'entries')}, {bytes_text(found.entry_bytes)}")
     for user in found.users:
         gone = "" if user.output_dir.is_dir() else "   not there now: kept, see --forget"
         click.echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{gone}")
     orphans, leftovers = sum(found.orphans.values()), sum(found.leftovers.values())
-    click.echo(f"  {len(found.orphans):>9,} orphans, {bytes_text(orphans)}")
+    click.echo(f"  {len(found.orphans):>9,} needed by nobody, {bytes_text(orphans)}")
     if found.young:
         click.echo(f"  {found.young:>9,} needed by nobody and younger than {grace_hours:g} h: kept")
     if found.leftovers:
-        click.echo(f"  {len(found.leftovers):>9,} leftovers of interrupted writers, {bytes_text(leftovers)}")
+        click.echo(f"  {len(found.leftovers):>9,} left over by interrupted writers, {bytes_text(leftovers)}")
     if found.foreign:
         shown = ", ".join(found.foreign[:MAX_SHOWN])
-        click.echo(f"  {len(found.foreign):>9,} files that are not Latentline's, left alone: {shown}")
+        click.echo(f"  {len(found.foreign):>9,} not Latentline's, left alone: {shown}")

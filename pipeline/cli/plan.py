@@ -9,6 +9,7 @@ import click
 
 from pipeline.cli.arguments import RECIPE
 from pipeline.cli.sizes import bytes_text, seconds_text
+from pipeline.counting import counted
 from pipeline.recipe import Recipe
 from pipeline.tables import Tables
 from pipeline.upkeep.forecast import Expected, Forecast, forecast
@@ -37,7 +38,7 @@ def command(recipe: Recipe, as_json: bool) -> None:
 
 def _samples(found: Forecast) -> str:
     rejected = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.rejected.items()))
-    text = f"{found.samples:,} samples kept, {sum(found.rejected.values()):,} rejected"
+    text = f"{counted(found.samples, 'sample')} kept, {sum(found.rejected.values()):,} rejected"
     text += f" ({rejected})" if rejected else ""
     return text + (f", {len(found.gone):,} of the last run gone" if found.gone else "")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import click
 
 from pipeline.cli.arguments import RECIPE
+from pipeline.counting import counted
 from pipeline.recipe import Recipe
 from pipeline.store import EntryState
 from pipeline.tables import Tables
@@ -29,7 +30,8 @@ def command(recipe: Recipe, mend: bool) -> None:
     needed = needed_entries(recipe, tables)
     bad = verify(recipe, needed, _with_bar(len(needed)))
     num_bytes = sum(each.spec.file_bytes for each in needed)
-    click.echo(f"{recipe.name}: {len(needed):,} entries, {num_bytes:,} bytes, {len(bad):,} of them bad")
+    size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
+    click.echo(f"{recipe.name}: {size}, {len(bad):,} of them bad")
     _show(bad)
     if not bad:
         return
@@ -39,7 +41,7 @@ def command(recipe: Recipe, mend: bool) -> None:
         sys.exit(1)
     repair(recipe, tables, bad, log=click.echo)
     left = verify(recipe, needed, _with_bar(len(needed)))
-    click.echo(f"repaired {len(bad) - len(left):,} of {len(bad):,} entries")
+    click.echo(f"repaired {len(bad) - len(left):,} of {counted(len(bad), 'entry', 'entries')}")
     _show(left)
     sys.exit(1 if left else 0)
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from pipeline.addresses import Address, Url
+from pipeline.counting import counted
 from pipeline.encode.order import Beside, Job, Order, Results, in_turn, read_results, write_order
 from pipeline.encode.outcome import Failure
 from pipeline.entries import STAT_COLUMNS, Entries, unchanged, with_recorded
@@ -135,8 +136,8 @@ class Maker:
         missing = self._missing(rows.filter(~same), wanted, made)
         damaged = len(made.damaged)
         self._log(
-            f"{len(rows):,} entries wanted, {len(rows) - len(missing):,} are there, "
-            f"{len(missing) - damaged:,} are missing, {damaged:,} are damaged and made again"
+            f"{counted(len(rows), 'entry', 'entries')} wanted: {len(rows) - len(missing):,} there, "
+            f"{len(missing) - damaged:,} missing, {damaged:,} damaged and made again"
         )
         self._name_damaged(missing.filter(pl.col("key").is_in(made.damaged)), wanted)
         if not missing.is_empty():

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from pipeline.counting import counted
 from pipeline.image_formats import ImageError
 from pipeline.images import (
     DECODER,
@@ -135,10 +136,10 @@ def validate(
     listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
     chosen, left_out = select(recipe, raw.select(_LOOKED_AT), listings, stage=STAGE)
     if len(left_out):
-        log(f"{len(left_out):,} images are left out by filters and limits")
+        log(counted(len(left_out), "image is", "images are") + " left out by filters and limits")
     known = Known(tables)
     before = known.pixels(judge_name())
-    log(f"{len(chosen):,} images, verdicts of {len(before):,} contents are known")
+    log(f"{counted(len(chosen), 'image')}; known are the verdicts of {counted(len(before), 'content')}")
     verdicts = judge(recipe, sources, chosen, before, log=log)
     captions = _Captions.of(recipe, sources, listings)
     told = _with_rule(recipe, chosen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipeline.counting import counted
 from pipeline.recipe.rules import reject
 
 FIELDS = (
@@ -28,7 +29,7 @@ def check_cron(value: str) -> str:
         return value
     fields = value.split()
     if len(fields) != len(FIELDS):
-        reject(f"cron {value!r} has {len(fields)} fields", _EXAMPLE)
+        reject(f"cron {value!r} has {counted(len(fields), 'field')}", _EXAMPLE)
     numbers = [
         _numbers(text, name, low, high) for text, (name, low, high) in zip(fields, FIELDS, strict=True)
     ]

@@ -16,6 +16,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.addresses import Url, is_url
 from pipeline.checks.names import GATES, PATH_ISOLATION
+from pipeline.counting import verb
 
 BROKEN = "latentline"
 """The pydantic error type of every rule here."""
@@ -183,7 +184,8 @@ def broken_weights(weights: Sequence[float | None], exhausted: str) -> list[Brok
         return [Broken("training.exhausted", what, "give each dataset a weight, or remove exhausted")]
     if given and len(given) < len(weights):
         missing = next(index for index, weight in enumerate(weights) if weight is None)
-        what = f"{len(given)} of {len(weights)} datasets have a weight, this one has none"
+        what = f"{len(given)} of {len(weights)} datasets {verb(len(given), 'has', 'have')} a weight"
+        what += ", this one has none"
         return [Broken(f"datasets[{missing}]", what, "give each dataset a weight, or none")]
     return []
 

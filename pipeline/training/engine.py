@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.recipe import LossSettings
 from pipeline.training.averaging import Averaging
@@ -314,7 +315,8 @@ def _accelerator(precision: str) -> Accelerator:
 
 def _require_world_size(accelerator: Accelerator, asked: int) -> None:
     if accelerator.num_processes != asked:
-        what = f"{accelerator.num_processes} processes run, the recipe asks for {asked}"
+        run = counted(accelerator.num_processes, "process runs", "processes run")
+        what = f"{run}, the recipe asks for {asked}"
         fix = "start training through Latentline, which passes the number on to accelerate launch"
         raise TrainingError(what, where="accelerate.num_processes", fix=fix)
 

@@ -21,6 +21,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.families.files import read_json
 from pipeline.lora_files import LAYOUTS, LoraModule, layout_file
@@ -253,7 +254,8 @@ def _compare(
     """The largest relative difference; relative to a module's entry in `parts` where that is larger."""
     if set(trained) != set(reloaded):
         odd = sorted(set(trained) ^ set(reloaded))
-        what = f"{len(odd)} modules are not in both the file and the adapter, the first is {odd[0]}"
+        modules = counted(len(odd), "module is", "modules are")
+        what = f"{modules} not in both the file and the adapter, the first is {odd[0]}"
         raise TrainingError(what, where=str(path), fix=DEFECT)
     worst = 0.0
     for name, delta in trained.items():

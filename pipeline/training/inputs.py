@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.split import held_out
 from pipeline.store import EntrySpec, TensorSpec
@@ -91,7 +92,8 @@ def training_inputs(
     missing = latents.filter(~known)["sample_id"].unique().sort()
     if len(missing):
         fix = f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache"
-        what = f"{len(missing)} samples have no text embedding, or a dataset that the recipe does not name"
+        samples = counted(len(missing), "sample has", "samples have")
+        what = f"{samples} no text embedding, or a dataset that the recipe does not name"
         raise TrainingError(what, where=missing[0], fix=fix)
     captions = _variants(entries, text)
     buckets = dict(latents.group_by("sample_id").agg(pl.col("bucket").n_unique()).iter_rows())

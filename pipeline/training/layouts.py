@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.lora_files import Layout, LoraModule, factors
 from pipeline.lora_files import lengths as stored_lengths
@@ -160,7 +161,7 @@ def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengt
     expected = {key for module in modules for key in module.shapes(layout)}
     if set(tensors) != expected:
         odd = sorted(set(tensors) ^ expected)
-        what = f"{len(odd)} keys are missing or unknown, the first is {odd[0]}"
+        what = f"{counted(len(odd), 'key is', 'keys are')} missing or unknown, the first is {odd[0]}"
         raise TrainingError(what, where=str(path), fix=DEFECT)
     found: Effects = {}
     for module in modules:

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from pipeline.atomic import write_text
+from pipeline.counting import counted, verb
 from pipeline.errors import TrainingError
 from pipeline.families import detect
 from pipeline.runs import RunLayout
@@ -137,7 +138,8 @@ class _Run:
             if outcome.stop:
                 break
         if done < len(self.plan) and self.main:
-            self.report.info(f"asked to stop: {done} of {len(self.plan)} steps are done and kept")
+            steps = f"{done} of {counted(len(self.plan), 'step')} {verb(done, 'is', 'are')}"
+            self.report.info(f"asked to stop: {steps} done and kept")
         return done
 
     def _anyone_stops(self, stop: StopRequest) -> bool:
@@ -203,7 +205,7 @@ class _Run:
         self._save(self.engine.state(done))
         with self.engine.result_weights():
             self._export(self.paths.last_good)
-        what = f"{err.what}; the LoRA of {done} steps is kept in {self.paths.last_good}"
+        what = f"{err.what}; the LoRA of {counted(done, 'step')} is kept in {self.paths.last_good}"
         return TrainingError(what, where=err.where, fix=err.fix)
 
     def _save(self, state: TrainingState) -> None:
@@ -233,7 +235,7 @@ class _Run:
                 loss = self.validation.loss(self.engine)
             if self.journal is not None:
                 self.journal.validation(done, loss)
-                self.report.info(f"validation loss after {done} steps: {loss.mean:.4f}")
+                self.report.info(f"validation loss after {counted(done, 'step')}: {loss.mean:.4f}")
         if self.journal is not None and self._due(settings.sample_every, done):
             with self.engine.result_weights():
                 drawn = draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)

@@ -13,6 +13,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.training.seeding import hash_bits
 from pipeline.training.targets import sizes_of, target_modules
@@ -124,7 +125,8 @@ def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None
     if have != given:
         names = sorted(name for name in {*have, *given} if have.get(name) != given.get(name))
         fix = "delete the checkpoint; if it comes back, report it as a defect"
-        what = f"{len(names)} weights are not those of this adapter, the first is {names[0]}"
+        weights = counted(len(names), "weight is", "weights are")
+        what = f"{weights} not as this adapter has them, the first is {names[0]}"
         raise TrainingError(what, where="the saved adapter", fix=fix)
     for adapter, prefix in _adapters(denoiser):
         own = {

@@ -20,6 +20,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.atomic import write_bytes, write_text
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
 from pipeline.runs import run_folder
@@ -175,8 +176,9 @@ def with_steps(recipe: Recipe, inputs: Iterable[TrainingInput]) -> Recipe:
         return recipe
     steps = TrainingPlan.steps_in(plan_samples(inputs), plan_settings(recipe, steps=1), training.epochs)
     if training.warmup_steps + training.decay_steps > steps:
+        epochs = counted(training.epochs, "epoch is", "epochs are")
         raise TrainingError(
-            f"{training.epochs} epochs are {steps} steps, and warmup_steps {training.warmup_steps} and "
+            f"{epochs} {counted(steps, 'step')}, and warmup_steps {training.warmup_steps} and "
             f"decay_steps {training.decay_steps} together are more",
             where="training.epochs",
             fix=f"raise epochs, or let both together be at most {steps}",

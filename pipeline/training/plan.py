@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, overload
 
+from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.training.mix import Draw, Exhausted, Mix, PlanSample
 from pipeline.training.seeding import hash_bits
@@ -370,8 +371,8 @@ def _require_batches(micro_batches: int, sizes: Mapping[str, int], capacity: int
     if micro_batches == 0:
         largest = max(sizes.values())
         raise TrainingError(
-            f"no bucket fills a batch: the largest has {largest} samples, and all processes together take "
-            f"{capacity} at once",
+            f"no bucket fills a batch: the largest has {counted(largest, 'sample')}, and all processes "
+            f"together take {capacity} at once",
             where="buckets.underfilled: drop",
             fix="set underfilled to partial or repeat, lower training.batch_size, or use fewer buckets",
         )

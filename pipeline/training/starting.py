@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from pipeline.counting import counted, verb
 from pipeline.errors import TrainingError
 from pipeline.lora_files import (
     ADAPTER_METADATA_KEY,
@@ -121,9 +122,8 @@ def _require_same(file: LoraFile, modules: list[LoraModule], layout: Layout) -> 
     ]
     if wrong:
         shown = "\n".join(wrong[:5])
-        what = (
-            f"{len(wrong)} tensors of the LoRA to start from are not those of this adapter, read as {layout}"
-        )
+        what = counted(len(wrong), "tensor") + " of the LoRA to start from "
+        what += f"{verb(len(wrong), 'is', 'are')} not as this adapter has them, read as {layout}"
         fix = (
             "set rank, modules, kind and text_encoders of training.lora to the file's, or start from another"
         )

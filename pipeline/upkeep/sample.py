@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.counting import counted
 from pipeline.entries import Entries
 from pipeline.errors import LatentlineError, TableError
 from pipeline.store import EntrySpec
@@ -53,7 +54,7 @@ def find_sample(tables: Tables, said: str) -> str:
         fix = "name a sample by its id, <dataset>/<path>; an image that was just added is known after a job"
         raise TableError(f"no sample is called {said!r}", where=where, fix=fix)
     listed = ", ".join(meant[:MAX_CANDIDATES]) + (" and more" if len(meant) > MAX_CANDIDATES else "")
-    what = f"{len(meant):,} samples may be meant by {said!r}"
+    what = f"{counted(len(meant), 'sample')} may be meant by {said!r}"
     raise TableError(what, where=where, fix=f"say which: {listed}")
 
 

@@ -61,4 +61,4 @@ def test_of_what_the_run_did_not_do_nothing_is_said() -> None:
 def test_a_run_found_finished_says_so() -> None:
     trained = {"steps": 1, "launched": False, "resumed_from": 500, "first_loss": None, "last_loss": None}
     text = summary(RunSeen("flowers", Path("/out"), {"trained_lora": trained}, []))
-    assert text.splitlines()[0] == "  training  1 steps; finished before and unchanged"
+    assert text.splitlines()[0] == "  training  1 step; finished before and unchanged"

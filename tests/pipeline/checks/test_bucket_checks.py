@@ -37,7 +37,7 @@ def test_B01_a_bucket_that_drop_would_never_train_closes_the_gate(shapes: Any, t
     ]
     assert gate.closes
     assert gate.rows == [{"bucket": "80x48", "draws": 2}]
-    assert "1 buckets with 2 samples do not fill a batch of 3 on 1 process" in gate.summary
+    assert "1 bucket with 2 samples does not fill a batch of 3 on 1 process" in gate.summary
     assert "partial or repeat" in gate.fix
 
 

@@ -49,7 +49,7 @@ def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) ->
 def test_I08_all_images_rejected_says_so(folder: Any) -> None:
     folder.add("a.png", b"")
     folder.scan()
-    assert "all 1 images that lie there were rejected" in checked(raw_images, folder)["images_found"].summary
+    assert "what lies there was rejected: 1 image" in checked(raw_images, folder)["images_found"].summary
 
 
 def test_I17_names_that_differ_in_case_or_form_close_a_gate_with_both_named(folder: Any) -> None:

@@ -87,10 +87,10 @@ def test_L13_gc_deletes_nothing_unless_told_to(cli: Any, job: Job) -> None:
     os.utime(path, (OLD_S, OLD_S))
     shown = cli("gc")
     assert shown.exit_code == 0
-    assert "1 orphans, 2.56 kB" in shown.stdout
+    assert "1 needed by nobody, 2.56 kB" in shown.stdout
     assert "nothing was deleted" in shown.stdout
     assert path.exists()
-    assert "deleted 1 files, 2.56 kB" in cli("gc", "--delete").stdout
+    assert "deleted 1 file, 2.56 kB" in cli("gc", "--delete").stdout
     assert not path.exists()
     assert cli("verify", "sample").exit_code == 0
 
@@ -103,7 +103,7 @@ def test_L13_an_output_folder_is_forgotten_only_when_it_is_gone(cli: Any, job: J
     assert "not there now: kept" in cli("gc", "--grace-hours", "0").stdout
     shown = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
     entries = len(list(job.recipe.cache_dir.rglob("*.safetensors")))
-    assert f"{entries} orphans" in shown
+    assert f"{entries} needed by nobody" in shown
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])

@@ -60,7 +60,7 @@ def test_usual_schedules_are_accepted(text: str):
         ("30-10 3 * * *", "the minute 30-10 of the cron text begins after it ends"),
         ("0 3 31 2,4 *", "names a day that its months do not have"),
         ("١ 3 * * *", "'١' as minute"),
-        ("@noon", "has 1 fields"),
+        ("@noon", "has 1 field"),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused_with_its_reason(text: str, what: str):

@@ -58,7 +58,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (
         {"datasets": [{"name": "a", "path": "a", "weight": 2.0}, {"name": "b", "path": "b"}]},
         "datasets[1]",
-        "1 of 2 datasets have a weight, this one has none",
+        "1 of 2 datasets has a weight, this one has none",
         "give each dataset a weight, or none",
     ),
     ({"training": {"learning_rate": float("nan")}}, "training.learning_rate", "finite", "write a number"),
