@@ -32,10 +32,18 @@ PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 5
 
+_PREVIEW_CHARACTERS = 48
+_NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
+"""Parts of the sample's id, and what only a machine compares; so do hashes, and facts of an entry's file."""
+
+_ONE_LINE = 60
+"""Characters of a text that the UI shows whole; it cuts longer ones off, unless they are Markdown."""
+
 _LONG = (JsonMetadataValue, TableMetadataValue)
 
-NO_LINKS: Mapping[str, Path] = {}
-NO_PICTURES: Mapping[str, MetadataValue[Any]] = {}
+Metadata = Mapping[str, MetadataValue[Any]]
+
+NONE: Metadata = {}
 
 
 def publish(
@@ -43,12 +51,12 @@ def publish(
     asset: str,
     result: StageResult,
     *,
-    pictures: Mapping[str, MetadataValue[Any]] = NO_PICTURES,
-    links: Mapping[str, Path] = NO_LINKS,
+    pictures: Metadata = NONE,
+    files: Metadata = NONE,
 ) -> MaterializeResult[Any]:
     """The asset's result: writes its rejected rows and its report, and describes the table.
 
-    Pictures come first; then numbers, and what takes more room; then the files in `links`, by name.
+    Pictures come first; then numbers, and what takes more room; then what there is to say of `files`.
 
     The data version is a hash of what the table says and of the run that made it, if it was trained, so that
     making the same again leaves everything downstream as fresh as it was.
@@ -63,9 +71,9 @@ def publish(
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
         **{name: value for name, value in shown.items() if not isinstance(value, _LONG)},
         **{name: value for name, value in shown.items() if isinstance(value, _LONG)},
-        **{name: MetadataValue.path(str(path)) for name, path in links.items()},
+        **files,
         "report": MetadataValue.path(str(report)),
-        "first_rows": table_metadata(result.table.head(MAX_PREVIEW_ROWS).to_dicts()),
+        "first_rows": table_metadata(_preview(result.table)),
     }
     version = DataVersion(content_version(result.table, run=result.report.get("run", "")))
     return MaterializeResult(value=result.table, metadata=metadata, data_version=version)
@@ -138,6 +146,23 @@ def escaped(text: str) -> str:
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
 
 
+def _preview(table: Any) -> list[dict[str, Any]]:
+    """The first rows with the columns that a person reads, long texts cut."""
+    names = [
+        name
+        for name in table.columns
+        if name not in _NOT_IN_PREVIEW and not name.endswith("hash") and not name.startswith("entry_")
+    ]
+    rows: list[dict[str, Any]] = table.select(names).head(MAX_PREVIEW_ROWS).to_dicts()
+    return [{name: _shortened(value) for name, value in row.items()} for row in rows]
+
+
+def _shortened(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > _PREVIEW_CHARACTERS:
+        return value[:_PREVIEW_CHARACTERS] + "…"
+    return value
+
+
 def _rejected_funnel(result: StageResult) -> str:
     numbers = " → ".join(
         f"{name} {result.report[name]}" for name in ("in", "kept", "rejected") if name in result.report
@@ -155,10 +180,12 @@ def _value(value: Any) -> MetadataValue[Any]:
     if isinstance(value, int):
         return MetadataValue.int(value)
     if isinstance(value, float):
-        return MetadataValue.float(float(f"{value:.6g}"))
+        return MetadataValue.float(_rounded(value))
     if isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
         return table_metadata(cast("list[Mapping[str, Any]]", value))
-    return MetadataValue.text(value) if isinstance(value, str) else MetadataValue.json(value)
+    if isinstance(value, str):
+        return MetadataValue.text(value) if len(value) <= _ONE_LINE else MetadataValue.md(escaped(value))
+    return MetadataValue.json(value)
 
 
 def _is_curve(value: Any) -> bool:
@@ -168,4 +195,11 @@ def _is_curve(value: Any) -> bool:
 def _cell(value: Any) -> str | int | float | bool:
     if value is None:
         return ""
+    if isinstance(value, float):
+        return _rounded(value)
     return value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def _rounded(value: float) -> float:
+    """To six digits: what comes after them is no news to a reader."""
+    return float(f"{value:.6g}")

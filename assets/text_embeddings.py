@@ -7,7 +7,7 @@ from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, Materializ
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import publish
+from assets.publishing import picture_metadata, publish
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
@@ -25,6 +25,7 @@ def text_embeddings(recipe: Recipe) -> AssetsDefinition:
     def cached(
         context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
     ) -> Iterator[MaterializeResult[Any]]:
+        from pipeline.caption_report import write_caption_report
         from pipeline.encode.text import cache_text
         from pipeline.tables import Tables
 
@@ -33,7 +34,8 @@ def text_embeddings(recipe: Recipe) -> AssetsDefinition:
             launch = launcher.bind(context, recipe.accelerate)
             tables = Tables(recipe.output_dir)
             result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
-            output = publish(recipe, "text_embeddings", result)
+            pictures = picture_metadata(write_caption_report(recipe, result.table))
+            output = publish(recipe, "text_embeddings", result, pictures=pictures)
         yield output
 
     return cached

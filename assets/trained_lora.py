@@ -11,13 +11,14 @@ from dagster import (
     Float,
     Int,
     MaterializeResult,
+    MetadataValue,
     Noneable,
     asset,
 )
 
 from assets.isolation import require_isolated
 from assets.naming import asset_key, asset_settings
-from assets.publishing import picture_metadata, publish
+from assets.publishing import picture_metadata, publish, table_metadata
 from pipeline.recipe import Recipe, recipe_values
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
@@ -43,7 +44,6 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
     def trained(
         context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
     ) -> Iterator[MaterializeResult[Any]]:
-        from pipeline.runs import run_folder
         from pipeline.training.run import train_lora
 
         with failures_stated():
@@ -52,16 +52,28 @@ def trained_lora(recipe: Recipe) -> AssetsDefinition:
             given = context.op_execution_context.op_config
             result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
             pictures = recipe.output_dir / "reports" / "trained_lora"
-            run = run_folder(recipe.output_dir, result.report["run"])
-            links = {
-                "lora": recipe.output_dir / "lora",
-                "checkpoints": run / "checkpoints",
-                "logs": run / "logs",
-            }
-            output = publish(recipe, "trained_lora", result, pictures=picture_metadata(pictures), links=links)
+            output = publish(
+                recipe,
+                "trained_lora",
+                result,
+                pictures=picture_metadata(pictures),
+                files=_files(recipe, result.report["run"]),
+            )
         yield output
 
     return trained
+
+
+def _files(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
+    """Where the LoRA, the run's checkpoints and its logs are, and which checkpoints are kept."""
+    from pipeline.runs import RunLayout, checkpoint_list, run_folder
+
+    folder = run_folder(recipe.output_dir, run)
+    kept = table_metadata(checkpoint_list(RunLayout(folder)))
+    places = {"lora": recipe.output_dir / "lora"}
+    places |= {name: folder / name for name in ("checkpoints", "logs")}
+    paths = {name: MetadataValue.path(str(path)) for name, path in places.items()}
+    return {"checkpoint_list": kept, **paths}
 
 
 def _run_settings(recipe: Recipe) -> dict[str, Field]:

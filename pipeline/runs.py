@@ -90,6 +90,19 @@ class RunLayout:
         return self.folder / "last_good_lora"
 
 
+def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
+    """A row for each checkpoint that is kept, the newest first: its `step`, and its `bytes` in all files.
+
+    What is still being written, or was left by a process that was killed, is none.
+    """
+    rows: list[dict[str, Any]] = []
+    for marker in sorted(layout.checkpoints.glob("step-*/COMPLETE"), reverse=True):
+        files = [path for path in marker.parent.rglob("*") if path.is_file()]
+        step = int(marker.parent.name.removeprefix("step-"))
+        rows.append({"step": step, "bytes": sum(path.stat().st_size for path in files)})
+    return rows
+
+
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:
     """The last line of each step below `num_steps` that has one, by step; torn lines are passed over."""
     if not path.is_file():

@@ -144,7 +144,7 @@ def report(folder: Path, looked_at: pl.DataFrame) -> dict[str, Any]:
             {
                 "sample_id": names[each.key],
                 "psnr_db": each.psnr_db,
-                "psnr_of_mean_colour_db": each.plain_psnr_db,
+                "mean_colour_db": each.plain_psnr_db,
                 "picture": _file(folder, each.key, ".jpg").name,
             }
             for each in seen

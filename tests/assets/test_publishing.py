@@ -8,7 +8,7 @@ from typing import Any
 
 import polars as pl
 import pytest
-from dagster import FloatMetadataValue, IntMetadataValue, TableMetadataValue
+from dagster import FloatMetadataValue, IntMetadataValue, MetadataValue, TableMetadataValue
 
 from assets.publishing import (
     MAX_PICTURES_BYTES,
@@ -66,6 +66,28 @@ def test_the_stat_of_a_store_entry_is_no_part_of_the_data_version() -> None:
     one = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [1], "entry_inode": [1], "entry_bytes": [5]})
     two = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [2], "entry_inode": [3], "entry_bytes": [5]})
     assert content_version(one) == content_version(two)
+
+
+def test_long_texts_are_shown_whole_and_numbers_in_tables_are_short() -> None:
+    """The UI cuts a text off at the edge of its column; Markdown goes on in the next line."""
+    note = "a *note* " * 20
+    shown = report_metadata({"note": note, "word": "cpu", "rows": [{"loss": 1.2134380499664}]})
+    assert shown["note"] == MetadataValue.md(escaped(note))
+    assert shown["word"] == MetadataValue.text("cpu")
+    rows = shown["rows"]
+    assert isinstance(rows, TableMetadataValue)
+    assert rows.records[0].data == {"loss": 1.21344}
+
+
+def test_the_first_rows_are_for_people(recipe: Recipe) -> None:
+    told = row(path="a.jpg", content_hash="ab" * 32, mtime_ns=5, format="x" * 200)
+    given = StageResult(frame("raw_images", [told]), frame("rejected", []), {"samples": 1})
+    rows = (publish(recipe, "raw_images", given).metadata or {})["first_rows"]
+    assert isinstance(rows, TableMetadataValue)
+    (first,) = (record.data for record in rows.records)
+    assert first["sample_id"] == "photos/a.jpg"
+    assert not {"path", "content_hash", "mtime_ns"} & set(first)
+    assert first["format"] == "x" * 48 + "…"
 
 
 def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> None:
@@ -168,7 +190,9 @@ def test_short_facts_come_before_long_ones_and_files_last(recipe: Recipe, tmp_pa
         "worst": [{"a": 1}],
         "loss": 1 / 3,
     }
-    made = publish(recipe, "raw_images", result([], report), links={"lora": tmp_path})
+    made = publish(
+        recipe, "raw_images", result([], report), files={"lora": MetadataValue.path(str(tmp_path))}
+    )
     names = [
         "rejected_by_reason",
         "samples",

@@ -92,8 +92,18 @@ def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str)
         assert all(width > 300 for width, _ in browser.pictures())
         kept(browser, folder, "contact_sheet")
 
+        browser.open(f"{ui}/assets/demo/vae_latents")
+        browser.wait_for("picture_decoded", "psnr_db", "latent_std", "channels")
+        browser.click("[Show Markdown]")
+        browser.wait_for("Close", "PSNR")
+        assert len(browser.pictures()) == 4
+        assert all(width > 50 for width, _ in browser.pictures())
+
+        browser.open(f"{ui}/assets/demo/text_embeddings")
+        browser.wait_for("picture_tokens")
+
         browser.open(f"{ui}/assets/demo/trained_lora")
-        browser.wait_for("picture_loss", "picture_samples", "overrides", '"rank": 2')
+        browser.wait_for("picture_loss", "picture_samples", "checkpoint_list", "overrides", '"rank": 2')
 
         (folder / "photos" / "cat_face.txt").unlink()
         (folder / "photos" / "rocket_pad.png").write_bytes(b"\x89PNG no more than that")
