@@ -12,6 +12,7 @@ from pathlib import Path
 
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project, photographs, tiny_files
+from pipeline.listing import listing_fingerprint
 
 SETTLE_S = 2.5
 """A file that changed within two seconds before it was read is read again by the next scan."""
@@ -83,8 +84,16 @@ def _one_changed(place: Workplace) -> Generator[Sides]:
         yield Sides(len(paths), ours, timed(lambda: bare_stat(Path(dataset))))
 
 
+@contextmanager
+def _sensor(place: Workplace) -> Generator[Sides]:
+    dataset = place.folder / "photos"
+    paths = tiny_files(dataset, 100_000 if place.full else 10_000)
+    yield Sides(len(paths), timed(lambda: listing_fingerprint([dataset])), timed(lambda: bare_stat(dataset)))
+
+
 FIGURES = [
     Figure("scan cold", "images", "a first scan", "scandir+stat, and each file's bytes once", None, _cold),
     Figure("scan unchanged", "images", "a scan with nothing new", "scandir+stat", 2.0, _unchanged),
     Figure("scan one changed", "images", "a scan with one edited file", "scandir+stat", 2.0, _one_changed),
+    Figure("sensor look", "files", "the sensor's fingerprint of a listing", "scandir+stat", 2.0, _sensor),
 ]
