@@ -38,13 +38,13 @@ class Kolors(ClipUNet):
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
         """By the pieces of its SentencePiece model, which know where in the caption they begin."""
-        tokenizer = encoders.tokenizer
+        tokenizer, limit = encoders.tokenizer, self.limit_of(encoders, role)
         pieces = tokenizer.tokenizer.sp_model.encode(caption, return_type="proto").pieces
         num_marks = len(tokenizer.get_prefix_tokens())
         num_tokens = num_marks + len(pieces)
-        if num_tokens <= _TOKENS:
+        if num_tokens <= limit:
             return num_tokens, 0, None
-        return num_tokens, num_tokens - _TOKENS, int(pieces[_TOKENS - num_marks].begin)
+        return num_tokens, num_tokens - limit, int(pieces[limit - num_marks].begin)
 
     def text_shapes(self) -> Shapes:
         """The last hidden states but one, padded to T, and the last token's last one."""
