@@ -163,7 +163,8 @@ def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) 
     for start, cut in zip((0, *cuts), cuts, strict=False):
         finished, lines = run_until(order, stop_after=cut, start=start)
         assert not finished
-        assert f"asked to stop: {cut} of {STEPS} steps are done and kept" in lines
+        done = "is" if cut == 1 else "are"
+        assert f"asked to stop: {cut} of {STEPS} steps {done} done and kept" in lines
     assert run_until(order)[0]
     assert outcome(order) == expected
 
