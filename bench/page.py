@@ -34,7 +34,7 @@ WHY = {
     "scan one changed": "as `scan unchanged`.",
     "validation cold": "each new photograph gets a perceptual hash, 0.6 ms of CPU time, and the first one "
     "waits for the import of ImageHash and SciPy, about 0.2 s once: much of 100 photographs, not of 10,000.",
-    "text cold, larger encoder": "the pipeline's own `encode_prompt` tokenizes, and so does the count of "
+    "text cold, CLIP-L": "the pipeline's own `encode_prompt` tokenizes, and so does the count of "
     "tokens that are cut off; process and model start are not in it.",
 }
 """Where the time goes of figures that are above what is asked, from profiles of these stages."""

@@ -100,24 +100,25 @@ def _text(place: Workplace, *, count: int = 100, larger: bool = False) -> Genera
 
 
 def _enlarge_text_encoder(base: Path) -> None:
-    """Random weights of a quarter of CLIP-L's size, which the tiny model's tokenizer can feed."""
+    """Random weights in CLIP-L's layers, which the tiny model's tokenizer can feed."""
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
 
     folder = base / "text_encoder"
     config = CLIPTextConfig.from_pretrained(folder)
-    for name, value in LARGER_ENCODER.items():
+    for name, value in CLIP_L.items():
         setattr(config, name, value)
     torch.manual_seed(0)
     CLIPTextModel(config).save_pretrained(folder)
 
 
-LARGER_ENCODER = {
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 8,
+CLIP_L = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
 }
+"""Of `text_encoder/config.json` in Stable Diffusion 1.5, published with it."""
 
 
 FIGURES = [
@@ -138,11 +139,11 @@ FIGURES = [
         _text,
     ),
     Figure(
-        "text cold, larger encoder",
+        "text cold, CLIP-L",
         "captions",
-        "an empty cache filled by a launched process, 22 M weights instead of the tiny model's",
+        "an empty cache filled by a launched process, encoded by CLIP-L's layers instead of a tiny model's",
         "the text encoder on token ids in memory",
         1.1,
-        partial(_text, count=50, larger=True),
+        partial(_text, count=30, larger=True),
     ),
 ]
