@@ -128,7 +128,7 @@ FIGURES = [
         "commands",
         f"definitions validate with {NUM_RECIPES} recipes",
         "the same with one recipe",
-        None,
+        1.5,
         _many_recipes,
     ),
     Figure(
@@ -136,7 +136,7 @@ FIGURES = [
         "commands",
         f"a cache job with nothing to do, where {NUM_RECIPES} recipes are",
         "the same where one recipe is",
-        None,
+        1.5,
         _one_job_of_many,
     ),
     Figure(

@@ -94,12 +94,12 @@ def _loader(place: Workplace) -> Generator[Sides]:
     from safetensors.torch import load_file
 
     from pipeline.families import detect
-    from pipeline.store import Store
+    from pipeline.store_elsewhere import store_at
     from pipeline.training.loader import MicroBatchMaker, micro_inputs
     from pipeline.training.noise import make_noise_scheduler
 
     order = prepared_order(place.folder, steps=2000 if place.full else 400)
-    plan, family, store = order.plan(), detect(order.base), Store(order.recipe.cache_dir)
+    plan, family, store = order.plan(), detect(order.base), store_at(order.recipe.cache_dir)
     scheduler = make_noise_scheduler(family, order.recipe.training)
     maker = MicroBatchMaker(order, family, scheduler)
     entries = {item.sample_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}

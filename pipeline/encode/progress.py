@@ -48,7 +48,7 @@ class Progress:
         self._failed = 0
         self._lock = threading.Lock()
         self._last_s = time.monotonic()
-        self._current = ""
+        self._current = "loading the model"
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 

@@ -56,8 +56,9 @@ def test_O05_O06_one_run_when_files_have_settled_none_unchanged_one_more_when_re
 
     def arrive() -> None:
         for index in range(NUM_ARRIVING):
-            for suffix in (".png", ".txt"):
-                shutil.copy(cached.data / f"photo0{suffix}", cached.data / f"new{index}{suffix}")
+            # The caption comes first, and is its own: of images with the same caption one would be left out.
+            (cached.data / f"new{index}.txt").write_text(f"new photograph {index}")
+            shutil.copy(cached.data / "photo0.png", cached.data / f"new{index}.png")
             arrived.append(datetime.now(tz=UTC))
             if stop.wait(ARRIVE_EVERY_S):
                 return
