@@ -40,7 +40,8 @@ def describe_all(family: Family, networks: Networks) -> list[LoraModule]:
         FamilyError: One has no name in a layout.
         TrainingError: As `describe_modules`.
     """
-    clips = family.trainable_text_encoders()
+    # Where none is trained, the base model's text encoders need not be there.
+    clips = family.trainable_text_encoders() if len(networks) > 1 else {}
     described: list[LoraModule] = []
     for prefix, network in networks.items():
         if not prefix:
