@@ -50,7 +50,7 @@ def order_of(cache: Any, kind: Kind, count: int) -> Order:
         if kind == "latents":
             spec, work = (
                 entries.latent(row),
-                {**row, "path": str(cache.photos / row["path"]), "flipped": False},
+                {**row, "root": str(cache.photos), "flipped": False},
             )
             facts = {"inputs": dict(vars(entries.latent_inputs(row)))}
         else:
