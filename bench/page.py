@@ -40,8 +40,6 @@ WHY = {
     "text cold, CLIP-L": "about 0.4 s of it are spent once, not yet taken apart, and 6 ms a caption; of 100 "
     "captions the ratio was 1.11. The pipeline's own `encode_prompt` tokenizes, and so does the count of "
     "tokens that are cut off; process and model start are not in it.",
-    "training loader": "two threads that take turns: on some runs it was 285 us, on others 540, before and "
-    "after the same commit.",
 }
 """Where the time goes of figures that are above what is asked, from profiles of these stages."""
 
