@@ -23,6 +23,7 @@ from tests.corpus.drawing import (
     put,
     saved,
 )
+from tests.profiles import DISPLAY_P3, matrix_profile, srgb_curve, srgb_of_p3
 
 
 def plain() -> list[Case]:
@@ -141,7 +142,11 @@ def profiles() -> list[Case]:
     """I12: Display P3, by its matrix and sRGB's curve; and profiles that are none."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     broken = profile[:40] + b"\0" * 200
+    wide = matrix_profile(DISPLAY_P3, srgb_curve())
+    in_srgb = srgb_of_p3(PATTERN)
     return [
+        Case("profiles/I12 P3.png", put(saved(RGB, "PNG", icc_profile=wide)), pixels=in_srgb, tolerance=1),
+        Case("profiles/I12 P3.tif", put(saved(RGB, "TIFF", icc_profile=wide)), pixels=in_srgb, tolerance=1),
         Case(
             "profiles/I12 sRGB.png", put(saved(RGB, "PNG", icc_profile=profile)), pixels=PATTERN, tolerance=1
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import struct
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,15 @@ from pipeline.colour import to_srgb
 from pipeline.image_formats import ImageError
 from pipeline.images import decode, read_header
 from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
+from tests.profiles import (
+    DISPLAY_P3,
+    SRGB,
+    gamma_curve,
+    matrix_profile,
+    srgb_curve,
+    srgb_encoded,
+    srgb_of_p3,
+)
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "YCbCr", "CMYK", "LA", "RGBA"])
@@ -112,55 +120,27 @@ def test_I10_sixteen_bit_grey_with_a_transparent_level() -> None:
     assert pixels.tolist() == [[[0, 0, 0], [9, 8, 7], [255, 255, 255]]]
 
 
-def gamma_profile(red: tuple[float, float], gamma: float) -> bytes:
-    """A matrix profile with sRGB's green, blue and white, another red, and a plain gamma curve."""
-
-    def xyz(x: float, y: float) -> npt.NDArray[np.float64]:
-        return np.array([x / y, 1.0, (1 - x - y) / y])
-
-    primaries = np.stack([xyz(*red), xyz(0.3, 0.6), xyz(0.15, 0.06)], axis=1)
-    white = xyz(0.3127, 0.3290)
-    matrix = primaries * np.linalg.solve(primaries, white)
-    bradford = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
-    d50 = np.array([0.9642, 1.0, 0.8249])
-    adapt = np.linalg.inv(bradford) @ np.diag((bradford @ d50) / (bradford @ white)) @ bradford
-    columns = (adapt @ matrix).T
-
-    def fixed(values: npt.NDArray[np.float64]) -> bytes:
-        return b"".join(struct.pack(">i", round(value * 65536)) for value in values)
-
-    curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + b"\0\0"
-    tags = [(b"wtpt", b"XYZ \0\0\0\0" + fixed(d50))]
-    tags += [
-        (name, b"XYZ \0\0\0\0" + fixed(c))
-        for name, c in zip((b"rXYZ", b"gXYZ", b"bXYZ"), columns, strict=True)
-    ]
-    tags += [(name, curve) for name in (b"rTRC", b"gTRC", b"bTRC")]
-    body, table, offset = b"", b"", 128 + 4 + 12 * len(tags)
-    for name, data in tags:
-        table += name + struct.pack(">II", offset + len(body), len(data))
-        body += data
-    size = offset + len(body)
-    head = struct.pack(">I", size) + b"\0" * 4 + struct.pack(">I", 0x02100000) + b"mntrRGB XYZ " + b"\0" * 12
-    head += b"acsp" + b"\0" * 28 + fixed(d50)
-    return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
+def gamma_profile(gamma: float) -> bytes:
+    return matrix_profile(SRGB, gamma_curve(gamma))
 
 
 def test_I12_a_profile_is_converted_to_srgb_as_the_arithmetic_says() -> None:
     """Greys of a gamma 1.8 profile: linear light is level ** 1.8, encoded again by the sRGB curve."""
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
-    data = saved(Image.fromarray(np.dstack([levels] * 3)), icc_profile=gamma_profile((0.64, 0.33), 1.8))
+    data = saved(Image.fromarray(np.dstack([levels] * 3)), icc_profile=gamma_profile(1.8))
     light = (levels / 255.0) ** (round(1.8 * 256) / 256)
-    encoded = np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
-    assert np.abs(decoded(data) - (encoded * 255)[..., None]).max() <= 1.5
+    assert np.abs(decoded(data) - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
     assert read_header(data).notes == ("colour_profile",)
 
 
-def test_I12_a_wider_red_becomes_a_stronger_red() -> None:
-    muted = Image.fromarray(np.full((4, 4, 3), (200, 100, 100), np.uint8))
-    same = decoded(saved(muted, icc_profile=gamma_profile((0.64, 0.33), 2.2)))[0, 0]
-    wide = decoded(saved(muted, icc_profile=gamma_profile((0.68, 0.32), 2.2)))[0, 0]
-    assert wide[0] - wide[1] > same[0] - same[1] + 2
+def test_I12_display_p3_becomes_srgb_as_its_matrix_says() -> None:
+    """An even grid of 9 levels a channel, some outside of sRGB; one level is the converter's rounding."""
+    levels = np.linspace(0, 255, 9).round().astype(np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(9, 81, 3)
+    data = saved(Image.fromarray(grid), icc_profile=matrix_profile(DISPLAY_P3, srgb_curve()))
+    wanted = srgb_of_p3(grid)
+    assert np.abs(decoded(data) - wanted).max() <= 1
+    assert np.abs(grid.astype(int) - wanted).max() > 20, "the two spaces differ"
 
 
 def test_I12_srgb_itself_changes_nothing() -> None:
@@ -176,7 +156,7 @@ def test_I12_an_unusable_profile_is_ignored(profile: bytes) -> None:
 
 
 def test_I12_an_rgb_profile_fits_grey_images_and_no_cmyk() -> None:
-    profile = gamma_profile((0.64, 0.33), 1.8)
+    profile = gamma_profile(1.8)
     grey = pattern()[..., 0]
     colours = decoded(saved(Image.fromarray(np.dstack([grey] * 3)), icc_profile=profile))
     assert (decoded(saved(Image.fromarray(grey), icc_profile=profile)) == colours).all()
