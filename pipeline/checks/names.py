@@ -61,6 +61,16 @@ _CONSERVATION = _gate(
     "What came in is kept or rejected, each sample exactly once.",
     "Report it as a defect of Latentline, with the table.",
 )
+_ENTRY_BYTES = _gate(
+    "file_size_outliers",
+    "Each entry has exactly the bytes its shape and dtype ask for.",
+    "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
+)
+_ENTRY_VALUES = _gate(
+    "finite_values",
+    "Each entry's checksum holds and no value is NaN or infinite.",
+    "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
+)
 
 SPECS: dict[str, tuple[CheckSpec, ...]] = {
     "raw_images": (
@@ -197,16 +207,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Each entry's shape is the geometry's, and one shape in each bucket.",
             "Run the cache job again: buckets or model have changed since.",
         ),
-        _gate(
-            "file_size_outliers",
-            "Each entry has exactly the bytes its shape and dtype ask for.",
-            "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
-        ),
-        _gate(
-            "finite_values",
-            "Each entry's checksum holds and no value is NaN or infinite.",
-            "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
-        ),
+        _ENTRY_BYTES,
+        _ENTRY_VALUES,
         _FRACTION,
     ),
     "text_embeddings": (
@@ -220,16 +222,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "Each entry has the shapes that the encoders' configurations say.",
             "Run the cache job again: the model has changed since.",
         ),
-        _gate(
-            "file_size_outliers",
-            "Each entry has exactly the bytes its shape and dtype ask for.",
-            "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
-        ),
-        _gate(
-            "finite_values",
-            "Each entry's checksum holds and no value is NaN or infinite.",
-            "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
-        ),
+        _ENTRY_BYTES,
+        _ENTRY_VALUES,
         _warning(
             "captions_fit",
             "Captions that the encoder cuts, with the part that is cut.",
