@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Shapes
-from pipeline.families.clip_unet import ClipUNet
-from pipeline.families.sized_unet import guided_away, sized_sample
+from pipeline.families.base import Shapes
+from pipeline.families.sized_unet import SizedUNet
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 _TOKENS = 256
 """`max_sequence_length` of the pipeline."""
 
 
-class Kolors(ClipUNet):
+class Kolors(SizedUNet):
     """Kolors, whose UNet sees what the language model makes of padding."""
 
     name = "Kolors"
@@ -64,15 +63,3 @@ class Kolors(ClipUNet):
             max_sequence_length=_TOKENS,
         )
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def predict(
-        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
-    ) -> Tensor:
-        """The UNet's sample, for both text tensors and the geometry."""
-        return sized_sample(denoiser, noisy, timesteps, conditions)
-
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """Guided away from the empty caption, or from zeros where the base model asks for them."""
-        return guided_away(pipeline, text, empty_text)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.families.base import Conditions, Layer, Shapes
+from pipeline.families.base import Layer, Shapes
 from pipeline.families.clip_text import TrainableClip
-from pipeline.families.clip_unet import ClipUNet
-from pipeline.families.sized_unet import guided_away, sized_sample
+from pipeline.families.sized_unet import SizedUNet
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
 
-class StableDiffusionXL(ClipUNet):
+class StableDiffusionXL(SizedUNet):
     """Stable Diffusion XL and its fine-tunes, with epsilon or v-prediction."""
 
     name = "Stable Diffusion XL"
@@ -69,15 +68,3 @@ class StableDiffusionXL(ClipUNet):
             caption, device=encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def predict(
-        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
-    ) -> Tensor:
-        """The UNet's sample, for both text tensors and the geometry."""
-        return sized_sample(denoiser, noisy, timesteps, conditions)
-
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """Guided away from the empty caption, or from zeros where the base model asks for them."""
-        return guided_away(pipeline, text, empty_text)

@@ -9,11 +9,10 @@ from typing import Any
 
 from pipeline.atomic import write_bytes
 from pipeline.families.tiny.parts import WORDS, assemble, vae, write_json
+from pipeline.families.tiny.sized_unet import sized_unet
 
 _TEXT_WIDTH = 32
 _UNET_TEXT_WIDTH = 48
-_TIME_ID_WIDTH = 8
-_NUM_TIME_IDS = 6
 _NUM_MARKS = 64
 """Room for the tokenizer's own marks behind its pieces."""
 
@@ -43,7 +42,13 @@ def make_tiny_kolors(folder: Path, *, seed: int = 0) -> None:
         "KolorsPipeline",
         {
             "vae": partial(vae, scaling_factor=0.13025),
-            "unet": _unet,
+            "unet": partial(
+                sized_unet,
+                text_width=_UNET_TEXT_WIDTH,
+                pooled_width=_TEXT_WIDTH,
+                encoder_hid_dim=_TEXT_WIDTH,
+                encoder_hid_dim_type="text_proj",
+            ),
             "text_encoder": _chatglm,
             "scheduler": scheduler,
         },
@@ -112,25 +117,3 @@ def _chatglm() -> Any:
             else:
                 weight.normal_(std=0.1)
     return made
-
-
-def _unet() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    by_level: dict[str, Any] = {"attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 2)}
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        **by_level,
-        use_linear_projection=True,
-        norm_num_groups=8,
-        cross_attention_dim=_UNET_TEXT_WIDTH,
-        encoder_hid_dim=_TEXT_WIDTH,
-        encoder_hid_dim_type="text_proj",
-        addition_embed_type="text_time",
-        addition_time_embed_dim=_TIME_ID_WIDTH,
-        projection_class_embeddings_input_dim=_TEXT_WIDTH + _NUM_TIME_IDS * _TIME_ID_WIDTH,
-    )

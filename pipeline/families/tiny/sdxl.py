@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pipeline.families.base import BetaPrediction
 from pipeline.families.tiny.parts import TEXT_WIDTH, assemble, clip, vae, write_clip_tokenizer
+from pipeline.families.tiny.sized_unet import sized_unet
 
 _POOLED_WIDTH = 48
 """Of the second encoder's projection; not its hidden width, so that no test mistakes one for the other."""
 
 _SECOND_WIDTH = 40
-_TIME_ID_WIDTH = 8
-_NUM_TIME_IDS = 6
 
 
 def make_tiny_sdxl(folder: Path, *, prediction_type: BetaPrediction = "epsilon", seed: int = 0) -> None:
@@ -52,7 +50,7 @@ def make_tiny_sdxl(folder: Path, *, prediction_type: BetaPrediction = "epsilon",
         "StableDiffusionXLPipeline",
         {
             "vae": partial(vae, scaling_factor=0.13025),
-            "unet": _unet,
+            "unet": partial(sized_unet, text_width=TEXT_WIDTH + _SECOND_WIDTH, pooled_width=_POOLED_WIDTH),
             "text_encoder": clip,
             "text_encoder_2": second,
             "scheduler": scheduler,
@@ -64,24 +62,4 @@ def make_tiny_sdxl(folder: Path, *, prediction_type: BetaPrediction = "epsilon",
             "force_zeros_for_empty_prompt": True,
             "image_encoder": [None, None],
         },
-    )
-
-
-def _unet() -> Any:
-    from diffusers import UNet2DConditionModel
-
-    by_level: dict[str, Any] = {"attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 2)}
-    return UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(32, 64),
-        layers_per_block=2,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        **by_level,
-        use_linear_projection=True,
-        norm_num_groups=8,
-        cross_attention_dim=TEXT_WIDTH + _SECOND_WIDTH,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=_TIME_ID_WIDTH,
-        projection_class_embeddings_input_dim=_POOLED_WIDTH + _NUM_TIME_IDS * _TIME_ID_WIDTH,
     )
