@@ -20,9 +20,7 @@ from pipeline.families import detect
 from pipeline.families.tiny import TINY, make_tiny_sd3
 from pipeline.lora_files import layout_file, read_lora_file
 from pipeline.recipe import LoraSettings
-from pipeline.recipe.locate import dotted
 from pipeline.recipe.lora import lokr_shapes
-from pipeline.recipe.mistakes import find_mistakes
 from pipeline.tables import Tables
 from pipeline.training.engine import Engine
 from pipeline.training.export import Exporter
@@ -33,7 +31,6 @@ from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.run import train_lora
 from pipeline.training.stopping import StopRequest
-from pipeline.training.targets import target_modules
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -333,14 +330,6 @@ def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
-    make_tiny_sd3(tmp_path)
-    family = detect(tmp_path)
-    denoiser = family.load_denoiser("float32", "cpu")
-    with pytest.raises(TrainingError, match="SD3Transformer2DModel have no convolutions"):
-        target_modules(denoiser, LoraSettings(conv_rank=4), family.lora_targets())
-
-
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
@@ -358,45 +347,3 @@ def test_what_kohyas_fused_layers_cannot_hold_is_refused(
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     with pytest.raises(TrainingError, match=said):
         describe_modules(family, denoiser)
-
-
-# What diffusers' ChatGLM, Kolors' language model, does when it is imported.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("preset", ["attention", "blocks"])
-@pytest.mark.parametrize("kind", TINY)
-def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
-    TINY[kind](tmp_path)
-    family = detect(tmp_path)
-    denoiser = family.load_denoiser("float32", "cpu")
-    chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
-    assert all(family.kohya_layer(name).key and family.comfyui_key(name) for name in chosen)
-    assert not any("norm" in name or "embed" in name or "mod" in name for name in chosen)
-    own = set(target_modules(denoiser, LoraSettings(), family.lora_targets()))
-    attention = {name for name in own if "attn" in name or "attention" in name}
-    assert attention <= set(chosen)
-    assert preset == "attention" or own <= set(chosen)
-
-
-@pytest.mark.parametrize(
-    ("lora", "key", "said"),
-    [
-        ({"targets": "blocks", "modules": ["*"]}, "training.lora.targets", "has no effect beside modules"),
-        ({"modules": ["a b"]}, "training.lora.modules[0]", "is no pattern of module paths"),
-        ({"dropout": 1.0}, "training.lora.dropout", "less than"),
-        ({"kind": "loha", "dora": True}, "training.lora.dora", "is not for kind: loha"),
-        ({"kind": "lokr", "dropout": 0.1}, "training.lora.dropout", "is not for kind: lokr"),
-        ({"init": "pissa", "dora": True}, "training.lora.dora", "is not for init: pissa"),
-        ({"lokr_factor": 4}, "training.lora.lokr_factor", "has no effect with kind: lora"),
-        ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
-        (
-            {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
-            "training.lora.ranks[1].modules",
-            "stands there before",
-        ),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(lora: dict[str, Any], key: str, said: str) -> None:
-    smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
-    found = find_mistakes({**smallest, "training": {"lora": lora}})
-    assert [dotted(each.path) for each in found] == [key]
-    assert said in found[0].what

@@ -12,67 +12,38 @@ import pytest
 import torch
 from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
 
 from pipeline.checks import trained_lora
 from pipeline.checks.base import CheckContext
 from pipeline.entries import Entries
 from pipeline.errors import TrainingError
 from pipeline.families import detect
-from pipeline.families.tiny import TINY, make_tiny_sdxl
+from pipeline.families.tiny import TINY
 from pipeline.launching import LocalLaunch
-from pipeline.lora_files import LAYOUTS, layout_file, read_lora_file
+from pipeline.lora_files import layout_file, read_lora_file
 from pipeline.recipe import LoraSettings
-from pipeline.recipe.locate import dotted
-from pipeline.recipe.mistakes import find_mistakes
 from pipeline.runs import RunLayout
 from pipeline.tables import Tables
 from pipeline.training import run
 from pipeline.training.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.training.engine import Engine
-from pipeline.training.export import Exporter
 from pipeline.training.facts import run_facts
 from pipeline.training.loader import MicroBatchMaker, MicroInput
 from pipeline.training.loop import train
-from pipeline.training.lora import adapter_state, delta_weights
+from pipeline.training.lora import adapter_state
 from pipeline.training.networks import of_all
 from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import StepPlan
 from pipeline.training.run import train_lora
 from pipeline.training.stopping import StopRequest
 from pipeline.training.validation import Validation
+from tests.pipeline.training.text_encoder_project import ATTENTION, engine_of, loosened, project_of, settings
 
 if TYPE_CHECKING:
     from conftest import Project
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
-
-
-@pytest.fixture(scope="session")
-def sdxl(tiny_bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name under which `make_project` knows a tiny Stable Diffusion XL."""
-    tiny_bases["sdxl"] = tmp_path_factory.mktemp("bases") / "sdxl"
-    make_tiny_sdxl(tiny_bases["sdxl"])
-    return "sdxl"
-
-
-def settings(**text: Any) -> LoraSettings:
-    return LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, "text_encoders": text}))
-
-
-def project_of(
-    make_project: Callable[..., Project], prediction: str = "epsilon", text: Any = None, **training: Any
-) -> Project:
-    """With text encoders to train."""
-    lora = {"rank": 4, "alpha": 2.0, "text_encoders": {} if text is None else text}
-    return make_project(prediction=prediction, lora=lora, **training)
-
-
-def engine_of(order: TrainingOrder) -> Engine:
-    return Engine(order, detect(order.base))
 
 
 def inputs_of(order: TrainingOrder, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
@@ -84,14 +55,6 @@ def inputs_of(order: TrainingOrder, engine: Engine, step: int) -> list[tuple[Ste
 def step_of(engine: Engine, order: TrainingOrder, step: int) -> Any:
     inputs = inputs_of(order, engine, step)
     return engine.step(inputs[0][0], iter(inputs), stop=False)
-
-
-def loosened(engine: Engine) -> Engine:
-    rng = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for weight in engine.weights:
-            weight.copy_(weight + 0.2 * torch.randn(weight.shape, generator=rng))
-    return engine
 
 
 def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
@@ -119,7 +82,7 @@ class Silent:
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
 def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
-    make_project: Callable[..., Project], sdxl: str, prediction: str
+    make_project: Callable[..., Project], prediction: str
 ) -> None:
     order = project_of(make_project, prediction, dropout=0.5).order()
     engine, family = engine_of(order), detect(order.base)
@@ -142,7 +105,7 @@ def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
 def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
-    make_project: Callable[..., Project], sdxl: str, prediction: str
+    make_project: Callable[..., Project], prediction: str
 ) -> None:
     text = {"rank": 2, "alpha": 3.0, "learning_rate": 2e-3, "targets": "blocks"}
     project = project_of(
@@ -224,9 +187,7 @@ def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
     return ((answer - micro.noise) ** 2).mean()
 
 
-def test_R01_a_cut_run_goes_on_bit_for_bit(
-    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
-) -> None:
+def test_R01_a_cut_run_goes_on_bit_for_bit(make_project: Callable[..., Project], tmp_path: Path) -> None:
     project = project_of(
         make_project, "sdxl", {"learning_rate": 1e-3}, steps=4, gradient_accumulation=1, ema_decay=0.9
     )
@@ -266,7 +227,7 @@ def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
-    make_project: Callable[..., Project], sdxl: str
+    make_project: Callable[..., Project],
 ) -> None:
     text = {"learning_rate": 5e-4}
     settings = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "sizes": {"64x64": 5, "32x96": 5}}
@@ -287,130 +248,6 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
         torch.testing.assert_close(found[name], weight, rtol=1e-2, atol=1e-5)
 
 
-class Exported:
-    """An engine whose adapters are far from zero, and the files of it."""
-
-    def __init__(self, project: Project, folder: Path) -> None:
-        self.order = project.order()
-        self.engine = loosened(engine_of(self.order))
-        self.exporter = Exporter(detect(self.order.base), "demo", {})
-        self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
-
-
-def embedded(pipe: Any, caption: str) -> torch.Tensor:
-    with torch.no_grad():
-        answer = pipe.encode_prompt(
-            caption, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
-        )
-    return torch.cat([part.flatten() for part in answer if part is not None])
-
-
-@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
-@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
-def test_R06_load_lora_weights_gives_the_pipeline_the_trained_text_encoders(
-    make_project: Callable[..., Project], tmp_path: Path, sdxl: str, prediction: str, layout: Any
-) -> None:
-    text = {"rank": 2, "alpha": 3.0, "targets": "blocks"}
-    made = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
-    assert max(file.max_error for file in made.files) < 1e-6
-    kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
-    plain, pipe = kind.from_pretrained(made.order.base), kind.from_pretrained(made.order.base)
-    pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
-    deltas = of_all(made.engine.networks, delta_weights)
-    for role in ("unet", *made.engine.text_networks):
-        prefix = "" if role == "unet" else f"{role}."
-        network = made.engine.networks[prefix]
-        found = delta_weights(getattr(pipe, role), "default_0")
-        assert set(found) == set(delta_weights(network))
-        for name, delta in found.items():
-            torch.testing.assert_close(delta, deltas[prefix + name], rtol=1e-5, atol=1e-6)
-    assert made.engine.text is not None
-    with torch.no_grad():
-        trained = made.engine.text.embed(["a cat"])
-    expected = torch.cat([tensor.flatten() for tensor in trained.values()])
-    torch.testing.assert_close(embedded(pipe, "a cat"), expected, rtol=0, atol=1e-5)
-    assert (embedded(plain, "a cat") - expected).abs().max() > 0.05
-
-
-GOLDEN = {
-    "epsilon": {"text_encoder": ("lora_te", "clip_l", 2)},
-    "sdxl": {"text_encoder": ("lora_te1", "clip_l", 1), "text_encoder_2": ("lora_te2", "clip_g", 3)},
-}
-"""Component to its name in kohya's layout and in ComfyUI's, and the number of layers that are adapted."""
-
-
-@pytest.mark.parametrize("prediction", GOLDEN)
-def test_the_keys_are_those_that_each_loader_knows(
-    make_project: Callable[..., Project], tmp_path: Path, sdxl: str, prediction: str
-) -> None:
-    Exported(project_of(make_project, prediction), tmp_path / "lora")
-    keys = {
-        layout: set(read_lora_file(tmp_path / "lora" / layout_file(layout, "demo")).tensors)
-        for layout in LAYOUTS
-    }
-    expected: dict[str, set[str]] = {layout: set() for layout in LAYOUTS}
-    for role, (kohya, comfyui, layers) in GOLDEN[prediction].items():
-        for number in range(layers):
-            for layer in ATTENTION:
-                path = f"text_model.encoder.layers.{number}.{layer}"
-                expected["diffusers"] |= {f"{role}.{path}.lora_{side}.weight" for side in "AB"}
-                for end in ("lora_down.weight", "lora_up.weight", "alpha"):
-                    expected["kohya"].add(f"{kohya}_{path.replace('.', '_')}.{end}")
-                    expected["comfyui"].add(f"text_encoders.{comfyui}.transformer.{path}.{end}")
-    denoisers = {"diffusers": "unet.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
-    for layout in LAYOUTS:
-        text = {key for key in keys[layout] if not key.startswith(denoisers[layout])}
-        assert text == expected[layout]
-        assert len(keys[layout]) > len(text)
-
-
-def test_training_begins_with_what_a_file_of_any_layout_does(
-    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
-) -> None:
-    project = project_of(make_project, "sdxl", {"rank": 2})
-    made = Exported(project, tmp_path / "lora")
-    paths = {layout: tmp_path / "lora" / layout_file(layout, "demo") for layout in LAYOUTS}
-
-    def started(from_file: Path, **text: Any) -> Engine:
-        lora = settings(**text).model_copy(update={"start_from": from_file})
-        return engine_of(project.changed("started", lora=lora).order())
-
-    expected = of_all(made.engine.networks, adapter_state)
-    for path in paths.values():
-        found = of_all(started(path, rank=2).networks, adapter_state)
-        assert set(found) == set(expected)
-        for name, weight in found.items():
-            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
-    rescaled = of_all(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
-    for name, delta in of_all(made.engine.networks, delta_weights).items():
-        torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
-    alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
-    with pytest.raises(TrainingError, match="not as this adapter has them") as caught:
-        engine_of(project.changed("alone", lora=alone).order())
-    assert "nothing asked" in caught.value.where
-    assert "text_encoders" in caught.value.fix
-
-
-def test_a_layer_of_kohyas_that_learned_nothing_is_left_out_and_one_that_did_is_not(
-    make_project: Callable[..., Project], tmp_path: Path, sdxl: str
-) -> None:
-    project = project_of(make_project, "sdxl")
-    Exported(project, tmp_path / "lora")
-    path = tmp_path / "lora" / layout_file("kohya", "demo")
-    tensors = load_file(path)
-    name = "lora_te1_text_model_encoder_layers_{}_self_attn_q_proj.{}"
-    for end in ("lora_down.weight", "lora_up.weight", "alpha"):
-        tensors[name.format(1, end)] = tensors[name.format(0, end)].clone()
-    lora = settings().model_copy(update={"start_from": path})
-    order = project.changed("started", lora=lora).order()
-    save_file(tensors, path)
-    with pytest.raises(TrainingError, match="not as this adapter has them"):
-        engine_of(order)
-    tensors[name.format(1, "lora_up.weight")].zero_()
-    save_file(tensors, path)
-    engine_of(order)
-
-
 class Here(Silent):
     """A launch in this process."""
 
@@ -418,7 +255,7 @@ class Here(Silent):
         assert train(read_order(order), self, StopRequest())
 
 
-def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project], sdxl: str) -> None:
+def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
     text = {"rank": 2, "learning_rate": 1e-2}
     drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
     project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
@@ -486,17 +323,3 @@ def test_a_family_whose_files_have_no_place_for_it_is_refused_before_anything_is
     assert caught.value.where == "training.lora.text_encoders"
     assert "Stable Diffusion XL" in caught.value.fix
     assert "FLUX.2" not in caught.value.fix
-
-
-def test_prodigy_takes_no_rate_of_their_own() -> None:
-    lora = {"text_encoders": {"learning_rate": 1e-5}}
-    smallest = {
-        "datasets": [{"name": "photos", "path": "data"}],
-        "output_dir": "out",
-        "model": {"base": "a/b"},
-    }
-    found = find_mistakes(
-        {**smallest, "training": {"optimizer": "prodigy", "learning_rate": 1.0, "lora": lora}}
-    )
-    assert [dotted(mistake.path) for mistake in found] == ["training.lora.text_encoders.learning_rate"]
-    assert "prodigy finds one step size" in found[0].what
