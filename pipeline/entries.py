@@ -310,11 +310,6 @@ def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     return found.select(same.fill_null(value=False)).to_series()
 
 
-def recorded_stat(row: Mapping[str, Any]) -> EntryStat:
-    """The stat of a row's entry when it was last verified."""
-    return EntryStat(*(row[name] for name in STAT_COLUMNS))
-
-
 def stat_columns(stat: EntryStat) -> dict[str, int]:
-    """The columns in which `recorded_stat` finds it again."""
+    """The columns of a table in which an entry's stat is recorded when it was verified."""
     return dict(zip(STAT_COLUMNS, astuple(stat), strict=True))

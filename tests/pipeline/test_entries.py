@@ -12,12 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.entries import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, Entries, recorded_stat, stat_columns
+from pipeline.entries import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, Entries
 from pipeline.entry_format import DATA_START
 from pipeline.families.tiny import make_tiny_z_image
 from pipeline.fingerprints import KeyTemplate, canonical_hash
 from pipeline.recipe import recipe_from_mapping
-from pipeline.store import EntryStat
 
 ROW: dict[str, Any] = {
     "sample_id": "photos/a.png",
@@ -111,11 +110,6 @@ def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_i
         assert changed.text("a cat").key != base.text("a cat").key, file
         assert changed.latent(ROW).key == base.latent(ROW).key
         path.write_text(text, encoding="utf-8")
-
-
-def test_a_stat_is_found_again_in_its_columns() -> None:
-    stat = EntryStat(1, 2, 3, 4)
-    assert recorded_stat(stat_columns(stat)) == stat
 
 
 def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path: Path) -> None:
