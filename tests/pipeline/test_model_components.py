@@ -17,22 +17,11 @@ from pipeline.families.tiny import make_tiny
 from pipeline.hub import component_files
 from pipeline.model_components import local_components, resolve_components
 from pipeline.model_source import resolve_base, wanted_files
-from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe import recipe_from_mapping
 from pipeline.tables import Tables
 from pipeline.training.provenance import shareable
 from tests.pipeline.families.whole_job import Here, settings, whole_job
-
-
-def recipe(tmp_path: Path, base: Path | str, components: dict[str, str]) -> Recipe:
-    return recipe_from_mapping(
-        "sample",
-        {
-            "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
-            "output_dir": str(tmp_path / "out"),
-            "cache_dir": str(tmp_path / "cache"),
-            "model": {"base": str(base), "components": components},
-        },
-    )
+from tests.pipeline.model_recipe import recipe
 
 
 @pytest.fixture
@@ -46,7 +35,7 @@ def test_a_part_is_a_folder_of_its_own_or_lies_in_a_model_under_its_name(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     for named in (other, other / "vae"):
-        asked = recipe(tmp_path, tiny_sd, {"vae": str(named)})
+        asked = recipe(tmp_path, tiny_sd, components={"vae": str(named)})
         assert resolve_components(asked) == local_components(asked) == {"vae": other / "vae"}
         assert resolve_base(asked) == tiny_sd
 
@@ -55,9 +44,11 @@ def test_another_vae_makes_other_latents_and_keeps_the_captions_entries(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     plain, changed = (
-        Entries(recipe(tmp_path, tiny_sd, components)) for components in ({}, {"vae": str(other)})
+        Entries(recipe(tmp_path, tiny_sd, components=components)) for components in ({}, {"vae": str(other)})
     )
-    same = Entries(recipe(tmp_path, tiny_sd, {"vae": str(shutil.copytree(tiny_sd, tmp_path / "copy"))}))
+    same = Entries(
+        recipe(tmp_path, tiny_sd, components={"vae": str(shutil.copytree(tiny_sd, tmp_path / "copy"))})
+    )
     assert changed.fingerprint("latents") != plain.fingerprint("latents")
     assert same.fingerprint("latents") == plain.fingerprint("latents")
     assert changed.text("a cat") == plain.text("a cat")
@@ -108,7 +99,7 @@ def test_what_cannot_be_is_an_error_that_names_the_key(
     tmp_path: Path, tiny_sd: Path, hub: Path, components: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
-        resolve_base(recipe(tmp_path, tiny_sd, components))
+        resolve_base(recipe(tmp_path, tiny_sd, components=components))
 
 
 @pytest.mark.parametrize("lost", ["config.json", "diffusion_pytorch_model.safetensors"])
@@ -117,7 +108,7 @@ def test_a_part_that_lacks_a_file_is_an_error_that_names_its_folder(
 ) -> None:
     (other / "vae" / lost).unlink()
     with pytest.raises(ModelError, match=str(other / "vae")):
-        resolve_base(recipe(tmp_path, tiny_sd, {"vae": str(other)}))
+        resolve_base(recipe(tmp_path, tiny_sd, components={"vae": str(other)}))
 
 
 @pytest.fixture
@@ -138,7 +129,7 @@ def test_a_snapshot_of_a_hub_id_is_used_without_the_network(
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "v2").write_text("0123abc")
     snapshot = shutil.copytree(other if inside else other / "vae", root / "snapshots" / "0123abc")
-    found = resolve_components(recipe(tmp_path, tiny_sd, {"vae": "someone/parts@v2"}))
+    found = resolve_components(recipe(tmp_path, tiny_sd, components={"vae": "someone/parts@v2"}))
     assert found == {"vae": snapshot / "vae" if inside else snapshot}
 
 
@@ -158,5 +149,7 @@ def test_only_the_files_of_the_part_are_downloaded() -> None:
 
 
 def test_what_is_shared_of_a_recipe_names_no_folder_of_this_machine(tmp_path: Path, tiny_sd: Path) -> None:
-    shared = shareable(recipe(tmp_path, tiny_sd, {"vae": str(tmp_path / "secret" / "vae"), "unet": "a/b"}))
+    shared = shareable(
+        recipe(tmp_path, tiny_sd, components={"vae": str(tmp_path / "secret" / "vae"), "unet": "a/b"})
+    )
     assert shared["model"]["components"] == {"vae": "vae", "unet": "a/b"}

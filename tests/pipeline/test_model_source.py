@@ -8,7 +8,7 @@ import pytest
 from pipeline.errors import FamilyError, ModelError
 from pipeline.families.sd import StableDiffusion
 from pipeline.model_source import resolve_base, wanted_files
-from pipeline.recipe import Recipe, recipe_from_mapping
+from tests.pipeline.model_recipe import recipe
 
 HUB_FILES = [
     ".gitattributes",
@@ -35,18 +35,6 @@ HUB_FILES = [
     "vae/config.json",
     "vae/diffusion_pytorch_model.bin",
 ]
-
-
-def recipe(tmp_path: Path, base: str | Path, revision: str | None = None) -> Recipe:
-    return recipe_from_mapping(
-        "sample",
-        {
-            "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
-            "output_dir": str(tmp_path / "out"),
-            "cache_dir": str(tmp_path / "cache"),
-            "model": {"base": str(base), "revision": revision},
-        },
-    )
 
 
 @pytest.fixture
