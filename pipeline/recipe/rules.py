@@ -87,6 +87,10 @@ def check_path(value: object) -> object:
     return check_address(value)
 
 
+_COPIES_OF_UNKNOWN_AGE = frozenset(["filecache", "blockcache", "cached"])
+"""Of fsspec's local copies, those that hide what the service says of a file's size and version."""
+
+
 def check_address(value: object) -> object:
     """`value` unless it is text that names neither a local path nor an address with a known protocol."""
     if not isinstance(value, str):
@@ -112,6 +116,9 @@ def _check_protocols(url: Url) -> None:
                 f"did you mean {close[0]}?" if close else "use s3, gs, abfs, https, sftp or zip, or a folder"
             )
             reject(f"{url} begins with {protocol}, a protocol that fsspec does not know", fix)
+        if protocol in _COPIES_OF_UNKNOWN_AGE:
+            fix = f"leave {protocol}:: out, or write simplecache::, which keeps them for one process"
+            reject(f"{url} reads through {protocol}, whose copies of files say nothing of their version", fix)
 
 
 def check_folder(value: object) -> object:

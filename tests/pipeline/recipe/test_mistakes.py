@@ -97,6 +97,12 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (dataset(path=3), "datasets[0].path", "path is 3, and must be text", 'quotes: "3"'),
     (dataset(path="a\0b"), "datasets[0].path", "NUL", "remove it"),
     (dataset(path="s4://bucket/x"), "datasets[0].path", "fsspec does not know", "did you mean s3?"),
+    (
+        dataset(path="filecache::s3://b/x"),
+        "datasets[0].path",
+        "say nothing of their version",
+        "simplecache::",
+    ),
     (dataset(path="zip::nosuch://x"), "datasets[0].path", "fsspec does not know", "use s3"),
     (
         dataset(path="s3://b/l.csv", images="s3://b/l.csv"),
