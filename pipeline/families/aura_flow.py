@@ -87,7 +87,7 @@ class AuraFlow(FlowTransformer):
 
     @cached_property
     def _pads_in_front(self) -> bool:
-        config = read_json(self.folder / "tokenizer" / "tokenizer_config.json")
+        config = read_json(self.place("tokenizer") / "tokenizer_config.json")
         return config.get("padding_side", "left") == "left"
 
     def stack_texts(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

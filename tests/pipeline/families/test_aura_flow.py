@@ -10,7 +10,9 @@ from diffusers import AuraFlowPipeline
 
 from pipeline.errors import BucketError
 from pipeline.families import detect
+from pipeline.families.files import read_json
 from pipeline.families.tiny import make_tiny_aura_flow
+from pipeline.families.tiny.parts import write_json
 from pipeline.geometry import Size
 from pipeline.training.loader import MicroInput
 from tests.pipeline.families.whole_job import Case
@@ -53,3 +55,15 @@ def test_a_size_beyond_the_table_of_positions_is_an_error(tmp_path: Path) -> Non
     assert detect(tmp_path).latent_shape(Size(192, 64)) == (4, 24, 8)
     with pytest.raises(BucketError, match="64x208"):
         detect(tmp_path).latent_shape(Size(64, 208))
+
+
+def test_the_tokenizer_that_is_used_decides_on_which_side_captions_are_filled_up(tmp_path: Path) -> None:
+    base, other = tmp_path / "base", tmp_path / "other"
+    make_tiny_aura_flow(base)
+    make_tiny_aura_flow(other)
+    path = other / "tokenizer" / "tokenizer_config.json"
+    write_json(path, {**read_json(path), "padding_side": "right"})
+    text = {"text_embedding": torch.ones(3, 32)}
+    for elsewhere, full in (({}, slice(-3, None)), ({"tokenizer": path.parent}, slice(0, 3))):
+        stacked = detect(base, elsewhere).stack_texts([text])["text_embedding"][0]
+        assert stacked[full].sum() == stacked.sum() == 3 * 32
