@@ -17,6 +17,7 @@ from pipeline.families.base import (
     Shapes,
     Use,
 )
+from pipeline.families.bria_fibo import BriaFibo
 from pipeline.families.chroma import Chroma
 from pipeline.families.cogview4 import CogView4
 from pipeline.families.ernie_image import ErnieImage
@@ -53,6 +54,7 @@ FAMILIES: tuple[type[Family], ...] = (
     CogView4,
     ErnieImage,
     Krea2,
+    BriaFibo,
 )
 """In the order in which they are listed to users."""
 

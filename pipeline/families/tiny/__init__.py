@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from pipeline.families.tiny.aura_flow import make_tiny_aura_flow
+from pipeline.families.tiny.bria_fibo import make_tiny_bria_fibo
 from pipeline.families.tiny.chroma import make_tiny_chroma
 from pipeline.families.tiny.cogview4 import make_tiny_cogview4
 from pipeline.families.tiny.ernie_image import make_tiny_ernie_image
@@ -45,6 +46,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "CogView4": make_tiny_cogview4,
     "ERNIE-Image": make_tiny_ernie_image,
     "Krea 2": make_tiny_krea2,
+    "Bria FIBO": make_tiny_bria_fibo,
 }
 """A kind of model to what writes a tiny one into a folder; at least one of each family."""
 
@@ -52,6 +54,7 @@ __all__ = [
     "TINY",
     "make_tiny",
     "make_tiny_aura_flow",
+    "make_tiny_bria_fibo",
     "make_tiny_chroma",
     "make_tiny_cogview4",
     "make_tiny_ernie_image",

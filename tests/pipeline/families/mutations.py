@@ -28,6 +28,7 @@ SLIPS = {
     "kohya_layer": "type(answer)(answer.key + 'x', answer.modules)",
     "comfyui_key": "answer + 'x'",
     "prompt_arguments": "{name: flipped(name, value) for name, value in answer.items()}",
+    "prompt_answer": "(answer[0].flip(-1), *answer[1:])",
     "token_limits": "{name: limit - 1 for name, limit in answer.items()}",
 }
 """A method to what its `answer` becomes. Embeddings are flipped: a factor is lost where they are normed."""

@@ -203,6 +203,7 @@ def test_the_recipes_of_this_repository_load():
     examples = load_recipes(project_root() / "configs" / "examples")
     assert [recipe.name for recipe in examples] == [
         "flowers_aura_flow",
+        "flowers_bria_fibo",
         "flowers_chroma",
         "flowers_cogview4",
         "flowers_ernie_image",
