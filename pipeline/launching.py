@@ -25,6 +25,10 @@ OUTPUT_TAIL_LINES = 20
 ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 """Names the file in which a launched process leaves the `LatentlineError` that it ended with."""
 
+ALONE = ("pipeline.entrypoints.encode",)
+"""Entry modules that ask accelerate for nothing but their rank. One such process is started as it is: the
+launcher would import torch first, for as long as an image takes to be encoded with all that goes before."""
+
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Holds the id of the process that a launched process must not outlive."""
 
@@ -48,11 +52,13 @@ class Launch(Protocol):
 
 
 def launch_command(settings: AccelerateSettings, module: str, order: Path) -> list[str]:
-    """The argument list of `accelerate launch` for one machine, every default spelled out.
+    """The argument list of `accelerate launch` for one machine, every default spelled out; see also `ALONE`.
 
     A configuration file of our own is named, because otherwise accelerate reads the user's, which is no part
     of the recipe. Whether there is a GPU is found out by the launched process, which has torch.
     """
+    if settings.num_processes == 1 and module in ALONE:
+        return [sys.executable, "-m", module, str(order)]
     command = [sys.executable, "-m", "pipeline.entrypoints.launch"]
     command += ["--config_file", str(Path(__file__).parent / "entrypoints" / "accelerate.yaml")]
     command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
@@ -75,6 +81,7 @@ def launch_environment(error_file: Path) -> dict[str, str]:
         # Threads of one process that spin while they wait for each other starve as soon as another process
         # wants a core: 12 VAE passes on 2 cores beside two busy threads took 11 to 26 s, and 0.8 s so.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "OMP_NUM_THREADS": str(CPU_THREADS_PER_PROCESS),  # as accelerate's launcher has it
         "TOKENIZERS_PARALLELISM": "false",  # silences a warning about forks; captions are encoded one by one
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
@@ -126,7 +133,7 @@ def launch_error(module: str, status: int, *, output: list[str], error_file: Pat
     said = [line for line in output if line.strip() and not _is_frame(line)][-OUTPUT_TAIL_LINES:]
     return LaunchError(
         f"{module} ended {describe_status(status)}" + (f": {said[-1].strip()}" if said else ""),
-        where="\n".join([f"accelerate launch -m {module}, which last printed", *(said or ["nothing"])]),
+        where="\n".join([f"the processes of {module}, which last printed", *(said or ["nothing"])]),
         fix=_advice(status),
     )
 

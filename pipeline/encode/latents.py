@@ -73,15 +73,11 @@ def cache_latents(
     failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
     kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
     lost = [_lost(row, made) for row in failed.iter_rows(named=True)]
-    removed = 0 if previous is None else len(set(previous["key"]) - set(kept["key"]))
     table = table_files.validated(ASSET, kept.select(*table_files.SCHEMAS[ASSET]), "what vae_latents made")
     report = {
-        **made.counters(removed),
-        "samples": table["sample_id"].n_unique(),
+        **_counters(made, table, previous),
         "in": buckets["sample_id"].n_unique(),
-        "kept": table["sample_id"].n_unique(),
         "rejected": len(lost),
-        "tiled": len(made.facts.drop_nulls("tile_px").filter(pl.col("key").is_in(made.encoded))),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
         **decoded.report(pictures, looked_at),
@@ -89,6 +85,14 @@ def cache_latents(
     }
     ordered = table.sort("sample_id", "bucket", "flipped")
     return StageResult(ordered, table_files.frame("rejected", lost), report)
+
+
+def _counters(made: Made, table: pl.DataFrame, previous: pl.DataFrame | None) -> dict[str, int]:
+    """The report's numbers of entries, and of the samples in the new table."""
+    removed = 0 if previous is None else len(set(previous["key"]) - set(table["key"]))
+    samples = table["sample_id"].n_unique()
+    tiled = made.facts.drop_nulls("tile_px").filter(pl.col("key").is_in(made.encoded))
+    return {**made.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 
 
 _WORK = ("height", "width", "resized_height", "resized_width", "crop_top", "crop_left", *TARGET)

@@ -7,9 +7,14 @@ import logging
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from typing import NoReturn
 
 from pipeline.launching import PARENT_VARIABLE
+
+WATCH_INTERVAL_S = 0.5
 
 _PR_SET_PDEATHSIG = 1
 
@@ -31,6 +36,28 @@ def end_with_parent() -> None:
     if parent_is_gone():
         raise SystemExit(128 + signal.SIGTERM)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
+
+
+def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, last: Callable[[], object] = bool) -> None:
+    """From now on, look whether the parent named in the environment is still there; end this process if not.
+
+    Beside `end_with_parent`, for systems whose kernel does not tell, and for what a signal does not reach.
+    To be called before it, which puts this process's own id in the place of the parent's.
+
+    Args:
+        interval_s: Between two looks.
+        last: Done before the end, whose status is 143.
+    """
+    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+
+    def watch() -> None:
+        while not parent_is_gone(parent):
+            time.sleep(interval_s)
+        last()
+        os._exit(128 + signal.SIGTERM)
+
+    if parent:
+        threading.Thread(target=watch, name="watch-parent", daemon=True).start()
 
 
 def end_now(status: int) -> NoReturn:

@@ -12,18 +12,14 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
-import time
+from functools import partial
 from types import FrameType
 
-from pipeline.entrypoints.guard import end_now, end_with_parent, parent_is_gone
-from pipeline.launching import PARENT_VARIABLE
+from pipeline.entrypoints.guard import end_now, end_with_parent, watch_parent
 from pipeline.process_tree import ProcessTree
 
 ORPHAN_GRACE_S = 4.0
 """What workers have for a checkpoint once nobody waits for them any more."""
-
-WATCH_INTERVAL_S = 0.5
 
 
 def launch() -> int:
@@ -31,10 +27,9 @@ def launch() -> int:
 
     A worker that a signal ended counts as 128 plus the signal's number, as in a shell.
     """
-    parent = int(os.environ.get(PARENT_VARIABLE, "0"))
+    tree = ProcessTree(os.getpid())
+    watch_parent(last=partial(tree.stop_below, grace_s=ORPHAN_GRACE_S))
     end_with_parent()
-    if parent:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     signal.signal(signal.SIGTERM, _pass_on)
     import torch  # only now: the imports take seconds, in which the parent may die
     from accelerate.commands.launch import main
@@ -59,13 +54,6 @@ def _pass_on(number: int, _frame: FrameType | None) -> None:
     for process in ProcessTree(os.getpid()).members():
         if process.pid != os.getpid():
             process.send_signal(number)
-
-
-def _watch(parent: int) -> None:
-    while not parent_is_gone(parent):
-        time.sleep(WATCH_INTERVAL_S)
-    ProcessTree(os.getpid()).stop_below(grace_s=ORPHAN_GRACE_S)
-    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -58,14 +58,18 @@ class Flux2Latents(LanguageTransformer):
 
     def normalise(self, raw_latent: Tensor) -> Tensor:
         """The latent in patches (B, 4 C, h / 2, w / 2), each of their values by its mean and deviation."""
-        patches = self.pipeline_class()._patchify_latents(raw_latent)
+        from torch.nn.functional import pixel_unshuffle
+
+        patches = pixel_unshuffle(raw_latent, _PATCH)
         mean, std = self._mean_and_deviation(patches.device)
         return (patches - mean) / std
 
     def denormalise(self, latent: Tensor) -> Tensor:
         """The raw latent (B, C, h, w), out of patches."""
+        from torch.nn.functional import pixel_shuffle
+
         mean, std = self._mean_and_deviation(latent.device)
-        return self.pipeline_class()._unpatchify_latents(latent * std + mean)
+        return pixel_shuffle(latent * std + mean, _PATCH)
 
     def _mean_and_deviation(self, device: Any) -> tuple[Tensor, Tensor]:
         """Of each value of a patch, (4 C, 1, 1)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib import import_module
 
-def keep_quiet() -> None:
-    """Keep loading bars and hints of diffusers and transformers out of this process's output."""
-    import diffusers.utils.logging
-    import transformers.utils.logging
 
-    for logging in (diffusers.utils.logging, transformers.utils.logging):
+def keep_quiet(libraries: Sequence[str] = ("diffusers", "transformers")) -> None:
+    """Keep loading bars and hints of these libraries, which it imports, out of this process's output."""
+    for library in libraries:
+        logging = import_module(f"{library}.utils.logging")
         logging.set_verbosity_error()
         logging.disable_progress_bar()

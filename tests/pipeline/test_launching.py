@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_one_process_is_no_multi_gpu_launch_and_two_are() -> None:
     assert one[-3:] == ["-m", "pipeline.entrypoints.train", "order.json"]
 
 
+def test_one_process_that_needs_nothing_of_accelerate_is_started_as_it_is() -> None:
+    module = "pipeline.entrypoints.encode"
+    one = launch_command(AccelerateSettings(), module, Path("order.json"))
+    two = launch_command(AccelerateSettings(num_processes=2), module, Path("order.json"))
+    assert one == [sys.executable, "-m", module, "order.json"]
+    assert two[:3] == [sys.executable, "-m", "pipeline.entrypoints.launch"]
+
+
 def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
     command = launch_command(AccelerateSettings(), "m", Path("o"))
     assert Path(value(command, "--config_file")).is_file()
@@ -39,6 +48,9 @@ def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
 
 def test_threads_are_fixed_because_they_decide_the_last_bits() -> None:
     assert value(launch_command(AccelerateSettings(), "m", Path("o")), "--num_cpu_threads_per_process") == "2"
+    assert launch_environment(Path("e"))["OMP_NUM_THREADS"] == "2", (
+        "of a process that accelerate does not start"
+    )
 
 
 def test_a_launched_process_knows_its_parent_and_finds_the_project(

@@ -52,6 +52,18 @@ def test_a_module_started_by_hand_is_not_ended() -> None:
     assert (done.returncode, done.stdout) == (0, b"guarded\n")
 
 
+def test_R12_a_process_that_looks_after_its_parent_ends_once_that_is_another() -> None:
+    script = """
+import time
+from pipeline.entrypoints.guard import watch_parent
+watch_parent(0.01, last=lambda: print("the last", flush=True))
+time.sleep(60)
+"""
+    someone_else = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
+    done = subprocess.run([sys.executable, "-c", script], env=someone_else, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"the last\n")
+
+
 def test_a_process_that_ends_now_leaves_its_status_and_all_it_said_and_tidies_nothing_up() -> None:
     script = """
 import atexit, sys
