@@ -26,6 +26,7 @@ from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
 from pipeline.families.flux2_dev import Flux2Dev
 from pipeline.families.hidream import HiDream
+from pipeline.families.kandinsky5 import Kandinsky5
 from pipeline.families.kolors import Kolors
 from pipeline.families.krea2 import Krea2
 from pipeline.families.lumina2 import Lumina2
@@ -54,6 +55,7 @@ FAMILIES: tuple[type[Family], ...] = (
     CogView4,
     ErnieImage,
     Krea2,
+    Kandinsky5,
     BriaFibo,
 )
 """In the order in which they are listed to users."""

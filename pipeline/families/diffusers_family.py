@@ -299,15 +299,16 @@ class DiffusersFamily(Family):
             {name: tensor[at : at + 1].to(parameter.device, parameter.dtype) for name, tensor in both.items()}
             for at in (0, 1)
         )
-        pictures = pipeline(
+        pictures, *_ = pipeline(
             **self.prompt_arguments(pipeline, prompt, negative),
             height=size.height,
             width=size.width,
             num_inference_steps=steps,
             guidance_scale=self.guidance_scale,
             generator=torch.Generator("cpu").manual_seed(seed),
+            return_dict=False,
         )
-        return pictures.images[0]
+        return pictures[0]
 
     def class_of(self, role: str) -> Any:
         """The class that `components` names."""
