@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+from functools import cache
+from typing import NamedTuple
+
 from PIL import Image
 
 from pipeline.errors import LatentlineError
@@ -14,8 +18,26 @@ SUFFIXES = frozenset(
 )
 """Lower-case file name suffixes, without the dot, of what may be an image."""
 
-_PLUGINS = {"HEIF": "pillow-heif", "JXL": "pillow-jxl-plugin"}
-"""Pillow formats that need a plug-in, and the package it is in."""
+
+class _Plugin(NamedTuple):
+    """What makes Pillow open one more format.
+
+    Attributes:
+        package: To install.
+        module: To import.
+        register: The module's function to call then; None where importing is enough.
+    """
+
+    package: str
+    module: str
+    register: str | None
+
+
+_PLUGINS = {
+    "HEIF": _Plugin("pillow-heif", "pillow_heif", "register_heif_opener"),
+    "JXL": _Plugin("pillow-jxl-plugin", "pillow_jxl", None),
+}
+"""By Pillow's name of the format."""
 
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -62,9 +84,9 @@ def require_image(start: bytes) -> None:
         raise ImageError("not_an_image", detail, fix="copy or download it again, or remove it")
     kind = sniff(start)
     if kind in _PLUGINS and not formats_of(start):
-        plugin = _PLUGINS[kind]
-        fix = f"install the Pillow plug-in {plugin}, or convert it to PNG or JPEG"
-        raise ImageError("plugin_missing", f"it is {kind}, which Pillow opens with {plugin} only", fix=fix)
+        package = _PLUGINS[kind].package
+        fix = f"install the plug-in, .venv/bin/pip install {package}, or convert it to PNG or JPEG"
+        raise ImageError("plugin_missing", f"it is {kind}, which Pillow opens with {package} only", fix=fix)
     if kind is None:
         words = start.lstrip()[:14].lower()
         found = (
@@ -92,9 +114,20 @@ def formats_of(start: bytes) -> list[str]:
     Only the format that was recognised is ever tried: Pillow knows others that start programs.
     """
     kind = sniff(start)
-    if kind in _PLUGINS:
-        Image.init()
-    return [] if kind is None or (kind in _PLUGINS and kind not in Image.OPEN) else [kind]
+    return [] if kind is None or (kind in _PLUGINS and not _plugged_in(kind)) else [kind]
+
+
+@cache
+def _plugged_in(kind: str) -> bool:
+    """Whether the format's plug-in is there; Pillow looks for none by itself."""
+    plugin = _PLUGINS[kind]
+    try:
+        module = importlib.import_module(plugin.module)
+    except ImportError:
+        return False
+    if plugin.register is not None:
+        getattr(module, plugin.register)()
+    return kind in Image.OPEN
 
 
 def _rebuild(reason: str, detail: str, fix: str, where: str) -> ImageError:

@@ -34,7 +34,7 @@ _STAGE = "validated_dataset"
 BIG_IMAGE_PX = 25_000_000
 """Larger images are decoded one at a time, so that memory does not grow with the number of threads."""
 
-OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "plugin_missing", "empty_file"])
+OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "empty_file"])
 """Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew, such as
 `out_of_memory`."""
 

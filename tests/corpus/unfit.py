@@ -30,7 +30,7 @@ def broken() -> list[Case]:
         "I02 film.gif": b"\0\0\0\x18ftypmp42" + bytes(60),
     }
     cases += [Case(f"broken/{name}", put(data), "not_an_image") for name, data in texts.items()]
-    cases.append(Case("broken/plug-in.heic", put(b"\0\0\0\x18ftypheic" + bytes(60)), "plugin_missing"))
+    cases.append(Case("broken/I01.heic", put(b"\0\0\0\x18ftypheic" + bytes(60)), "undecodable"))
     cases.append(Case("broken/plug-in.jxl", put(b"\xff\x0a" + bytes(60)), "plugin_missing"))
     cases.append(Case("broken/I14 bomb.png", put(png_of(60_000, 60_000)), "too_large"))
     cases.append(Case("broken/I14 flood.bmp", put(bmp_of(50_000, 50_000)), "too_large"))

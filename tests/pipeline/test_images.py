@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import pickle
 import struct
 import zlib
@@ -15,6 +16,7 @@ import skimage
 from PIL import Image, ImageFile
 from PIL.PngImagePlugin import PngInfo
 
+from pipeline import image_formats
 from pipeline.geometry import Buckets, Geometry, Placement, Size, ladder
 from pipeline.image_formats import ImageError
 from pipeline.images import (
@@ -81,6 +83,39 @@ def test_I09_header_and_pixels_agree_for_all_orientations(
         assert (pixels == wanted).all()
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_I09_a_phones_heic_is_upright_by_header_and_by_pixels(orientation: int) -> None:
+    heif = pytest.importorskip("pillow_heif")
+    stored = np.kron(pattern(), np.ones((4, 4, 1), np.uint8))
+    made = heif.from_pillow(Image.fromarray(stored))
+    made.info["exif"] = with_orientation(orientation)
+    file = io.BytesIO()
+    made.save(file, quality=95, chroma=444)
+    wanted = upright(stored, orientation)
+    header, pixels = read_header(file.getvalue()), decoded(file.getvalue())
+    assert (header.format, header.size) == ("HEIF", Size(*wanted.shape[:2]))
+    assert pixels.shape == wanted.shape
+    assert np.abs(pixels - wanted).mean() < 4
+    with pytest.raises(ImageError, match=r"truncated|undecodable"):
+        decode(file.getvalue()[:-200], WHITE)
+
+
+def test_a_missing_plug_in_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nowhere = {
+        kind: plugin._replace(module="no_such_module") for kind, plugin in image_formats._PLUGINS.items()
+    }
+    monkeypatch.setattr(image_formats, "_PLUGINS", nowhere)
+    image_formats._plugged_in.cache_clear()
+    try:
+        with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as caught:
+            read_header(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    finally:
+        image_formats._plugged_in.cache_clear()
+    assert "pip install pillow-heif" in caught.value.fix
+
+
 def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
@@ -125,7 +160,7 @@ def test_I03_the_first_bytes_decide() -> None:
 REFUSED = {
     "empty_file": b"",
     "not_an_image": b"hello, world: this is some text",
-    "plugin_missing": b"\0\0\0\x18ftypheic\0\0\0\0mif1heic",
+    "plugin_missing": b"\xff\x0a" + bytes(40),
     "undecodable": b"\x89PNG\r\n\x1a\n" + b"\xff" * 50,
 }
 

@@ -34,13 +34,13 @@ def test_what_is_no_image_is_rejected_with_reason_and_fix_and_the_rest_goes_on(f
     folder.add("empty.jpg", b"")
     folder.add("words.jpg", b"these are only words")
     folder.add("page.jpg", b"<!DOCTYPE html><html></html>")
-    folder.add("phone.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))
     result = folder.scan()
     assert reasons(result) == {
         "d/empty.jpg": "empty_file",
         "d/words.jpg": "not_an_image",
         "d/page.jpg": "not_an_image",
-        "d/phone.heic": "plugin_missing",
+        "d/phone.jxl": "plugin_missing",
     }
     assert all(result.rejected["fix"].str.len_chars() > 5)
     report = result.report
@@ -226,7 +226,7 @@ def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: An
     folder.add("words.jpg", b"these are only words")
     folder.add("cut.png", folder.picture()[:30])
     folder.add("large.png", folder.picture(2, 40, 50))
-    folder.add("phone.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")  # a plug-in may come
+    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))  # a plug-in may come
     folder.checks = {"max_image_pixels": 1999}
     first = folder.scan()
     assert len(first.rejected) == 5
@@ -242,7 +242,7 @@ def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: An
     assert reasons(repaired) == {
         "d/cut.png": "undecodable",
         "d/moved.jpg": "empty_file",
-        "d/phone.heic": "plugin_missing",
+        "d/phone.jxl": "plugin_missing",
     }
 
 
