@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
 
 CPU_THREADS_PER_PROCESS = 2
-"""Fixed, because the number of threads decides the last bits of a convolution on the CPU."""
+"""Unless `accelerate.cpu_threads` says otherwise; not the machine's number of cores, because the number of
+threads decides the last bits of a convolution on the CPU."""
 
 OUTPUT_TAIL_LINES = 20
 
@@ -28,6 +29,9 @@ ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 ALONE = ("pipeline.entrypoints.encode",)
 """Entry modules that ask accelerate for nothing but their rank. One such process is started as it is: the
 launcher would import torch first, for as long as an image takes to be encoded with all that goes before."""
+
+THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
+"""Holds `accelerate.cpu_threads`."""
 
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Holds the id of the process that a launched process must not outlive."""
@@ -64,12 +68,12 @@ def launch_command(settings: AccelerateSettings, module: str, order: Path) -> li
     command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
     command += ["--main_process_port", "0"]  # 0: any free one, so that two launches never meet
     command += ["--mixed_precision", settings.mixed_precision, "--dynamo_backend", "no"]
-    command += ["--num_cpu_threads_per_process", str(CPU_THREADS_PER_PROCESS)]
+    command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
     command += ["--multi_gpu"] if settings.num_processes > 1 else []
     return [*command, "-m", module, str(order)]
 
 
-def launch_environment(error_file: Path) -> dict[str, str]:
+def launch_environment(settings: AccelerateSettings, error_file: Path) -> dict[str, str]:
     """The environment of a launched process: ours, with the project importable from any working directory."""
     root = str(Path(__file__).resolve().parents[1])
     inherited = os.environ.get("PYTHONPATH", "")
@@ -81,11 +85,17 @@ def launch_environment(error_file: Path) -> dict[str, str]:
         # Threads of one process that spin while they wait for each other starve as soon as another process
         # wants a core: 12 VAE passes on 2 cores beside two busy threads took 11 to 26 s, and 0.8 s so.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
-        "OMP_NUM_THREADS": str(CPU_THREADS_PER_PROCESS),  # as accelerate's launcher has it
+        "OMP_NUM_THREADS": str(settings.cpu_threads),  # as accelerate's launcher has it
+        THREADS_VARIABLE: str(settings.cpu_threads),
         "TOKENIZERS_PARALLELISM": "false",  # silences a warning about forks; captions are encoded one by one
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
     }
+
+
+def cpu_threads() -> int:
+    """How many threads a launched process computes with on the CPU."""
+    return int(os.environ.get(THREADS_VARIABLE, CPU_THREADS_PER_PROCESS))
 
 
 class LocalLaunch:
@@ -101,7 +111,7 @@ class LocalLaunch:
             error_file = Path(folder) / "error.json"
             done = subprocess.run(
                 launch_command(self._settings, module, order),
-                env=launch_environment(error_file),
+                env=launch_environment(self._settings, error_file),
                 capture_output=True,
                 text=True,
                 encoding="utf-8",

@@ -52,7 +52,8 @@ class AccelerateLauncher(ConfigurableResource):
         def launch(module: str, order: Path) -> None:
             command = launch_command(settings, module, order)
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
-                variables = {**launch_environment(Path(folder) / "error.json"), **session_variables}
+                variables = launch_environment(settings, Path(folder) / "error.json")
+                variables |= session_variables
                 output = _Output(Path(folder) / "output.txt")
                 status = _run_watched(
                     command, variables=variables, output=output, grace_s=self.grace_s, context=context

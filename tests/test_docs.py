@@ -17,7 +17,9 @@ from pipeline.recipe.keys import all_keys
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
-LINE = re.compile(r"^(?: {4})?((?:\.venv/bin/)?(?:latentline|dagster|make|python) .*)$", re.MULTILINE)
+LINE = re.compile(
+    r"^(?: {4})?(?:[A-Z_]+=\S* )?((?:\.venv/bin/)?(?:latentline|dagster|make|python) .*)$", re.MULTILINE
+)
 
 
 @pytest.mark.parametrize("page", [recipes_page, checks_page], ids=["recipes", "checks"])

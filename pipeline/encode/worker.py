@@ -15,7 +15,7 @@ from pipeline.encode.feed import Behind
 from pipeline.encode.order import Job, Meeting, ResultsWriter, read_order, share
 from pipeline.encode.outcome import Encoded, Outcome
 from pipeline.encode.progress import Progress, Report
-from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.launching import cpu_threads
 from pipeline.store import Store
 from pipeline.store_elsewhere import store_at
 
@@ -37,7 +37,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
         StoreError: An entry could not be written.
         ModelError: The model cannot be loaded, or makes no finite numbers of text.
     """
-    torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+    torch.set_num_threads(cpu_threads())
     order = read_order(order_file)
     looked_at = set[str]() if order.beside is None else order.beside.keys
     ordered = Meeting(order.jobs, looked_at)

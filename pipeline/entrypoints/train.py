@@ -15,12 +15,12 @@ def main(order_path: Path) -> None:
         import torch
 
         from pipeline.families.quiet import keep_quiet
-        from pipeline.launching import CPU_THREADS_PER_PROCESS
+        from pipeline.launching import cpu_threads
         from pipeline.training.loop import train
         from pipeline.training.order import read_order
         from pipeline.training.stopping import STOPPED_STATUS, heard_signals
 
-        torch.set_num_threads(CPU_THREADS_PER_PROCESS)
+        torch.set_num_threads(cpu_threads())
         keep_quiet()
         with heard_signals() as stop:
             finished = train(read_order(order_path), report, stop)

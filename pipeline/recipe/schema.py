@@ -110,6 +110,14 @@ class AccelerateSettings(Settings):
     mixed_precision: Literal["no", "fp16", "bf16"] = Field(
         default="no", description="Number format of forward and backward passes; LoRA weights stay float32."
     )
+    cpu_threads: int = Field(
+        default=2,
+        ge=1,
+        le=1024,
+        description="Threads of each process for what is computed on the CPU; decoding of images uses all "
+        "cores anyway. Without a GPU the number of cores is fastest. It is 2 on every machine unless said, "
+        "since the number of threads decides the last bits of what a CPU computes. It is no part of any key.",
+    )
 
 
 class CheckSettings(Settings):

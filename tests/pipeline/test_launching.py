@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.launching import (
+    CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
     describe_status,
     launch_command,
@@ -46,18 +48,27 @@ def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
     assert Path(value(command, "--config_file")).is_file()
 
 
-def test_threads_are_fixed_because_they_decide_the_last_bits() -> None:
-    assert value(launch_command(AccelerateSettings(), "m", Path("o")), "--num_cpu_threads_per_process") == "2"
-    assert launch_environment(Path("e"))["OMP_NUM_THREADS"] == "2", (
-        "of a process that accelerate does not start"
+@pytest.mark.parametrize("asked", [None, 7])
+def test_threads_are_two_unless_the_recipe_says_otherwise_since_they_decide_the_last_bits(
+    tmp_path: Path, asked: int | None
+) -> None:
+    settings = AccelerateSettings() if asked is None else AccelerateSettings(cpu_threads=asked)
+    threads = str(asked or CPU_THREADS_PER_PROCESS)
+    assert value(launch_command(settings, "m", Path("o")), "--num_cpu_threads_per_process") == threads
+    variables = launch_environment(settings, tmp_path / "e")
+    assert variables["OMP_NUM_THREADS"] == threads, "of a process that accelerate does not start"
+    said = "from pipeline.launching import cpu_threads; print(cpu_threads())"
+    ran = subprocess.run(
+        [sys.executable, "-c", said], env=variables, capture_output=True, text=True, check=True
     )
+    assert ran.stdout.strip() == threads
 
 
 def test_a_launched_process_knows_its_parent_and_finds_the_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
-    variables = launch_environment(tmp_path / "error.json")
+    variables = launch_environment(AccelerateSettings(), tmp_path / "error.json")
     root = Path(__file__).resolve().parents[2]
     assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
     assert variables["LATENTLINE_PARENT_PID"] == str(os.getpid())

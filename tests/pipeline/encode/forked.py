@@ -21,6 +21,7 @@ from typing import Any
 
 from pipeline.errors import LaunchError
 from pipeline.launching import launch_environment
+from pipeline.recipe import AccelerateSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 ENCODED_LOG = "encoded.log"
@@ -36,7 +37,7 @@ class Forked:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.pipeline.encode.forked"],
             cwd=ROOT,
-            env=launch_environment(folder / "error.json"),
+            env=launch_environment(AccelerateSettings(), folder / "error.json"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

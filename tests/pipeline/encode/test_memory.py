@@ -14,6 +14,7 @@ import pytest
 from pipeline.encode.order import Job, Order, read_results, write_order
 from pipeline.entries import Entries
 from pipeline.launching import launch_environment
+from pipeline.recipe import AccelerateSettings
 from pipeline.store import Kind
 
 PROCESS = """
@@ -70,7 +71,11 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     folder.mkdir()
     command = [sys.executable, "-c", PROCESS, str(write_order(order, folder))]
     ran = subprocess.run(
-        command, env=launch_environment(folder / "error.json"), capture_output=True, text=True, check=False
+        command,
+        env=launch_environment(AccelerateSettings(), folder / "error.json"),
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert len(read_results(folder).made) == len(order.jobs)
