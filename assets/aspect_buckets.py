@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
+from dagster import AssetExecutionContext, MaterializeResult
 
 from assets.isolation import require_isolated
-from assets.naming import asset_key, asset_settings
 from assets.publishing import picture_metadata, publish
+from assets.steps import AssetStep
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
 
@@ -16,20 +16,25 @@ DESCRIPTION = (
 )
 
 
-def aspect_buckets(recipe: Recipe) -> AssetsDefinition:
+def bucketed(
+    recipe: Recipe, context: AssetExecutionContext, validated: Any
+) -> Iterator[MaterializeResult[Any]]:
     """The geometry of every sample."""
-    ins = {"validated": AssetIn(key=asset_key(recipe, "validated_dataset"))}
+    from pipeline.bucket_report import write_bucket_report
+    from pipeline.buckets import assign_buckets
 
-    @asset(**asset_settings(recipe, "aspect_buckets", DESCRIPTION), ins=ins, kinds={"polars"})
-    def bucketed(context: AssetExecutionContext, validated: Any) -> Iterator[MaterializeResult[Any]]:
-        from pipeline.bucket_report import write_bucket_report
-        from pipeline.buckets import assign_buckets
+    with failures_stated():
+        require_isolated(context.run.run_id, recipe)
+        result = assign_buckets(recipe, validated, log=context.log.info)
+        pictures = write_bucket_report(recipe, result.table, log=context.log.info)
+        output = publish(recipe, "aspect_buckets", result, pictures=picture_metadata(pictures))
+    yield output
 
-        with failures_stated():
-            require_isolated(context.run.run_id, recipe)
-            result = assign_buckets(recipe, validated, log=context.log.info)
-            pictures = write_bucket_report(recipe, result.table, log=context.log.info)
-            output = publish(recipe, "aspect_buckets", result, pictures=picture_metadata(pictures))
-        yield output
 
-    return bucketed
+ASPECT_BUCKETS = AssetStep(
+    "aspect_buckets",
+    DESCRIPTION,
+    bucketed,
+    kinds=frozenset({"polars"}),
+    reads={"validated": "validated_dataset"},
+)

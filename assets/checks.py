@@ -13,14 +13,13 @@ from dagster import (
     AssetCheckResult,
     AssetChecksDefinition,
     AssetCheckSeverity,
-    AssetCheckSpec,
     AssetKey,
     MetadataValue,
-    multi_asset_check,
 )
 
 from assets.naming import asset_key
 from assets.publishing import report_metadata, table_metadata
+from assets.steps import checks_step
 from pipeline.checks.names import SPECS
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
@@ -36,12 +35,7 @@ def asset_checks(recipe: Recipe) -> list[AssetChecksDefinition]:
 
 def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
     key = asset_key(recipe, asset)
-    specs = [
-        AssetCheckSpec(spec.name, asset=key, description=spec.explained, blocking=spec.gate)
-        for spec in SPECS[asset]
-    ]
 
-    @multi_asset_check(name=f"{recipe.name}__{asset}__checks", specs=specs, can_subset=True)
     def run_checks(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
         from pipeline.checks.base import CheckContext
         from pipeline.checks.closed import closed_gates_error
@@ -59,7 +53,7 @@ def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
             if closed:  # Dagster itself would only count them
                 raise closed_gates_error({key.to_user_string(): closed})
 
-    return run_checks
+    return checks_step(recipe, asset, SPECS[asset], run_checks)
 
 
 def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:

@@ -1,7 +1,6 @@
 """What the assets of one recipe are called, and the settings that all of them share."""
 
 import hashlib
-from typing import TypedDict
 
 from dagster import AssetKey
 
@@ -40,29 +39,12 @@ def asset_key(recipe: Recipe, asset: str) -> AssetKey:
     return AssetKey([recipe.name, asset])
 
 
-class AssetSettings(TypedDict):
-    """Arguments of `@asset`."""
-
-    key: AssetKey
-    group_name: str
-    description: str
-    io_manager_key: str
-    code_version: str
-    pool: str | None
+def pool_of(asset: str) -> str | None:
+    """The pool whose slots bound how many steps of the asset run at a time; None where nothing does."""
+    return GPU_POOL if asset in _USING_GPU else None
 
 
-def asset_settings(recipe: Recipe, asset: str, description: str) -> AssetSettings:
-    """The arguments of `@asset` that follow from recipe and name."""
-    return {
-        "key": asset_key(recipe, asset),
-        "group_name": recipe.name,
-        "description": description,
-        "io_manager_key": TABLES_RESOURCE,
-        "code_version": _code_version(recipe, asset),
-        "pool": GPU_POOL if asset in _USING_GPU else None,
-    }
-
-
-def _code_version(recipe: Recipe, asset: str) -> str:
+def code_version(recipe: Recipe, asset: str) -> str:
+    """12 hex digits over what of the recipe decides the asset's content beside its inputs."""
     settings = recipe.model_dump_json(include=_DECIDED_BY[asset])
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]

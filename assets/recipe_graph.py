@@ -1,20 +1,20 @@
 """The graph of one recipe: its assets, checks, jobs, schedule and sensor."""
 
-from dagster import AssetsDefinition, AssetSelection, Definitions, define_asset_job, in_process_executor
+from dagster import AssetSelection, Definitions, define_asset_job, in_process_executor
 
-from assets.aspect_buckets import aspect_buckets
+from assets.aspect_buckets import ASPECT_BUCKETS
 from assets.automation import dataset_sensor, recache_schedule
 from assets.checks import asset_checks
 from assets.naming import JOBS, RECIPE_TAG, asset_key
-from assets.raw_images import raw_images
-from assets.text_embeddings import text_embeddings
-from assets.trained_lora import trained_lora
-from assets.vae_latents import vae_latents
-from assets.validated_dataset import validated_dataset
+from assets.raw_images import RAW_IMAGES
+from assets.text_embeddings import TEXT_EMBEDDINGS
+from assets.trained_lora import TRAINED_LORA
+from assets.vae_latents import VAE_LATENTS
+from assets.validated_dataset import VALIDATED_DATASET
 from pipeline.recipe import Recipe
 
-ASSETS = (raw_images, validated_dataset, aspect_buckets, vae_latents, text_embeddings, trained_lora)
-"""In the order of the graph; each makes one asset of a recipe."""
+ASSETS = (RAW_IMAGES, VALIDATED_DATASET, ASPECT_BUCKETS, VAE_LATENTS, TEXT_EMBEDDINGS, TRAINED_LORA)
+"""In the order of the graph."""
 
 
 def recipe_graph(recipe: Recipe) -> Definitions:
@@ -33,9 +33,8 @@ def recipe_graph(recipe: Recipe) -> Definitions:
         for name, description in JOBS.items()
     }
     schedule = recache_schedule(recipe, jobs["cache"])
-    assets: list[AssetsDefinition] = [make(recipe) for make in ASSETS]
     return Definitions(
-        assets=assets,
+        assets=[step.of(recipe) for step in ASSETS],
         asset_checks=asset_checks(recipe),
         jobs=list(jobs.values()),
         schedules=[schedule] if schedule is not None else [],

@@ -3,11 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, AssetIn, AssetsDefinition, MaterializeResult, asset
+from dagster import AssetExecutionContext, MaterializeResult
 
 from assets.isolation import require_isolated
-from assets.naming import asset_key, asset_settings
+from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import picture_metadata, publish
+from assets.steps import AssetStep
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
@@ -17,25 +18,30 @@ DESCRIPTION = (
 )
 
 
-def text_embeddings(recipe: Recipe) -> AssetsDefinition:
+def cached(
+    recipe: Recipe, context: AssetExecutionContext, validated: Any
+) -> Iterator[MaterializeResult[Any]]:
     """The cached embeddings; a child process encodes what is missing, and none is started when nothing is."""
-    ins = {"validated": AssetIn(key=asset_key(recipe, "validated_dataset"))}
+    from pipeline.caption_report import write_caption_report
+    from pipeline.encode.text import cache_text
+    from pipeline.tables import Tables
 
-    @asset(**asset_settings(recipe, "text_embeddings", DESCRIPTION), ins=ins, kinds={"pytorch"})
-    def cached(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
-    ) -> Iterator[MaterializeResult[Any]]:
-        from pipeline.caption_report import write_caption_report
-        from pipeline.encode.text import cache_text
-        from pipeline.tables import Tables
+    launcher: AccelerateLauncher = context.resources.launcher
+    with failures_stated():
+        require_isolated(context.run.run_id, recipe)
+        launch = launcher.bind(context, recipe.accelerate)
+        tables = Tables(recipe.output_dir)
+        result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
+        pictures = picture_metadata(write_caption_report(recipe, result.table))
+        output = publish(recipe, "text_embeddings", result, pictures=pictures)
+    yield output
 
-        with failures_stated():
-            require_isolated(context.run.run_id, recipe)
-            launch = launcher.bind(context, recipe.accelerate)
-            tables = Tables(recipe.output_dir)
-            result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
-            pictures = picture_metadata(write_caption_report(recipe, result.table))
-            output = publish(recipe, "text_embeddings", result, pictures=pictures)
-        yield output
 
-    return cached
+TEXT_EMBEDDINGS = AssetStep(
+    "text_embeddings",
+    DESCRIPTION,
+    cached,
+    kinds=frozenset({"pytorch"}),
+    reads={"validated": "validated_dataset"},
+    resources=frozenset({LAUNCHER_RESOURCE}),
+)

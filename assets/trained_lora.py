@@ -5,20 +5,18 @@ from typing import Any
 
 from dagster import (
     AssetExecutionContext,
-    AssetIn,
-    AssetsDefinition,
     Field,
     Float,
     Int,
     MaterializeResult,
     MetadataValue,
     Noneable,
-    asset,
 )
 
 from assets.isolation import require_isolated
-from assets.naming import asset_key, asset_settings
+from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import picture_metadata, publish, table_metadata
+from assets.steps import AssetStep
 from pipeline.recipe import Recipe, recipe_values
 from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
@@ -30,38 +28,27 @@ DESCRIPTION = (
 STEPS = "Optimizer steps, in place of the recipe's steps or epochs; null: as the recipe says."
 
 
-def trained_lora(recipe: Recipe) -> AssetsDefinition:
+def trained(
+    recipe: Recipe, context: AssetExecutionContext, latents: Any, text: Any
+) -> Iterator[MaterializeResult[Any]]:
     """The trained adapter; what it was trained on is its table."""
-    names = {"latents": "vae_latents", "text": "text_embeddings"}
-    ins = {name: AssetIn(key=asset_key(recipe, upstream)) for name, upstream in names.items()}
+    from pipeline.training.run import train_lora
 
-    @asset(
-        **asset_settings(recipe, "trained_lora", DESCRIPTION),
-        ins=ins,
-        kinds={"pytorch", "huggingface"},
-        config_schema=_run_settings(recipe),
-    )
-    def trained(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
-    ) -> Iterator[MaterializeResult[Any]]:
-        from pipeline.training.run import train_lora
-
-        with failures_stated():
-            require_isolated(context.run.run_id, recipe)
-            launch = launcher.bind(context, recipe.accelerate)
-            given = context.op_execution_context.op_config
-            result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
-            pictures = recipe.output_dir / "reports" / "trained_lora"
-            output = publish(
-                recipe,
-                "trained_lora",
-                result,
-                pictures=picture_metadata(pictures),
-                files=_files(recipe, result.report["run"]),
-            )
-        yield output
-
-    return trained
+    launcher: AccelerateLauncher = context.resources.launcher
+    with failures_stated():
+        require_isolated(context.run.run_id, recipe)
+        launch = launcher.bind(context, recipe.accelerate)
+        given = context.op_execution_context.op_config
+        result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
+        pictures = recipe.output_dir / "reports" / "trained_lora"
+        output = publish(
+            recipe,
+            "trained_lora",
+            result,
+            pictures=picture_metadata(pictures),
+            files=_files(recipe, result.report["run"]),
+        )
+    yield output
 
 
 def _files(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
@@ -87,3 +74,14 @@ def _run_settings(recipe: Recipe) -> dict[str, Field]:
             Int, default_value=own["seed"], description="Decides noise, order and initial weights."
         ),
     }
+
+
+TRAINED_LORA = AssetStep(
+    "trained_lora",
+    DESCRIPTION,
+    trained,
+    kinds=frozenset({"pytorch", "huggingface"}),
+    reads={"latents": "vae_latents", "text": "text_embeddings"},
+    resources=frozenset({LAUNCHER_RESOURCE}),
+    settings=_run_settings,
+)

@@ -3,18 +3,12 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import (
-    AssetExecutionContext,
-    AssetIn,
-    AssetsDefinition,
-    MaterializeResult,
-    MetadataValue,
-    asset,
-)
+from dagster import AssetExecutionContext, MaterializeResult, MetadataValue
 
 from assets.isolation import require_isolated
-from assets.naming import asset_key, asset_settings
+from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import captioned, escaped, publish
+from assets.steps import AssetStep
 from pipeline.recipe import Recipe
 from pipeline.reports import Report
 from resources.failures import failures_stated
@@ -25,26 +19,19 @@ DESCRIPTION = (
 )
 
 
-def vae_latents(recipe: Recipe) -> AssetsDefinition:
+def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> Iterator[MaterializeResult[Any]]:
     """The cached latents; a child process encodes what is missing, and none is started when nothing is."""
-    ins = {"buckets": AssetIn(key=asset_key(recipe, "aspect_buckets"))}
+    from pipeline.encode.latents import cache_latents
+    from pipeline.tables import Tables
 
-    @asset(**asset_settings(recipe, "vae_latents", DESCRIPTION), ins=ins, kinds={"pytorch"})
-    def cached(
-        context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
-    ) -> Iterator[MaterializeResult[Any]]:
-        from pipeline.encode.latents import cache_latents
-        from pipeline.tables import Tables
-
-        with failures_stated():
-            require_isolated(context.run.run_id, recipe)
-            launch = launcher.bind(context, recipe.accelerate)
-            tables = Tables(recipe.output_dir)
-            result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
-            output = publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
-        yield output
-
-    return cached
+    launcher: AccelerateLauncher = context.resources.launcher
+    with failures_stated():
+        require_isolated(context.run.run_id, recipe)
+        launch = launcher.bind(context, recipe.accelerate)
+        tables = Tables(recipe.output_dir)
+        result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
+        output = publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
+    yield output
 
 
 def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
@@ -57,3 +44,13 @@ def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
         for row in shown(rows)
     }
     return {"picture_decoded": captioned(captions)} if captions else {}
+
+
+VAE_LATENTS = AssetStep(
+    "vae_latents",
+    DESCRIPTION,
+    cached,
+    kinds=frozenset({"pytorch"}),
+    reads={"buckets": "aspect_buckets"},
+    resources=frozenset({LAUNCHER_RESOURCE}),
+)
