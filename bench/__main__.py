@@ -5,6 +5,8 @@ python -m bench scan "latents cold"           figures whose name begins so
 python -m bench growth                        how time and memory grow with the number of samples
 python -m bench --full                        the sizes that docs/benchmarks.md quotes
 python -m bench --compare bench/results/X.json    against an earlier run; exit status 1 if something is slower
+python -m bench --gpu                         the figures that need a GPU, into bench/results/gpu.json
+python -m bench --gpu --tiny "SDXL LoRA"      the same code with tiny models, on the CPU where there is no GPU
 """
 
 from __future__ import annotations
@@ -36,6 +38,11 @@ GROWTH_ROUNDS = 3
 def main() -> int:
     """Run the command line; returns the exit status."""
     options = _options()
+    if options.gpu:
+        from bench.gpu.session import measure_all
+
+        out = options.out or (_timed_file() if options.tiny else RESULTS / "gpu.json")
+        return measure_all(options.names, tiny=options.tiny, rounds=options.rounds, out=out)
     chosen = [figure for figure in all_figures() if _is_wanted(figure, options.names)]
     stages = growth.chosen_stages(options.names)
     if not chosen and not stages:
@@ -54,10 +61,14 @@ def main() -> int:
     if stages:
         run["growth"] = _growth(stages, options)
         print(growth.table(run["growth"]))
-    out = options.out or RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
+    out = options.out or _timed_file()
     results.save(run, out)
     print(f"kept in {out}")
     return _compared(options.compare, run) if options.compare else 0
+
+
+def _timed_file() -> Path:
+    return RESULTS / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}.json"
 
 
 def _growth(stages: Sequence[growth.Stage], options: argparse.Namespace) -> dict[str, Any]:
@@ -93,6 +104,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
     parser.add_argument("--out", type=Path, help="the JSON file; bench/results/<time>.json unless said")
     parser.add_argument("--compare", type=Path, help="the JSON file of an earlier run")
+    parser.add_argument("--gpu", action="store_true", help="the figures that need a GPU, and only those")
+    parser.add_argument("--tiny", action="store_true", help="of --gpu: tiny models, to see that it works")
     return parser.parse_args()
 
 

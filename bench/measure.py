@@ -7,12 +7,17 @@ Each side returns its own seconds, because what it prepares must not count.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+Measure = Literal["seconds", "bytes", "share"]
+"""Of what a side's answer is: time; memory at its peak; a share of the time, from 0 to 1."""
 
 Side = Callable[[], float]
 """Does the work once and returns the seconds that it took."""
@@ -41,7 +46,7 @@ class Workplace:
 
 
 @dataclass(frozen=True)
-class Figure:
+class Line:
     """One line of the table.
 
     Attributes:
@@ -50,7 +55,7 @@ class Figure:
         ours: What our side does.
         limit: What the limit does.
         most: The ratio that we want to stay below; None where only the number is of interest.
-        open: Prepares both sides.
+        measure: What is measured.
     """
 
     name: str
@@ -58,27 +63,42 @@ class Figure:
     ours: str
     limit: str
     most: float | None
+    measure: Measure = field(default="seconds", kw_only=True)
+
+
+@dataclass(frozen=True)
+class Figure(Line):
+    """A line that is measured by itself.
+
+    Attributes:
+        open: Prepares both sides.
+    """
+
     open: Callable[[Workplace], AbstractContextManager[Sides]]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The seconds of each round, in order; round i of both sides ran right after one another."""
+    """What each round measured, in order; round i of both sides ran right after one another."""
 
-    figure: Figure
+    figure: Line
     count: int
-    ours_s: list[float]
-    limit_s: list[float]
+    ours: list[float]
+    limit: list[float]
 
     @property
     def ratios(self) -> list[float]:
-        """Ours divided by the limit, a round each."""
-        return [ours / limit for ours, limit in zip(self.ours_s, self.limit_s, strict=True)]
+        """Ours divided by the limit, a round each; 1 where both are nothing."""
+        return [_ratio(ours, limit) for ours, limit in zip(self.ours, self.limit, strict=True)]
 
     @property
     def ratio(self) -> float:
         """Median of the rounds' ratios."""
         return statistics.median(self.ratios)
+
+
+def _ratio(ours: float, limit: float) -> float:
+    return ours / limit if limit else (1.0 if not ours else math.inf)
 
 
 def timed(work: Callable[[], object]) -> Side:

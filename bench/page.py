@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bench import results
 from bench.growth import measure as growth
@@ -25,8 +26,18 @@ itself. Seconds depend on the machine, and a machine that others share is slow a
 
 `make bench` measures again in minutes, `make bench BENCH=full` at larger sizes, and `make bench-compare`
 says what got slower. This page is written by `python -m bench.page` from the JSON files it names; no number
-in its tables was written by hand. There is no GPU section yet: no GPU was at hand.
+in its tables was written by hand.
+
+`python -m bench --gpu` measures what needs a GPU, on a machine with CUDA and one GPU of 80 GB or more, in
+about 20 minutes and 50 GB below `TMPDIR`: Stable Diffusion XL and FLUX.1 at full size with random weights,
+made from their published configurations, so that nothing is downloaded. The beginning of an experiment's
+name measures it alone, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`; numbers of one commit and
+machine are gathered in `bench/results/gpu.json`, and `python -m bench.page` then writes them down here.
+With `bitsandbytes` and `torchao` installed (`pip install 'latentline[gpu]'`) packed weights and the 8-bit
+optimizer are measured too. `--tiny` runs the same code with tiny models, on a CPU as well.
 """
+
+_NO_GPU = "No run in `bench/results` is from a GPU: no such machine was at hand yet.\n"
 
 WHY = {
     "scan unchanged": "of about 7 us an image, 3.5 are the walk, where 1.7 are the stats; the rest "
@@ -46,10 +57,9 @@ WHY = {
 
 def page_text(folder: Path = RESULTS) -> str:
     """The page, in Markdown, of every run in the folder, by file name."""
-    parts = [_TOP]
-    for file in sorted(folder.glob("*.json")):
-        parts.append(_run(file.name, results.load(file)))
-    return "\n".join(parts)
+    runs = {file.name: results.load(file) for file in sorted(folder.glob("*.json"))}
+    parts = [_TOP] if any(run["machine"]["gpu"] for run in runs.values()) else [_TOP, _NO_GPU]
+    return "\n".join([*parts, *(_run(name, run) for name, run in runs.items())])
 
 
 def _run(name: str, run: dict[str, Any]) -> str:
@@ -66,6 +76,7 @@ def _run(name: str, run: dict[str, Any]) -> str:
     if run["figures"]:
         lines += ["```", results.table(run), "```", ""]
         lines += _explained(run["figures"])
+    lines += _beside(run)
     if "growth" in run:
         lines += [
             "How time and memory grow with the samples:",
@@ -76,6 +87,26 @@ def _run(name: str, run: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _beside(run: dict[str, Any]) -> list[str]:
+    """What a GPU's experiments noted beside their figures, and which of them could not be measured."""
+    lines: list[str] = []
+    for name, notes in sorted(run.get("notes", {}).items()):
+        said = [f"{key} {_note(value)}" for key, value in notes.items() if key != "took_s"]
+        lines += [f"- {name}: {'; '.join(said)}"] if said else []
+    lines += [f"- {name}: not measured, {why}" for name, why in sorted(run.get("missing", {}).items())]
+    return [*lines, ""] if lines else []
+
+
+def _note(value: Any) -> str:
+    """A note's value; of numbers by name each, and of several measurements the median."""
+    if isinstance(value, dict):
+        named = cast("dict[str, Any]", value)
+        return "(" + ", ".join(f"{key}: {_note(each)}" for key, each in named.items()) + ")"
+    if isinstance(value, list):
+        return f"{statistics.median(cast('list[float]', value)):g}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _explained(figures: dict[str, Any]) -> list[str]:

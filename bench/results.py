@@ -6,14 +6,18 @@ import json
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from bench.measure import Measured, spread
+from bench.measure import Measure, Measured, spread
 
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "dagster", "pillow", "polars", "safetensors")
+
+SUFFIXES: dict[Measure, str] = {"seconds": "s", "bytes": "bytes", "share": "share"}
+"""Of the keys `ours_` and `limit_` of a figure, by what is measured."""
 
 SLOWER = 1.10
 """A median ratio that grew by more than this, beyond both runs' spread, counts as slower."""
@@ -48,8 +52,17 @@ def machine() -> dict[str, Any]:
         "gpu": _gpu(),
         "system": platform.system(),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "packages": _versions(),
     }
+
+
+def _versions() -> dict[str, str]:
+    """Of those packages that are there: training and caching need no Dagster."""
+    versions: dict[str, str] = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return versions
 
 
 def commit() -> str:
@@ -71,7 +84,7 @@ def table(run: dict[str, Any]) -> str:
     for name, figure in run["figures"].items():
         low, ratio, high = figure["ratio"]
         most = f"{figure['most']:.2f}" if figure["most"] else ""
-        each = f"{_per_unit(figure, 'ours_s'):>12} {_per_unit(figure, 'limit_s'):>12}"
+        each = f"{_shown(figure, 'ours'):>12} {_shown(figure, 'limit'):>12}"
         spread_text = f"{low:.2f}-{high:.2f}"
         lines.append(f"{name:34} {figure['count']:>8,} {each} {ratio:>7.2f}  {spread_text:13} {most:>7}")
     return "\n".join(lines)
@@ -104,22 +117,30 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def _figure(each: Measured) -> dict[str, Any]:
-    figure = each.figure
+    figure, suffix = each.figure, SUFFIXES[each.figure.measure]
     return {
         "unit": figure.unit,
         "count": each.count,
         "ours": figure.ours,
         "limit": figure.limit,
         "most": figure.most,
-        "ours_s": [round(seconds, 6) for seconds in each.ours_s],
-        "limit_s": [round(seconds, 6) for seconds in each.limit_s],
+        "measure": figure.measure,
+        f"ours_{suffix}": [round(value, 6) for value in each.ours],
+        f"limit_{suffix}": [round(value, 6) for value in each.limit],
         "ratio": [round(ratio, 4) for ratio in spread(each.ratios)],
     }
 
 
-def _per_unit(figure: dict[str, Any], side: str) -> str:
-    _, seconds, _ = spread(figure[side])
-    each = seconds / figure["count"]
+def _shown(figure: dict[str, Any], side: str) -> str:
+    """The median: seconds of one unit, or what is measured of all."""
+    measure: Measure = figure.get("measure", "seconds")
+    _, value, _ = spread(figure[f"{side}_{SUFFIXES[measure]}"])
+    if measure == "bytes":
+        return f"{value / 2**30:.3g} GiB"
+    return f"{value:.1%}" if measure == "share" else _duration(value / figure["count"])
+
+
+def _duration(each: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if each >= size:
             return f"{each / size:.3g} {unit}"

@@ -27,6 +27,7 @@ from pipeline.families import Posterior, detect
 from pipeline.geometry import Geometry
 from pipeline.image_formats import ImageError
 from pipeline.images import File, load_pixels
+from pipeline.ingest.parallel import num_threads
 from pipeline.source import Source, source_at
 from pipeline.store import Store, TensorSpec
 
@@ -39,8 +40,8 @@ _Decoded: TypeAlias = Iterable[tuple[Job, Future[Pixels | None]]]
 class LatentEncoder:
     """A VAE on one device, fed by threads that decode; see `Passes` for what comes together in one pass."""
 
-    def __init__(self, order: Order, device: str, progress: Progress) -> None:
-        """Load the VAE of the order's model."""
+    def __init__(self, order: Order, device: str, progress: Progress, *, threads: int | None = None) -> None:
+        """Load the VAE of the order's model; `threads` decode, by default `decode_threads()`."""
         self._family = detect(order.model_folder, order.elsewhere)
         self._settings = order.settings
         self._progress = progress
@@ -48,6 +49,7 @@ class LatentEncoder:
         self._opening = threading.Lock()
         self._dtype: str = order.settings["compute_dtype"]
         self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
+        self._threads = threads or decode_threads()
         self.device = device
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
@@ -64,7 +66,7 @@ class LatentEncoder:
         first = next(source, None)
         if first is None:
             return
-        threads = os.cpu_count() or 1
+        threads = self._threads
         depth = threads + 2 * self._passes.batch_size(first.cost)
         decoded = ahead(
             chain([first], source),
@@ -190,6 +192,11 @@ class LatentEncoder:
         if self._settings["posterior"] == "sample":
             raw = raw + posterior.std * posterior_noise(job.spec.key, tuple(raw.shape))
         return {LATENT: normalise(raw)[0]}
+
+
+def decode_threads() -> int:
+    """This process's share of the cores that it may use, among the processes launched with it."""
+    return max(1, num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def _tensor(job: Job) -> TensorSpec:

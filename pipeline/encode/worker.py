@@ -57,7 +57,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
 
             encoder = TextEncoder(order, device(), progress)
         started_s = time.perf_counter()
-        _make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
+        make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
         made_s = time.perf_counter()
         if order.beside is not None and latents is not None:
             from pipeline.encode.decoding import decode_beside
@@ -72,10 +72,14 @@ def device() -> str:
     return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
-def _make_all(
+def make_all(
     outcomes: Iterator[tuple[Job, Outcome]], store: Store, *, results: ResultsWriter, progress: Progress
 ) -> None:
-    """Write each entry as it comes, beside the encoding of the next."""
+    """Write each entry as it comes, beside the encoding of the next.
+
+    Raises:
+        StoreError: An entry could not be written.
+    """
     writes = Behind(WRITES_BEHIND, threads=WRITING_THREADS)
     try:
         for job, outcome in outcomes:

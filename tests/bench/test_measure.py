@@ -28,7 +28,7 @@ def test_both_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Pa
     calls: list[str] = []
     figure = figure_of(calls, iter([99.0, 2.0, 6.0, 4.0]), iter([99.0, 1.0, 2.0, 4.0]))
     measured = measure(figure, Workplace(tmp_path, full=False), rounds=3)
-    assert measured.ours_s == [2.0, 6.0, 4.0]
+    assert measured.ours == [2.0, 6.0, 4.0]
     assert measured.ratios == [2.0, 3.0, 1.0]
     assert measured.ratio == 2.0
     pairs = [set(calls[index : index + 2]) for index in range(0, 8, 2)]

@@ -1,0 +1,154 @@
+"""The limits: diffusers' and transformers' networks by themselves, on tensors that lie on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.rig import LEARNING_RATE, RANK, Rig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.training.loader import MicroInput
+
+
+def vae(folder: Path, dtype: str, device: str) -> Any:
+    """An `AutoencoderKL`, frozen."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    loaded: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=getattr(torch, dtype))
+    return loaded.to(device).requires_grad_(False).eval()
+
+
+def pixels(network: Any, count: int, resolution: int) -> Tensor:
+    """Images (count, 3, H, W) where the network lies, in its number format."""
+    import torch
+
+    parameter = next(network.parameters())
+    shape = (count, 3, resolution, resolution)
+    return torch.rand(shape, device=parameter.device, dtype=parameter.dtype) * 2 - 1
+
+
+def encode(network: Any, images: Tensor, total: int) -> None:
+    """At least `total` images, `images` at a time."""
+    import torch
+
+    with torch.inference_mode():
+        for _ in range(-(-total // len(images))):
+            network.encode(images).latent_dist.mode()
+
+
+def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[], None]:
+    """Loads all text encoders; what is returned asks them for one caption after the other."""
+    import torch
+
+    family = rig.family
+    asked: list[tuple[Any, list[Tensor]]] = []
+    for role in ("text_encoder", "text_encoder_2"):
+        kind: Any = family.class_of(role)
+        network = kind.from_pretrained(family.place(role), dtype=torch.bfloat16).to(device).eval()
+        name = role.replace("text_encoder", "tokenizer")
+        tokenizer = family.class_of(name).from_pretrained(family.place(name))
+        limit = 77 if "clip" in family.config(role)["model_type"] else family.max_length()
+        options = {"padding": "max_length", "truncation": True, "max_length": limit, "return_tensors": "pt"}
+        asked.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
+
+    def forward() -> None:
+        with torch.inference_mode():
+            for network, each in asked:
+                for ids in each:
+                    network(ids)
+
+    return forward
+
+
+@dataclass(frozen=True)
+class BareBatch:
+    """One step's: what the denoiser is called with, and what it should answer."""
+
+    arguments: dict[str, Any]
+    target: Tensor
+
+
+class BareTraining:
+    """A denoiser with peft's adapter and AdamW under autocast, and nothing else."""
+
+    def __init__(self, rig: Rig, batches: Sequence[MicroInput], device: str) -> None:
+        """Load it, and put the batches on the device; noise is mixed in before anything is timed."""
+        import torch
+        from peft import LoraConfig
+
+        self._device = device.partition(":")[0]
+        kind: Any = rig.family.class_of(rig.family.denoiser_name)
+        folder = rig.family.place(rig.family.denoiser_name)
+        self._denoiser: Any = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).to(device)
+        self._denoiser.train().requires_grad_(False)
+        targets = rig.family.lora_targets()
+        self._denoiser.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=targets))
+        self.weights = [weight for weight in self._denoiser.parameters() if weight.requires_grad]
+        for weight in self.weights:
+            weight.data = weight.data.float()
+        if rig.recipe.training.gradient_checkpointing:
+            self._denoiser.enable_gradient_checkpointing()
+        self._optimizer = torch.optim.AdamW(self.weights, lr=LEARNING_RATE)
+        scheduler = rig.family.load_noise_scheduler()
+        bare = _sdxl_batch if rig.model.name == "SDXL" else _flux_batch
+        self._batches = [bare(scheduler, batch.to(torch.device(device))) for batch in batches]
+
+    def steps(self) -> None:
+        """One over each batch."""
+        import torch
+        from torch.nn.functional import mse_loss
+
+        for batch in self._batches:
+            with torch.autocast(self._device, torch.bfloat16):
+                answer = self._denoiser(**batch.arguments, return_dict=False)[0]
+            mse_loss(answer.float(), batch.target).backward()
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+
+
+def _sdxl_batch(scheduler: Any, batch: MicroInput) -> BareBatch:
+    import torch
+
+    told = batch.conditions
+    sizes = [told[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")]
+    arguments = {
+        "sample": scheduler.add_noise(batch.latent, batch.noise, batch.timesteps),
+        "timestep": batch.timesteps,
+        "encoder_hidden_states": told["text_embedding"],
+        "added_cond_kwargs": {
+            "text_embeds": told["pooled_text_embedding"],
+            "time_ids": torch.cat(sizes, dim=1).float(),
+        },
+    }
+    return BareBatch(arguments, batch.noise)
+
+
+def _flux_batch(scheduler: Any, batch: MicroInput) -> BareBatch:
+    import torch
+    from diffusers import FluxPipeline
+
+    pipeline: Any = FluxPipeline
+    sigma = (batch.timesteps / scheduler.config.num_train_timesteps)[:, None, None, None]
+    told, device = batch.conditions, batch.latent.device
+    size, channels, height, width = batch.latent.shape
+
+    def packed(latent: Tensor) -> Tensor:
+        return pipeline._pack_latents(latent, size, channels, height, width)
+
+    arguments = {
+        "hidden_states": packed((1 - sigma) * batch.latent + sigma * batch.noise),
+        "timestep": sigma.flatten(),
+        "guidance": torch.ones(size, device=device),
+        "pooled_projections": told["pooled_text_embedding"],
+        "encoder_hidden_states": told["text_embedding"],
+        "txt_ids": torch.zeros(told["text_embedding"].shape[1], 3, device=device),
+        "img_ids": pipeline._prepare_latent_image_ids(size, height // 2, width // 2, device, torch.float32),
+    }
+    return BareBatch(arguments, packed(batch.noise - batch.latent))

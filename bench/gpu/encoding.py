@@ -1,0 +1,241 @@
+"""vae_latents on a GPU: against the VAE alone; what overflows; the best images a pass, and threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu import bare
+from bench.gpu.experiment import Experiment, GpuSide, Pair, Part, Reading, usual_parts
+from bench.gpu.models import MODELS
+from bench.gpu.rig import Bench, Encoding, Silent
+from bench.gpu.watch import Watch
+
+if TYPE_CHECKING:
+    from pipeline.encode.latent_encoder import LatentEncoder
+
+OVERFLOWING_GAIN = 1e5
+"""Of the first convolution: beyond float16's 65504 and no matter to the norms behind it, as in the VAE that
+SDXL was published with."""
+
+SDXL, FLUX = MODELS
+_RUNS = count()
+
+
+class Encoder:
+    """The encoder of a cache stage in this process, its model loaded."""
+
+    def __init__(self, bench: Bench, encoding: Encoding, *, threads: int | None = None) -> None:
+        """Load the VAE."""
+        from pipeline.encode.latent_encoder import LatentEncoder
+        from pipeline.encode.progress import Progress
+
+        self._bench = bench
+        self._jobs = encoding.jobs
+        self._folder = bench.fresh_folder(f"encoding-{next(_RUNS)}")
+        self._progress = Progress(Silent(), self._folder, total=len(self._jobs), what="latents", rank=1)
+        self._encoder: LatentEncoder = LatentEncoder(
+            encoding.order, bench.device, self._progress, threads=threads
+        )
+
+    def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:
+        """Reads, decodes, encodes and writes every image, into an empty store."""
+        from pipeline.encode.order import ResultsWriter
+        from pipeline.encode.worker import make_all
+        from pipeline.store import Store
+
+        store = Store(self._bench.fresh_folder("store"))
+        results = ResultsWriter(self._folder / "order.json", 0)
+        with results, watch.work(without_bytes=without_bytes):
+            outcomes = self._encoder.encoded(self._jobs, store)
+            make_all(outcomes, store, results=results, progress=self._progress)
+        made = sum(1 for _ in store.root.rglob("*.safetensors"))
+        assert made == len(self._jobs), f"{made} latents of {len(self._jobs)} images"
+        return {}
+
+
+@contextmanager
+def _against_the_vae(bench: Bench, model: Any, dtype: str) -> Generator[Pair]:
+    from bench.gpu.watch import held_bytes
+    from pipeline.encode.passes import GPU_BATCH_PX
+
+    rig = bench.rig(model, "encoding")
+    encoding = rig.encoding().computing(dtype)
+    network = bare.vae(rig.family.place("vae"), dtype, bench.device)
+    size = bench.scale.resolution
+    images = bare.pixels(network, max(1, GPU_BATCH_PX // size**2) if bench.scale.full else 2, size)
+    bare_bytes = held_bytes(bench.device)
+    encoder = Encoder(bench, encoding)
+    own_bytes = held_bytes(bench.device) - bare_bytes
+
+    def limit(watch: Watch) -> Reading:
+        with watch.work(without_bytes=own_bytes):
+            bare.encode(network, images, len(encoding.jobs))
+        return {}
+
+    yield Pair(len(encoding.jobs), partial(encoder, without_bytes=bare_bytes), limit)
+
+
+@contextmanager
+def _overflowing(bench: Bench) -> Generator[Pair]:
+    rig = bench.rig(SDXL, "encoding")
+    folder = bench.folder / "overflowing"
+    if not folder.exists():
+        network = bare.vae(rig.family.place("vae"), "float32", bench.device)
+        network.encoder.conv_in.weight.mul_(OVERFLOWING_GAIN)
+        network.save_pretrained(folder)
+        del network
+    encoding = rig.encoding().computing("float16", folder)
+    halves, whole = (bare.vae(folder, dtype, bench.device) for dtype in ("float16", "float32"))
+    size, number = bench.scale.resolution, len(encoding.jobs)
+    many, one = bare.pixels(halves, 2, size), bare.pixels(whole, 1, size)
+
+    def limit(watch: Watch) -> Reading:
+        with watch.work():
+            bare.encode(halves, many, number)
+            bare.encode(whole, one, number)
+        return {}
+
+    yield Pair(number, Encoder(bench, encoding), limit)
+
+
+@contextmanager
+def _batch_sizes(bench: Bench) -> Generator[Pair]:
+    import torch
+
+    from pipeline.encode.passes import Passes
+
+    rig, size = bench.rig(SDXL, "encoding"), bench.scale.resolution
+    rig.prepare()
+    passes = Passes(rig.family, dtype="bfloat16", device=bench.device, say=lambda text: None)
+    chosen = passes.batch_size(size * size)
+    network = bare.vae(rig.family.place("vae"), "bfloat16", bench.device)
+    number = bench.scale.images
+    rates: dict[int, list[float]] = {}
+
+    def seconds(batch: int) -> float:
+        watch = Watch(bench.device)
+        images = bare.pixels(network, batch, size)
+        with watch.work():
+            bare.encode(network, images, number)
+        rates.setdefault(batch, []).append(round(number / watch.reading["seconds"], 2))
+        return watch.reading["seconds"]
+
+    def best(watch: Watch) -> Reading:
+        found: list[float] = []
+        for batch in bench.scale.batches:
+            try:
+                found.append(seconds(batch))
+            except torch.OutOfMemoryError:
+                break
+        return {"seconds": min(found)}
+
+    def ours(watch: Watch) -> Reading:
+        return {"seconds": seconds(chosen)}
+
+    notes = {"chosen": chosen, "images_per_s": rates}
+    yield Pair(number, ours, best, notes)
+
+
+@contextmanager
+def _workers(bench: Bench) -> Generator[Pair]:
+    from pipeline.encode.latent_encoder import decode_threads
+
+    rig = bench.rig(SDXL, "encoding")
+    encoding = rig.encoding().computing("bfloat16")
+    number = len(encoding.jobs)
+    rates: dict[int, list[float]] = {}
+
+    def seconds(threads: int) -> float:
+        watch = Watch(bench.device)
+        Encoder(bench, encoding, threads=threads)(watch)
+        rates.setdefault(threads, []).append(round(number / watch.reading["seconds"], 2))
+        return watch.reading["seconds"]
+
+    def ours(watch: Watch) -> Reading:
+        return {"seconds": seconds(decode_threads())}
+
+    def best(watch: Watch) -> Reading:
+        return {"seconds": min(seconds(threads) for threads in bench.scale.workers)}
+
+    yield Pair(number, ours, best, {"chosen": decode_threads(), "images_per_s": rates})
+
+
+@contextmanager
+def _channels_last(bench: Bench) -> Generator[Pair]:
+    import torch
+
+    rig, size, number = bench.rig(SDXL, "encoding"), bench.scale.resolution, bench.scale.images
+    rig.prepare()
+    place = rig.family.place("vae")
+    plain, turned = (bare.vae(place, "bfloat16", bench.device) for _ in range(2))
+    turned = turned.to(memory_format=torch.channels_last)
+    images = bare.pixels(plain, 4 if bench.scale.full else 2, size)
+
+    def side(network: Any, pixels: Any) -> GpuSide:
+        def run(watch: Watch) -> Reading:
+            with watch.work():
+                bare.encode(network, pixels, number)
+            return {}
+
+        return run
+
+    last = images.contiguous(memory_format=torch.channels_last)
+    yield Pair(number, side(plain, images), side(turned, last))
+
+
+def _opening(model: Any, dtype: str) -> Callable[[Bench], AbstractContextManager[Pair]]:
+    return partial(_against_the_vae, model=model, dtype=dtype)
+
+
+_OURS = "images read, decoded, encoded and written, in one process"
+_SECONDS = (Part("", "seconds", "images"),)
+
+EXPERIMENTS = [
+    *(
+        Experiment(
+            f"{model.name} VAE, {dtype}",
+            _OURS,
+            "the VAE's encoder on pixels on the device, as many a pass as ours",
+            usual_parts("images", most=1.0 / 0.9),
+            60.0,
+            _opening(model, dtype),
+        )
+        for model, dtype in ((SDXL, "bfloat16"), (SDXL, "float16"), (FLUX, "bfloat16"))
+    ),
+    Experiment(
+        "SDXL VAE, float16 that overflows",
+        f"{_OURS}; each again in float32",
+        "the encoder in float16, two a pass, and in float32, one a pass",
+        _SECONDS,
+        60.0,
+        _overflowing,
+    ),
+    Experiment(
+        "SDXL VAE, images a pass",
+        "the encoder, with as many images a pass as ours takes",
+        "the best of those that were tried",
+        (Part("", "seconds", "images", most=1.1),),
+        45.0,
+        _batch_sizes,
+    ),
+    Experiment(
+        "SDXL VAE, decoding threads",
+        f"{_OURS}, with as many threads as it chooses",
+        "the best of those that were tried",
+        (Part("", "seconds", "images", most=1.1),),
+        60.0,
+        _workers,
+    ),
+    Experiment(
+        "SDXL VAE, channels last",
+        "the encoder with weights and pixels as they come",
+        "the same with channels last",
+        _SECONDS,
+        20.0,
+        _channels_last,
+    ),
+]

@@ -1,0 +1,154 @@
+"""trained_lora on a GPU: its steps and loader against the bare loop, and what memory settings cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.bare import BareTraining
+from bench.gpu.experiment import Experiment, Pair, Part, Reading, usual_parts
+from bench.gpu.models import MODELS, BaseModel
+from bench.gpu.rig import Bench, Rig
+from bench.gpu.watch import Watch, held_bytes
+
+if TYPE_CHECKING:
+    from pipeline.training.loader import MicroInput
+
+FASTER = 5
+"""Times the speed of the GPU, that the loader should have."""
+
+
+class Steps:
+    """Latentline's training steps in this process, its model loaded."""
+
+    def __init__(self, rig: Rig, **training: Any) -> None:
+        """Load the model."""
+        from pipeline.training.engine import Engine
+        from pipeline.training.loader import MicroBatchMaker
+
+        before_bytes = held_bytes(rig.bench.device)
+        order = rig.order(**training)
+        self.plan = order.plan()
+        self._engine = Engine(order, rig.family)
+        self._maker = MicroBatchMaker(order, rig.family, self._engine.scheduler)
+        self._pin = self._engine.accelerator.device.type == "cuda"
+        self.own_bytes = held_bytes(rig.bench.device) - before_bytes
+
+    def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:
+        """Reads and trains; then reads alone, which takes `loader` seconds."""
+        with watch.work(without_bytes=without_bytes):
+            self._read(train=True)
+        alone = Watch(watch.device)
+        with alone.work():
+            self._read(train=False)
+        return {"loader": alone.reading["seconds"]}
+
+    def _read(self, *, train: bool) -> None:
+        from pipeline.training.loader import micro_inputs
+
+        inputs = micro_inputs(self.plan, self._maker, rank=0, start=0, pin=self._pin)
+        if not train:
+            for _ in inputs:
+                pass
+            return
+        for _, batch in self.plan.iterate():
+            self._engine.step(batch, inputs, stop=False)
+        inputs.close()
+
+
+def inputs_of(rig: Rig) -> list[MicroInput]:
+    """What each step of the rig's plan takes, in memory."""
+    from pipeline.training.loader import MicroBatchMaker
+    from pipeline.training.noise import make_noise_scheduler
+
+    order = rig.order()
+    maker = MicroBatchMaker(order, rig.family, make_noise_scheduler(rig.family, order.recipe.training))
+    return [maker.make(step, batch.micro_batches[0][0]) for step, batch in order.plan().iterate()]
+
+
+@contextmanager
+def one_accelerator() -> Generator[None]:
+    """Accelerate's settings are the process's: none are left behind, and none are found."""
+    from accelerate.state import AcceleratorState
+
+    state: Any = AcceleratorState
+    state._reset_state(reset_partial_state=True)
+    try:
+        yield
+    finally:
+        state._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def _against_the_bare_loop(bench: Bench, model: BaseModel) -> Generator[Pair]:
+    rig = bench.rig(model, "cached")
+    with one_accelerator():
+        ours = Steps(rig)
+        before_bytes = held_bytes(bench.device)
+        bare = BareTraining(rig, inputs_of(rig), bench.device)
+        bare_bytes = held_bytes(bench.device) - before_bytes
+
+        def limit(watch: Watch) -> Reading:
+            with watch.work(without_bytes=ours.own_bytes):
+                bare.steps()
+            return {"loader": watch.reading["seconds"] / FASTER}
+
+        notes = {"batch_size": rig.recipe.training.batch_size, "resolution": bench.scale.resolution}
+        yield Pair(len(ours.plan), partial(ours, without_bytes=bare_bytes), limit, notes)
+
+
+@contextmanager
+def _against_itself(bench: Bench, model: BaseModel, training: Mapping[str, Any]) -> Generator[Pair]:
+    rig = bench.rig(model, "cached")
+    with one_accelerator():
+        plain = Steps(rig)
+        changed = Steps(rig, **training)
+        limit = partial(plain, without_bytes=changed.own_bytes)
+        notes = {"held_bytes": {"ours": changed.own_bytes, "limit": plain.own_bytes}}
+        yield Pair(len(plain.plan), partial(changed, without_bytes=plain.own_bytes), limit, notes)
+
+
+def _opening(
+    function: Callable[..., AbstractContextManager[Pair]], **arguments: Any
+) -> Callable[[Bench], AbstractContextManager[Pair]]:
+    return partial(function, **arguments)
+
+
+_LOADER = Part("loader", "loader", "batches", most=1.0)
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "nf4": {"quantize": "nf4"},
+    "int8": {"quantize": "int8"},
+    "int8_torchao": {"quantize": "int8_torchao"},
+    "adamw8bit": {"optimizer": "adamw8bit"},
+}
+"""Settings that take less memory, each by itself."""
+
+EXPERIMENTS = [
+    *(
+        Experiment(
+            f"{model.name} LoRA step, bf16",
+            "reading, noise, forward, backward, AdamW"
+            + ("; activations computed again" if model.training else ""),
+            "the same denoiser and adapter: forward, backward, AdamW on tensors on the device",
+            (*usual_parts("steps", most=1.02), _LOADER),
+            90.0,
+            _opening(_against_the_bare_loop, model=model),
+        )
+        for model in MODELS
+    ),
+    *(
+        Experiment(
+            f"SDXL LoRA step, {name}",
+            f"our steps with {', '.join(f'{key}: {value}' for key, value in change.items())}",
+            "our steps without it",
+            (Part("", "seconds", "steps"), Part("memory", "bytes", "peak", "bytes")),
+            45.0,
+            _opening(_against_itself, model=MODELS[0], training=change),
+        )
+        for name, change in CHANGES.items()
+    ),
+]

@@ -1,0 +1,96 @@
+"""How an experiment is run: in turns, within its budget, and a failure costs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.gpu.experiment import Experiment, Pair, Part, Reading, run
+from bench.gpu.rig import TINY, Bench
+from bench.gpu.session import EXPERIMENTS, measured_into
+from bench.gpu.watch import Watch
+from bench.results import load
+
+SECONDS = Part("", "seconds", "images")
+LOADER = Part("loader", "loader", "batches", most=1.0)
+IDLE = Part("idle", "share", "share", "share")
+
+
+def experiment_of(
+    calls: list[str],
+    *,
+    parts: tuple[Part, ...] = (SECONDS, LOADER),
+    budget_s: float = 60.0,
+    warm: bool = True,
+) -> Experiment:
+    @contextmanager
+    def opened(bench: Bench) -> Iterator[Pair]:
+        def side(name: str) -> object:
+            def work(watch: Watch) -> Reading:
+                calls.append(name)
+                watch.reading = {"seconds": 0.5} | ({"share": 0.25} if watch.recorded else {})
+                return {"loader": float(len(calls))}
+
+            return work
+
+        yield Pair(4, side("ours"), side("limit"), {"chosen": 4})
+
+    return Experiment("it", "ours", "limit", parts, budget_s, opened, warm)
+
+
+def bench_in(folder: Path) -> Bench:
+    return Bench(folder, "cpu", TINY)
+
+
+def test_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Path) -> None:
+    calls: list[str] = []
+    ended = run(experiment_of(calls), bench_in(tmp_path), rounds=3)
+    assert [set(calls[at : at + 2]) for at in range(0, 8, 2)] == [{"ours", "limit"}] * 4
+    seconds, loader = ended.measured
+    assert len(seconds.ours) == len(seconds.limit) == 3
+    assert loader.figure.name == "it: loader"
+    assert sorted(loader.ours + loader.limit) == [3, 4, 5, 6, 7, 8]
+    assert ended.notes == {"chosen": 4}
+
+
+def test_no_round_begins_after_the_budget_but_the_first_counts(tmp_path: Path) -> None:
+    calls: list[str] = []
+    ended = run(experiment_of(calls, budget_s=0.0, warm=False), bench_in(tmp_path), rounds=5)
+    assert len(calls) == 2
+    assert len(ended.measured[0].ours) == 1
+
+
+def test_the_idle_share_is_read_in_rounds_of_its_own(tmp_path: Path) -> None:
+    calls: list[str] = []
+    ended = run(experiment_of(calls, parts=(SECONDS, IDLE)), bench_in(tmp_path), rounds=3)
+    seconds, idle = ended.measured
+    assert len(seconds.ours) == 3
+    assert len(idle.ours) == 2
+    assert len(calls) == 2 * (1 + 3 + 2)
+
+
+def test_a_failure_is_told_and_the_others_numbers_are_kept(tmp_path: Path) -> None:
+    @contextmanager
+    def broken(bench: Bench) -> Iterator[Pair]:
+        raise ValueError("no such thing")
+        yield
+
+    failing = Experiment("broken", "ours", "limit", (SECONDS,), 1.0, broken)
+    out = tmp_path / "run.json"
+    failed = measured_into(out, [failing, experiment_of([])], bench_in(tmp_path), rounds=1)
+    assert failed == {"broken": "ValueError: no such thing"}
+    kept = load(out)
+    assert kept["missing"] == failed
+    assert set(kept["figures"]) == {"it", "it: loader"}
+    assert measured_into(out, [failing], bench_in(tmp_path), rounds=1) == failed
+    assert set(load(out)["figures"]) == {"it", "it: loader"}, "a run of the same commit is added to"
+
+
+def test_experiments_and_their_figures_have_names_of_their_own() -> None:
+    names = [each.line(part).name for each in EXPERIMENTS for part in each.parts]
+    assert len(names) == len(set(names)) > 20
+
+
+def test_all_budgets_together_fit_into_a_lent_half_hour() -> None:
+    assert sum(each.budget_s for each in EXPERIMENTS) <= 20 * 60
