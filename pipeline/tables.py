@@ -7,8 +7,9 @@ by position.
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import polars as pl
 
@@ -144,6 +145,10 @@ DUPLICATE = "duplicate"
 _ROWS_AT_ONCE = 16_384
 """Of a table on its way to the disk, encoded in memory: a third of a kilobyte each."""
 
+_COMPRESSION_LEVEL = 1
+"""Of Zstandard, the lowest: a table of 10,000 rows is written in two thirds of the time of the usual level,
+and is 2% larger."""
+
 NULLABLE = {"content_hash"}
 """Of REJECTED only: a file that could not be read has no hash."""
 
@@ -217,6 +222,11 @@ def pandera_schema(asset: str) -> pandera.polars.DataFrameSchema:
     return pa.DataFrameSchema(columns, strict=True, ordered=True, unique=_unique(asset))
 
 
+def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
+    """Put the table into the file as Parquet, some rows at a time."""
+    table.write_parquet(file, compression_level=_COMPRESSION_LEVEL, row_group_size=_ROWS_AT_ONCE)
+
+
 def only(table: pl.DataFrame, which: pl.Series) -> pl.DataFrame:
     """The rows for which `which` is true: the table itself, and no copy, where all are."""
     return table if which.all() else table.filter(which)
@@ -230,6 +240,9 @@ def in_order(table: pl.DataFrame, names: list[str]) -> pl.DataFrame:
 
 def _order(table: pl.DataFrame, names: list[str]) -> tuple[bool, bool]:
     """Whether a row comes before the one above it, and whether a row names what the one above it does."""
+    first = table[names[0]]
+    if not first.null_count() and (first[:-1] < first[1:]).all():
+        return False, False
     falls, equal = pl.lit(value=False), pl.lit(value=True)
     for name in names:
         before = pl.col(name).shift(1)
@@ -317,7 +330,7 @@ class Tables:
         """
         path = self.path(asset)
         rows = in_order(validated(asset, table, f"what {asset} wanted to write to {path}"), _unique(asset))
-        write_through(path, lambda file: rows.write_parquet(file, row_group_size=_ROWS_AT_ONCE))
+        write_through(path, partial(write_rows, rows))
         return path
 
     def write_rejected(self, stage: str, rows: pl.DataFrame) -> None:
@@ -328,10 +341,10 @@ class Tables:
         """
         part = self.folder / "rejected" / f"{stage}.parquet"
         checked = validated("rejected", rows, f"what {stage} wanted to reject")
-        write_through(part, checked.sort("sample_id").write_parquet)
+        write_through(part, partial(write_rows, checked.sort("sample_id")))
         parts = [self.folder / "rejected" / f"{asset}.parquet" for asset in ASSETS]
         rows_of_all = [pl.read_parquet(file) for file in parts if file.is_file()]
-        write_through(self.path("rejected"), pl.concat(rows_of_all).write_parquet)
+        write_through(self.path("rejected"), partial(write_rows, pl.concat(rows_of_all)))
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         """All rejected rows, or those of one stage; without rows when nothing was ever rejected.

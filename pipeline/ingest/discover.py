@@ -95,6 +95,8 @@ def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) 
 
 def _same_files(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     """The rows of what is known whose file is as it was, and was settled; the frame itself where all are."""
+    if known.is_empty():
+        return known
     now = found.select("sample_id", *(pl.col(name).alias(f"now_{name}") for name in ("path", *STAT)))
     if not known["sample_id"].equals(now["sample_id"]):
         now = known.select("sample_id").join(now, on="sample_id", how="left", maintain_order="left")

@@ -10,8 +10,7 @@ import heapq
 import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
@@ -32,6 +31,10 @@ JUNK = frozenset(
 
 FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
 """Suffixes of what other trainers keep among the images."""
+
+
+_FILES_AT_ONCE = 500
+"""Of a folder, that are met before they count as found."""
 
 
 class Found(NamedTuple):
@@ -61,6 +64,22 @@ class FoundFiles:
         """One more, by what `Found` says beside its path."""
         self._numbers.extend(numbers)
         self.paths.append(path)
+
+    def extend(self, folder: str, names: Sequence[str], numbers: list[int]) -> None:
+        """More, all in one folder.
+
+        Args:
+            folder: Empty, or ending with a slash.
+            names: Of the files in it.
+            numbers: What `Found` says beside a path, one file's after another's; inode and device may be
+                without a sign.
+        """
+        try:
+            self._numbers.extend(numbers)
+        except OverflowError:
+            del self._numbers[5 * len(self.paths) :]
+            self._numbers.extend(signed(number) if number > 0 else number for number in numbers)
+        self.paths.extend(folder, names)
 
     def __len__(self) -> int:
         """How many there are."""
@@ -95,7 +114,7 @@ class Walk:
         passed_over: Number of entries by kind: "hidden", "captions", "not_images", "foreign_caches",
             "special", "linked_twice", "broken_links".
         suffixes: Number of files that are no images by lower-case suffix, without the dot.
-        captions: Paths of files with the caption suffix.
+        captions: Paths of files with the caption suffix; of those beside an image of their name perhaps none.
         foreign_caches: Paths of other trainers' caches.
         links_out: Paths of followed links that lead out of the root.
     """
@@ -212,27 +231,45 @@ class _Walker:
     def _plain_files(self, folder: str, entries: Iterable[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
         """Meet what most entries are, images and the captions beside them, and give back the others.
 
-        It does what `_entry` does of each, in fewer steps: there may be a hundred thousand.
+        It does what `_entry` does of each, in fewer steps: there may be a hundred thousand. A caption is kept
+        only where no image of its name was met here.
         """
-        add, captions, before = self.walk.images.add, self.walk.captions, len(self.walk.captions)
         ending = self._caption_suffix or "/"
-        caption_suffix = ending.rpartition(".")[2].lower()
-        for entry in entries:
-            name = entry.name
-            suffix = name.rpartition(".")[2]
-            is_image = suffix in SUFFIXES
-            is_caption = not is_image and name.endswith(ending) and caption_suffix not in SUFFIXES
-            plain = (is_image or is_caption) and name[0] != "." and len(suffix) < len(name)
-            if not plain or name in JUNK or not entry.is_file(follow_symlinks=False):
-                yield entry
-            elif is_caption:
-                captions.append(folder + name)
-            else:
-                with suppress(FileNotFoundError):  # it went while the folder was listed
-                    add(folder + name, _numbers(entry.stat(follow_symlinks=False)))
-        if len(captions) > before:
-            self.walk.suffixes[caption_suffix] += len(captions) - before
-            self.walk.passed_over["captions"] += len(captions) - before
+        has_captions = ending.rpartition(".")[2].lower() not in SUFFIXES
+        names, numbers = list[str](), list[int]()
+        images, captions = set[str](), set[str]()
+        try:
+            for entry in entries:
+                name = entry.name
+                stem, _, suffix = name.rpartition(".")
+                is_image = suffix in SUFFIXES
+                plain = stem and name[0] != "." and (is_image or (has_captions and name.endswith(ending)))
+                if not plain or name in JUNK or not entry.is_file(follow_symlinks=False):
+                    yield entry
+                elif is_image:
+                    try:
+                        stat = entry.stat(follow_symlinks=False)
+                    except FileNotFoundError:
+                        continue  # it went while the folder was listed
+                    names.append(name)
+                    numbers += (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev)
+                    images.add(stem)
+                    if len(names) >= _FILES_AT_ONCE:
+                        self.walk.images.extend(folder, names, numbers)
+                        names, numbers = [], []
+                else:
+                    captions.add(name.removesuffix(ending))
+        finally:  # also where the folder cannot be listed to its end
+            self.walk.images.extend(folder, names, numbers)
+            self._captions(folder, captions, images)
+
+    def _captions(self, folder: str, captions: set[str], images: set[str]) -> None:
+        """Met in a folder: captions and images, by their names without suffixes."""
+        if captions:
+            suffix = self._caption_suffix or ""
+            self.walk.suffixes[suffix.rpartition(".")[2].lower()] += len(captions)
+            self.walk.passed_over["captions"] += len(captions)
+            self.walk.captions.extend(folder, [stem + suffix for stem in captions - images])
 
     def _entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
         name = entry.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import polars as pl
 
 from pipeline.atomic import write_through
 from pipeline.progress import progress
-from pipeline.tables import REJECTED, in_order, only
+from pipeline.tables import REJECTED, in_order, only, write_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +93,7 @@ class Known:
         for name, rows, before in kept:
             ordered = in_order(rows, rows.columns[:1])
             if not ordered.equals(before):
-                write_through(self._folder / f"{name}.parquet", ordered.write_parquet)
+                write_through(self._folder / f"{name}.parquet", partial(write_rows, ordered))
 
 
 def read_refused(tables: Tables) -> pl.DataFrame:
@@ -104,7 +105,7 @@ def write_refused(tables: Tables, rows: pl.DataFrame) -> None:
     """Replace what `read_refused` gives, if anything has changed."""
     ordered = rows.sort("sample_id")
     if not ordered.equals(read_refused(tables)):
-        write_through(tables.folder / "known" / _REFUSED_FILE, ordered.write_parquet)
+        write_through(tables.folder / "known" / _REFUSED_FILE, partial(write_rows, ordered))
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:

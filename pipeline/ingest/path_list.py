@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import polars as pl
 
@@ -23,6 +23,18 @@ class Paths:
         self._text += path.encode("utf-8", "surrogatepass")
         self._text.append(0)
         self._count += 1
+
+    def extend(self, folder: str, names: Sequence[str]) -> None:
+        """More, all in one folder.
+
+        Args:
+            folder: Empty, or ending with a slash.
+            names: Of the files in it; may be none.
+        """
+        if names:
+            self._text += (folder + f"\0{folder}".join(names)).encode("utf-8", "surrogatepass")
+            self._text.append(0)
+            self._count += len(names)
 
     def __len__(self) -> int:
         """How many there are."""

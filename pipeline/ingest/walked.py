@@ -153,6 +153,8 @@ def _lonely_captions(
     settings: DatasetSettings, found: Walk, images: pl.DataFrame, problems: Sequence[Problem]
 ) -> list[str]:
     """Caption files that belong to no image, not even to a rejected one."""
+    if not len(found.captions):
+        return []
     suffix = settings.captions.suffix
     of_problems = {sidecar_path(problem.path, suffix) for problem in problems}
     if not found.captions.are_ascii:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,19 @@ def test_C09_captions_without_image_are_counted_and_named(folder: Any) -> None:
     report = folder.scan().report
     assert report["captions_without_image"] == 1
     assert report["named"]["captions_without_image"] == ["d/lonely.txt"]
+
+
+def test_C09_a_caption_is_not_alone_beside_a_rejected_image_or_one_without_a_suffix(folder: Any) -> None:
+    shutil.copy(folder.add("a.png"), folder.root / "scraped")
+    (folder.root / "empty.png").touch()
+    (folder.root / "gone.png").symlink_to(folder.root / "nowhere.png")
+    for name in ("a", "scraped", "empty", "gone", "A", "sub"):
+        (folder.root / f"{name}.txt").write_text("x")
+    (folder.root / "sub").mkdir()
+    shutil.copy(folder.root / "a.txt", folder.root / "sub" / "a.txt")
+    report = folder.scan().report
+    assert report["named"]["captions_without_image"] == ["d/A.txt", "d/sub.txt", "d/sub/a.txt"]
+    assert report["passed_over"]["captions"] == 7
 
 
 def test_a_missing_dataset_is_a_clear_error(folder: Any) -> None:

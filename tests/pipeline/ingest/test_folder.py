@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from pipeline.errors import DatasetError
-from pipeline.ingest.folder import signed, walk
+from pipeline.ingest import folder
+from pipeline.ingest.folder import Found, FoundFiles, signed, walk
 
 
 def names(root: Path, suffix: str | None = None) -> list[str]:
@@ -149,3 +150,27 @@ def test_captions_are_told_from_other_files(tmp_path: Path) -> None:
 
 def test_inode_numbers_of_64_bits_fit_the_tables() -> None:
     assert [signed(inode) for inode in (5, 2**63 - 1, 2**63, 2**64 - 1)] == [5, 2**63 - 1, -(2**63), -1]
+
+
+def test_files_of_one_folder_come_as_if_one_by_one_also_with_inode_numbers_of_64_bits() -> None:
+    together, one_by_one = FoundFiles(), FoundFiles()
+    for inodes in ([1, 2**63 - 1], [3, 2**64 - 1], [5]):
+        numbers = [number for inode in inodes for number in (7, -1, 9, inode, 2**64 - 2)]
+        together.extend("a/", [f"{inode}.png" for inode in inodes], numbers)
+        for inode in inodes:
+            one_by_one.append(Found(f"a/{inode}.png", 7, -1, 9, signed(inode), -2))
+    assert list(together) == list(one_by_one)
+    assert together.stats().tolist() == one_by_one.stats().tolist()
+
+
+def test_as_many_files_as_there_are_are_met_when_a_folder_has_more_than_are_met_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folder, "_FILES_AT_ONCE", 3)
+    for number in range(7):
+        (tmp_path / f"{number}.png").write_bytes(b"x")
+        (tmp_path / f"{number}.txt").write_bytes(b"x")
+    found = walk(tmp_path, ".txt")
+    assert sorted(found.images) == sorted(walk(tmp_path).images)
+    assert len(found.images) == found.passed_over["captions"] == found.suffixes["txt"] == 7
+    assert not len(found.captions), "each has its image beside it"

@@ -36,3 +36,14 @@ def test_a_name_that_is_no_text_is_kept_and_makes_no_column() -> None:
     assert list(kept) == ["a", "\udcff.png"]
     with pytest.raises(UnicodeEncodeError):
         kept.series()
+
+
+@given(st.sampled_from(["", "a/", "\udcff/b/"]), st.lists(st.lists(names, max_size=5), max_size=4))
+def test_names_of_one_folder_come_as_if_one_by_one(folder: str, batches: list[list[str]]) -> None:
+    together, one_by_one = Paths(), Paths()
+    for batch in batches:
+        together.extend(folder, batch)
+        for name in batch:
+            one_by_one.append(folder + name)
+    assert list(together) == list(one_by_one)
+    assert len(together) == len(one_by_one)
