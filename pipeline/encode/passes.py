@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from pipeline.devices import is_out_of_memory
 from pipeline.encode.tiling import tiled_posterior
 from pipeline.errors import LaunchError
 from pipeline.families import Family, Posterior
@@ -27,9 +28,6 @@ TILES_PX = (512, 256)
 """Edges of the tiles that are tried, in this order, when not even one image fits."""
 
 _T = TypeVar("_T")
-
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc", "_ALLOC_FAILED")
-"""In the text of a RuntimeError: memory ran out, as the CPU's allocators and CUDA's libraries say it."""
 
 
 @dataclass(frozen=True)
@@ -134,10 +132,8 @@ class Passes:
         """What `work` makes, or None when memory runs out meanwhile."""
         try:
             return work()
-        except (torch.OutOfMemoryError, MemoryError):
-            pass
-        except RuntimeError as err:
-            if not any(mark in str(err) for mark in _OUT_OF_MEMORY):
+        except (RuntimeError, MemoryError) as err:
+            if not is_out_of_memory(err):
                 raise
         # Only here, behind the except, is the traceback gone that held on to the tensors of the failed pass.
         gc.collect()

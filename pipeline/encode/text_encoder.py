@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.devices import memory_ran_out
 from pipeline.encode.latent_encoder import as_stored
 from pipeline.encode.order import Job, Order
 from pipeline.encode.outcome import Encoded, Outcome
 from pipeline.encode.progress import Progress
-from pipeline.errors import ModelError
+from pipeline.errors import LaunchError, ModelError
 from pipeline.families import EncodedCaption, detect
 from pipeline.store import Store
 
@@ -21,12 +22,17 @@ class TextEncoder:
     """All text encoders of a model, on one device."""
 
     def __init__(self, order: Order, device: str, progress: Progress) -> None:
-        """Load them."""
+        """Load them.
+
+        Raises:
+            LaunchError: Memory does not suffice.
+        """
         self._family = detect(order.model_folder, order.elsewhere)
         self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
-        self._encoders = self._family.load_text_encoders(self._dtype, device)
+        with memory_ran_out(self._too_large):
+            self._encoders = self._family.load_text_encoders(self._dtype, device)
         self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
@@ -34,13 +40,15 @@ class TextEncoder:
 
         Raises:
             ModelError: An encoder answers with values that are not finite, or do not fit the stored dtype.
+            LaunchError: Memory ran out.
         """
         for job in jobs:
             self._progress.working_on(job.name)
             if store.check(job.spec).valid:
                 yield job, "present"
                 continue
-            caption = self._encode(job)
+            with memory_ran_out(self._too_large):
+                caption = self._encode(job)
             facts = {
                 "num_tokens": caption.num_tokens,
                 "num_cut": caption.num_cut,
@@ -57,6 +65,13 @@ class TextEncoder:
         if self._exact_encoders is None:
             self._exact_encoders = self._family.load_text_encoders("float32", self._device)
         return self._family.encode_caption(self._exact_encoders, job.work["caption"])
+
+    def _too_large(self, seen: str) -> LaunchError:
+        fix = "free the device, or encode captions on the CPU (see the README)"
+        if self._dtype == "float32":
+            fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
+        what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({seen})" if seen else "")
+        return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)
 
     def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:
         stored = {

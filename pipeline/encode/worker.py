@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.devices import own_device, why_no_gpu
 from pipeline.encode.feed import Behind
 from pipeline.encode.order import Job, Meeting, ResultsWriter, read_order, share
 from pipeline.encode.outcome import Encoded, Outcome
@@ -36,6 +36,7 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     Raises:
         StoreError: An entry could not be written.
         ModelError: The model cannot be loaded, or makes no finite numbers of text.
+        LaunchError: There is no GPU for this process, or memory ran out.
     """
     torch.set_num_threads(cpu_threads())
     order = read_order(order_file)
@@ -47,15 +48,18 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
         ResultsWriter(order_file, rank) as results,
         Progress(report, order_file.parent, total=total, what=f"{what} encoded", rank=rank) as progress,
     ):
+        device = own_device()
+        if (reason := why_no_gpu()) is not None:
+            progress.say(f"warning: {reason}")
         latents: LatentEncoder | None = None
         if order.kind == "latents":
             from pipeline.encode.latent_encoder import LatentEncoder
 
-            encoder = latents = LatentEncoder(order, device(), progress)
+            encoder = latents = LatentEncoder(order, device, progress)
         else:
             from pipeline.encode.text_encoder import TextEncoder
 
-            encoder = TextEncoder(order, device(), progress)
+            encoder = TextEncoder(order, device, progress)
         started_s = time.perf_counter()
         make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
         made_s = time.perf_counter()
@@ -65,11 +69,6 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
             mine = jobs.met if rank else jobs.met | (order.beside.keys - ordered.met)
             decode_beside(order.beside.of(mine), latents, store, progress)
         results.finish(made_s - started_s, aside_s=time.perf_counter() - made_s)
-
-
-def device() -> str:
-    """This process's own GPU, or the CPU where there is none."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
 
 
 def make_all(

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from pipeline.counting import counted
+from pipeline.devices import own_device
 from pipeline.errors import TrainingError
 from pipeline.recipe import LossSettings
 from pipeline.training.averaging import Averaging
@@ -75,7 +76,9 @@ class Engine:
         Raises:
             TrainingError: What is asked for needs a GPU or a package, the model takes no such adapter, or the
                 LoRA to start from is another.
+            LaunchError: There is no GPU for this process.
         """
+        own_device()  # says so where there is no GPU for this process, before CUDA does
         self._settings = order.recipe.training
         precision = order.recipe.accelerate.mixed_precision
         self.accelerator = _accelerator(precision)
@@ -144,15 +147,27 @@ class Engine:
             losses = self._backward(here, batch.num_samples, last=left == 0)
             both = torch.stack([losses, here.timesteps.float()]) * here.weights
             noted[:2].index_add_(1, here.indices, both)
-        summed = cast("Tensor", self.accelerator.reduce(noted, reduction="sum")).tolist()
+        summed, grad_norm = self._read(noted)
         loss = math.fsum(summed[0]) / batch.num_samples
         if not math.isfinite(loss):
             odd = [slot.sample_id for slot in batch.slots() if not math.isfinite(summed[0][slot.index])]
             raise _not_finite(f"the loss of step {batch.step} is {loss}", odd)
         learning_rate = float(self._schedule.get_last_lr()[0])
-        grad_norm = self._update(batch)
+        self._update(batch, grad_norm)
         stopping = summed[2][0] > 0
         return StepOutcome(loss, grad_norm, learning_rate, stopping, tuple(summed[0]), tuple(summed[1]))
+
+    def _read(self, noted: Tensor) -> tuple[list[list[float]], float]:
+        """The rows of `noted`, summed over all ranks, and the gradient's norm before it is cut here.
+
+        A GPU is waited for once: it has worked through everything that was asked of it by then, and lies idle
+        until the next is.
+        """
+        rows = cast("Tensor", self.accelerator.reduce(noted, reduction="sum"))
+        norm = cast("Tensor", self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm))
+        *numbers, grad_norm = torch.cat([rows.flatten(), norm.detach().float().reshape(1)]).tolist()
+        width = noted.shape[1]
+        return [numbers[start : start + width] for start in range(0, len(numbers), width)], grad_norm
 
     def _backward(self, here: MicroInput, num_samples: int, *, last: bool) -> Tensor:
         """Losses (B,), detached; gradients are exchanged after the last micro-batch only."""
@@ -258,9 +273,7 @@ class Engine:
         for network in self.networks.values():
             network.train(training)
 
-    def _update(self, batch: StepPlan) -> float:
-        norm = self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm)
-        grad_norm = float(cast("Tensor", norm))
+    def _update(self, batch: StepPlan, grad_norm: float) -> None:
         if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
             self._optimizer.zero_grad()
             names = [slot.sample_id for slot in batch.slots()]
@@ -269,7 +282,6 @@ class Engine:
         self._averaging.stepped()
         self._schedule.step()
         self._optimizer.zero_grad()
-        return grad_norm
 
     def state(self, step: int) -> TrainingState:
         """All that a resumed run needs, after `step` optimizer steps; the optimizer's part is not copied."""

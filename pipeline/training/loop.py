@@ -8,6 +8,7 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -15,6 +16,7 @@ from accelerate.utils import broadcast_object_list
 
 from pipeline.atomic import write_text
 from pipeline.counting import counted, verb
+from pipeline.devices import memory_ran_out, why_no_gpu
 from pipeline.errors import TrainingError
 from pipeline.families import detect
 from pipeline.runs import RunLayout
@@ -35,6 +37,7 @@ from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan
 from pipeline.training.samples import draw_samples
+from pipeline.training.shortage import too_large
 from pipeline.training.trackers import open_trackers
 from pipeline.training.validation import Validation
 
@@ -78,7 +81,8 @@ class _Run:
         self.order = order
         self.plan = order.plan()
         self.family = detect(order.base, order.elsewhere)
-        self.engine = Engine(order, self.family)
+        with memory_ran_out(partial(too_large, order.recipe, "while the base model was loaded")):
+            self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process
         self.report = report
         self.paths = RunLayout(order.folder)
@@ -128,7 +132,8 @@ class _Run:
                 break
             begun_s = time.perf_counter()
             try:
-                outcome = self.engine.step(batch, inputs, stop=stop.requested)
+                with memory_ran_out(partial(too_large, self.order.recipe, f"in step {number}")):
+                    outcome = self.engine.step(batch, inputs, stop=stop.requested)
             except TrainingError as err:
                 raise self._with_last_good(err, done) from err
             done = number + 1
@@ -175,6 +180,8 @@ class _Run:
         weights = sum(weight.numel() for weight in self.engine.weights)
         device = self.engine.accelerator.device
         self.report.info(f"training {weights} LoRA weights on {device}: {numbers}")
+        if (reason := why_no_gpu()) is not None:
+            self._warn(reason)
         if resumed:
             self.report.info(f"going on after step {resumed}, from its checkpoint")
 

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.encode.text import cache_text, wanted_captions
 from pipeline.entries import Entries
-from pipeline.errors import ModelError
+from pipeline.errors import LaunchError, ModelError
 from pipeline.reports import StageResult
 
 
@@ -155,6 +155,18 @@ def test_an_encoder_that_answers_nan_is_an_error_that_names_the_caption_and_the_
     with pytest.raises(ModelError, match="not finite") as caught:
         cached(cache.with_settings(model={"base": str(folder)}), launch_here)
     assert str(folder) in str(caught.value)
+
+
+def test_text_encoders_that_do_not_fit_say_what_takes_less(
+    cache, launch_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each caption needs more than any machine has; the allocator itself refuses."""
+    needs = "pipeline.families.diffusers_family.DiffusersFamily.encode_caption"
+    monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as caught:
+        cached(cache, launch_here)
+    assert "text.compute_dtype: bfloat16" in caught.value.fix
+    assert "on cpu" in caught.value.where
 
 
 def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
