@@ -36,4 +36,4 @@ def _named(finding: Finding) -> list[str]:
 
 
 def _line(row: Mapping[str, object]) -> str:
-    return ", ".join(str(value) for name, value in row.items() if name != "fix" and value is not None)
+    return ", ".join(str(value) for name, value in row.items() if name != "fix" and value not in (None, ""))

@@ -10,6 +10,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings, outliers
+from pipeline.checks.reasons import fixes, most_frequent_first
 from pipeline.counting import counted
 from pipeline.reports import Report
 
@@ -76,8 +77,12 @@ def _images_found(
     first = rows[0]
     summary = f"dataset {first['dataset']} has no image: searched {first['searched']} with its subfolders"
     if first["rejected"]:
-        summary += f"; what lies there was rejected: {counted(refused[first['dataset']], 'image')}"
-        return Outcome(False, summary, "see tables/rejected.parquet for reasons and fixes", rows, numbers)
+        mine = rejected.filter(pl.col("dataset") == first["dataset"])
+        by_reason = dict(mine.group_by("reason").len().sort("len", "reason", descending=[True, False]).rows())
+        reasons = _counts({reason.replace("_", " "): number for reason, number in by_reason.items()})
+        detail = most_frequent_first(mine).select("path", "detail").row(0)
+        summary += f"; what lies there was rejected: {reasons}; {': '.join(detail)}"
+        return Outcome(False, summary, fixes(mine), rows, numbers)
     summary += f"; passed over: {first['passed_over'] or 'nothing, it is empty'}"
     summary += f"; suffixes there: {first['other_suffixes']}" if first["other_suffixes"] else ""
     fix = "correct datasets[].path, or put images there; folders that begin with a dot are not searched"
@@ -182,6 +187,13 @@ def _oddities(table: pl.DataFrame, report: Report) -> Outcome:
     }
     if not rows:
         return Outcome(True, "nothing odd lies in the datasets", numbers=numbers)
-    counts = _counts({kind.replace("_", " "): count for kind, count in numbers.items() if count})
+    one = {"captions_without_image": "caption without image", "foreign_caches": "foreign cache"}
+    counts = _counts(
+        {
+            (one.get(kind, kind) if count == 1 else kind).replace("_", " "): count
+            for kind, count in numbers.items()
+            if count
+        }
+    )
     fix = "look whether these are meant; nothing needs to be done for training"
     return Outcome(False, f"worth a look: {counts}", fix, rows, numbers)

@@ -146,11 +146,25 @@ def walk(root: Path, caption_suffix: str | None = None, *, found: Walk | None = 
     try:
         os.scandir(root).close()
     except OSError as err:
-        fix = "correct datasets[].path in the recipe, or make the folder readable"
-        raise DatasetError(f"the dataset cannot be read: {err.strerror}", where=str(root), fix=fix) from err
+        what = f"the dataset cannot be read: {err.strerror}"
+        raise DatasetError(what, where=str(root), fix=_fix_of_root(root, err)) from err
     walker = _Walker(root, caption_suffix, found or Walk())
     walker.run()
     return walker.walk
+
+
+def _fix_of_root(root: Path, err: OSError) -> str:
+    if isinstance(err, NotADirectoryError):
+        return (
+            "let datasets[].path name a folder; a listing (.parquet, .jsonl or .csv); or the inside of an "
+            "archive, such as zip://::photos.zip"
+        )
+    if isinstance(err, FileNotFoundError) and "$" in str(root):
+        return "write the path out in datasets[].path: variables such as $HOME are not replaced, only ~ is"
+    of_windows = "\\" in str(root) or any(len(part) == 2 and part[1] == ":" for part in root.parts)
+    if isinstance(err, FileNotFoundError) and of_windows:
+        return "correct datasets[].path: that is a path of Windows, and this is none"
+    return "correct datasets[].path in the recipe, or make the folder readable"
 
 
 def is_hidden(name: str) -> bool:

@@ -49,7 +49,16 @@ def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) ->
 def test_I08_all_images_rejected_says_so(folder: Any) -> None:
     folder.add("a.png", b"")
     folder.scan()
-    assert "what lies there was rejected: 1 image" in checked(raw_images, folder)["images_found"].summary
+    found = checked(raw_images, folder)["images_found"]
+    assert found.summary.endswith("what lies there was rejected: 1 empty file; a.png: it has no bytes")
+    assert "copy or download it again" in found.fix
+
+
+def test_a_single_oddity_is_told_in_the_singular(folder: Any) -> None:
+    folder.add("a.png")
+    (folder.root / "film.txt").write_text("x")
+    folder.scan()
+    assert checked(raw_images, folder)["oddities"].summary == "worth a look: 1 caption without image"
 
 
 def test_I17_names_that_differ_in_case_or_form_close_a_gate_with_both_named(folder: Any) -> None:

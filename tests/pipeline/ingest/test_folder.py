@@ -118,11 +118,21 @@ def test_I19_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
     assert walk(tmp_path / "link").links_out == []
 
 
-@pytest.mark.parametrize("name", ["", "file.txt"])
-def test_I21_a_root_that_cannot_be_listed_is_a_clear_error(tmp_path: Path, name: str) -> None:
-    (tmp_path / "file.txt").write_text("x")
-    with pytest.raises(DatasetError, match="cannot be read"):
-        walk(tmp_path / (name or "gone"))
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("gone", "correct datasets[].path in the recipe"),
+        ("photos.zip", "zip://::photos.zip"),
+        ("$HOME/photos", "variables such as $HOME are not replaced"),
+        ("C:/Users/me/photos", "a path of Windows"),
+        ("C:\\Users\\me\\photos", "a path of Windows"),
+    ],
+)
+def test_I21_a_root_that_cannot_be_listed_is_a_clear_error(tmp_path: Path, name: str, fix: str) -> None:
+    (tmp_path / "photos.zip").write_text("x")
+    with pytest.raises(DatasetError, match="cannot be read") as caught:
+        walk(tmp_path / name)
+    assert fix in caught.value.fix
 
 
 def test_I21_a_folder_without_permission_is_a_problem_and_the_rest_goes_on(tmp_path: Path) -> None:
