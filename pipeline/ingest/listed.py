@@ -6,9 +6,8 @@ is refused: whoever wrote the listing need not be who runs the job.
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from stat import S_ISLNK, S_ISREG
@@ -16,48 +15,23 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.addresses import Url
 from pipeline.errors import DatasetError
 from pipeline.image_formats import ImageError
 from pipeline.ingest.folder import Found, Problem, Walk
-from pipeline.source import NO_FILE, Source, signed, source_at
+from pipeline.ingest.listing_file import read_listing
+from pipeline.source import NO_FILE, Source, signed
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
 
-_READERS: dict[str, Any] = {
-    ".parquet": pl.read_parquet,
-    ".jsonl": lambda file: pl.read_ndjson(file, infer_schema_length=None),
-    ".csv": lambda file: pl.read_csv(file, infer_schema_length=None),
-}
 
+def relative(settings: DatasetSettings) -> Callable[[str], str]:
+    """What makes a row's path relative to the dataset's root, in its shortest form.
 
-def read_listing(settings: DatasetSettings) -> pl.DataFrame:
-    """The listing as a table, its column of paths as text.
-
-    Raises:
-        DatasetError: It cannot be read, or a column that the recipe names is not in it.
+    A whole path that begins with the root's is one below it; any other is as it is, and leads out.
     """
-    path = settings.path
-    file = path
-    try:
-        if isinstance(path, Url):
-            file = io.BytesIO(source_at(path.parent).read(path.name))
-        table = _READERS[path.suffix.lower()](file)
-    except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as err:
-        fix = "correct datasets[].path, or write the file anew: Parquet, JSON lines or CSV, in UTF-8"
-        raise DatasetError(f"the listing cannot be read: {err}", where=str(path), fix=fix) from err
-    named: dict[str, tuple[str, ...]] = {"datasets[].path_column": (settings.path_column,)}
-    if settings.captions.from_ == "column":
-        named["datasets[].captions.columns"] = settings.captions.columns
-    if settings.focus_columns is not None:
-        named["datasets[].focus_columns"] = settings.focus_columns
-    for key, columns in named.items():
-        missing = [column for column in columns if column not in table.columns]
-        if missing:
-            what = f"the listing has no column {missing[0]!r}; it has {', '.join(map(repr, table.columns))}"
-            raise DatasetError(what, where=str(path), fix=f"set {key} to columns that it has")
-    return table.with_columns(pl.col(settings.path_column).cast(pl.String))
+    root = str(settings.root).rstrip("/") + "/"
+    return lambda said: os.path.normpath(said).removeprefix(root)
 
 
 def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | None = None) -> Walk:
@@ -74,18 +48,19 @@ def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | Non
     found = found or Walk()
     seen: set[str] = set()
     paths: list[str] = []
+    path_of = relative(settings)
     for said in read_listing(settings)[settings.path_column]:
         if not said:
             found.passed_over["rows_without_path"] += 1
             continue
-        path = os.path.normpath(said)
+        path = path_of(said)
         if path in seen:
             found.passed_over["listed_twice"] += 1
             continue
         seen.add(path)
         if path == ".." or path.startswith(("/", "../")):
             detail = f"the listing's path {said!r} leads out of {source.address}"
-            fix = "list paths below datasets[].images"
+            fix = "write paths relative to that folder, or set datasets[].images to the one they lie in"
             found.problems.append(Problem(said, "outside_dataset", detail, fix))
         else:
             paths.append(path)
@@ -99,14 +74,42 @@ def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | Non
 
 
 def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[str, ...]]:
-    """Of each path, the texts in its caption columns; those without any text are left out."""
-    columns = settings.captions.columns
-    rows = table.select(settings.path_column, *(pl.col(name).cast(pl.String) for name in columns)).rows()
-    first: dict[str, tuple[str, ...]] = {}
-    for path, *texts in rows:
-        if path:
-            first.setdefault(os.path.normpath(path), tuple(text for text in texts if text and text.strip()))
-    return first
+    """Of each path, the texts in its caption columns, in order.
+
+    A column of lists holds several texts a row. A path that is listed several times has the texts of all of
+    its rows, none twice; those of which `filters.where` is not true do not count.
+
+    Raises:
+        DatasetError: A caption column holds neither texts nor lists of them; or as `paths_where`.
+    """
+    if settings.filters.where is not None:
+        table = _chosen(settings, table)
+    columns = [_texts(settings, table[name]) for name in settings.captions.columns]
+    path_of = relative(settings)
+    found: dict[str, tuple[str, ...]] = {}
+    for said, *cells in zip(table[settings.path_column].to_list(), *columns, strict=True):
+        if said:
+            path, texts = path_of(said), _of_row(cells)
+            known = found.get(path)
+            found[path] = texts if known is None else tuple(dict.fromkeys((*known, *texts)))
+    return found
+
+
+def _texts(settings: DatasetSettings, column: pl.Series) -> list[str | list[str | None] | None]:
+    """Of each row, its text or its list of texts."""
+    many = isinstance(column.dtype, (pl.List, pl.Array))
+    one = column.dtype.inner if isinstance(column.dtype, (pl.List, pl.Array)) else column.dtype
+    if isinstance(one, (pl.List, pl.Array, pl.Struct, pl.Binary, pl.Object)):
+        what = f"the column {column.name!r} holds {column.dtype}, and not captions"
+        fix = "let datasets[].captions.columns name columns of text, or of lists of texts"
+        raise DatasetError(what, where=str(settings.path), fix=fix)
+    return column.cast(pl.List(pl.String) if many else pl.String).to_list()
+
+
+def _of_row(cells: Sequence[str | list[str | None] | None]) -> tuple[str, ...]:
+    """The texts of one row's caption columns that hold any."""
+    texts = (text for cell in cells for text in (cell if isinstance(cell, list) else [cell]))
+    return tuple(text for text in texts if text and text.strip())
 
 
 def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
@@ -115,10 +118,16 @@ def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
     Raises:
         DatasetError: It is no SQL expression over the listing's columns.
     """
+    path_of = relative(settings)
+    return {path_of(path) for path in _chosen(settings, table)[settings.path_column] if path}
+
+
+def _chosen(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
+    """The rows for which `filters.where` is true."""
     where = settings.filters.where
     assert where is not None
     try:
-        chosen = table.filter(pl.sql_expr(where))
+        return table.filter(pl.sql_expr(where))
     except (pl.exceptions.PolarsError, ValueError, TypeError) as err:
         columns = ", ".join(f"{name} ({kind})" for name, kind in table.schema.items())
         raise DatasetError(
@@ -126,7 +135,6 @@ def paths_where(settings: DatasetSettings, table: pl.DataFrame) -> set[str]:
             where=str(settings.path),
             fix=f"write an SQL expression that is true or false, over its columns: {columns}",
         ) from err
-    return {os.path.normpath(path) for path in chosen[settings.path_column] if path}
 
 
 def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:
@@ -146,10 +154,11 @@ def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, t
                 where=str(settings.path),
                 fix="let datasets[].focus_columns name columns of numbers from 0 to 1",
             ) from err
+    path_of = relative(settings)
     first: dict[str, tuple[float, float]] = {}
     for path, across, down in rows.rows():
         if path:
-            first.setdefault(os.path.normpath(path), (across, down))
+            first.setdefault(path_of(path), (across, down))
     return first
 
 
@@ -183,7 +192,8 @@ def _looked_here(root: Path, paths: Sequence[str]) -> Iterator[Found | Problem]:
 
 def _not_found(path: str, why: object) -> Problem:
     detail = f"the listing names it, and it cannot be found: {why}"
-    return Problem(path, "not_found", detail, "correct the listing, or put the file there")
+    fix = "correct the listing, or put the file there"
+    return Problem(path, "not_found", detail, "write / in its paths, not \\" if "\\" in path else fix)
 
 
 def _look(root: Path, path: str, within: Any) -> Found | Problem:

@@ -105,7 +105,13 @@ class _Captions:
         settings, path = self.settings[row["dataset"]], row["path"]
         said = self.listed.get(row["dataset"], {}).get(path)
         source, size = self.sources[row["dataset"]], row["caption_bytes"]
-        caption: Caption = caption_of(settings.captions, source, path, said, sidecar_bytes=size)
+        try:
+            caption: Caption = caption_of(settings.captions, source, path, said, sidecar_bytes=size)
+        except ImageError as err:
+            if err.reason != "caption_missing" or not settings.is_listing:
+                raise
+            fix = f"{err.fix}; or take them from the listing: captions: {{from: column, columns: [...]}}"
+            raise ImageError(err.reason, err.detail, where=err.where, fix=fix) from err
         focus_x, focus_y = focus_of(self.focuses.get(row["dataset"], {}), path)
         first, *more = variants(settings.captions, caption.texts)
         return {

@@ -13,7 +13,8 @@ import pytest
 from pipeline.buckets import assign_buckets
 from pipeline.errors import DatasetError
 from pipeline.ingest.discover import scan
-from pipeline.ingest.listed import read_listing, walk_listing
+from pipeline.ingest.listed import walk_listing
+from pipeline.ingest.listing_file import read_listing
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.source import source_at
@@ -167,6 +168,119 @@ def test_a_listing_that_cannot_be_used_is_an_error_that_names_it(
     assert what in caught.value.what
     assert caught.value.where == str(listing)
     assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "fix"),
+    [
+        ("a.csv", b"path;caption\na.png;x\n", "'path;caption'", "separate its columns by commas, not by ';'"),
+        ("a.csv", b"path\tcaption\na.png\tx\n", "no column", r"not by '\t'"),
+        ("a.csv", b"a.png,a cat\nb.png,x\n", "no column 'path'", "names into its first line"),
+        (
+            "a.csv",
+            b"path,caption\na.png,x\nb.png,a, b\n",
+            "line 3 has 3 fields, the heading 2",
+            "double quotes",
+        ),
+        (
+            "a.csv",
+            b"path,caption\na.png,caf\xe9\n",
+            "byte 0xe9 in line 2 is no UTF-8",
+            "save the file as UTF-8",
+        ),
+        ("a.csv", b"", "cannot be read", "write the file anew"),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": "x"}\n{oops\n',
+            "line 2 is no JSON",
+            "one JSON object a line",
+        ),
+        ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is no JSON object", "one JSON object a line"),
+        (
+            "a.jsonl",
+            b'{"file_name": "a.png", "text": "x"}\n',
+            "no column 'path'",
+            "what holds the paths, and ",
+        ),
+        ("a.jsonl", b'{"path": ["a.png"], "caption": "x"}\n', "'path' holds List", "a column of text"),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": {"en": "x"}}\n',
+            "'caption' holds Struct",
+            "columns of text",
+        ),
+    ],
+)
+def test_a_listing_of_another_form_is_told_by_line_and_with_what_to_write(
+    folder: Path, name: str, content: bytes, what: str, fix: str
+) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        run(recipe(folder / name))
+    assert what in caught.value.what
+    assert fix in caught.value.fix
+    assert "truncate_ragged_lines" not in str(caught.value)
+
+
+def test_numbers_as_captions_and_names_in_a_csv_stay_as_they_are_written(folder: Path) -> None:
+    (folder / "007").write_bytes(picture(7))
+    (folder / "a.csv").write_text("path,caption\n007,0010\n", encoding="utf-8")
+    kept, reasons = run(recipe(folder / "a.csv"))
+    assert kept.select("path", "caption").rows() == [("007", "0010")]
+    assert reasons == {}
+
+
+def all_captions(kept: pl.DataFrame) -> dict[str, list[str]]:
+    return {row["path"]: [row["caption"], *json.loads(row["more_captions"])] for row in kept.to_dicts()}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_lists_holds_several_captions_an_image(folder: Path, kind: str) -> None:
+    rows = [
+        {"path": "a.png", "caption": ["a cat", "", None, "a small cat"]},
+        {"path": "sub/b.png", "caption": ["a dog"]},
+        {"path": "c.png", "caption": []},
+    ]
+    kept, reasons = run(recipe(write(folder, kind, rows)))
+    assert all_captions(kept) == {"a.png": ["a cat", "a small cat"], "sub/b.png": ["a dog"]}
+    assert reasons == {"c.png": "caption_empty"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_an_image_in_several_rows_has_the_captions_of_all_that_are_chosen(folder: Path, kind: str) -> None:
+    more = [
+        {"path": "./a.png", "caption": "a tabby", "other": None, "score": 8},
+        {"path": "a.png", "caption": "a cat", "other": None, "score": 9},
+        {"path": "a.png", "caption": "badly put", "other": None, "score": 1},
+    ]
+    listing = write(folder, kind, [*ROWS, *more])
+    kept, _ = run(recipe(listing))
+    assert all_captions(kept)["a.png"] == ["a cat", "a tabby", "badly put"]
+    kept, _ = run(recipe(listing, filters={"where": "score > 2"}))
+    assert all_captions(kept) == {"a.png": ["a cat", "a tabby"], "sub/b.png": ["a dog"]}
+
+
+def test_whole_paths_below_the_datasets_folder_are_taken(folder: Path) -> None:
+    rows = [{**row, "path": str(folder / str(row["path"]))} for row in ROWS]
+    kept, _ = run(recipe(write(folder, "csv", rows)))
+    assert kept["sample_id"].to_list() == ["d/a.png", "d/sub/b.png"]
+    beside = [{"path": f"{folder}-other/a.png", "caption": "x"}]
+    _, reasons = run(recipe(write(folder, "csv", beside)))
+    assert list(reasons.values()) == ["outside_dataset"]
+
+
+def test_paths_with_backslashes_are_told_to_have_slashes(folder: Path) -> None:
+    listing = write(folder, "csv", [{"path": r".\sub\b.png", "caption": "x"}])
+    used = recipe(listing)
+    (problem,) = walk_listing(used.datasets[0], source_at(folder)).problems
+    assert problem.fix == "write / in its paths, not \\"
+
+
+def test_C03_captions_that_the_listing_could_have_are_told_of(folder: Path) -> None:
+    used = recipe(write(folder, "csv"), captions={})
+    tables = Tables(used.output_dir)
+    rejected = validate(used, scan(used, tables, log=str).table, tables, log=str).rejected
+    assert all("captions: {from: column" in fix for fix in rejected["fix"])
 
 
 def test_a_listing_that_is_not_there_is_an_error(folder: Path) -> None:
