@@ -6,11 +6,12 @@ Encodings are always given, never the locale's. A byte order mark wins over what
 from __future__ import annotations
 
 import codecs
+import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.image_formats import SUFFIXES, ImageError
 
@@ -31,6 +32,9 @@ _LINE_ENDS = re.compile("\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
 _INVISIBLE = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufeff]")
 """Control characters but for white space, and byte order marks in the middle of a text."""
+
+JSON_SUFFIX = ".json"
+"""Of sidecar files that hold a JSON object with the caption in it."""
 
 MAX_CAPTION_BYTES = 1_000_000
 """A larger file is no caption; reading it would fill the memory and the table."""
@@ -74,6 +78,8 @@ def caption_of(
         sidecar = sidecar_path(path, settings.suffix)
         where, of = source.where(sidecar), f"sidecar:{sidecar}"
         texts = [_decoded(_read(source, path, sidecar, sidecar_bytes), settings, where)]
+        if settings.suffix.lower() == JSON_SUFFIX:
+            texts = _in_json(texts[0], settings.json_key, where)
     elif settings.from_ == "filename":
         name = path.rpartition("/")[2]
         texts, of = [name.removesuffix(_last_suffix(name)).replace("_", " ")], "filename"
@@ -133,17 +139,20 @@ def _read(source: Source, path: str, sidecar: str, num_bytes: int) -> bytes:
 
 def _missing(source: Source, path: str, sidecar: str) -> ImageError:
     """Says what does lie beside the image under its name."""
-    beside = _beside(source, path)
+    names = source.names_beside(path)
+    beside = _beside(names, path)
     found = f"beside it lie {', '.join(beside)}" if beside else "nothing else has its name"
     fix = f"write {sidecar}, or set captions.suffix" + (f" to {beside[0]}" if beside else "")
+    listings = sorted({"metadata.jsonl", "metadata.csv", "metadata.parquet"} & set(names))
+    if listings:
+        fix += f"; or let datasets[].path name {listings[0]}, with path_column and captions: {{from: column}}"
     return ImageError("caption_missing", f"there is no {sidecar}; {found}", where=source.where(path), fix=fix)
 
 
-def _beside(source: Source, path: str) -> list[str]:
-    """Suffixes, with their dots, of files that are named as the image and are none."""
+def _beside(names: Iterable[str], path: str) -> list[str]:
+    """Suffixes, with their dots, of the files that are named as the image and are none."""
     stem = PurePosixPath(path).stem + "."
-    names = [name for name in source.names_beside(path) if name.startswith(stem)]
-    suffixes = {name[len(stem) - 1 :] for name in names}
+    suffixes = {name[len(stem) - 1 :] for name in names if name.startswith(stem)}
     return sorted(suffix for suffix in suffixes if suffix.rpartition(".")[2].lower() not in SUFFIXES)
 
 
@@ -159,6 +168,30 @@ def _decoded(data: bytes, settings: CaptionSettings, where: str) -> str:
         return _strictly(data, settings.fallback_encoding, where, "save the file as UTF-8")
     fix = "save the file as UTF-8, or set captions.fallback_encoding, to cp1252 for files from Windows"
     return _strictly(data, settings.encoding, where, fix)
+
+
+def _in_json(text: str, key: str, where: str) -> list[str]:
+    """The text at one key of a JSON object, or the texts of the list there."""
+    said: Any = None
+    try:
+        said = json.loads(text.removeprefix("\ufeff"))
+    except ValueError as err:
+        detail, fix = (
+            f"its caption file is no JSON: {err} ({where})",
+            "write it anew, or as a plain text file",
+        )
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
+    if not isinstance(said, dict) or key not in said:
+        keys = ", ".join(map(repr, list(said)[:10])) if isinstance(said, dict) else "no object"  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        detail = f"there is no {key!r} in its caption file {where}; it has {keys}"
+        fix = "set captions.json_key to the key that holds the caption"
+        raise ImageError("caption_missing", detail, where=where, fix=fix)
+    texts: Any = said[key] if isinstance(said[key], list) else [said[key]]
+    if not all(isinstance(each, str) for each in texts):
+        detail = f"{key!r} in its caption file {where} is neither a text nor a list of texts"
+        fix = "set captions.json_key to the key that holds the caption"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix)
+    return texts
 
 
 def _strictly(data: bytes, encoding: str, where: str, fix: str) -> str:

@@ -74,7 +74,15 @@ class CaptionSettings(Settings):
         "the listing.",
     )
     suffix: Suffix = Field(
-        default=".txt", description="Of sidecar files, with its dot: photo.jpg is captioned by photo.txt."
+        default=".txt",
+        description="Of sidecar files, with its dot: photo.jpg is captioned by photo.txt. With .json a file "
+        "holds a JSON object, and `json_key` says where in it the caption is.",
+    )
+    json_key: str = Field(
+        default="caption",
+        min_length=1,
+        description="With `suffix: .json`: the object's key whose text is the caption; of a list of texts, "
+        "each is a caption of its own, and training draws one each epoch.",
     )
     text: str | None = Field(
         default=None, min_length=1, description="The caption of every image, with `from: fixed` only."
@@ -82,8 +90,9 @@ class CaptionSettings(Settings):
     columns: tuple[str, ...] = Field(
         default=("caption",),
         min_length=1,
-        description="Columns of the listing with `from: column`; of several, each is a caption of its own, "
-        "and training draws one each epoch.",
+        description="Columns of the listing with `from: column`, of text or of lists of texts; of several "
+        "texts, also those of several rows of one image, each is a caption of its own, and training draws "
+        "one each epoch.",
     )
     lines: Literal["one", "each"] = Field(
         default="one",
@@ -239,7 +248,7 @@ class DatasetSettings(Settings):
         if self.is_listing:
             return self
         broken: list[Broken] = []
-        what = f"{self.path.name or self.path} is a folder, and only a listing has columns"
+        what = f"{self.path.name or self.path} is no listing, and only a listing has columns"
         fix = f"let path name a listing ({', '.join(LISTING_SUFFIXES)}), or remove this"
         if self.captions.from_ == "column":
             broken.append(Broken("captions.from", what, fix))

@@ -160,3 +160,41 @@ def test_captions_of_a_listing_are_canonical_and_empty_ones_are_left_out(tmp_pat
         with pytest.raises(ImageError) as caught:
             caption_of(column, LocalSource(tmp_path), "a.png", nothing)
         assert caught.value.reason == "caption_empty"
+
+
+def json_captions(root: Path, data: str, **values: object) -> tuple[str, ...]:
+    (root / "a.json").write_text(data, encoding="utf-8")
+    return caption_of(settings(suffix=".json", **values), LocalSource(root), "a.png").texts
+
+
+def test_of_a_json_file_the_caption_is_what_its_key_holds(tmp_path: Path) -> None:
+    said = '{"caption": "a  red\\ncaf\\u00e9", "tags": ["red", "", "wet"], "width": 3}'
+    assert json_captions(tmp_path, said) == ("a red\ncaf\u00e9",)
+    assert json_captions(tmp_path, "\ufeff" + said, json_key="tags") == ("red", "wet")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason", "what"),
+    [
+        ("a plain text", "caption_undecodable", "is no JSON"),
+        ('["a", "b"]', "caption_missing", "it has no object"),
+        ('{"text": "a", "tags": []}', "caption_missing", "it has 'text', 'tags'"),
+        ('{"caption": {"en": "a"}}', "caption_undecodable", "neither a text nor a list of texts"),
+        ('{"caption": ["a", 3]}', "caption_undecodable", "neither a text nor a list of texts"),
+        ('{"caption": null}', "caption_undecodable", "neither a text nor a list of texts"),
+        ('{"caption": " "}', "caption_empty", "holds no text"),
+    ],
+)
+def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
+    tmp_path: Path, data: str, reason: str, what: str
+) -> None:
+    with pytest.raises(ImageError) as caught:
+        json_captions(tmp_path, data)
+    assert caught.value.reason == reason
+    assert what in caught.value.detail
+    assert caught.value.fix
+
+
+def test_C03_a_list_of_captions_in_the_folder_is_told_of(tmp_path: Path) -> None:
+    (tmp_path / "metadata.jsonl").write_text("{}", encoding="utf-8")
+    assert "let datasets[].path name metadata.jsonl" in refused(tmp_path, None).fix
