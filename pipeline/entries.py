@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.addresses import Url
+from pipeline.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.families import Family, Use, detect
 from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
 from pipeline.geometry import Geometry, Size
@@ -30,17 +31,9 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 
-LATENT = "latent"
-"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
-
-TEXT = "text_embedding"
-"""Name of the tensor of a caption's entry that is (T, D), and may be as long as the caption."""
-
 CAPTION_BYTES_PER_TOKEN = 3
 TEMPLATE_TOKENS = 32
 """What an estimate reckons with: bytes of UTF-8 that are a token, and tokens beside the caption's own."""
-
-MEAN, STD = MOMENTS = ("mean", "std")
 
 STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
 """Of tables: an entry's `EntryStat` when it was last verified, field by field."""

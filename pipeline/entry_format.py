@@ -32,6 +32,14 @@ FORMAT = 1
 DATA_START = 2048
 """Offset of the data in each entry. A header that needs more than 2040 bytes is refused when written."""
 
+LATENT = "latent"
+"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
+
+MEAN, STD = MOMENTS = ("mean", "std")
+
+TEXT = "text_embedding"
+"""Name of the tensor of a caption's entry that is (T, D), and may be as long as the caption."""
+
 _METADATA_KEY = "latentline"
 _NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
 _SAFETENSORS_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}

@@ -8,8 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import pipeline.errors
 from pipeline.errors import LatentlineError, LaunchError
@@ -37,17 +38,22 @@ PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Holds the id of the process that a launched process must not outlive."""
 
 
+Meanwhile: TypeAlias = Callable[[], object]
+
+
 class Launch(Protocol):
     """Runs one entry module under accelerate to its end."""
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         """Run `python -m <module> <order>` on every process that the recipe asks for.
 
         Args:
             module: An entry module, such as `pipeline.entrypoints.encode`.
             order: A JSON file that tells the module what to do; results come back as files beside it.
+            meanwhile: Called here as soon as the processes have been started, whose imports take seconds.
 
         Raises:
+            Exception: What `meanwhile` raised; the processes have ended by then.
             LatentlineError: The one that the module ended with, as it was raised there.
             LaunchError: A process exited with another status than 0 for any other reason; the text quotes the
                 end of its output.
@@ -105,22 +111,28 @@ class LocalLaunch:
         """Launch with the recipe's `accelerate` settings."""
         self._settings = settings
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         """As `Launch`."""
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-            error_file = Path(folder) / "error.json"
-            done = subprocess.run(
-                launch_command(self._settings, module, order),
-                env=launch_environment(self._settings, error_file),
-                capture_output=True,
-                text=True,
-                encoding="utf-8",
-                errors="replace",
-                check=False,
-            )
-            if done.returncode != 0:
-                output = (done.stdout + done.stderr).splitlines()
-                raise launch_error(module, done.returncode, output=output, error_file=error_file)
+            error_file, output_file = Path(folder) / "error.json", Path(folder) / "output.txt"
+            with output_file.open("wb") as file:
+                process = subprocess.Popen(
+                    launch_command(self._settings, module, order),
+                    env=launch_environment(self._settings, error_file),
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                )
+            try:
+                if meanwhile is not None:
+                    meanwhile()
+                status = process.wait()
+            except BaseException:
+                process.kill()
+                process.wait()
+                raise
+            if status != 0:
+                output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
+                raise launch_error(module, status, output=output, error_file=error_file)
 
 
 def launch_error(module: str, status: int, *, output: list[str], error_file: Path) -> LatentlineError:

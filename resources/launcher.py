@@ -25,7 +25,7 @@ from dagster import (
 )
 from pydantic import Field
 
-from pipeline.launching import Launch, launch_command, launch_environment, launch_error
+from pipeline.launching import Launch, Meanwhile, launch_command, launch_environment, launch_error
 
 if TYPE_CHECKING:
     from pipeline.process_tree import ProcessTree
@@ -49,14 +49,19 @@ class AccelerateLauncher(ConfigurableResource):
     def bind(self, context: AssetExecutionContext, settings: AccelerateSettings) -> Launch:
         """A `Launch` whose processes report to `context`'s log and never outlive the step."""
 
-        def launch(module: str, order: Path) -> None:
+        def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
             command = launch_command(settings, module, order)
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(settings, Path(folder) / "error.json")
                 variables |= session_variables
                 output = _Output(Path(folder) / "output.txt")
                 status = _run_watched(
-                    command, variables=variables, output=output, grace_s=self.grace_s, context=context
+                    command,
+                    variables=variables,
+                    output=output,
+                    grace_s=self.grace_s,
+                    context=context,
+                    meanwhile=meanwhile,
                 )
                 if status != 0:
                     error_file = Path(folder) / "error.json"
@@ -90,10 +95,12 @@ def _run_watched(
     output: _Output,
     grace_s: float,
     context: AssetExecutionContext,
+    meanwhile: Meanwhile | None,
 ) -> int:
     """Run `command` in a session of its own to its end, and end what it leaves behind.
 
-    Whatever interrupts the waiting (Dagster's stop, SIGINT, SIGTERM, a bug) ends the whole tree first.
+    Whatever interrupts `meanwhile` or the waiting (Dagster's stop, SIGINT, SIGTERM, an error) ends the whole
+    tree first.
 
     Returns:
         The exit status, or minus the number of the signal that ended the process.
@@ -106,6 +113,8 @@ def _run_watched(
         )
     tree = ProcessTree(process.pid)
     try:
+        if meanwhile is not None:
+            meanwhile()
         _wait(process, tree, output)
     except BaseException as err:
         with _uninterrupted():

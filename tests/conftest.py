@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from pipeline.launching import Meanwhile
 from tests.elsewhere import S3_ENVIRONMENT, s3_server
 
 # Before torch is imported: threads that spin while they wait starve on a shared machine.
@@ -66,9 +67,11 @@ class LaunchHere:
         self.modules: list[str] = []
         self.said: list[str] = []
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         from pipeline.encode.worker import run
 
+        if meanwhile is not None:
+            meanwhile()
         assert module == "pipeline.entrypoints.encode"
         self.modules.append(module)
         run(order, self, rank=0, num_ranks=1)
@@ -90,7 +93,7 @@ def launch_here() -> LaunchHere:
 def forbidden_launch() -> Callable[[str, Path], None]:
     """Fails the test when something is launched."""
 
-    def launch(module: str, order: Path) -> None:
+    def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         pytest.fail(f"{module} was launched for {order.read_text(encoding='utf-8')[:300]}")
 
     return launch

@@ -36,7 +36,7 @@ class Encoder:
         self._bench = bench
         self._jobs = encoding.jobs
         self._folder = bench.fresh_folder(f"encoding-{next(_RUNS)}")
-        self._progress = Progress(Silent(), self._folder, total=len(self._jobs), what="latents", rank=1)
+        self._progress = Progress(Silent(), self._folder, jobs=self._jobs, what="latents", rank=1)
         self._encoder: LatentEncoder = LatentEncoder(
             encoding.order, bench.device, self._progress, threads=threads
         )

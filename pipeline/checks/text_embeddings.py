@@ -10,7 +10,8 @@ import polars as pl
 from pipeline.checks.base import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import Problems
 from pipeline.counting import counted, verb
-from pipeline.entries import STAT_COLUMNS, TEXT, Entries, caption_rows, with_recorded
+from pipeline.entries import STAT_COLUMNS, Entries, caption_rows, with_recorded
+from pipeline.entry_format import TEXT
 
 STAGE = "text_embeddings"
 

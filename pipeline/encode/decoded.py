@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import polars as pl
 
 from pipeline.atomic import write_bytes, write_text
-from pipeline.entries import LATENT, MEAN
+from pipeline.entry_format import LATENT, MEAN
 from pipeline.pictures import beside, jpeg
 
 if TYPE_CHECKING:
+    import polars as pl
+
     from pipeline.entries import Entries
 
 NUM_DECODED = 8
@@ -77,6 +78,8 @@ def sample_of(rows: pl.DataFrame, number: int) -> pl.DataFrame:
             the smallest ones are found without sorting it.
         number: At least 1.
     """
+    import polars as pl  # only here: an encoding process has no use for it
+
     share = _LIKELY_ENOUGH * number / max(1, len(rows))
     below = "g" if share >= 1 else f"{int(share * 2**32):08x}"
     few = rows.filter((pl.col("content_hash") < below) & ~pl.col("flipped")).sort("content_hash", "key")

@@ -12,7 +12,7 @@ from pipeline.encode import decoded
 from pipeline.encode.latent_encoder import LatentEncoder
 from pipeline.encode.order import Beside, Job
 from pipeline.encode.progress import Progress
-from pipeline.entries import LATENT, MEAN
+from pipeline.entry_format import LATENT, MEAN
 from pipeline.store import Store
 
 CPU_WINDOW_PX = 512

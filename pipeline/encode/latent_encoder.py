@@ -21,7 +21,7 @@ from pipeline.encode.outcome import Encoded, Failure, Outcome
 from pipeline.encode.passes import Answer, Passes, Pixels
 from pipeline.encode.probes import suspicious, wrong_model
 from pipeline.encode.progress import Progress
-from pipeline.entries import LATENT, MEAN, STD
+from pipeline.entry_format import LATENT, MEAN, STD
 from pipeline.errors import LatentlineError, ModelError
 from pipeline.families import Posterior, detect
 from pipeline.geometry import Geometry

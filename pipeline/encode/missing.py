@@ -15,14 +15,15 @@ import polars as pl
 
 from pipeline.addresses import Address, Url
 from pipeline.counting import counted
-from pipeline.encode.order import Beside, Job, Order, Results, in_turn, read_results, write_order
+from pipeline.encode.order import Beside, Job, Order, Results, read_results, write_jobs, write_order
 from pipeline.encode.outcome import Failure
+from pipeline.encode.turn import in_turn
 from pipeline.entries import STAT_COLUMNS, Entries, unchanged, with_recorded
 from pipeline.errors import StoreError
 from pipeline.launching import Launch
 from pipeline.registry import note_speed, register
 from pipeline.reports import Log, Stopwatch
-from pipeline.store import EntrySpec, EntryState, Kind
+from pipeline.store import NO_STAT, EntrySpec, EntryState, Kind
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -124,14 +125,38 @@ class Maker:
             StoreError: The disk is too small or not writable, or an entry that was made is not valid.
             LatentlineError: As `Launch`; what was made before stays.
         """
-        store, recipe, rows = self._entries.store, self._entries.recipe, wanted.rows
-        register(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=rows["key"])
-        looked_at = with_recorded(rows.select("key", "num_bytes"), known)
-        same = unchanged(store, self._kind, looked_at)
+        store, recipe, keys = self._entries.store, self._entries.recipe, wanted.rows["key"]
+        register(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
         made = Made(
-            looked_at.filter(same).select("key", *STAT_COLUMNS).cast(_ENTRY_SCHEMA),
+            pl.DataFrame(schema=_ENTRY_SCHEMA),
             pl.DataFrame(schema={"key": pl.String, **dict.fromkeys(wanted.facts, pl.Int32)}),
         )
+        if self._one_is_missing(wanted, known):
+            missing, results = self._launched(lambda: self._found(wanted, known, made), wanted, settings)
+        else:
+            missing, results = self._found(wanted, known, made), Results()
+            if not missing.is_empty():
+                _, results = self._launched(lambda: missing, wanted, settings)
+        for part in self._looked_at(missing, wanted):
+            self._settle(part, wanted, results=results, made=made)
+        return made
+
+    def _one_is_missing(self, wanted: Wanted, known: pl.DataFrame | None) -> bool:
+        """Whether the first entry that no table knows is not there: then processes are started at once."""
+        new = wanted.rows if known is None else wanted.rows.join(known, on="key", how="anti")
+        stats = self._entries.store.stats(self._kind, new["key"].head(1))
+        return any(tuple(stat) == NO_STAT for stat in stats)
+
+    def _found(self, wanted: Wanted, known: pl.DataFrame | None, made: Made) -> pl.DataFrame:
+        """The rows whose entry is missing or wrong; the others are noted in `made`.
+
+        Raises:
+            StoreError: The disk has no room for the missing ones.
+        """
+        store, rows = self._entries.store, wanted.rows
+        looked_at = with_recorded(rows.select("key", "num_bytes"), known)
+        same = unchanged(store, self._kind, looked_at)
+        made.entries = looked_at.filter(same).select("key", *STAT_COLUMNS).cast(_ENTRY_SCHEMA)
         del looked_at
         missing = self._missing(rows.filter(~same), wanted, made)
         damaged = len(made.damaged)
@@ -142,10 +167,7 @@ class Maker:
         self._name_damaged(missing.filter(pl.col("key").is_in(made.damaged)), wanted)
         if not missing.is_empty():
             _require_space(store.address, int(missing["about_bytes"].sum()))
-            results = self._launched(in_turn(missing), wanted, settings)
-            for part in self._looked_at(missing, wanted):
-                self._settle(part, wanted, results=results, made=made)
-        return made
+        return in_turn(missing)
 
     def _missing(self, doubtful: pl.DataFrame, wanted: Wanted, made: Made) -> pl.DataFrame:
         """Those of the rows whose entry is missing or wrong; the others are noted as found."""
@@ -165,23 +187,34 @@ class Maker:
                 states = pool.map(store.check, map(wanted.spec, named))
                 yield list(zip(named, states, strict=True))
 
-    def _launched(self, missing: pl.DataFrame, wanted: Wanted, settings: Mapping[str, Any]) -> Results:
-        store = self._entries.store
-        jobs = _Jobs(missing, wanted.job)
-        model = self._entries.family
-        order = Order(self._kind, model.folder, store.address, settings, jobs, model.elsewhere, wanted.beside)
+    def _launched(
+        self, find: Callable[[], pl.DataFrame], wanted: Wanted, settings: Mapping[str, Any]
+    ) -> tuple[pl.DataFrame, Results]:
+        """The rows that `find` finds, while processes start that make their entries, and what those said."""
+        model, store = self._entries.family, self._entries.store
+        order = Order(self._kind, model.folder, store.address, settings, [], model.elsewhere, wanted.beside)
+        found: list[pl.DataFrame] = []
+        found_s: list[float] = []
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
-            file = write_order(order, Path(folder))
+
+            def meanwhile() -> None:
+                begun_s = time.perf_counter()
+                found.append(find())
+                write_jobs(_Jobs(found[0], wanted.job), Path(folder))
+                found_s.append(time.perf_counter() - begun_s)
+
+            file = write_order(order, Path(folder), jobs_follow=True)
             started_s = time.perf_counter()
-            self._launch(ENTRY_MODULE, file)
+            self._launch(ENTRY_MODULE, file, meanwhile)
             results = read_results(Path(folder))
             launched_s = time.perf_counter() - started_s
-        self._watch.startup_s += max(0.0, launched_s - results.work_s - results.aside_s)
+        missing = found[0]
+        self._watch.startup_s += max(0.0, launched_s - found_s[0] - results.work_s - results.aside_s)
         self._watch.aside_s += results.aside_s
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
             note_speed(self._entries.memory, self._kind, results.work_s / cost)
-        return results
+        return missing, results
 
     def _name_damaged(self, damaged: pl.DataFrame, wanted: Wanted) -> None:
         store = self._entries.store

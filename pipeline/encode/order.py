@@ -1,7 +1,8 @@
 """What the cache stages and their child processes tell each other: files in one temporary folder.
 
 order.json              written by the stage: the model, the store, the settings
-jobs.jsonl              beside it: a line for each job, in the order in which they are taken up
+jobs.jsonl              beside it, perhaps later: their number, and a line for each, in the order in which
+                        they are taken up
 results-<rank>.jsonl    written by each process: a line for each job as it ends, and a last one for its times
 """
 
@@ -9,22 +10,23 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Protocol, TextIO
 
-import polars as pl
-
 from pipeline.addresses import Address, address
 from pipeline.encode.outcome import Failure
-from pipeline.entries import LATENT_SHAPE
 from pipeline.store import EntrySpec, Kind, TensorSpec
 
 ORDER_FILE = "order.json"
 JOBS_FILE = "jobs.jsonl"
 RESULTS_PATTERN = "results-*.jsonl"
+
+_LOOK_INTERVAL_S = 0.01
+"""Between two looks for jobs that are still to be written."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +124,31 @@ class Meeting:
 
 
 class JobsFile:
-    """The jobs of an order, read anew by each iteration: only one is in memory, however many there are."""
+    """The jobs of an order, read anew by each iteration: only one is in memory, however many there are.
 
-    def __init__(self, path: Path, count: int) -> None:
-        """Of `count` jobs; nothing is read yet."""
+    Whoever asks while the stage has not written them yet waits until it has.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Nothing is read yet."""
         self._path = path
-        self._count = count
 
     def __len__(self) -> int:
         """How many there are."""
-        return self._count
+        with self._written().open(encoding="utf-8") as file:
+            return json.loads(next(file))
 
     def __iter__(self) -> Iterator[Job]:
         """In the file's order."""
-        with self._path.open(encoding="utf-8") as file:
+        with self._written().open(encoding="utf-8") as file:
+            next(file)
             for line in file:
                 yield _job(json.loads(line))
+
+    def _written(self) -> Path:
+        while not self._path.exists():
+            time.sleep(_LOOK_INTERVAL_S)
+        return self._path
 
 
 @dataclass
@@ -159,22 +170,25 @@ class Results:
     aside_s: float = 0.0
 
 
-def write_order(order: Order, folder: Path) -> Path:
+def write_order(order: Order, folder: Path, *, jobs_follow: bool = False) -> Path:
     """Write the order into `folder`, which must exist.
+
+    Args:
+        order: What to write.
+        folder: Of this order alone.
+        jobs_follow: Leave its jobs to a `write_jobs` that comes later.
 
     Returns:
         The path of the order file.
     """
-    with (folder / JOBS_FILE).open("w", encoding="utf-8") as file:
-        for job in order.jobs:
-            file.write(json.dumps(_fields(job)) + "\n")
+    if not jobs_follow:
+        write_jobs(order.jobs, folder)
     fields: dict[str, Any] = {
         "kind": order.kind,
         "model_folder": str(order.model_folder),
         "elsewhere": {role: str(place) for role, place in order.elsewhere.items()},
         "store_root": str(order.store_root),
         "settings": dict(order.settings),
-        "num_jobs": len(order.jobs),
     }
     if order.beside is not None:
         jobs = [_fields(job) for job in order.beside.jobs]
@@ -182,6 +196,16 @@ def write_order(order: Order, folder: Path) -> Path:
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
+
+
+def write_jobs(jobs: Jobs, folder: Path) -> None:
+    """Write the jobs of the order in `folder`; processes that wait for them see all at once."""
+    unfinished = folder / f"{JOBS_FILE}.unfinished"
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(f"{len(jobs)}\n")
+        for job in jobs:
+            file.write(json.dumps(_fields(job)) + "\n")
+    unfinished.rename(folder / JOBS_FILE)
 
 
 def read_order(path: Path) -> Order:
@@ -194,7 +218,7 @@ def read_order(path: Path) -> Order:
         Path(fields["model_folder"]),
         address(fields["store_root"]),
         fields["settings"],
-        JobsFile(path.parent / JOBS_FILE, fields["num_jobs"]),
+        JobsFile(path.parent / JOBS_FILE),
         {role: Path(place) for role, place in fields["elsewhere"].items()},
         beside,
     )
@@ -217,28 +241,8 @@ def _job(fields: dict[str, Any]) -> Job:
     return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
 
 
-def in_turn(rows: pl.DataFrame) -> pl.DataFrame:
-    """The probes first, then the costliest first, jobs of one shape one after the other.
-
-    The probes are the costliest job, the cheapest one and the first one by name, as far as these differ: what
-    is wrong with the model or the settings shows within seconds. The answer depends on the jobs alone, not on
-    how they are ordered.
-
-    Args:
-        rows: A row a job: `cost`, `name`, `key`, and the `LATENT_SHAPE` where shapes differ.
-    """
-    if rows.is_empty():
-        return rows
-    shape = [name for name in LATENT_SHAPE if name in rows.columns]
-    ordered = rows.sort("cost", *shape, "key", descending=[True, *(False for _ in shape), False])
-    first_by_name = ordered.with_row_index("place").sort("name", "key")["place"][0]
-    probes = list(dict.fromkeys((0, len(ordered) - 1, first_by_name)))
-    others = ordered.with_row_index("place").filter(~pl.col("place").is_in(probes)).drop("place")
-    return ordered[probes].vstack(others)
-
-
 NUM_PROBES = 3
-"""Most that come before the others."""
+"""Most jobs that come before the others, see `pipeline.encode.turn`."""
 
 
 def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:

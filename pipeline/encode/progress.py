@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections.abc import Sized
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -36,11 +37,14 @@ class Progress:
     Used as a context manager, it also speaks from a thread of its own when nothing has ended for a while.
     """
 
-    def __init__(self, report: Report, folder: Path, *, total: int, what: str, rank: int) -> None:
-        """For `total` jobs, whose results come into `folder`; `what` says what they are."""
+    def __init__(self, report: Report, folder: Path, *, jobs: Sized, what: str, rank: int) -> None:
+        """For `jobs`, whose results come into `folder`; `what` says what they are.
+
+        They are counted when something is said of them, and not before.
+        """
         self._report = report
         self._folder = folder
-        self._total = total
+        self._jobs = jobs
         self._what = what
         self._speaks = rank == 0
         self._read_bytes: dict[str, int] = {}
@@ -88,7 +92,7 @@ class Progress:
             self._last_s = time.monotonic()
             self._count()
             failed = f", {self._failed} failed" if self._failed else ""
-            self._report.progress(self._done, self._total, f"{self._what}{failed}")
+            self._report.progress(self._done, len(self._jobs), f"{self._what}{failed}")
 
     def _count(self) -> None:
         """Take what each process has added to its results since the last time."""

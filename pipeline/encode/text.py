@@ -12,7 +12,8 @@ import polars as pl
 from pipeline import tables as table_files
 from pipeline.encode.missing import Made, Maker, Wanted
 from pipeline.encode.order import Job
-from pipeline.entries import TEXT, Entries, caption_rows
+from pipeline.entries import Entries, caption_rows
+from pipeline.entry_format import TEXT
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
 from pipeline.store import EntrySpec, EntryState

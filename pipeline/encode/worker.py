@@ -43,10 +43,10 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
     looked_at = set[str]() if order.beside is None else order.beside.keys
     ordered = Meeting(order.jobs, looked_at)
     store, jobs = store_at(order.store_root), Meeting(share(ordered, rank, num_ranks), looked_at)
-    total, what = len(order.jobs), "latents" if order.kind == "latents" else "text embeddings"
+    what = "latents" if order.kind == "latents" else "text embeddings"
     with (
         ResultsWriter(order_file, rank) as results,
-        Progress(report, order_file.parent, total=total, what=f"{what} encoded", rank=rank) as progress,
+        Progress(report, order_file.parent, jobs=order.jobs, what=f"{what} encoded", rank=rank) as progress,
     ):
         device = own_device()
         if (reason := why_no_gpu()) is not None:
@@ -60,6 +60,8 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
             from pipeline.encode.text_encoder import TextEncoder
 
             encoder = TextEncoder(order, device, progress)
+        progress.working_on("waiting for the list of what is missing")
+        len(order.jobs)
         started_s = time.perf_counter()
         make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
         made_s = time.perf_counter()

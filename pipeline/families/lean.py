@@ -9,6 +9,7 @@ missing, which diffusers allows for; what it then lacks stays lacking for the li
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -70,14 +71,17 @@ def _without(names: Sequence[str]) -> Generator[None]:
     import torch
 
     hidden = [name for name in names if name not in sys.modules]
-    disable = torch.compiler.disable
+    disable, distributions = torch.compiler.disable, importlib.metadata.packages_distributions
     sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]  # None is what says so
     if COMPILER in hidden:
         torch.compiler.disable = _unmarked
+        # A table of all files of all packages, which diffusers looks only hidden ones up in.
+        importlib.metadata.packages_distributions = dict
     try:
         yield
     finally:
         torch.compiler.disable = disable
+        importlib.metadata.packages_distributions = distributions
         for name in hidden:
             sys.modules.pop(name, None)
 

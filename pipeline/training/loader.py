@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.entries import LATENT, MEAN, STD
+from pipeline.entry_format import LATENT, MEAN, STD
 from pipeline.errors import StoreError
 from pipeline.store import EntrySpec, Store, TensorSpec
 from pipeline.store_elsewhere import store_at

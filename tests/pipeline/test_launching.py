@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from pipeline.errors import LaunchError, TrainingError
+from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.launching import (
     CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
+    LocalLaunch,
     describe_status,
     launch_command,
     launch_environment,
@@ -72,6 +75,47 @@ def test_a_launched_process_knows_its_parent_and_finds_the_project(
     root = Path(__file__).resolve().parents[2]
     assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
     assert variables["LATENTLINE_PARENT_PID"] == str(os.getpid())
+
+
+SLOW_ENTRY = """
+import pathlib, sys, time
+here = pathlib.Path(sys.argv[1]).parent
+(here / "started").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("pipeline.launching.ALONE", ("slow_entry",))
+    return tmp_path / "order.json"
+
+
+def processes_of(order: Path) -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if str(order) in each.cmdline()]
+
+
+def test_what_is_to_be_done_meanwhile_is_done_beside_the_process(order: Path) -> None:
+    def meanwhile() -> None:
+        while not (order.parent / "started").exists():
+            time.sleep(0.01)
+        (order.parent / "go").touch()
+
+    LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+    assert processes_of(order) == []
+
+
+def test_an_error_of_what_is_done_meanwhile_ends_the_process_and_comes_out(order: Path) -> None:
+    def meanwhile() -> None:
+        assert len(processes_of(order)) == 1
+        raise StoreError("no room", where="here", fix="make some")
+
+    with pytest.raises(StoreError, match="no room"):
+        LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+    assert processes_of(order) == []
 
 
 def test_the_error_that_a_process_left_is_the_one_reported(tmp_path: Path) -> None:

@@ -13,7 +13,8 @@ import psutil
 import pytest
 from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
 
-from pipeline.errors import LaunchError, TrainingError
+from pipeline.errors import LaunchError, StoreError, TrainingError
+from pipeline.launching import Meanwhile
 from pipeline.recipe import AccelerateSettings
 from resources.launcher import AccelerateLauncher
 
@@ -74,14 +75,14 @@ def order(folder: Path, do: str) -> Path:
     return file
 
 
-def launch_in_process(file: Path) -> tuple[list[str], Exception | None]:
+def launch_in_process(file: Path, meanwhile: Meanwhile | None = None) -> tuple[list[str], Exception | None]:
     """Messages in Dagster's log, and the error that the launch raised."""
     caught: list[Exception] = []
 
     @asset
     def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         try:
-            launcher.bind(context, AccelerateSettings())("entry_under_test", file)
+            launcher.bind(context, AccelerateSettings())("entry_under_test", file, meanwhile)
         except Exception as err:
             caught.append(err)
         yield Output(1)
@@ -139,6 +140,22 @@ def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Pa
     assert isinstance(error, LaunchError)
     assert "exit status 9" in error.what
     assert "the last words of a crash" in error.what
+
+
+def test_what_is_done_meanwhile_is_done_beside_the_processes_and_its_error_ends_them(tmp_path: Path) -> None:
+    file = order(tmp_path, "sleep")
+    seen: list[psutil.Process] = []
+
+    def meanwhile() -> None:
+        until(lambda: (tmp_path / "pid-0").is_file() and (tmp_path / "pid-0").read_text() != "")
+        seen.append(psutil.Process(int((tmp_path / "pid-0").read_text())))
+        raise StoreError("no room", where="here", fix="make some")
+
+    messages, error = launch_in_process(file, meanwhile)
+    assert isinstance(error, StoreError)
+    assert alive(seen) == []
+    assert (tmp_path / "checkpoint-0").is_file()
+    assert any("all processes have ended" in message for message in messages)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -21,6 +21,7 @@ from pipeline.encode.text import cache_text
 from pipeline.errors import StoreError
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
+from pipeline.launching import Meanwhile
 from pipeline.recipe import Recipe
 from pipeline.reports import StageResult
 from pipeline.tables import Tables
@@ -39,7 +40,9 @@ class Rivalled(LaunchHere):
         super().__init__()
         self.ballast = ballast
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+        if meanwhile is not None:
+            meanwhile()  # it finds room
         if not self.modules:
             with self.ballast.open("wb") as file:
                 free = shutil.disk_usage(self.ballast.parent).free

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from pipeline.errors import LaunchError
-from pipeline.launching import launch_environment
+from pipeline.launching import Meanwhile, launch_environment
 from pipeline.recipe import AccelerateSettings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -78,7 +78,8 @@ class ForkedLaunch:
         self.encoded: list[str] = []
         self.ended: set[str] = set()
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
         assert module == "pipeline.entrypoints.encode"
         (status,) = self._forked.run([{"kind": "encode", "order": str(order)}], self._kill_after_s)
         log = order.parent / ENCODED_LOG
@@ -130,7 +131,8 @@ def _stages(task: dict[str, Any]) -> None:
     recipe = Recipe.model_validate_json(Path(task["recipe"]).read_text(encoding="utf-8"))
     tables = Tables(recipe.output_dir)
 
-    def launch(_: str, order: Path) -> None:
+    def launch(_: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
         _encode({"order": str(order)})
 
     buckets, validated = tables.read("aspect_buckets"), tables.read("validated_dataset")

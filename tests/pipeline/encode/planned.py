@@ -18,6 +18,7 @@ import polars as pl
 
 from pipeline.encode.latents import cache_latents
 from pipeline.encode.text import cache_text
+from pipeline.launching import Meanwhile
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.tables import SCHEMAS, Tables
 
@@ -43,8 +44,9 @@ def main(base: str, folder: str, kind: str, count: int) -> None:
         sys.stdout.write(str(memory("VmHWM") - before))
 
 
-def launch(module: str, order: Path) -> None:
+def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
     """As `Launch`."""
+    meanwhile()
     raise PlannedError
 
 

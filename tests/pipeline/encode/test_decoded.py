@@ -26,6 +26,7 @@ from pipeline.encode.worker import run
 from pipeline.entries import Entries
 from pipeline.geometry import Geometry
 from pipeline.images import load_pixels
+from pipeline.launching import Meanwhile
 from pipeline.reports import StageResult
 
 WHITE = (255, 255, 255)
@@ -144,7 +145,8 @@ def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
     kept: list[Path] = []
     by_rank_1: dict[str, bytes] = {}
 
-    def launch(module: str, order: Path) -> None:
+    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
         copied = shutil.copytree(order.parent, folder_of(cache).parent / "order")
         kept.append(copied / order.name)
         run(order, launch_here, rank=1, num_ranks=2)
@@ -176,7 +178,7 @@ class Drawing:
         self.said: list[str] = launch_here.said
         entries = Entries(cache.recipe)
         orders = [read_order(self._order(cache, launch_here))]
-        progress = Progress(launch_here, cache.photos, total=5, what="latents", rank=0)
+        progress = Progress(launch_here, cache.photos, jobs=range(5), what="latents", rank=0)
         self.encoder = LatentEncoder(orders[0], "cpu", progress)
         assert orders[0].beside is not None
         self.beside, self.store, self.progress = orders[0].beside, entries.store, progress
@@ -186,7 +188,8 @@ class Drawing:
     def _order(self, cache: Any, launch_here: Any) -> Path:
         kept: list[Path] = []
 
-        def launch(module: str, order: Path) -> None:
+        def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+            meanwhile()
             kept.append(shutil.copytree(order.parent, cache.photos.parent / "order") / order.name)
             launch_here(module, order)
 

@@ -69,7 +69,7 @@ def encode(encoder: LatentEncoder, order: Order) -> dict[str, np.ndarray]:
 
 
 def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentEncoder:
-    progress = Progress(listener, Path(order.store_root).parent, total=5, what="latents", rank=0)
+    progress = Progress(listener, Path(order.store_root).parent, jobs=range(5), what="latents", rank=0)
     return LatentEncoder(order, device, progress)
 
 

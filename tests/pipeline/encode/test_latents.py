@@ -19,7 +19,7 @@ from pipeline.encode.order import read_order
 from pipeline.entries import Entries
 from pipeline.errors import ModelError, StoreError
 from pipeline.geometry import Geometry
-from pipeline.launching import LocalLaunch
+from pipeline.launching import LocalLaunch, Meanwhile
 from pipeline.reports import StageResult
 
 
@@ -129,9 +129,31 @@ def test_a_warm_run_opens_no_entry_and_one_without_its_table_opens_all(
     assert len(read) == 5
 
 
+def test_processes_start_before_the_look_at_all_entries_where_one_is_missing_for_certain(
+    cache, launch_here, forbidden_launch
+) -> None:
+    cached(cache, launch_here)
+    looked_at: list[bool] = []
+
+    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        looked_at.append(bool(said))
+        launch_here(module, order, meanwhile)
+
+    said: list[str] = []
+    shutil.copy(cache.photos / "cat.png", cache.photos / "cat2.png")
+    assert cached(cache, forbidden_launch).report["reused"] == 5, "a new image, whose entry is there"
+    with Image.open(cache.photos / "cat.png") as image:
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(cache.photos / "cat2.png")
+    assert cached(cache, launch, said).report["encoded"] == 1
+    said.clear()
+    next((cache.recipe.cache_dir / "latents").glob("*/*")).unlink()
+    assert cached(cache, launch, said).report["encoded"] == 1
+    assert looked_at == [False, True], "what a table knows is looked at before"
+
+
 def test_L10_entries_that_another_job_made_meanwhile_count_as_reused(cache, launch_here) -> None:
-    def beaten(module: str, order: Path) -> None:
-        launch_here(module, order)
+    def beaten(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        launch_here(module, order, meanwhile)
         launch_here(module, order)
 
     assert counts(cached(cache, beaten)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
@@ -274,7 +296,8 @@ def test_L06_L07_damaged_entries_are_named_and_made_again(cache, launch_here, en
 
 
 def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None:
-    def liar(_: str, order: Path) -> None:
+    def liar(_: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
         keys = [job.spec.key for job in read_order(order).jobs]
         lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
         (order.parent / "results-0.jsonl").write_text(

@@ -4,6 +4,7 @@ import json
 import random
 import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,14 +19,15 @@ from pipeline.encode.order import (
     Job,
     Order,
     ResultsWriter,
-    in_turn,
     read_order,
     read_results,
     share,
+    write_jobs,
     write_order,
 )
 from pipeline.encode.outcome import Failure
 from pipeline.encode.progress import Progress
+from pipeline.encode.turn import in_turn
 from pipeline.store import EntrySpec, TensorSpec
 
 
@@ -57,6 +59,18 @@ def test_an_order_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert replace(read, jobs=[]) == replace(order, jobs=[])
     assert list(read.jobs) == list(read.jobs) == jobs
     assert len(read.jobs) == 2
+
+
+def test_whoever_asks_for_jobs_that_are_not_written_yet_waits_for_all_of_them(tmp_path: Path) -> None:
+    jobs = [job(number) for number in range(3)]
+    order = Order("latents", Path("/model"), Path("/store"), {}, [])
+    read = read_order(write_order(order, tmp_path, jobs_follow=True))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: (len(read.jobs), list(read.jobs)))
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.05)
+        write_jobs(jobs, tmp_path)
+        assert asked.result(timeout=20) == (3, jobs)
 
 
 def test_L12_of_any_number_of_jobs_only_the_one_at_hand_is_in_memory(tmp_path: Path) -> None:
@@ -124,11 +138,11 @@ def test_T05_rank_0_says_one_line_for_all_ranks_and_the_others_are_silent(tmp_pa
     listener, other = Listener(), Listener()
     with (
         ResultsWriter(tmp_path / "order.json", 1) as writer,
-        Progress(other, tmp_path, total=3, what="latents", rank=1),
+        Progress(other, tmp_path, jobs=range(3), what="latents", rank=1),
     ):
         writer.ended("a", "made")
         writer.ended("b", Failure("x", "y", "z"))
-    with Progress(listener, tmp_path, total=3, what="latents", rank=0):
+    with Progress(listener, tmp_path, jobs=range(3), what="latents", rank=0):
         pass
     assert listener.lines == ["2/3 latents, 1 failed"]
     assert other.lines == []
@@ -141,7 +155,7 @@ def test_L16_a_silence_is_broken_with_the_name_of_what_takes_so_long(
 
     monkeypatch.setattr("pipeline.encode.progress.HEARTBEAT_S", 0.01)
     listener = Listener()
-    with Progress(listener, tmp_path, total=1, what="latents", rank=0) as progress:
+    with Progress(listener, tmp_path, jobs=range(1), what="latents", rank=0) as progress:
         progress.working_on("photos/huge.tif")
         deadline = time.monotonic() + 60
         while not listener.lines and time.monotonic() < deadline:
@@ -151,7 +165,7 @@ def test_L16_a_silence_is_broken_with_the_name_of_what_takes_so_long(
 
 def test_progress_counts_each_result_once(tmp_path: Path) -> None:
     listener = Listener()
-    progress = Progress(listener, tmp_path, total=4, what="latents", rank=0)
+    progress = Progress(listener, tmp_path, jobs=range(4), what="latents", rank=0)
     path = tmp_path / "results-0.jsonl"
     lines = [json.dumps({"key": str(i), "outcome": "made", "failure": None}) + "\n" for i in range(4)]
     text = "".join(lines)

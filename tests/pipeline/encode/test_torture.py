@@ -27,7 +27,7 @@ from pipeline.entries import Entries
 from pipeline.errors import LaunchError
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
-from pipeline.launching import LocalLaunch
+from pipeline.launching import LocalLaunch, Meanwhile
 from pipeline.recipe import Recipe
 from pipeline.tables import Tables
 from tests.pipeline.encode.forked import Forked, ForkedLaunch
@@ -186,11 +186,11 @@ class SpreadLaunch:
         self._victim = victim
         self.made: dict[int, list[str]] = {}
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
         with ThreadPoolExecutor(1) as pool:
             killed = pool.submit(self._kill, order) if self._victim is not None else None
             try:
-                self._launch(module, order)
+                self._launch(module, order, meanwhile)
             finally:
                 for path in order.parent.glob("results-*.jsonl"):
                     lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]

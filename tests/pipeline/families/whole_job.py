@@ -23,6 +23,7 @@ from pipeline.geometry import Geometry, Size
 from pipeline.images import load_pixels
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
+from pipeline.launching import Meanwhile
 from pipeline.lora_files import read_lora_file
 from pipeline.recipe import recipe_from_mapping
 from pipeline.tables import Tables
@@ -98,9 +99,9 @@ class Here:
         self.encode = encode
         self.orders: list[Path] = []
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         if module == "pipeline.entrypoints.encode":
-            self.encode(module, order)
+            self.encode(module, order, meanwhile)
         else:
             self.orders.append(order)
             assert train(read_order(order), self, StopRequest())
