@@ -12,6 +12,7 @@ import pytest
 
 from pipeline.checks import page as checks_page
 from pipeline.cli.main import COMMANDS, latentline
+from pipeline.recipe import coming_from
 from pipeline.recipe import page as recipes_page
 from pipeline.recipe.keys import all_keys
 
@@ -22,7 +23,9 @@ LINE = re.compile(
 )
 
 
-@pytest.mark.parametrize("page", [recipes_page, checks_page], ids=["recipes", "checks"])
+@pytest.mark.parametrize(
+    "page", [recipes_page, checks_page, coming_from], ids=["recipes", "checks", "coming_from"]
+)
 def test_a_generated_page_is_fresh(page) -> None:
     written = page.page_path().read_text(encoding="utf-8")
     assert written == page.page_text(), f"write it anew: python -m {page.__name__}"

@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from pipeline.recipe.keys import all_keys, field_at, keys_of, section_at
 from pipeline.recipe.locate import KeyPath, dotted
+from pipeline.recipe.other_trainers import term_of
 from pipeline.recipe.rules import one_of
 
 Described = tuple[str, str]
@@ -24,6 +25,9 @@ def _unknown_key(path: KeyPath, _value: Any, _context: dict[str, Any]) -> Descri
     close = difflib.get_close_matches(key, known, n=1)
     elsewhere = [full for full in all_keys() if full.rpartition(".")[2] == key]
     what = f"unknown key {key}"
+    term = term_of(key)
+    if term is not None:
+        return what, term.fix
     if close:
         return what, f"did you mean {close[0]}?"
     if elsewhere:
