@@ -18,13 +18,18 @@ DESCRIPTION = "Every image file of the datasets: where it lies, its size after o
 def scanned(
     recipe: Recipe, context: AssetExecutionContext
 ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
-    """It speaks and fails before anything is written when paths are not isolated."""
+    """It speaks and fails before anything is written when paths are not isolated.
+
+    A local base model that cannot be used is told here too, and not when all images have been decoded.
+    """
     from pipeline.ingest.discover import scan
+    from pipeline.model_source import require_possible_base
     from pipeline.tables import Tables
 
     with failures_stated():
         yield isolation_result(context.run.run_id, recipe)
         require_isolated(context.run.run_id, recipe)
+        require_possible_base(recipe)
         result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
         output = publish(recipe, "raw_images", result)
     yield output

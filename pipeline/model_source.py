@@ -12,13 +12,20 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ModelError
 from pipeline.families import Family, detect, family_class
 from pipeline.hub import component_files, looks_like_hub_id, refusals_told
-from pipeline.model_components import resolve_components
+from pipeline.model_components import local_components, resolve_components
 from pipeline.recipe import project_root
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 _INDEX = "model_index.json"
+
+_CHECKPOINTS = frozenset([".safetensors", ".ckpt", ".pt", ".bin", ".gguf"])
+
+_FOLDER_OF_A_FILE = (
+    "set it to a diffusers folder or a Hub id; a single checkpoint becomes a folder by from_single_file(...) "
+    "and save_pretrained(...) of its diffusers pipeline"
+)
 
 
 def resolve_base(recipe: Recipe) -> Path:
@@ -33,31 +40,64 @@ def resolve_base(recipe: Recipe) -> Path:
             one that the family does not have.
         FamilyError: Its pipeline class belongs to no family that is known.
     """
-    base, revision = recipe.model.base, recipe.model.revision
+    local = _local_base(recipe)
+    if local is not None:
+        _require_known(recipe, family_class(local))
+        _require_complete(detect(local, resolve_components(recipe)))
+        return local
+    base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
+    folder = _indexed(base, revision, where)
+    _require_known(recipe, family_class(folder))
+    elsewhere = resolve_components(recipe)
+    whole = missing_files(folder, elsewhere) is None
+    return folder if whole else _downloaded(base, revision, elsewhere, where)
+
+
+def require_possible_base(recipe: Recipe) -> None:
+    """Nothing, where what lies on this machine does not already say that `resolve_base` will fail.
+
+    Of a base model or a component on the Hub nothing is asked.
+
+    Raises:
+        ModelError: As `resolve_base`, of local folders.
+        FamilyError: As `resolve_base`, of a local folder.
+    """
+    local = _local_base(recipe)
+    if local is None:
+        return
+    _require_known(recipe, family_class(local))
+    elsewhere = local_components(recipe)
+    if elsewhere.keys() == recipe.model.components.given().keys():
+        _require_complete(detect(local, elsewhere))
+
+
+def _where(recipe: Recipe) -> str:
+    return f"{recipe.source}, model.base"
+
+
+def _local_base(recipe: Recipe) -> Path | None:
+    """The folder that `model.base` names; None for a Hub id.
+
+    Raises:
+        ModelError: It is neither.
+    """
+    base = recipe.model.base
     local = project_root() / Path(base).expanduser()
-    where = f"{recipe.source}, model.base"
     if local.is_file():
-        raise ModelError(
-            f"model.base {base} is a file",
-            where=where,
-            fix="set it to a diffusers folder; a single checkpoint becomes one by from_single_file(...) "
-            "and save_pretrained(...) of its diffusers pipeline",
-        )
-    if not local.is_dir() and not looks_like_hub_id(base):
+        raise ModelError(f"model.base {base} is a file", where=_where(recipe), fix=_FOLDER_OF_A_FILE)
+    if local.is_dir():
+        return local
+    if local.suffix.lower() in _CHECKPOINTS:
+        what = f"model.base {base} is a file by its name, and does not exist"
+        raise ModelError(what, where=f"{_where(recipe)}, looked for {local}", fix=_FOLDER_OF_A_FILE)
+    if not looks_like_hub_id(base):
         raise ModelError(
             f"model.base {base} does not exist",
-            where=f"{where}, looked for {local}",
+            where=f"{_where(recipe)}, looked for {local}",
             fix="set it to an existing diffusers folder, relative to the project root, or to a Hub id "
             "(owner/name)",
         )
-    folder = local if local.is_dir() else _indexed(base, revision, where)
-    _require_known(recipe, family_class(folder))
-    elsewhere = resolve_components(recipe)
-    if folder == local:
-        _require_complete(detect(local, elsewhere))
-        return local
-    whole = missing_files(folder, elsewhere) is None
-    return folder if whole else _downloaded(base, revision, elsewhere, where)
+    return None
 
 
 def _require_known(recipe: Recipe, family: type[Family]) -> None:

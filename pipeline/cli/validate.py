@@ -1,4 +1,4 @@
-"""`latentline validate`: is a recipe right, by itself, for its folders and for its model?"""
+"""`latentline validate`: is a recipe right, by itself, for its folders, its datasets and its model?"""
 
 from __future__ import annotations
 
@@ -7,15 +7,23 @@ import click
 from pipeline.cli.arguments import RECIPE
 from pipeline.counting import counted
 from pipeline.model_sizes import require_divisible
+from pipeline.model_source import require_possible_base
 from pipeline.paths import require_isolation
 from pipeline.recipe import Recipe
+from pipeline.recipe.load import require_own_output
 
 
 @click.command
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
-    """Check RECIPE, a name or a file: every key, folders that are apart, sizes that the model can have."""
+    """Check RECIPE, a name or a file: keys, folders, datasets, a local model; nothing is downloaded."""
+    from pipeline.ingest.walked import require_there  # polars, which only this command's right recipes need
+
     require_isolation(recipe)
+    require_own_output(recipe)
+    for dataset in recipe.datasets:
+        require_there(dataset)
+    require_possible_base(recipe)
     require_divisible([recipe])
     click.echo(
         f"{recipe.source}: valid; {counted(len(recipe.datasets), 'dataset')}, output in {recipe.output_dir}"

@@ -143,14 +143,23 @@ def walk(root: Path, caption_suffix: str | None = None, *, found: Walk | None = 
     Raises:
         DatasetError: `root` is no folder, or cannot be listed.
     """
+    require_listable(root)
+    walker = _Walker(root, caption_suffix, found or Walk())
+    walker.run()
+    return walker.walk
+
+
+def require_listable(root: Path) -> None:
+    """Nothing, where `root` is a folder that can be listed.
+
+    Raises:
+        DatasetError: It is not.
+    """
     try:
         os.scandir(root).close()
     except OSError as err:
         what = f"the dataset cannot be read: {err.strerror}"
         raise DatasetError(what, where=str(root), fix=_fix_of_root(root, err)) from err
-    walker = _Walker(root, caption_suffix, found or Walk())
-    walker.run()
-    return walker.walk
 
 
 def _fix_of_root(root: Path, err: OSError) -> str:

@@ -14,11 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
+from pipeline.addresses import Url
 from pipeline.image_formats import ImageError
 from pipeline.ingest.captions import sidecar_path
-from pipeline.ingest.folder import FoundFiles, Problem, Walk, walk
+from pipeline.ingest.folder import FoundFiles, Problem, Walk, require_listable, walk
 from pipeline.ingest.funnel import printable, refusal
-from pipeline.ingest.listed import walk_listing
+from pipeline.ingest.listed import read_listing, walk_listing
 from pipeline.ingest.path_list import Paths
 from pipeline.progress import progress
 from pipeline.reports import Log
@@ -55,6 +56,20 @@ class Walked:
     images: pl.DataFrame
     rejected: list[Row]
     lonely: list[str]
+
+
+def require_there(settings: DatasetSettings) -> None:
+    """Nothing, where the dataset's folder or listing is on this machine and can be read, or is elsewhere.
+
+    Raises:
+        DatasetError: It is missing or cannot be read, or the listing lacks a column that the recipe names.
+    """
+    if isinstance(settings.path, Url):
+        return
+    if settings.is_listing:
+        read_listing(settings)
+    else:
+        require_listable(settings.path)
 
 
 def walk_dataset(settings: DatasetSettings, log: Log) -> Walked:

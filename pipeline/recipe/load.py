@@ -62,10 +62,6 @@ def load_recipes(folder: Path | None = None) -> list[Recipe]:
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or file.suffix not in {".yaml", ".yml"}:
             continue
-        if file.suffix == ".yml":
-            what = f"{file.name} would be passed over: recipes end in .yaml"
-            mistakes.append(_whole(file, what, f"rename it to {file.stem}.yaml"))
-            continue
         recipe, found = _read(file)
         mistakes += found
         recipes += [recipe] if recipe is not None else []
@@ -73,6 +69,21 @@ def load_recipes(folder: Path | None = None) -> list[Recipe]:
     if mistakes:
         raise recipe_error(mistakes)
     return sorted(recipes, key=lambda recipe: recipe.name)
+
+
+def require_own_output(recipe: Recipe) -> None:
+    """Nothing, where no other recipe in the folder of the recipe's file has its output folder.
+
+    Others that cannot be used are passed over.
+
+    Raises:
+        RecipeError: Names the other recipe.
+    """
+    files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
+    others = (_read(file)[0] for file in files if not file.name.startswith("."))
+    mistakes = _shared_outputs([*(other for other in others if other is not None), recipe])
+    if of_this := [each for each in mistakes if each.file == _shown(recipe.source)]:
+        raise recipe_error(of_this)
 
 
 def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | None = None) -> Recipe:
@@ -105,6 +116,9 @@ def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
 def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
     """The recipe in `file`, or all that is wrong with it."""
     shown = _shown(file)
+    if file.suffix == ".yml":
+        what = f"{file.name} would be passed over: recipes end in .yaml"
+        return None, [_whole(file, what, f"rename it to {file.stem}.yaml")]
     stem = [PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)]
     try:
         text = file.read_bytes().decode("utf-8")

@@ -13,7 +13,7 @@ RECIPE = """\
 datasets: [{{name: photos, path: {root}/photos}}]
 cache_dir: {root}/{cache}
 output_dir: {root}/out
-model: {{base: a/b}}
+model: {{base: {base}}}
 """
 
 
@@ -27,10 +27,10 @@ def latentline(*arguments: str, configs: Path) -> subprocess.CompletedProcess[st
     )
 
 
-def write(folder: Path, cache: str = "cache") -> Path:
-    (folder / "photos").mkdir()
-    file = folder / "flowers.yaml"
-    file.write_text(RECIPE.format(root=folder, cache=cache), encoding="utf-8")
+def write(folder: Path, cache: str = "cache", base: str = "a/b", name: str = "flowers.yaml") -> Path:
+    (folder / "photos").mkdir(exist_ok=True)
+    file = folder / name
+    file.write_text(RECIPE.format(root=folder, cache=cache, base=base), encoding="utf-8")
     return file
 
 
@@ -56,6 +56,45 @@ def test_a_recipe_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "roses.yaml" in done.stderr
     assert "fix:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("base", "said"),
+    [
+        ("{root}/photos", "no model_index.json"),
+        ("{root}/none.safetensors", "is a file by its name, and does not exist"),
+        ("{root}/flowers.yaml", "is a file"),
+        ("./none", "does not exist"),
+    ],
+)
+def test_validate_looks_at_a_local_base_model(tmp_path: Path, base: str, said: str) -> None:
+    write(tmp_path, base=base.format(root=tmp_path))
+    done = latentline("validate", "flowers", configs=tmp_path)
+    assert done.returncode == 1
+    assert said in done.stderr.splitlines()[0]
+    assert "fix:" in done.stderr
+
+
+def test_validate_looks_for_the_datasets(tmp_path: Path) -> None:
+    write(tmp_path)
+    (tmp_path / "photos").rmdir()
+    done = latentline("validate", "flowers", configs=tmp_path)
+    assert done.stderr.startswith("DatasetError: the dataset cannot be read")
+    assert "correct datasets[].path" in done.stderr
+
+
+def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path, name="asters.yaml")
+    (tmp_path / "broken.yaml").write_text("datasets: 1", "utf-8")
+    done = latentline("validate", "flowers", configs=tmp_path)
+    assert done.stderr.startswith("RecipeError: output_dir is also the output_dir of recipe asters")
+
+
+def test_validate_refuses_a_file_that_the_definitions_would_refuse(tmp_path: Path) -> None:
+    file = write(tmp_path, name="flowers.yml")
+    done = latentline("validate", str(file), configs=tmp_path)
+    assert "rename it to flowers.yaml" in done.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
