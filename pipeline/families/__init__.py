@@ -26,6 +26,7 @@ from pipeline.families.flux import Flux
 from pipeline.families.flux2 import Flux2Klein
 from pipeline.families.flux2_dev import Flux2Dev
 from pipeline.families.hidream import HiDream
+from pipeline.families.ideogram4 import Ideogram4
 from pipeline.families.kandinsky5 import Kandinsky5
 from pipeline.families.kolors import Kolors
 from pipeline.families.krea2 import Krea2
@@ -55,6 +56,7 @@ FAMILIES: tuple[type[Family], ...] = (
     CogView4,
     ErnieImage,
     Krea2,
+    Ideogram4,
     Kandinsky5,
     BriaFibo,
 )

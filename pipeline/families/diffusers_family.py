@@ -139,7 +139,7 @@ class DiffusersFamily(Family):
 
     def load_vae(self, dtype: str, device: str) -> nn.Module:
         """An instance of the class that `components` names."""
-        return self._load("vae", dtype, device)
+        return self.load_component("vae", dtype, device)
 
     def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
         """`AutoencoderKL.encode`, with the deviation computed in float32."""
@@ -178,7 +178,7 @@ class DiffusersFamily(Family):
                 folder = self.place(role)
                 loaded[role] = self.class_of(role).from_pretrained(folder, local_files_only=True)
             else:
-                loaded[role] = self._load(role, dtype, device)
+                loaded[role] = self.load_component(role, dtype, device)
         return self.pipeline_class()(**{**loaded, **self.pipeline_options()})
 
     @abstractmethod
@@ -238,7 +238,7 @@ class DiffusersFamily(Family):
     def load_denoiser(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
         """An instance of the class that `components` names."""
         if quantization is None:
-            return self._load(self.denoiser_name, dtype, device)
+            return self.load_component(self.denoiser_name, dtype, device)
         packing = {"quantization_config": quantization}
         if quantization.quant_method.value == "torchao":  # packs nothing of what is mapped to the CPU
             return self._read(self.denoiser_name, dtype, **packing).to(device)
@@ -315,7 +315,8 @@ class DiffusersFamily(Family):
         library, _, name = self.components[role].rpartition(".")
         return getattr(importlib.import_module(library), name)
 
-    def _load(self, role: str, dtype: str, device: str) -> nn.Module:
+    def load_component(self, role: str, dtype: str, device: str) -> nn.Module:
+        """A network of `components`, frozen, in evaluation mode."""
         return self._read(role, dtype).to(device)
 
     def _read(self, role: str, dtype: str, **options: Any) -> nn.Module:

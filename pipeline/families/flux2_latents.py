@@ -61,17 +61,17 @@ class Flux2Latents(LanguageTransformer):
         from torch.nn.functional import pixel_unshuffle
 
         patches = pixel_unshuffle(raw_latent, _PATCH)
-        mean, std = self._mean_and_deviation(patches.device)
+        mean, std = self.mean_and_deviation(patches.device)
         return (patches - mean) / std
 
     def denormalise(self, latent: Tensor) -> Tensor:
         """The raw latent (B, C, h, w), out of patches."""
         from torch.nn.functional import pixel_shuffle
 
-        mean, std = self._mean_and_deviation(latent.device)
+        mean, std = self.mean_and_deviation(latent.device)
         return pixel_shuffle(latent * std + mean, _PATCH)
 
-    def _mean_and_deviation(self, device: Any) -> tuple[Tensor, Tensor]:
+    def mean_and_deviation(self, device: Any) -> tuple[Tensor, Tensor]:
         """Of each value of a patch, (4 C, 1, 1)."""
         import torch
 

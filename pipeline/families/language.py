@@ -53,7 +53,7 @@ def unpadded(embedding: Tensor, mask: Tensor) -> list[Tensor]:
     return [each[keep] for each, keep in zip(embedding, mask.bool(), strict=True)]
 
 
-def chat(tokenizer: Any, caption: str, **template: Any) -> str:
-    """The caption as the only message of a conversation, in the words of the tokenizer's template."""
+def chat(tokenizer: Any, caption: str | list[dict[str, str]], **template: Any) -> str:
+    """The caption, or its parts, as a conversation's only message, in the tokenizer's template."""
     messages = [{"role": "user", "content": caption}]
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)

@@ -17,6 +17,7 @@ from pipeline.families.tiny.ernie_image import make_tiny_ernie_image
 from pipeline.families.tiny.flux import make_tiny_flux
 from pipeline.families.tiny.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
 from pipeline.families.tiny.hidream import make_tiny_hidream
+from pipeline.families.tiny.ideogram4 import make_tiny_ideogram4
 from pipeline.families.tiny.kandinsky5 import make_tiny_kandinsky5
 from pipeline.families.tiny.kolors import make_tiny_kolors
 from pipeline.families.tiny.krea2 import make_tiny_krea2
@@ -47,6 +48,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "CogView4": make_tiny_cogview4,
     "ERNIE-Image": make_tiny_ernie_image,
     "Krea 2": make_tiny_krea2,
+    "Ideogram 4": make_tiny_ideogram4,
     "Kandinsky 5 (image)": make_tiny_kandinsky5,
     "Bria FIBO": make_tiny_bria_fibo,
 }
@@ -64,6 +66,7 @@ __all__ = [
     "make_tiny_flux2_dev",
     "make_tiny_flux2_klein",
     "make_tiny_hidream",
+    "make_tiny_ideogram4",
     "make_tiny_kandinsky5",
     "make_tiny_kolors",
     "make_tiny_krea2",

@@ -20,6 +20,13 @@ _TEMPLATE = (
 )
 """In the manner of Qwen3's: who thinks not is told so."""
 
+PARTS_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""In the manner of Qwen3-VL's: a message has parts."""
+
 
 def vocabulary(
     marks: Sequence[str] = QWEN_MARKS,
@@ -51,12 +58,14 @@ def byte_level(marks: Sequence[str]) -> Any:
     return tokenizer
 
 
-def write_qwen_tokenizer(folder: Path, *, marks: Sequence[str] = QWEN_MARKS) -> str:
+def write_qwen_tokenizer(
+    folder: Path, *, marks: Sequence[str] = QWEN_MARKS, template: str = _TEMPLATE
+) -> str:
     """A `Qwen2TokenizerFast` with a chat template."""
     tokenizer = byte_level(marks)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
-        "chat_template": _TEMPLATE,
+        "chat_template": template,
         "eos_token": "<|im_end|>",
         "model_max_length": 4096,
         "pad_token": "<|endoftext|>",
@@ -208,3 +217,40 @@ def qwen2_5_vl(*, width: int = 32, layers: int = 2) -> Any:
     }
     config: Any = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **marks)
     return Qwen2_5_VLForConditionalGeneration(config)
+
+
+def qwen3_vl(*, width: int = 32, layers: int = 3, marks: Sequence[str] = QWEN_MARKS) -> Any:
+    """A `Qwen3VLModel` for `write_qwen_tokenizer`'s tokens, eye included."""
+    from transformers import Qwen3VLConfig, Qwen3VLModel
+
+    ids = vocabulary(marks)[0]
+    sections = [width // 8, width // 16, width // 16]
+    text = {
+        "vocab_size": len(ids),
+        "hidden_size": width,
+        "intermediate_size": 2 * width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": width // 2,
+        "max_position_embeddings": 4096,
+        "pad_token_id": ids["<|endoftext|>"],
+        "rope_parameters": {"rope_type": "default", "mrope_section": sections, "mrope_interleaved": True},
+    }
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": width,
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    special: dict[str, Any] = {
+        "vision_start_token_id": ids["<|vision_start|>"],
+        "vision_end_token_id": ids["<|vision_end|>"],
+        "image_token_id": ids["<|image_pad|>"],
+        "video_token_id": ids["<|video_pad|>"],
+    }
+    config: Any = Qwen3VLConfig(text_config=text, vision_config=vision, **special)
+    return Qwen3VLModel(config)

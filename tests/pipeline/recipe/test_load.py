@@ -212,6 +212,7 @@ def test_the_recipes_of_this_repository_load():
         "flowers_flux_dev",
         "flowers_flux_schnell",
         "flowers_hidream",
+        "flowers_ideogram4",
         "flowers_kandinsky5",
         "flowers_kolors",
         "flowers_krea2",
