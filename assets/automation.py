@@ -8,6 +8,7 @@ from dagster import (
     DagsterRunStatus,
     DefaultScheduleStatus,
     DefaultSensorStatus,
+    JobDefinition,
     RunRequest,
     RunsFilter,
     ScheduleDefinition,
@@ -20,7 +21,6 @@ from dagster import (
     sensor,
 )
 from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
-from dagster._core.definitions.unresolved_asset_job_definition import UnresolvedAssetJobDefinition
 
 from assets.naming import RECIPE_TAG
 from pipeline.addresses import Address
@@ -64,7 +64,7 @@ class Watch:
         return Watch(now, now), None
 
 
-def recache_schedule(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> ScheduleDefinition | None:
+def recache_schedule(recipe: Recipe, job: JobDefinition) -> ScheduleDefinition | None:
     """`<recipe>_recache`, running by itself when `recache.enabled`; None without a cron expression."""
     if recipe.recache.cron is None:
         return None
@@ -86,7 +86,7 @@ def recache_schedule(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> Sched
     return recache
 
 
-def dataset_sensor(recipe: Recipe, job: UnresolvedAssetJobDefinition) -> SensorDefinition:
+def dataset_sensor(recipe: Recipe, job: JobDefinition) -> SensorDefinition:
     """`<recipe>_dataset_changed`, running by itself when `recache.enabled` and `recache.on_change`."""
     running = recipe.recache.enabled and recipe.recache.on_change
 

@@ -27,32 +27,32 @@ from resources.launcher import AccelerateLauncher
 def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
     """The definitions of `recipes`, all in one code location."""
     output_dirs = {recipe.name: recipe.output_dir for recipe in recipes}
-    shared = Definitions(
-        resources={
-            TABLES_RESOURCE: run_tables(output_dirs),
-            LAUNCHER_RESOURCE: AccelerateLauncher(),
-        },
-        executor=in_process_executor,
-    )
-    return Definitions.merge(shared, *(recipe_graph(recipe) for recipe in recipes))
+    resources = {TABLES_RESOURCE: run_tables(output_dirs), LAUNCHER_RESOURCE: AccelerateLauncher()}
+    shared = Definitions(resources=resources, executor=in_process_executor)
+    return Definitions.merge(shared, *(recipe_graph(recipe, resources) for recipe in recipes))
+
+
+_COLLECTED_EVERY = 10_000
+"""New objects between two garbage collections of a `dagster` command; Python's own 700 are many a second."""
 
 
 @contextmanager
 def _kept_for_good() -> Generator[None]:
     """Let the garbage collector pass over what is made here, now and later: definitions live to the end.
 
-    With 50 recipes it would else take an eighth of the time that Dagster needs for them. At the end of a
-    `dagster` command the system takes the memory back as it is: what Dagster made of the definitions is not
-    taken apart first, which took another eighth.
+    With 50 recipes it would else take an eighth of the time that Dagster needs for them. A `dagster` command
+    collects less often from then on, and at its end the system takes the memory back as it is: what Dagster
+    made of the definitions is not gone through again and again, and at last taken apart.
     """
-    if is_dagster_command(sys.argv):
-        atexit.register(gc.freeze)
     gc.disable()
     try:
         yield
     finally:
         gc.enable()
         gc.freeze()
+        if is_dagster_command(sys.argv):
+            gc.set_threshold(_COLLECTED_EVERY)
+            atexit.register(gc.freeze)
 
 
 def _load() -> Definitions:

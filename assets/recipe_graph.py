@@ -1,6 +1,10 @@
 """The graph of one recipe: its assets, checks, jobs, schedule and sensor."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from dagster import AssetSelection, Definitions, define_asset_job, in_process_executor
+from dagster._core.definitions.assets.graph.asset_graph import AssetGraph
 
 from assets.aspect_buckets import ASPECT_BUCKETS
 from assets.automation import dataset_sensor, recache_schedule
@@ -17,13 +21,17 @@ ASSETS = (RAW_IMAGES, VALIDATED_DATASET, ASPECT_BUCKETS, VAE_LATENTS, TEXT_EMBED
 """In the order of the graph."""
 
 
-def recipe_graph(recipe: Recipe) -> Definitions:
-    """Everything that follows from `recipe`, without the resources, which all recipes share."""
-    everything = AssetSelection.groups(recipe.name)
+def recipe_graph(recipe: Recipe, resources: Mapping[str, Any]) -> Definitions:
+    """Everything that follows from `recipe`, without `resources`, which all recipes share.
+
+    Its jobs are resolved here, among its own assets: for each, Dagster would else look at all recipes'.
+    """
+    assets = [step.of(recipe) for step in ASSETS]
+    checks = asset_checks(recipe)
     trained = AssetSelection.assets(asset_key(recipe, "trained_lora"))
-    selections = {"cache": everything - trained, "train": everything}
-    jobs = {
-        name: define_asset_job(
+    selections = {"cache": AssetSelection.all() - trained, "train": AssetSelection.all()}
+    unresolved = [
+        define_asset_job(
             f"{recipe.name}_{name}",
             selection=selections[name],
             description=description,
@@ -31,12 +39,15 @@ def recipe_graph(recipe: Recipe) -> Definitions:
             executor_def=in_process_executor,
         )
         for name, description in JOBS.items()
-    }
-    schedule = recache_schedule(recipe, jobs["cache"])
+    ]
+    graph = AssetGraph.from_assets([*assets, *checks])
+    jobs = [job.resolve(graph, resource_defs=resources) for job in unresolved]
+    cache_job = jobs[0]
+    schedule = recache_schedule(recipe, cache_job)
     return Definitions(
-        assets=[step.of(recipe) for step in ASSETS],
-        asset_checks=asset_checks(recipe),
-        jobs=list(jobs.values()),
+        assets=assets,
+        asset_checks=checks,
+        jobs=jobs,
         schedules=[schedule] if schedule is not None else [],
-        sensors=[dataset_sensor(recipe, jobs["cache"])],
+        sensors=[dataset_sensor(recipe, cache_job)],
     )

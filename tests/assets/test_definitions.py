@@ -62,11 +62,13 @@ def test_two_recipes_live_side_by_side(tmp_path: Path) -> None:
 def test_a_run_may_set_the_time_to_stop_in_and_nothing_else_of_the_resources(tmp_path: Path) -> None:
     job = build_definitions([recipe("flowers", tmp_path)]).resolve_job_def("flowers_train")
     offered = job.run_config_schema.config_type.fields["resources"].config_type.fields
-    configs = {name: field.config_type.fields["config"].config_type.fields for name, field in offered.items()}
-    assert configs.keys() == {"tables", "launcher", "io_manager"}, "the last is Dagster's own"
-    assert list(configs["tables"]) == []
-    assert list(configs["launcher"]) == ["grace_s"]
-    assert "checkpoint" in configs["launcher"]["grace_s"].description
+    assert offered.keys() == {"tables", "launcher", "io_manager"}, "the last is Dagster's own"
+    tables, launcher = (
+        offered[name].config_type.fields["config"].config_type for name in ("tables", "launcher")
+    )
+    assert list(tables.fields) == []
+    assert list(launcher.fields) == ["grace_s"]
+    assert "checkpoint" in launcher.fields["grace_s"].description
 
 
 def test_another_section_of_the_recipe_changes_the_code_version_of_what_it_decides(tmp_path: Path) -> None:
