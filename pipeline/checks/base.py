@@ -46,14 +46,16 @@ class CheckContext:
     Attributes:
         recipe: The recipe whose asset is checked.
         tables: Its tables.
+        reports: By asset, those that count in place of the files.
     """
 
     recipe: Recipe
     tables: Tables
+    reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
 
     def report(self, asset: str) -> Report | None:
         """The asset's report of its last materialization; None when there is none or it is damaged."""
-        return read_report(self.recipe.output_dir, asset)
+        return self.reports.get(asset) or read_report(self.recipe.output_dir, asset)
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,21 @@ MAX_NAMED = 3
 def command(recipe: Recipe, as_json: bool) -> None:
     """Say what the cache job of RECIPE would encode now, and why; nothing is made and nothing is written.
 
+    Where one of its gates would close, that is said first.
+
     New and changed images are decoded to see whether they would be kept.
     """
     found = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
     if as_json:
         kinds = {"latents": found.latents, "text": found.text}
         counts = {f"{name}_to_make": expected.to_make for name, expected in kinds.items()}
-        click.echo(json.dumps({**asdict(found), **counts}, indent=2, ensure_ascii=False))
+        closed = [gate._asdict() for gate in found.closed]
+        said = {**asdict(found), "closed": closed, **counts}
+        click.echo(json.dumps(said, indent=2, ensure_ascii=False))
         return
     click.echo(f"{recipe.name}: {_samples(found)}")
+    if found.closed:
+        _show_closed(found)
     for name, expected in (("vae_latents", found.latents), ("text_embeddings", found.text)):
         _show(name, expected)
 
@@ -41,6 +47,15 @@ def _samples(found: Forecast) -> str:
     text = f"{counted(found.samples, 'sample')} kept, {sum(found.rejected.values()):,} rejected"
     text += f" ({rejected})" if rejected else ""
     return text + (f", {len(found.gone):,} of the last run gone" if found.gone else "")
+
+
+def _show_closed(found: Forecast) -> None:
+    click.echo(f"the job would stop at {found.closed[0].asset}, before anything is encoded:")
+    for gate in found.closed:
+        click.echo(f"  {gate.name}: {gate.summary}")
+        for line in gate.fix.splitlines():
+            click.echo(f"    fix: {line}")
+    click.echo("with that mended or allowed, of the samples that are kept now:")
 
 
 def _show(name: str, expected: Expected) -> None:

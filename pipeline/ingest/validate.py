@@ -134,7 +134,7 @@ def validate(
         recipe: Its `datasets`.
         raw: Table raw_images.
         tables: Where what earlier runs found out is kept.
-        log: Told the funnel, and how far it is.
+        log: Told how far it is; and the funnel, where this is remembered.
         remember: Whether what is found out now is kept for the next run.
     """
     watch = Stopwatch()
@@ -145,7 +145,7 @@ def validate(
         log(counted(len(left_out), "image is", "images are") + " left out by filters and limits")
     known = Known(tables)
     before = known.pixels(judge_name())
-    log(f"{counted(len(chosen), 'image')}; known are the verdicts of {counted(len(before), 'content')}")
+    log(f"{counted(len(chosen), 'image')} to judge; earlier runs decoded {counted(len(before), 'content')}")
     verdicts = judge(recipe, sources, chosen, before, log=log)
     captions = _Captions.of(recipe, sources, listings)
     told = _with_rule(recipe, chosen)
@@ -162,7 +162,7 @@ def validate(
         known.write(of_raw, only(everything, everything["rule"] != "").select(*CAPTIONS))
     funnel = _funnel(recipe, tables, len(table), rejected)
     report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
-    for line in funnel.lines():
+    for line in funnel.lines() if remember else ():  # a plan's scan has left nothing that it could count
         log(line)
     refused = validated("rejected", rejected, "what was found invalid")
     return StageResult(validated(STAGE, table, "what was found valid"), refused, report)

@@ -18,6 +18,7 @@ from pipeline.ingest.validate import validate
 from pipeline.registry import speed
 from pipeline.reports import Log
 from pipeline.store import EntrySpec, Kind
+from pipeline.upkeep.gates_ahead import ClosedGate, closed_gates
 
 if TYPE_CHECKING:
     import polars as pl
@@ -37,6 +38,8 @@ _GEOMETRY_COLUMNS = (
     "target_height",
     "target_width",
 )
+_STAGES = ("raw_images", "validated_dataset", "aspect_buckets")
+
 _INPUT_NAMES = {"vae": "VAE", "encoders": "text encoders", "preprocessing_version": "preprocessing"}
 
 Row = Mapping[str, Any]
@@ -80,6 +83,7 @@ class Forecast:
         samples: That it would keep.
         rejected: That it would reject, by reason.
         gone: Samples of the last tables that are no more.
+        closed: Gates at which the job would stop, before anything is encoded.
         latents: Their entries.
         text: Captions' entries.
     """
@@ -87,6 +91,7 @@ class Forecast:
     samples: int
     rejected: Mapping[str, int]
     gone: Sequence[str]
+    closed: Sequence[ClosedGate]
     latents: Expected
     text: Expected
 
@@ -113,6 +118,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         buckets.table["sample_id"].n_unique(),
         dict(rejected),
         sorted(before - set(buckets.table["sample_id"])),
+        closed_gates(recipe, dict(zip(_STAGES, (raw, valid, buckets), strict=True))),
         _latents(entries, entries.latent_rows(buckets.table), latents),
         _text(entries, valid.table, text),
     )

@@ -51,6 +51,19 @@ def test_plan_counts_names_and_measures(cli: Any, job: Job) -> None:
     assert not job.entry("vae_latents").exists()
 
 
+def test_plan_says_first_that_a_gate_would_close_and_what_to_do(cli: Any, job: Job) -> None:
+    (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
+    shown = cli("plan", "sample")
+    assert shown.exit_code == 0
+    assert "the job would stop at validated_dataset, before anything is encoded:" in shown.stdout
+    assert "captions_present: 1 image has no caption" in shown.stdout
+    assert "fix: " in shown.stdout
+    assert {gate["name"] for gate in json.loads(cli("plan", "sample", "--json").stdout)["closed"]} == {
+        "captions_present",
+        "rejected_fraction",
+    }
+
+
 def test_explain_prints_every_stage(cli: Any) -> None:
     done = cli("explain", "sample", "cat")
     assert done.exit_code == 0

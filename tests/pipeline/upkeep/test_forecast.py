@@ -203,3 +203,27 @@ def test_rejected_images_are_counted_by_reason(job: Job) -> None:
     photo(job, "empty.txt").write_text("nothing")
     said = plan(job)
     assert (said.samples, dict(said.rejected)) == (5, {"empty_file": 1})
+
+
+def test_gates_that_would_close_are_told_those_of_the_first_asset_alone(job: Job) -> None:
+    assert plan(job).closed == []
+    caption = photo(job, "cat.txt")
+    said = caption.read_text(encoding="utf-8")
+    caption.unlink()
+    closed = {gate.name: gate for gate in plan(job).closed}
+    assert set(closed) == {"captions_present", "rejected_fraction"}
+    assert {gate.asset for gate in closed.values()} == {"validated_dataset"}
+    assert "there is no cat.txt" in closed["captions_present"].summary
+    assert "write cat.txt" in closed["captions_present"].fix
+    caption.write_text(said, encoding="utf-8")
+    assert plan(job).closed == []
+    for each in list(photo(job).parent.iterdir()):
+        each.unlink()
+    assert [(gate.asset, gate.name) for gate in plan(job).closed] == [("raw_images", "images_found")]
+
+
+def test_a_plan_tells_no_numbers_of_the_last_run_as_its_own(job: Job) -> None:
+    photo(job).write_bytes(b"")
+    told: list[str] = []
+    forecast(job.recipe, job.tables, log=told.append)
+    assert not [line for line in told if "rejected" in line]

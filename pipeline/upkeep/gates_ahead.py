@@ -1,0 +1,77 @@
+"""Which gates would close in the next cache job, from what its stages would find; nothing is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import polars as pl
+
+from pipeline.checks import aspect_buckets, raw_images, validated_dataset
+from pipeline.checks.base import CheckContext
+from pipeline.tables import Tables
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.checks.base import Finding
+    from pipeline.recipe import Recipe
+    from pipeline.reports import StageResult
+
+_CHECKS = {
+    "raw_images": raw_images.run,
+    "validated_dataset": validated_dataset.run,
+    "aspect_buckets": aspect_buckets.run,
+}
+"""In the order of the job."""
+
+
+class ClosedGate(NamedTuple):
+    """A gate that would close.
+
+    Attributes:
+        asset: Whose gate it is.
+        name: The gate's.
+        summary: What is wrong, with the numbers met.
+        fix: What the user can do.
+    """
+
+    asset: str
+    name: str
+    summary: str
+    fix: str
+
+
+def closed_gates(recipe: Recipe, results: Mapping[str, StageResult]) -> list[ClosedGate]:
+    """The gates at which the job would stop: those of the first asset that has closed ones.
+
+    Args:
+        recipe: Of the job.
+        results: Of raw_images, validated_dataset and aspect_buckets.
+    """
+    reports = {asset: result.report for asset, result in results.items()}
+    context = CheckContext(recipe, _Foreseen(recipe.output_dir, results), reports)
+    for asset, run in _CHECKS.items():
+        closed = [finding for finding in run(context) if finding.closes]
+        if closed:
+            return [_closed(asset, finding) for finding in closed]
+    return []
+
+
+def _closed(asset: str, finding: Finding) -> ClosedGate:
+    return ClosedGate(asset, finding.name, finding.summary, finding.fix)
+
+
+class _Foreseen(Tables):
+    """The tables as the job would write them."""
+
+    def __init__(self, output_dir: Path, results: Mapping[str, StageResult]) -> None:
+        super().__init__(output_dir)
+        self._results = results
+
+    def read(self, asset: str) -> pl.DataFrame:
+        return self._results[asset].table
+
+    def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
+        wanted = self._results if stage is None else [stage]
+        return pl.concat([self._results[each].rejected for each in wanted])
