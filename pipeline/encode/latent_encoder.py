@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import chain, groupby, islice
@@ -18,7 +19,7 @@ from pipeline.addresses import address
 from pipeline.encode.feed import StalledError, ahead
 from pipeline.encode.order import NUM_PROBES, Job, Order
 from pipeline.encode.outcome import Encoded, Failure, Outcome
-from pipeline.encode.passes import Answer, Passes, Pixels
+from pipeline.encode.passes import Answer, Begun, Passes, Pixels
 from pipeline.encode.probes import suspicious, wrong_model
 from pipeline.encode.progress import Progress
 from pipeline.entry_format import LATENT, MEAN, STD
@@ -35,6 +36,9 @@ PATIENCE_S = 300.0
 """How long one image may be read and decoded before it is given up; far beyond a slow disk's worst."""
 
 _Decoded: TypeAlias = Iterable[tuple[Job, Future[Pixels | None]]]
+_Batch: TypeAlias = Sequence[tuple[Job, Pixels]]
+_UnderWay: TypeAlias = deque[tuple[_Batch, Begun | None]]
+"""Passes that were begun, oldest first."""
 
 
 class LatentEncoder:
@@ -76,12 +80,16 @@ class LatentEncoder:
             patience_s=PATIENCE_S,
         )
         yield from self._probed(islice(decoded, NUM_PROBES))
+        under_way: _UnderWay = deque()
         for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
-            yield from self._of_one_shape(group)
+            yield from self._of_one_shape(group, under_way)
+        yield from self._ended(under_way, keep=0)
 
     def _probed(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
         """The probes' outcomes, if any is of use; otherwise a plain picture shows who is to blame."""
-        found = [end for pair in decoded for end in self._of_one_shape([pair])]
+        under_way: _UnderWay = deque()
+        found = [end for pair in decoded for end in self._of_one_shape([pair], under_way)]
+        found += self._ended(under_way, keep=0)
         probes = [job for job, _ in found]
         if suspicious([outcome for _, outcome in found]):
             smallest = min(probes, key=lambda job: job.cost)
@@ -93,7 +101,8 @@ class LatentEncoder:
                 raise wrong_model(probes, outcome, str(self._family.place("vae")))
         return found
 
-    def _of_one_shape(self, decoded: _Decoded) -> Iterator[tuple[Job, Outcome]]:
+    def _of_one_shape(self, decoded: _Decoded, under_way: _UnderWay) -> Iterator[tuple[Job, Outcome]]:
+        """The outcomes of these but for the passes that are left `under_way`, and of those left there."""
         batch: list[tuple[Job, Pixels]] = []
         for job, future in decoded:
             self._progress.working_on(job.name)
@@ -103,9 +112,12 @@ class LatentEncoder:
                 continue
             batch.append((job, pixels))
             if len(batch) >= self._passes.batch_size(job.cost):
-                yield from self._batch(batch)
+                self._begin(batch, under_way)
                 batch = []
-        yield from self._batch(batch)
+                yield from self._ended(under_way, keep=self._passes.overlap)
+        if batch:
+            self._begin(batch, under_way)
+            yield from self._ended(under_way, keep=self._passes.overlap)
 
     def _pixels(self, job: Job, store: Store) -> Pixels | None:
         """As `image`; None when another process has made its entry meanwhile."""
@@ -139,12 +151,16 @@ class LatentEncoder:
         """What a latent decodes to, as `Passes.picture`."""
         return self._passes.picture(latent)
 
-    def _batch(self, batch: Sequence[tuple[Job, Pixels]]) -> Iterator[tuple[Job, Outcome]]:
-        if not batch:
-            return
-        answers = self._passes.answers([(job.name, pixels) for job, pixels in batch])
-        for (job, pixels), answer in zip(batch, answers, strict=True):
-            yield job, self._finished(job, pixels, answer)
+    def _begin(self, batch: _Batch, under_way: _UnderWay) -> None:
+        under_way.append((batch, self._passes.begun([(job.name, pixels) for job, pixels in batch])))
+
+    def _ended(self, under_way: _UnderWay, *, keep: int) -> Iterator[tuple[Job, Outcome]]:
+        """The outcomes of all passes but the last `keep`, which are left."""
+        while len(under_way) > keep:
+            batch, begun = under_way.popleft()
+            answers = self._passes.ended([(job.name, pixels) for job, pixels in batch], begun)
+            for (job, pixels), answer in zip(batch, answers, strict=True):
+                yield job, self._finished(job, pixels, answer)
 
     def _finished(self, job: Job, pixels: Pixels, answer: Answer) -> Outcome:
         """The entry of one image; half precision that overflowed is repeated in float32."""

@@ -49,6 +49,8 @@ def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
         Progress(report, order_file.parent, jobs=order.jobs, what=f"{what} encoded", rank=rank) as progress,
     ):
         device = own_device()
+        if device != "cpu":
+            torch.cuda.set_device(device)  # else pinned memory makes each process a context on the first GPU
         if (reason := why_no_gpu()) is not None:
             progress.say(f"warning: {reason}")
         latents: LatentEncoder | None = None

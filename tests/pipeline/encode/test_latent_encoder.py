@@ -121,6 +121,47 @@ def test_L09_out_of_memory_halves_the_batch_and_loses_nothing(order: Order, list
     assert any("memory ran out" in line for line in listener.lines)
 
 
+def test_a_pass_is_begun_before_the_last_ones_answers_are_waited_for_where_that_pays(
+    order: Order, listener: Listener
+) -> None:
+    """As on a GPU; the latents are the same, and come in the same order."""
+    plain = encode(encoder_of(order, listener), order)
+    encoder = encoder_of(order, listener)
+    encoder._passes.overlap = 1
+    sizes = sizes_of_passes(encoder)
+    begun: list[int] = []
+    found: dict[str, np.ndarray] = {}
+    for job, outcome in encoder.encoded(order.jobs, Store(order.store_root)):
+        assert isinstance(outcome, Encoded)
+        begun.append(len(sizes))
+        found[job.name] = outcome.tensors["latent"]
+    assert begun == [3, 3, 3, 5, 5], "the probes are ended together; then one pass is ahead"
+    assert list(found) == list(plain)
+    assert all(np.array_equal(found[name].astype(np.float32), plain[name]) for name in plain)
+
+
+def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
+    order: Order, listener: Listener
+) -> None:
+    encoder = encoder_of(order, listener)
+    encoder._passes.overlap = 1
+    inner = encoder._family.posterior
+    passes: list[int] = []
+
+    def until_the_last(vae, pixels) -> Posterior:
+        passes.append(len(pixels))
+        if len(passes) >= 5:
+            torch.empty(2**60, dtype=torch.uint8)
+        return inner(vae, pixels)
+
+    encoder._family.posterior = until_the_last  # type: ignore[method-assign]
+    ended: list[str] = []
+    with pytest.raises(LaunchError, match="memory ran out"):
+        ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
+    assert len(passes) == 5, "the last one was begun before the one before it was ended"
+    assert ended == [job.name for job in order.jobs][:4]
+
+
 def test_L09_out_of_memory_with_one_image_is_a_clear_error(order: Order, listener: Listener) -> None:
     encoder = encoder_of(order, listener)
     sizes_of_passes(encoder, limit=0)
