@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from diffusers import DDPMScheduler
 from pipeline.families import detect
 from pipeline.families.tiny import make_tiny_kolors
 from pipeline.training.loader import MicroInput
+from tests.pipeline.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 from tests.pipeline.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old; its ChatGLM, which is
@@ -20,25 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 
-ATTENTIONS = {
-    "down_blocks.1.attentions.0": "input_blocks.4.1",
-    "down_blocks.1.attentions.1": "input_blocks.5.1",
-    "mid_block.attentions.0": "middle_block.1",
-    "up_blocks.0.attentions.0": "output_blocks.0.1",
-    "up_blocks.0.attentions.1": "output_blocks.1.1",
-    "up_blocks.0.attentions.2": "output_blocks.2.1",
-}
-LAYERS = [
-    f"transformer_blocks.{block}.{attention}.{layer}"
-    for block in range(2)
-    for attention in ("attn1", "attn2")
-    for layer in ("to_q", "to_k", "to_v", "to_out.0")
-]
 
-
-class KolorsCase(Case):
-    targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
-
+class KolorsCase(SizedUNetCase):
     @property
     def pipeline_class(self) -> Any:
         from diffusers import KolorsPipeline
@@ -48,43 +32,17 @@ class KolorsCase(Case):
     def make(self, folder: Path) -> None:
         make_tiny_kolors(folder)
 
-    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        embedding, _, pooled, _ = pipe.encode_prompt(caption, do_classifier_free_guidance=False)
-        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
+    def pooled_width(self, pipe: Any) -> int:
+        return pipe.text_encoder.config.hidden_size
 
     def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
         return DDPMScheduler.from_config(pipe.scheduler.config).add_noise(
             micro.latent, micro.noise, micro.timesteps
         )
 
-    def target(self, micro: MicroInput) -> torch.Tensor:
-        return micro.noise
-
-    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, its time ids by the pipeline's own function."""
-        answers = []
-        for index in range(len(noisy)):
-            original, crop, target = (
-                tuple(micro.conditions[name][index].tolist())
-                for name in ("original_size_hw", "crop_top_left", "target_size_hw")
-            )
-            ids = pipe._get_add_time_ids(original, crop, target, torch.float32, 32)
-            one = slice(index, index + 1)
-            added = {"text_embeds": micro.conditions["pooled_text_embedding"][one], "time_ids": ids}
-            text = micro.conditions["text_embedding"][one]
-            answer = pipe.unet(noisy[one], micro.timesteps[one], text, added_cond_kwargs=added)
-            answers.append(answer.sample)
-        return torch.cat(answers)
-
     def kohya_keys(self) -> set[str]:
         modules = [f"{place}.{layer}" for place in ATTENTIONS for layer in LAYERS]
         return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
-
-    def comfyui_keys(self, modules: set[str]) -> set[str]:
-        return {f"diffusion_model.{place}.{layer}" for place in ATTENTIONS.values() for layer in LAYERS}
 
 
 def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(

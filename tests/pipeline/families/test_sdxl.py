@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,27 +20,11 @@ from pipeline.recipe import LoraSettings
 from pipeline.training.export import Exporter
 from pipeline.training.loader import MicroInput
 from pipeline.training.lora import add_lora, trainable_weights
+from tests.pipeline.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 from tests.pipeline.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-ATTENTIONS = {
-    "down_blocks.1.attentions.0": "input_blocks.4.1",
-    "down_blocks.1.attentions.1": "input_blocks.5.1",
-    "mid_block.attentions.0": "middle_block.1",
-    "up_blocks.0.attentions.0": "output_blocks.0.1",
-    "up_blocks.0.attentions.1": "output_blocks.1.1",
-    "up_blocks.0.attentions.2": "output_blocks.2.1",
-}
-"""As in Stability AI's sd_xl_base.yaml, whose first levels are these."""
-
-LAYERS = [
-    f"transformer_blocks.{block}.{attention}.{layer}"
-    for block in range(2)
-    for attention in ("attn1", "attn2")
-    for layer in ("to_q", "to_k", "to_v", "to_out.0")
-]
 
 
 @pytest.fixture(scope="module")
@@ -68,45 +52,23 @@ def drawn(pipeline: Any) -> np.ndarray[Any, Any]:
     return pipeline("a cat", **kwargs).images[0]
 
 
-class StableDiffusionXLCase(Case):
+class StableDiffusionXLCase(SizedUNetCase):
     pipeline_class = StableDiffusionXLPipeline
-    targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
 
     def make(self, folder: Path) -> None:
         make_tiny_sdxl(folder)
 
-    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        embedding, _, pooled, _ = pipe.encode_prompt(caption, do_classifier_free_guidance=False)
-        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
+    def pooled_width(self, pipe: Any) -> int:
+        return pipe.text_encoder_2.config.projection_dim
 
     def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
         betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
         signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
         return signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
 
-    def target(self, micro: MicroInput) -> torch.Tensor:
-        return micro.noise
-
-    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        names = ("original_size_hw", "crop_top_left", "target_size_hw")
-        projection = {"text_encoder_projection_dim": pipe.text_encoder_2.config.projection_dim}
-        sizes = zip(*(micro.conditions[name].tolist() for name in names), strict=True)
-        ids = [pipe._get_add_time_ids(*map(tuple, row), dtype=torch.float32, **projection) for row in sizes]
-        pooled = micro.conditions["pooled_text_embedding"]
-        added = {"text_embeds": pooled, "time_ids": torch.cat(ids)}
-        text = micro.conditions["text_embedding"]
-        return pipe.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
-
     def kohya_keys(self) -> set[str]:
         originals = [f"{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS]
         return {f"lora_unet_{name.replace('.', '_')}" for name in originals}
-
-    def comfyui_keys(self, modules: set[str]) -> set[str]:
-        assert modules == {f"{block}.{layer}" for block in ATTENTIONS for layer in LAYERS}
-        return {f"diffusion_model.{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS}
 
 
 def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
