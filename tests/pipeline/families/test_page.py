@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from diffusers import PRXTransformer2DModel
 
 from pipeline.families import FAMILIES, detect
 from pipeline.families.page import PAGE, proof, table, with_table
@@ -32,3 +33,8 @@ def test_every_family_has_a_tiny_model_and_a_file_that_proves_it(tmp_path: Path)
         assert family.pipeline_classes[0] in text
         assert "the_whole_" in text
     assert seen == set(FAMILIES)
+
+
+def test_what_keeps_prx_from_being_trained_is_as_the_page_says() -> None:
+    transformer = PRXTransformer2DModel(hidden_size=32, num_heads=2, depth=1, axes_dim=[8, 8])
+    assert not hasattr(transformer, "load_lora_adapter"), "PRX takes LoRA now: give it a family"
