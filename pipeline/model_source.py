@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.families import Family, detect, family_class
+from pipeline.families.files import require_whole
 from pipeline.hub import component_files, looks_like_hub_id, refusals_told
 from pipeline.model_components import local_components, resolve_components
 from pipeline.recipe import project_root
@@ -134,6 +135,8 @@ def _require_complete(family: Family) -> None:
                 if not path.is_file():
                     fix = "download the model again, or set model.base to a complete diffusers folder"
                     raise ModelError(f"the base model has no {path.name}", where=str(path), fix=fix)
+                if path.suffix == ".safetensors":
+                    require_whole(path)
 
 
 def _indexed(base: str, revision: str | None, where: str) -> Path:

@@ -11,6 +11,9 @@ from pipeline.errors import ModelError
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Names under which diffusers and transformers keep a component's weights."""
 
+_LENGTH_BYTES = 8
+"""At the start of a safetensors file: the length of its header, little endian."""
+
 _TOKENIZER_CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -62,6 +65,28 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         fix=f"it needs one of {', '.join(stem + '.safetensors' for stem in _STEMS)} (or .bin, or shards with "
         "their index); files with a variant in their name, such as fp16, must be renamed",
     )
+
+
+def require_whole(path: Path) -> None:
+    """Nothing, where a safetensors file has the bytes that its header speaks of; its tensors are not read.
+
+    Raises:
+        ModelError: It is cut short, or has no header.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        header = file.read(length) if length < size else b""
+    try:
+        tensors = cast("dict[str, Any]", json.loads(header))
+        ends = [said["data_offsets"][1] for name, said in tensors.items() if name != "__metadata__"]
+        wanted = _LENGTH_BYTES + length + max(ends, default=0)
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+        wanted = None
+    if wanted != size:
+        has = f"{size:,} bytes" if wanted is None else f"{size:,} of {wanted:,} bytes"
+        what = f"a weight file of the base model is cut short or damaged: it has {has}"
+        raise ModelError(what, where=str(path), fix="download the model again")
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:

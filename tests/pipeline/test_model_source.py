@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import FamilyError, ModelError
 from pipeline.families.sd import StableDiffusion
-from pipeline.model_source import resolve_base, wanted_files
+from pipeline.model_source import require_possible_base, resolve_base, wanted_files
 from tests.pipeline.model_recipe import recipe
 
 HUB_FILES = [
@@ -69,6 +69,16 @@ def test_a_folder_that_lacks_a_file_is_an_error_that_names_it(tmp_path: Path, mo
     (model / lost).unlink()
     with pytest.raises(ModelError, match=str(model / lost).rsplit("/", 1)[0]):
         resolve_base(recipe(tmp_path, model))
+
+
+def test_a_weight_file_that_was_cut_short_is_refused_before_anything_is_loaded(
+    tmp_path: Path, model: Path
+) -> None:
+    weights = model / "unet" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cut short or damaged") as caught:
+        require_possible_base(recipe(tmp_path, model))
+    assert caught.value.where == str(weights)
 
 
 @pytest.mark.parametrize(

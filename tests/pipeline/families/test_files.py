@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from pipeline.errors import ModelError
-from pipeline.families.files import read_json, tokenizer_files, weight_files
+from pipeline.families.files import read_json, require_whole, tokenizer_files, weight_files
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -54,3 +56,20 @@ def test_a_configuration_that_is_no_json_object_is_an_error_that_names_it(tmp_pa
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
         read_json(path)
+
+
+def test_a_weight_file_that_was_cut_short_is_found_by_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3, 5), "b": torch.ones(7)}, file, metadata={"format": "pt"})
+    require_whole(file)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for data in (whole[:-1], whole[:header], whole + b"\0"):
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match=f"it has {len(data):,} of {len(whole):,} bytes"):
+            require_whole(file)
+    for data in (whole[: header // 2], whole[:5], b"", b"<!DOCTYPE html>" * 9, b"\x02" + bytes(7) + b"[]"):
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match=f"it has {len(data)} bytes") as caught:
+            require_whole(file)
+        assert (caught.value.where, caught.value.fix) == (str(file), "download the model again")
