@@ -9,11 +9,13 @@ import codecs
 import json
 import re
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.image_formats import SUFFIXES, ImageError
+from pipeline.recipe.rules import LISTING_SUFFIXES
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
@@ -139,21 +141,33 @@ def _read(source: Source, path: str, sidecar: str, num_bytes: int) -> bytes:
 
 def _missing(source: Source, path: str, sidecar: str) -> ImageError:
     """Says what does lie beside the image under its name."""
-    names = source.names_beside(path)
-    beside = _beside(names, path)
+    folder = path.rpartition("/")[0]
+    beside = _suffixes_in(source, folder).get(PurePosixPath(path).stem, ())
     found = f"beside it lie {', '.join(beside)}" if beside else "nothing else has its name"
     fix = f"write {sidecar}, or set captions.suffix" + (f" to {beside[0]}" if beside else "")
-    listings = sorted({"metadata.jsonl", "metadata.csv", "metadata.parquet"} & set(names))
+    listings = [
+        suffix for suffix in _suffixes_in(source, folder).get("metadata", ()) if suffix in LISTING_SUFFIXES
+    ]
     if listings:
-        fix += f"; or let datasets[].path name {listings[0]}, with path_column and captions: {{from: column}}"
+        name = f"metadata{listings[0]}"
+        fix += f"; or let datasets[].path name {name}, with path_column and captions: {{from: column}}"
     return ImageError("caption_missing", f"there is no {sidecar}; {found}", where=source.where(path), fix=fix)
 
 
-def _beside(names: Iterable[str], path: str) -> list[str]:
-    """Suffixes, with their dots, of the files that are named as the image and are none."""
-    stem = PurePosixPath(path).stem + "."
-    suffixes = {name[len(stem) - 1 :] for name in names if name.startswith(stem)}
-    return sorted(suffix for suffix in suffixes if suffix.rpartition(".")[2].lower() not in SUFFIXES)
+@lru_cache(maxsize=4)
+def _suffixes_in(source: Source, folder: str) -> Mapping[str, tuple[str, ...]]:
+    """Of what lies in a folder and is no image: name before a dot to what follows it, with the dot, sorted.
+
+    A folder is listed once: thousands of its images may have no caption.
+    """
+    found: dict[str, set[str]] = {}
+    for name in source.names_beside(f"{folder}/" if folder else ""):
+        if name.rpartition(".")[2].lower() in SUFFIXES:
+            continue
+        for place, letter in enumerate(name):
+            if letter == "." and place:
+                found.setdefault(name[:place], set()).add(name[place:])
+    return {stem: tuple(sorted(suffixes)) for stem, suffixes in found.items()}
 
 
 def _decoded(data: bytes, settings: CaptionSettings, where: str) -> str:

@@ -198,3 +198,25 @@ def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
 def test_C03_a_list_of_captions_in_the_folder_is_told_of(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text("{}", encoding="utf-8")
     assert "let datasets[].path name metadata.jsonl" in refused(tmp_path, None).fix
+
+
+def test_C03_a_folder_is_listed_once_however_many_captions_are_missing(tmp_path: Path) -> None:
+    class Counted(LocalSource):
+        listed = 0
+
+        def names_beside(self, path: str) -> list[str]:
+            self.listed += 1
+            return super().names_beside(path)
+
+    (tmp_path / "sub").mkdir()
+    for name in ("a.b.caption", "a.json", "sub/a.b.md", ".a.b.hidden"):
+        (tmp_path / name).write_text("x", encoding="utf-8")
+    source = Counted(tmp_path)
+    told: list[str] = []
+    for path in ("a.b.png", "a.png", "c.png", "sub/a.b.png", "a.b.jpg"):
+        with pytest.raises(ImageError) as caught:
+            caption_of(settings(), source, path)
+        told.append(caught.value.detail.partition("; ")[2])
+    beside = ["beside it lie .caption", "beside it lie .b.caption, .json", "nothing else has its name"]
+    assert told == [*beside, "beside it lie .md", "beside it lie .caption"]
+    assert source.listed == 2
