@@ -256,7 +256,10 @@ class DiffusersFamily(Family):
         )
 
     def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
-        """The family's diffusers pipeline with the base model's own scheduler."""
+        """The family's diffusers pipeline with the base model's own scheduler.
+
+        The VAE draws in `dtype` whatever the autocast around it, in which SDXL's would overflow to black.
+        """
         pipeline_class = self.pipeline_class()
         loaded: dict[str, Any] = dict.fromkeys(_component_names(pipeline_class))
         del loaded["scheduler"]
@@ -266,6 +269,7 @@ class DiffusersFamily(Family):
             self.folder, **{**loaded, **self.pipeline_options()}, local_files_only=True
         )
         pipeline.set_progress_bar_config(disable=True)
+        _decode_as_loaded(loaded["vae"])
         return pipeline
 
     @abstractmethod
@@ -293,7 +297,7 @@ class DiffusersFamily(Family):
         """A picture with the family's `guidance_scale`."""
         import torch
 
-        parameter = next(getattr(pipeline, self.denoiser_name).parameters())
+        parameter = unpacked_weight(getattr(pipeline, self.denoiser_name))
         both = self.stack_texts([text, empty_text])
         prompt, negative = (
             {name: tensor[at : at + 1].to(parameter.device, parameter.dtype) for name, tensor in both.items()}
@@ -326,6 +330,25 @@ class DiffusersFamily(Family):
             self.place(role), dtype=getattr(torch, dtype), local_files_only=True, **options
         )
         return loaded.requires_grad_(False).eval()
+
+
+def unpacked_weight(network: nn.Module) -> nn.Parameter:
+    """A weight in whose number format the network computes: packed ones are bytes."""
+    return next(weight for weight in network.parameters() if weight.is_floating_point())
+
+
+def _decode_as_loaded(vae: nn.Module) -> None:
+    """Let `vae.decode` take latents of any number format, and heed no autocast."""
+    import torch
+
+    network, weight = cast("Any", vae), unpacked_weight(vae)
+    decode = network.decode
+
+    def decode_so(latent: Tensor, *arguments: Any, **options: Any) -> Any:
+        with torch.autocast(weight.device.type, enabled=False):
+            return decode(latent.to(weight.dtype), *arguments, **options)
+
+    network.decode = decode_so
 
 
 def _component_names(pipeline_class: Any) -> list[str]:

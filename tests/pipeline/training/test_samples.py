@@ -8,8 +8,11 @@ import torch
 from PIL import Image
 
 from pipeline.families import detect
+from pipeline.families.diffusers_family import unpacked_weight
+from pipeline.geometry import Size
 from pipeline.store import Store
 from pipeline.training.engine import Engine
+from pipeline.training.loader import read_entry
 from pipeline.training.samples import draw_samples
 
 if TYPE_CHECKING:
@@ -54,3 +57,27 @@ def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[
 def test_the_recipe_s_own_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2, sample_prompts=["a red cat"]).order()
     assert [(prompt.caption, prompt.size_hw) for prompt in order.prompts] == [("a red cat", (64, 64))]
+
+
+def test_a_picture_is_decoded_in_float32_though_training_computes_in_half_precision(
+    make_project: Callable[..., Project],
+) -> None:
+    """SDXL's VAE overflows in float16, and the picture would be black."""
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    seen: list[torch.dtype] = []
+    pipeline.vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    text = read_entry(Store(order.recipe.cache_dir), order.prompts[0].text, "a prompt")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        family.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
+    assert seen == [torch.float32]
+
+
+def test_a_packed_weight_does_not_decide_the_number_format() -> None:
+    network = torch.nn.Module()
+    network.packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    network.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    assert unpacked_weight(network).dtype == torch.bfloat16
