@@ -18,6 +18,8 @@ def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series
         samples: `dataset` and `duplicate_group`.
         fractions: Of each dataset, about which share is held out.
     """
+    if not any(fractions.values()):
+        return pl.repeat(value=False, n=len(samples), eager=True)
     groups = (
         samples.select("duplicate_group", fraction=_of_dataset(fractions))
         .group_by("duplicate_group")

@@ -142,7 +142,7 @@ ASKED_FOR = "filter_"
 DUPLICATE = "duplicate"
 """Reason of a copy of an image that is kept: nothing is wrong with it either."""
 
-_ROWS_AT_ONCE = 16_384
+_ROWS_AT_ONCE = 8_192
 """Of a table on its way to the disk, encoded in memory: a third of a kilobyte each."""
 
 _COMPRESSION_LEVEL = 1
@@ -230,6 +230,15 @@ def write_rows(table: pl.DataFrame, file: BinaryIO) -> None:
 def only(table: pl.DataFrame, which: pl.Series) -> pl.DataFrame:
     """The rows for which `which` is true: the table itself, and no copy, where all are."""
     return table if which.all() else table.filter(which)
+
+
+def without(table: pl.DataFrame, others: pl.DataFrame) -> pl.DataFrame:
+    """The rows that are not among `others`, some of its samples: the table itself where there are none."""
+    if others.is_empty():
+        return table
+    if len(others) == len(table):
+        return table.clear()
+    return table.join(others.select("sample_id"), on="sample_id", how="anti", maintain_order="left")
 
 
 def in_order(table: pl.DataFrame, names: list[str]) -> pl.DataFrame:

@@ -24,7 +24,7 @@ from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.walked import STAT, Walked, walk_dataset
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.source import Opened, Source, Stat, threads_for
-from pipeline.tables import REJECTED, SCHEMAS, Tables, empty, in_order, only, validated
+from pipeline.tables import REJECTED, SCHEMAS, Tables, empty, in_order, only, validated, without
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -68,7 +68,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     max_px = recipe.checks.max_image_pixels
     known = _unchanged(found, tables.read_previous(STAGE), max_px)
     bad = _same_files(found, read_refused(tables).filter(pl.col("max_px") == max_px))
-    fresh = _without(_without(found, known), bad)
+    fresh = without(without(found, known), bad)
     log(
         f"found {len(found):,} image files, {len(found) - len(fresh):,} of them unchanged since the last scan"
     )
@@ -105,13 +105,6 @@ def _same_files(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     for name in ("path", *STAT):
         holds &= (known[name] == now[f"now_{name}"]).fill_null(value=False)
     return only(known, holds)
-
-
-def _without(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
-    """The files of which nothing is known."""
-    if len(known) == len(found):
-        return found.clear()
-    return found.join(known.select("sample_id"), on="sample_id", how="anti") if len(known) else found
 
 
 def _read_all(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -45,7 +46,7 @@ from pipeline.ingest.variants import variants
 from pipeline.ingest.verdicts import Verdicts, judge, judge_name
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.source import Source, source_at, threads_for
-from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, only, validated
+from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, only, validated, without
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -150,7 +151,9 @@ def validate(
     captions = _Captions.of(recipe, sources, listings)
     told = _with_rule(recipe, chosen)
     same = _as_before(sources, told, verdicts, known.captions, log=log)
-    fresh, refused = _looked_at(told.join(same, on="sample_id", how="anti"), verdicts, captions, log)
+    others = without(told, same)
+    del told
+    fresh, refused = _looked_at(others, verdicts, captions, log)
     everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
     looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
@@ -158,8 +161,7 @@ def validate(
     table = once.hstack(looks.drop("content_hash")).select(SCHEMAS[STAGE].keys())
     rejected = pl.concat([left_out, refused, copies]).sort("sample_id")
     if remember:
-        of_raw = only(verdicts.table, verdicts.table["content_hash"].is_in(raw["content_hash"].implode()))
-        known.write(of_raw, only(everything, everything["rule"] != "").select(*CAPTIONS))
+        known.write(_of(raw, verdicts.table), only(everything, everything["rule"] != "").select(*CAPTIONS))
     funnel = _funnel(recipe, tables, len(table), rejected)
     report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
     for line in funnel.lines() if remember else ():  # a plan's scan has left nothing that it could count
@@ -189,6 +191,10 @@ _COLUMNS: dict[str, Any] = {
 }
 
 
+_SAID = {name: _COLUMNS[name] for name in ("caption", "more_captions", "caption_from", "focus_x", "focus_y")}
+"""What a caption's file and a listing say of an image."""
+
+
 def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """What is kept of sorted rows, and as rejected rows the copies: same dataset, bytes and captions."""
     once = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
@@ -205,6 +211,11 @@ def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, p
     )
     kept = only(rows, ~rows["sample_id"].is_in(copies["sample_id"].implode()))
     return kept, said.select(pl.col(name).cast(kind) for name, kind in REJECTED.items())
+
+
+def _of(raw: pl.DataFrame, pixels: pl.DataFrame) -> pl.DataFrame:
+    """The verdicts on contents that are there, compared by 64 bits: one too many does no harm."""
+    return only(pixels, pixels["content_hash"].hash().is_in(raw["content_hash"].hash().implode()))
 
 
 def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
@@ -234,7 +245,7 @@ def _as_before(
     known = only(known, same_files(sources, known, log=log))
     known = only(known, same_sidecars(sources, known, CLOCK_GRANULARITY_NS, log=log))
     middle = {"focus_x": pl.lit(0.5), "focus_y": pl.lit(0.5), "decoder": pl.lit(DECODER)}
-    return known.with_columns(**middle).select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items())
+    return known.with_columns(**middle).select(*_COLUMNS)
 
 
 def _changed(file: File) -> ImageError:
@@ -261,7 +272,6 @@ def _looked_at(
         except ImageError as err:
             return refusal(err, STAGE, row["content_hash"])
 
-    kept, rejected = Gathered(_COLUMNS), Gathered(REJECTED)
     sources = captions.sources
     rows = captions.with_sidecar(rows.with_columns(same=same_files(sources, rows, log=log)))
     # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
@@ -273,9 +283,16 @@ def _looked_at(
     # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
     threads = threads_for(sources.values()) or 1
     looked = in_threads(look, Rows(rows), log=log, doing="captions read", threads=threads)
-    for row, outcome in zip(rows.iter_rows(named=True), looked, strict=True):
-        (rejected if "reason" in outcome else kept).add({**row, "decoder": DECODER, **outcome})
-    return kept.frame(), rejected.frame()
+    said, rejected, places = Gathered(_SAID), Gathered(REJECTED), array("q")
+    for place, outcome in enumerate(looked):
+        if "reason" in outcome:
+            rejected.add({**rows.row(place, named=True), **outcome})
+        else:
+            places.append(place)
+            said.add(outcome)
+    kept = rows if len(places) == len(rows) else rows[np.frombuffer(places, dtype=np.int64)]
+    whole = kept.hstack(said.frame()).with_columns(decoder=pl.lit(DECODER))
+    return whole.select(*_COLUMNS), rejected.frame()
 
 
 def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: Verdicts) -> Report:

@@ -96,7 +96,7 @@ def judge(
         return answers
 
     contents = Rows(only(unknown, is_first))
-    fresh = Gathered(PIXELS)
+    fresh = Gathered({name: kind for name, kind in PIXELS.items() if name != "decoder"})
     threads = threads_for(sources.values())
     decoded = in_threads(answers_of, contents, log=log, doing="images decoded", threads=threads)
     for first, answers in zip(contents, decoded, strict=True):
@@ -106,11 +106,11 @@ def judge(
         if last.error is None or last.error.reason in OF_CONTENT:
             said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
             said["perceptual_hash"] = last.perceptual_hash
-            fresh.add({**said, "content_hash": group[0]["content_hash"], "decoder": judge_name()})
+            fresh.add({**said, "content_hash": group[0]["content_hash"]})
         for row, answer in zip(group, answers, strict=False):
             if answer.error is not None:
                 verdicts.by_sample[row["sample_id"]] = answer.error
-    made = fresh.frame()
+    made = fresh.frame().with_columns(decoder=pl.lit(judge_name())).select(PIXELS.keys())
     verdicts.table = pl.concat([known, made]) if len(made) else known
     for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
         error = ImageError(row["reason"], row["detail"], fix=row["fix"])

@@ -8,6 +8,7 @@ import numpy as np
 import polars as pl
 import pytest
 
+from pipeline import buckets
 from pipeline.buckets import assign_buckets
 from pipeline.errors import BucketError
 from pipeline.geometry import Geometry, Size, placement_of
@@ -50,6 +51,26 @@ def test_B06_the_order_of_the_rows_does_not_matter(folder: Any) -> None:
     table = dataset(sizes)
     straight = assign_buckets(folder.recipe, table, log=folder.log.append).table
     assert assign_buckets(folder.recipe, table.reverse(), log=folder.log.append).table.equals(straight)
+
+
+@pytest.mark.parametrize("crop", ["random", "focus"])
+@pytest.mark.parametrize("per_image", ["best", "each"])
+def test_how_many_samples_are_placed_together_does_not_matter(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, crop: str, per_image: str
+) -> None:
+    changes = {"crop": crop, "per_image": per_image, "resolutions": (48, 96), "upscale": "limit(1.5)"}
+    settings = folder.recipe.buckets.model_copy(update=changes | {"small_images": "reject"})
+    recipe = folder.recipe.model_copy(update={"buckets": settings})
+    random = np.random.default_rng(1)
+    sizes = [Size(*pair) for pair in random.integers(10, 130, (50, 2)).tolist()]
+    table = dataset(sizes).with_columns(focus_x=pl.Series(random.random(50)))
+    together = assign_buckets(recipe, table, log=folder.log.append)
+    monkeypatch.setattr(buckets, "_ROWS_AT_ONCE", 7)
+    apart = assign_buckets(recipe, table, log=folder.log.append)
+    assert apart.table.equals(together.table)
+    assert apart.rejected.equals(together.rejected)
+    assert 0 < len(together.rejected) < 50
+    assert (len(together.table) > together.report["kept"]) == (per_image == "each")
 
 
 def test_the_table_is_as_its_schema_says(folder: Any) -> None:

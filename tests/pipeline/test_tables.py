@@ -23,6 +23,7 @@ from pipeline.tables import (
     in_order,
     pandera_schema,
     validated,
+    without,
 )
 
 VALUES = {
@@ -155,6 +156,13 @@ def test_the_cheap_look_at_a_table_agrees_with_its_pandera_schema(asset: str, sp
             validated(asset, table, "a test")
     else:
         assert_frame_equal(validated(asset, table, "a test"), table)
+
+
+def test_the_rows_of_no_others_are_the_table_itself_and_those_of_all_are_none() -> None:
+    rows = pl.DataFrame({"sample_id": ["b", "a", "c", "a"], "more": [1, 2, 3, 4]})
+    assert without(rows, rows[:0]) is rows
+    assert without(rows, rows).equals(rows[:0])
+    assert without(rows, rows[1:2]).rows() == [("b", 1), ("c", 3)]
 
 
 def test_a_table_in_order_is_itself_and_another_is_sorted_by_all_its_names() -> None:
