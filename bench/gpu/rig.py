@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bench.gpu.models import BaseModel
 from bench.workload import Project, photographs
@@ -20,10 +20,14 @@ from pipeline.recipe import recipe_from_mapping
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import polars as pl
+
     from pipeline.encode.order import Job, Order
     from pipeline.families.diffusers_family import DiffusersFamily
+    from pipeline.launching import Launch, Meanwhile
     from pipeline.recipe import Recipe
-    from pipeline.reports import StageResult
+    from pipeline.reports import Log, StageResult
+    from pipeline.tables import Tables
     from pipeline.training.order import TrainingOrder
 
 RANK = 16
@@ -178,11 +182,16 @@ class Rig:
         recipe = self.recipe.model_copy(update={"training": settings})
         return TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
 
-    def _keep(self, asset: str, stage: Any, source: str, launch: _TakeOrder) -> None:
+    def _keep(self, asset: str, stage: _CacheStage, source: str, launch: Launch) -> None:
         tables = self.project.tables
         rows = tables.read(source)
-        result: StageResult = stage(self.recipe, rows, tables, launch=launch, log=_silent)
-        tables.write(asset, result.table)
+        tables.write(asset, stage(self.recipe, rows, tables, launch=launch, log=_silent).table)
+
+
+class _CacheStage(Protocol):
+    def __call__(
+        self, recipe: Recipe, rows: pl.DataFrame, tables: Tables, /, *, launch: Launch, log: Log
+    ) -> StageResult: ...
 
 
 @dataclass(frozen=True)
@@ -206,10 +215,12 @@ class _TakeOrder:
         self.order: Order | None = None
         self.jobs: list[Job] = []
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         from pipeline.encode.order import read_order
         from pipeline.encode.worker import run
 
+        if meanwhile is not None:
+            meanwhile()
         self.order = read_order(order)
         self.jobs = list(self.order.jobs)
         run(order, Silent(), rank=0, num_ranks=1)
