@@ -72,7 +72,15 @@ def run(script: str, *arguments: Path) -> str:
     return done.stdout + done.stderr
 
 
-ONE_OF_EACH = ("Stable Diffusion 1.x and 2.x", "FLUX.2 klein", "Qwen-Image", "Sana", "Bria FIBO")
+ONE_OF_EACH = (
+    "Stable Diffusion 1.x and 2.x",
+    "FLUX.2 klein",
+    "Qwen-Image",
+    "Sana",
+    "Bria FIBO",
+    "Kandinsky 5 (image)",
+    "Ideogram 4",
+)
 """Kinds of models that differ in how they make latents; no family makes them in another way."""
 
 
