@@ -267,7 +267,8 @@ def _require_space(root: Address, needed_bytes: int) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed_bytes + _SPARE_BYTES:
         raise StoreError(
-            f"the missing entries need {needed_bytes:,} bytes and the disk has {free:,} free",
+            f"the missing entries need {needed_bytes:,} bytes and {_SPARE_BYTES:,} are to stay free; "
+            f"the disk has {free:,} free",
             where=str(root),
             fix="free some space there, or set cache_dir to another disk",
         )
