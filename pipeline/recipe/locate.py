@@ -11,6 +11,8 @@ from ruamel.yaml.constructor import SafeConstructor
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
+from pipeline.recipe.yaml_advice import line_and_fix
+
 KeyPath = tuple[str | int, ...]
 """From the top: keys and list indices, such as ("datasets", 0, "path")."""
 
@@ -82,17 +84,13 @@ def _yaml() -> YAML:
 
 def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
     """The flaw of a document that cannot be parsed; nothing after it can be looked at."""
-    line, problem = 1, str(error)
+    line, problem, fix = 1, str(error), "correct this line first: what follows it cannot be read before"
     if isinstance(error, MarkedYAMLError):
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark is not None else 1
+        line, fix = line_and_fix(error, text)
         problem = ", ".join(part for part in (error.context, error.problem) if part)
     elif (position := getattr(error, "position", None)) is not None:
         line = text.count("\n", 0, position) + 1
         problem = f"character {ord(text[position]):#x} cannot stand in YAML: {getattr(error, 'reason', '')}"
-    fix = "correct this line first: what follows it cannot be read before"
-    if "\\t" in problem:
-        fix = "indent with spaces: YAML takes no tabs there"
     return Flaw((), line, f"not valid YAML: {' '.join(problem.split())}", fix)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic_core import ErrorDetails
 
@@ -50,6 +50,11 @@ def _wrong_type(expected: str) -> Callable[[KeyPath, Any, dict[str, Any]], Descr
     return of_type
 
 
+def _item(value: Any) -> str:
+    """A value as the one item of a list; dots where it is no plain one."""
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else "..."
+
+
 def _type_fix(path: KeyPath, value: Any, expected: str) -> str:
     section = section_at(path)
     info = field_at(path)
@@ -64,7 +69,12 @@ def _type_fix(path: KeyPath, value: Any, expected: str) -> str:
     elif "number" in expected and isinstance(value, str) and _is_number(value):
         fix = f"write {value}, without quotes"
     elif expected == "a list":
-        fix = f"write it as a list: {_last_key(path)}: [...]"
+        fix = f"write it as a list: {_last_key(path)}: [{_item(value)}]"
+        if isinstance(value, dict) and value:
+            first = next(iter(cast("dict[str, Any]", value)))
+            fix = (
+                f"make it a list's item: put a dash before its first key, - {first}: ..., and indent the rest"
+            )
     elif expected == "a section of keys" and section is not None:
         fix = f"write keys below it; it takes {', '.join(keys_of(section))}"
     elif isinstance(default, bool | int | float | str):

@@ -116,7 +116,7 @@ def test_a_value_that_yaml_itself_refuses_is_told_once(tmp_path: Path):
         (b"- 1\n", "the recipe is no mapping of keys", ":1"),
         (b"just text", "the recipe is no mapping of keys", ":1"),
         (b"a: 1\nb: caf\xe9\n", "the recipe is not UTF-8: byte 0xe9", ":2"),
-        (b"a: [1\nb: 2\n", "not valid YAML", ":2"),
+        (b"a: [1\nb: 2\n", "not valid YAML", ":1"),
     ],
 )
 def test_a_file_that_is_no_recipe_is_refused_in_its_own_words(

@@ -96,7 +96,7 @@ def test_anchors_and_merges_are_read_and_own_keys_win():
     ("text", "line", "what"),
     [
         ("a: 1\nb: 2\na: 3\n", 3, "a is given twice, first in line 1"),
-        ("a: [1\nb: 2", 2, "not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
+        ("a: [1\nb: 2", 1, "not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
         ("a:\n\tb: 1", 2, "not valid YAML: while scanning for the next token, found character '\\t'"),
         ("a: 1\nb: \x07", 2, "not valid YAML: character 0x7 cannot stand in YAML"),
         ("a: 'x", 1, "not valid YAML: while scanning a quoted scalar, found unexpected end of stream"),

@@ -66,7 +66,12 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"training": {"seed": 2**63}}, "training.seed", "must be less than", "less than"),
     ({"training": {"lora": 4}}, "training.lora", "lora is 4", "it takes rank, alpha"),
     ({"training": {"optimizer": "adam"}}, "training.optimizer", 'the text "adam"', "did you mean adamw?"),
-    ({"training": {"sample_prompts": "a rose"}}, "training.sample_prompts", "must be a list", "[...]"),
+    (
+        {"training": {"sample_prompts": "a rose"}},
+        "training.sample_prompts",
+        "must be a list",
+        'write it as a list: sample_prompts: ["a rose"]',
+    ),
     ({"training": {"sample_prompts": [""]}}, "training.sample_prompts[0]", "is empty", "give at least 1"),
     ({"training": None}, "training", "training is empty, and must be a section", "it takes steps"),
     (
@@ -90,7 +95,13 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ({"model": {"base": "a/b", "revision": 1234567}}, "model.revision", "must be text", 'quotes: "1234567"'),
     ({"model": {}}, "model.base", "required key base is missing", "add base: A Hub id"),
     ({"datasets": []}, "datasets", "datasets is empty", "give at least 1"),
-    ({"datasets": {}}, "datasets", "must be a list", "write it as a list"),
+    ({"datasets": {}}, "datasets", "must be a list", "write it as a list: datasets: [...]"),
+    (
+        {"datasets": {"name": "a"}},
+        "datasets",
+        "must be a list",
+        "put a dash before its first key, - name: ...",
+    ),
     (dataset(name="a b"), "datasets[0].name", 'name the text "a b" holds other characters', "A-Z"),
     (dataset(repeats=0), "datasets[0].repeats", "repeats is 0, and must be at least 1", "at least 1"),
     (dataset(path=""), "datasets[0].path", "the path is empty", "name a folder"),
