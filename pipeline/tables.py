@@ -7,6 +7,7 @@ by position.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -264,6 +265,11 @@ def _plainly_fits(asset: str, table: pl.DataFrame) -> bool:
     """Whether `pandera_schema(asset)` surely accepts the table; NaN is left to its verdict."""
     if list(table.schema.items()) != list(_columns(asset).items()):
         return False
+    return _is_sound(asset, table)
+
+
+def _is_sound(asset: str, table: pl.DataFrame) -> bool:
+    """Whether columns of a table, with those that name a row, surely hold what they may."""
     full = [name for name in table.columns if name not in _nullable(asset)]
     if any(table[name].null_count() for name in full):
         return False
@@ -301,8 +307,12 @@ class Tables:
         """Where the table of `asset` lies; `asset` may be "rejected"."""
         return self.folder / f"{asset}.parquet"
 
-    def read(self, asset: str) -> pl.DataFrame:
+    def read(self, asset: str, columns: Iterable[str] | None = None) -> pl.DataFrame:
         """The table as last written.
+
+        Args:
+            asset: Whose.
+            columns: Only these of it, in this order, with what names a row among them; all by default.
 
         Raises:
             TableError: It is missing, unreadable, or of another schema.
@@ -312,11 +322,16 @@ class Tables:
             fix = f"materialize {asset} first: dagster job execute -m assets.definitions -j <recipe>_cache"
             raise TableError(f"there is no table of {asset}", where=str(path), fix=fix)
         try:
+            if columns is not None and [*pl.read_parquet_schema(path).items()] == [*_columns(asset).items()]:
+                table = pl.read_parquet(path, columns=list(columns))
+                if _is_sound(asset, table):
+                    return table
             table = pl.read_parquet(path)
         except (OSError, pl.exceptions.PolarsError) as err:
             fix = f"delete the file and materialize {asset} again"
             raise TableError(f"the table cannot be read: {err}", where=str(path), fix=fix) from err
-        return validated(asset, table, str(path))
+        table = validated(asset, table, str(path))
+        return table if columns is None else table.select(columns)
 
     def read_previous(self, asset: str) -> pl.DataFrame | None:
         """The table of an earlier run, as a memory of what is known already.

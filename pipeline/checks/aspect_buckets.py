@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 STAGE = "aspect_buckets"
 
+_COLUMNS = (
+    *("sample_id", "dataset", "height", "width", "bucket", "resized_height", "resized_width"),
+    *("crop_top", "crop_left", "target_height", "target_width", "crop_loss"),
+)
+"""Of its table, what is looked at here."""
+
 
 def run(context: CheckContext) -> list[Finding]:
     """One finding for each check of aspect_buckets, from its table and the base model's configuration.
@@ -27,9 +33,9 @@ def run(context: CheckContext) -> list[Finding]:
     """
     from pipeline.entries import Entries
 
-    table = context.tables.read(STAGE)
+    table = context.tables.read(STAGE, _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
-    before = context.tables.read("validated_dataset")["sample_id"]
+    before = context.tables.read("validated_dataset", ["sample_id"])["sample_id"]
     multiple = Entries(context.recipe).family.size_multiple()
     outcomes = {
         "conservation": conserved(before, table["sample_id"], rejected, STAGE),

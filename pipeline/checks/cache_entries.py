@@ -31,6 +31,10 @@ REPAIR = (
 )
 
 
+AT_ONCE = 5_000
+"""Rows whose keys and stats are in memory at a time."""
+
+
 class Problems:
     """The problems of some entries, by check, as rows to show."""
 
@@ -52,9 +56,9 @@ class Problems:
         """
         self.num_entries = len(wanted)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
-        doubtful = wanted.filter(~unchanged(store, kind, wanted))
-        for row in doubtful.iter_rows(named=True):
-            self._look(store, row["sample_id"], spec_of(row))
+        for part in wanted.iter_slices(AT_ONCE):
+            for row in part.filter(~unchanged(store, kind, part)).iter_rows(named=True):
+                self._look(store, row["sample_id"], spec_of(row))
 
     def _look(self, store: Store, name: str, spec: EntrySpec) -> None:
         state = store.check(spec)

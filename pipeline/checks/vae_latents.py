@@ -8,16 +8,29 @@ from typing import Any
 import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
-from pipeline.checks.cache_entries import REPAIR, Problems
+from pipeline.checks.cache_entries import AT_ONCE, REPAIR, Problems
 from pipeline.checks.reasons import fixes, most_frequent_first
 from pipeline.counting import counted, verb
-from pipeline.entries import LATENT_SHAPE, TARGET, Entries
-from pipeline.geometry import placement_of
-from pipeline.tables import not_asked_for
+from pipeline.entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries
+from pipeline.geometry import Placement, placement_of
+from pipeline.tables import in_order, not_asked_for, only
 
 STAGE = "vae_latents"
 
 _SHOWN = ("sample_id", "reason", "detail", "fix")
+
+_NAMES = ("sample_id", "bucket", "flipped")
+
+_GEOMETRY = (
+    *("height", "width", "resized_height", "resized_width"),
+    *("crop_top", "crop_left", "target_height", "target_width"),
+)
+
+_ASKED_FOR = ("sample_id", "bucket", "content_hash", *_GEOMETRY)
+"""Of aspect_buckets: what names a latent, and what decides its key."""
+
+_COLUMNS = (*_ASKED_FOR, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS)
+"""Of vae_latents."""
 
 
 def run(context: CheckContext) -> list[Finding]:
@@ -28,21 +41,23 @@ def run(context: CheckContext) -> list[Finding]:
         ModelError: The recipe's base model cannot be found, or is of no known family.
         StoreError: An entry may not be read.
     """
-    table, buckets = context.tables.read(STAGE), context.tables.read("aspect_buckets")
-    rejected = context.tables.read_rejected(STAGE)
+    table = context.tables.read(STAGE, _COLUMNS)
     entries = Entries(context.recipe)
-    asked = table.with_columns(asked=pl.Series(entries.latent_keys(table), dtype=pl.String))
-    own = asked.filter(pl.col("key") == pl.col("asked")).unique("key", keep="first", maintain_order=True)
-    sized = own.join(
-        entries.latent_shapes(own).select(*TARGET, "num_bytes"), on=TARGET, maintain_order="left"
-    )
-    problems = Problems(entries.store, "latents", sized, entries.latent)
+    asked = _keys(entries, table)
+    own = only(table, table["key"] == asked)
+    own = only(own, own["key"].is_first_distinct())
+    sizes = entries.latent_shapes(own).select(*TARGET, "num_bytes")
+    num_bytes = own.select(TARGET).join(sizes, on=TARGET, how="left", maintain_order="left")["num_bytes"]
+    problems = Problems(entries.store, "latents", own.with_columns(num_bytes), entries.latent)
+    del own
     count = counted(problems.num_entries, "entry", "entries")
+    buckets = context.tables.read("aspect_buckets", _ASKED_FOR)
+    rejected = context.tables.read_rejected(STAGE)
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
             f"each of {counted(buckets['sample_id'].n_unique(), 'sample')} has its entry or was rejected",
-            more=list(_out_of_step(table, entries.latent_rows(buckets), rejected)),
+            more=list(_out_of_step(entries, table, asked, _expected(entries, buckets, rejected))),
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity",
@@ -56,23 +71,36 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
+def _keys(entries: Entries, rows: pl.DataFrame) -> pl.Series:
+    """The key that each row of aspect_buckets or vae_latents asks for."""
+    parts = [pl.Series(entries.latent_keys(part), dtype=pl.String) for part in rows.iter_slices(AT_ONCE)]
+    return pl.concat(parts) if parts else pl.Series(dtype=pl.String)
+
+
+def _expected(entries: Entries, buckets: pl.DataFrame, rejected: pl.DataFrame) -> pl.DataFrame:
+    """The rows of aspect_buckets as those of vae_latents should be, but for what that rejected."""
+    flips = (False, True) if entries.recipe.latents.flip else (False,)
+    left = buckets.join(rejected, on="sample_id", how="anti") if len(rejected) else buckets
+    rows = pl.concat([left.with_columns(flipped=pl.lit(flip)) for flip in flips])
+    return in_order(rows, list(_NAMES))
+
+
 def _out_of_step(
-    table: pl.DataFrame, expected: pl.DataFrame, rejected: pl.DataFrame
+    entries: Entries, table: pl.DataFrame, asked: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
-    names = ["sample_id", "bucket", "flipped"]
-    wanted = expected.select(*names, wanted="key").join(
-        rejected.select("sample_id"), on="sample_id", how="anti"
-    )
-    both = table.select(*names, "key").join(wanted, on=names, how="full", coalesce=True)
-    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
+    if table.select(expected.columns).equals(expected) and table["key"].equals(asked):
+        return
+    wanted = expected.select(*_NAMES, wanted=_keys(entries, expected))
+    both = table.select(*_NAMES, "key").join(wanted, on=_NAMES, how="full", coalesce=True)
+    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(_NAMES)
     here = set(table["sample_id"])
-    for sample_id, bucket, flipped, key, asked in wrong.select(*names, "key", "wanted").iter_rows():
+    for sample_id, bucket, flipped, key, other in wrong.select(*_NAMES, "key", "wanted").iter_rows():
         if key is None:
             what = f"its latent of {bucket}" if sample_id in here else "it"
             what = "its mirrored latent" if flipped and sample_id in here else what
             problem = f"{what} is in aspect_buckets and not here"
-        elif asked is None:
+        elif other is None:
             problem = f"it is not in aspect_buckets as {bucket}"
             problem = "its mirrored latent is not asked for" if flipped else problem
         else:
@@ -82,18 +110,19 @@ def _out_of_step(
 
 def _other_shapes(context: CheckContext, entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows whose latent is of no shape that the geometry, asked anew, gives for the original size."""
-    if table.is_empty():
-        return
     placement = placement_of(context.recipe.buckets)
-    names = table["sample_id"] if placement.crop == "random" else None
-    anew = placement.assign_many(table["height"].to_numpy(), table["width"].to_numpy(), names)
+    for rows in table.iter_slices(AT_ONCE):
+        yield from _shapes_beside(placement, entries, rows)
+
+
+def _shapes_beside(placement: Placement, entries: Entries, rows: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    names = rows["sample_id"] if placement.crop == "random" else None
+    anew = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names)
     columns = anew.columns
     sizes = pl.DataFrame({"target_height": columns.target_height, "target_width": columns.target_width})
     asked = sizes.cast(pl.Int32).join(entries.latent_shapes(sizes), on=TARGET, maintain_order="left")
-    both = (
-        table[anew.image]
-        .select("sample_id", *LATENT_SHAPE)
-        .hstack(asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_")))
+    both = rows.select("sample_id", *LATENT_SHAPE)[anew.image].hstack(
+        asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_"))
     )
     same = pl.all_horizontal(pl.col(name) == pl.col(f"asked_{name}") for name in LATENT_SHAPE)
     found = both.with_columns(row=pl.Series(anew.image), same=same)
@@ -105,8 +134,7 @@ def _other_shapes(context: CheckContext, entries: Entries, table: pl.DataFrame) 
 
 def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Buckets whose latents have several shapes."""
-    shape = ("latent_channels", "latent_height", "latent_width")
-    kinds = table.group_by("bucket").agg(pl.struct(shape).n_unique().alias("shapes"))
+    kinds = table.group_by("bucket", *LATENT_SHAPE).len().group_by("bucket").agg(shapes=pl.len())
     for bucket, shapes in kinds.filter(pl.col("shapes") > 1).sort("bucket").iter_rows():
         yield {"sample_id": f"bucket {bucket}", "problem": f"it holds latents of {shapes} shapes"}
 

@@ -65,6 +65,32 @@ def test_what_is_written_is_read_back_in_the_order_of_sample_id(
     assert_frame_equal(tables.read(asset), table.sort("sample_id"))
 
 
+def test_some_columns_are_read_as_of_the_whole_table(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    row = {name: "x" if kind == pl.String else 1 for name, kind in SCHEMAS["aspect_buckets"].items()}
+    rows = [row | {"bucket": "b"}, row | {"bucket": "a"}]
+    table = pl.DataFrame(rows, schema=SCHEMAS["aspect_buckets"])
+    tables.write("aspect_buckets", table)
+    names = ["bucket", "sample_id", "scale"]
+    assert_frame_equal(tables.read("aspect_buckets", names), table.reverse().select(names))
+    with pytest.raises(TableError, match="no table of raw_images"):
+        tables.read("raw_images", ["sample_id"])
+    spoiled = {
+        "a column more": table.with_columns(more=1),
+        "another order": table.select(reversed(table.columns)),
+        "another type": table.with_columns(pl.col("width").cast(pl.Int64)),
+        "a null": table.with_columns(scale=pl.lit(None, dtype=pl.Float64)),
+        "a row twice": pl.concat([table, table]),
+    }
+    for wrong in spoiled.values():
+        wrong.write_parquet(tables.path("aspect_buckets"))
+        with pytest.raises(TableError, match="no table of aspect_buckets"):
+            tables.read("aspect_buckets", names)
+    tables.path("aspect_buckets").write_bytes(b"PAR1")
+    with pytest.raises(TableError, match="cannot be read"):
+        tables.read("aspect_buckets", names)
+
+
 def test_a_missing_table_names_its_path_and_the_job_that_makes_it(tmp_path: Path) -> None:
     with pytest.raises(TableError, match="no table of vae_latents") as caught:
         Tables(tmp_path).read("vae_latents")
