@@ -30,13 +30,22 @@ SLIPS = {
     "prompt_arguments": "{name: flipped(name, value) for name, value in answer.items()}",
     "prompt_answer": "(answer[0].flip(-1), *answer[1:])",
     "token_limits": "{name: limit - 1 for name, limit in answer.items()}",
+    "count_tokens": "(*answer[:2], answer[2] and answer[2] + 6)",
+    "stack_texts": "{name: tensor.flip(-1) for name, tensor in answer.items()}",
+    "shift_sigma": "answer * 0.99",
+    "size_shift": "answer + 0.1",
 }
-"""A method to what its `answer` becomes. Embeddings are flipped: a factor is lost where they are normed."""
+"""A method to what its `answer` becomes.
+
+Embeddings are flipped, for a factor is lost where they are normed. Counts given to a pipeline are one less.
+"""
 
 _CODE = """
 
 def _slip_{method}(own):
     def flipped(name, value):
+        if type(value) is int:
+            return value - 1
         if "embeds" not in name or name.endswith("mask") or value is None:
             return value
         return [each.flip(-1) for each in value] if isinstance(value, list) else value.flip(-1)
