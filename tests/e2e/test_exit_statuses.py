@@ -6,6 +6,7 @@ A closed gate, a broken recipe and a good run stand in test_gates, test_commands
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import struct
 import time
@@ -17,6 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
+from pipeline.runs import RunLayout
 from tests.e2e.words import Change, last_words, refused
 from tests.small_disk import on_small_disk
 
@@ -93,6 +95,46 @@ def test_a_disk_too_small_for_dagsters_own_history(cached) -> None:
     assert said in {"database or disk is full", "disk I/O error"}, "SQLite's words where it could not grow"
     assert str(home) in words.where
     assert "free space" in words.fix
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_when_the_lora_is_exported_costs_no_training(cached) -> None:
+    """Full for the run's own files after the last step, then for `lora/`; with room, no step is repeated."""
+    cached.recipe(training={**ENDLESS, "steps": 4, "checkpoint_every": 4})
+    assert job(cached).returncode == 0
+    [run] = (cached.out / "runs").iterdir()
+    lora = cached.out / "lora"
+    steps = (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8")
+    exported = {path.name: _tensors(path) for path in lora.glob("*.safetensors")}
+    kept = cached.root / "kept"
+    shutil.rmtree(run / "lora")
+    RunLayout(run).finished.unlink()
+    shutil.copytree(run, kept)
+    command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    filled = ["sh", "-c", 'cp -r "$1"/. "$2" && shift 2 && exec "$@"', "sh", str(kept), str(run), *command]
+    full = refused(cached.run(on_small_disk(str(run), f"{_kib(kept) + 16}k", filled)))
+    assert "the disk is full" in full.what
+    assert str(run / "lora") in full.where
+    shutil.rmtree(lora)
+    lora.mkdir()
+    full = refused(cached.run(on_small_disk(str(lora), "16k", command)))
+    assert "the disk is full" in full.what
+    assert str(lora) in full.where
+    assert job(cached).returncode == 0
+    assert (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8") == steps
+    assert {path.name: _tensors(path) for path in lora.glob("*.safetensors")} == exported
+
+
+def _tensors(file: Path) -> bytes:
+    """All of a safetensors file but its header, whose metadata comes in any order."""
+    whole = file.read_bytes()
+    return whole[8 + int.from_bytes(whole[:8], "little") :]
+
+
+def _kib(folder: Path) -> int:
+    """What the files of a folder take on a tmpfs, whose pages are 4 KiB."""
+    sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+    return sum(-(-size // 4096) * 4 for size in sizes)
 
 
 def empty(workspace: Any) -> None:
