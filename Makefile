@@ -23,10 +23,12 @@ help:
 install: $(VENV)/installed
 
 # torch first and by its exact pin, so that no other package chooses a build of it.
+# Dagster's history last: two commands that make it at the same moment leave one that no command can read.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	DAGSTER_HOME="$(CURDIR)/.dagster" $(BIN)/dagster instance info > /dev/null
 	touch $@
 
 demo: install
