@@ -19,6 +19,11 @@ from tests.pipeline.families.mutations import (
 SINGLE = [(family, method) for family in FAMILIES for method in own_methods(family)]
 
 
+def test_every_family_has_a_file_of_its_own_with_something_to_slip_in() -> None:
+    assert len({module_of(family) for family in FAMILIES}) == len(FAMILIES)
+    assert [family.name for family in FAMILIES if not own_methods(family)] == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES, ids=module_of)
 def test_slips_in_every_method_of_one_family_fail_its_own_tests_alone(
