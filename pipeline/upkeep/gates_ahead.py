@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import polars as pl
@@ -69,8 +69,9 @@ class _Foreseen(Tables):
         super().__init__(output_dir)
         self._results = results
 
-    def read(self, asset: str) -> pl.DataFrame:
-        return self._results[asset].table
+    def read(self, asset: str, columns: Iterable[str] | None = None) -> pl.DataFrame:
+        table = self._results[asset].table
+        return table if columns is None else table.select(columns)
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         wanted = self._results if stage is None else [stage]
