@@ -7,6 +7,7 @@ machine that is lent by the minute, one experiment's failure must not cost the o
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -110,12 +111,13 @@ class Ended:
 
 
 def run(experiment: Experiment, bench: Bench, *, rounds: int) -> Ended:
-    """Measure it; what fails, for whatever reason, is told in `Ended.missing`."""
+    """Measure it; what fails, for whatever reason, is told in `Ended.missing`, and printed whole."""
     try:
         with experiment.open(bench) as pair:
             return _measured(experiment, pair, bench.device, rounds=rounds)
     except Exception as err:  # the others' numbers are not to be lost
-        return Ended([], {}, f"{type(err).__name__}: {err}")
+        traceback.print_exc()
+        return Ended([], {}, f"{type(err).__name__}: {str(err).partition(chr(10))[0]}")
     finally:
         release()
 

@@ -15,7 +15,7 @@ from pipeline.encode.latents import cache_latents
 from pipeline.encode.text import cache_text
 from pipeline.entries import Entries
 from pipeline.families import detect
-from pipeline.recipe import recipe_from_mapping
+from pipeline.recipe import TrainingSettings, recipe_from_mapping
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -178,7 +178,7 @@ class Rig:
         inputs = training_inputs(
             self.recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings")
         )
-        settings = self.recipe.training.model_copy(update=training)
+        settings = TrainingSettings.model_validate({**self.recipe.training.model_dump(), **training})
         recipe = self.recipe.model_copy(update={"training": settings})
         return TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
 

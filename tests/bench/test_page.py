@@ -40,3 +40,18 @@ def test_a_figure_above_its_limit_is_named(tmp_path: Path) -> None:
     assert re.search(r"latents cold +10 +130 ms +100 ms +1\.30 +1\.20-1\.40 +1\.10", text)
     results.save(run | {"figures": {"latents cold": FIGURE | {"most": None}}}, tmp_path / "one.json")
     assert "Above what is asked: nothing." in page.page_text(tmp_path)
+
+
+def test_a_gpus_run_has_its_notes_and_what_could_not_be_measured_on_the_page(tmp_path: Path) -> None:
+    run = {"machine": results.machine(), "commit": "abc", "full": True, "figures": {"SDXL VAE": FIGURE}}
+    results.save(run, tmp_path / "cpu.json")
+    assert "no such machine was at hand" in page.page_text(tmp_path)
+    run["machine"] = {**run["machine"], "gpu": "NVIDIA H200"}
+    run["notes"] = {"SDXL VAE": {"chosen": 4, "images_per_s": {"4": [40.0, 44.0, 42.0]}, "took_s": 9.5}}
+    run["missing"] = {"SDXL LoRA step, nf4": "TrainingError: nf4 needs bitsandbytes"}
+    results.save(run, tmp_path / "gpu.json")
+    text = page.page_text(tmp_path)
+    assert "no such machine was at hand" not in text
+    assert "NVIDIA H200" in text
+    assert "- SDXL VAE: chosen 4; images_per_s (4: 42)\n" in text
+    assert "- SDXL LoRA step, nf4: not measured, TrainingError: nf4 needs bitsandbytes" in text

@@ -40,7 +40,7 @@ def test_a_random_network_is_on_its_device_and_finite() -> None:
     assert all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
 
 
-def test_a_written_model_is_of_its_family_with_the_published_geometry(
+def test_a_written_model_is_of_its_family_with_the_published_geometry_and_reads_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the networks made small, all that `write` puts around them is the full model's."""
@@ -55,6 +55,8 @@ def test_a_written_model_is_of_its_family_with_the_published_geometry(
         assert family.name == {"SDXL": "Stable Diffusion XL", "FLUX.1": "FLUX.1"}[model.name]
         assert family.latent_shape(Size(1024, 1024)) == (channels, 128, 128)
         assert family.size_multiple() == multiple
+        encoded = family.encode_caption(family.load_text_encoders("bfloat16", "cpu"), "a red cat")
+        assert all(bool(torch.isfinite(each).all()) for each in encoded.tensors.values())
 
 
 SMALLER = {
