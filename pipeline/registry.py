@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import polars as pl
+
 from pipeline.addresses import Address, Url
 from pipeline.atomic import write_bytes
 from pipeline.cache_folder import CacheFolder, cache_folder
@@ -63,7 +65,7 @@ def register(cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, ke
     """
     folder, name = cache_folder(cache_dir), _id(output_dir)
     said = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
-    raw = b"".join(sorted({bytes.fromhex(key) for key in keys}))
+    raw = b"".join(pl.Series(keys, dtype=pl.String).unique().sort().str.decode("hex"))
     try:
         _replace(folder, f"{FOLDER}/{name}.json", said.encode("utf-8"))
         _replace(folder, f"{FOLDER}/{name}-{kind}.keys", raw)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat as stat_module
+from array import array
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -146,17 +147,17 @@ class Store:
         Nothing is read. As `EntryStat`, for many entries at once.
         """
         root = f"{self.root}/{kind}/"
-        found: list[tuple[int, int, int, int]] = []
+        found = array("q")
         for key in keys:
             try:
                 stat = os.stat(f"{root}{key[:2]}/{key}{SUFFIX}")  # noqa: PTH116 - a Path costs more than the call
             except OSError:
-                found.append(NO_STAT)
+                found.extend(NO_STAT)
                 continue
             regular = stat_module.S_ISREG(stat.st_mode)
             each = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-            found.append(each if regular else NO_STAT)
-        return np.array(found, dtype=np.int64).reshape(-1, 4)
+            found.extend(each if regular else NO_STAT)
+        return np.frombuffer(found, dtype=np.int64).reshape(-1, 4)
 
     def stated(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
         """The shapes and dtypes in the header of the file in the entry's place; no data is read.
@@ -200,9 +201,9 @@ class Store:
         import torch
 
         tensors: dict[str, torch.Tensor] = {}
-        for name, array in self.read(spec).items():
-            tensor = torch.from_numpy(array.copy())
-            tensors[name] = tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+        for name, values in self.read(spec).items():
+            tensor = torch.from_numpy(values.copy())
+            tensors[name] = tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
         return tensors
 
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:

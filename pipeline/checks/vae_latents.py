@@ -43,7 +43,7 @@ def run(context: CheckContext) -> list[Finding]:
     """
     table = context.tables.read(STAGE, _COLUMNS)
     entries = Entries(context.recipe)
-    asked = _keys(entries, table)
+    asked = entries.latent_keys(table)
     own = only(table, table["key"] == asked)
     own = only(own, own["key"].is_first_distinct())
     sizes = entries.latent_shapes(own).select(*TARGET, "num_bytes")
@@ -71,12 +71,6 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
-def _keys(entries: Entries, rows: pl.DataFrame) -> pl.Series:
-    """The key that each row of aspect_buckets or vae_latents asks for."""
-    parts = [pl.Series(entries.latent_keys(part), dtype=pl.String) for part in rows.iter_slices(AT_ONCE)]
-    return pl.concat(parts) if parts else pl.Series(dtype=pl.String)
-
-
 def _expected(entries: Entries, buckets: pl.DataFrame, rejected: pl.DataFrame) -> pl.DataFrame:
     """The rows of aspect_buckets as those of vae_latents should be, but for what that rejected."""
     flips = (False, True) if entries.recipe.latents.flip else (False,)
@@ -91,7 +85,7 @@ def _out_of_step(
     """Samples that the table lacks, has too many, or has the entry of something else for."""
     if table.select(expected.columns).equals(expected) and table["key"].equals(asked):
         return
-    wanted = expected.select(*_NAMES, wanted=_keys(entries, expected))
+    wanted = expected.select(*_NAMES, wanted=entries.latent_keys(expected))
     both = table.select(*_NAMES, "key").join(wanted, on=_NAMES, how="full", coalesce=True)
     wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(_NAMES)
     here = set(table["sample_id"])

@@ -10,7 +10,7 @@ import polars as pl
 
 from pipeline import tables as table_files
 from pipeline.encode import decoded
-from pipeline.encode.missing import Made, Maker, Wanted
+from pipeline.encode.missing import Made, Maker, Wanted, num_removed
 from pipeline.encode.order import Beside, Job
 from pipeline.entries import LATENT_SHAPE, TARGET, Entries
 from pipeline.geometry import Geometry, Size
@@ -89,7 +89,7 @@ def cache_latents(
 
 def _counters(made: Made, table: pl.DataFrame, previous: pl.DataFrame | None) -> dict[str, int]:
     """The report's numbers of entries, and of the samples in the new table."""
-    removed = 0 if previous is None else len(set(previous["key"]) - set(table["key"]))
+    removed = num_removed(previous, table["key"])
     samples = table["sample_id"].n_unique()
     tiled = made.facts.drop_nulls("tile_px").filter(pl.col("key").is_in(made.encoded))
     return {**made.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}

@@ -244,6 +244,13 @@ class Maker:
         made.found(part, wanted)
 
 
+def num_removed(previous: pl.DataFrame | None, keys: pl.Series) -> int:
+    """How many keys the last table has that `keys` has not."""
+    if previous is None:
+        return 0
+    return previous.select("key").unique().join(keys.to_frame("key"), on="key", how="anti").height
+
+
 class _Jobs:
     """The jobs of some rows, each made when its turn comes."""
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline import tables as table_files
-from pipeline.encode.missing import Made, Maker, Wanted
+from pipeline.encode.missing import Made, Maker, Wanted, num_removed
 from pipeline.encode.order import Job
 from pipeline.entries import Entries, caption_rows
 from pipeline.entry_format import TEXT
@@ -76,7 +76,7 @@ def cache_text(
         ASSET, found.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
     )
     report = {
-        **made.counters(0 if previous is None else len(set(previous["key"]) - set(rows["key"]))),
+        **made.counters(num_removed(previous, rows["key"])),
         "samples": len(validated),
         "in": len(validated),
         "kept": len(validated),
