@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 import click
 
+from pipeline.errors import RecipeError
 from pipeline.recipe import Recipe, load_recipe, recipes_dir
+
+_MAX_NAMES = 10
 
 
 class RecipeArgument(click.ParamType[Recipe]):
@@ -24,7 +28,22 @@ class RecipeArgument(click.ParamType[Recipe]):
             return value
         text = str(value)
         by_path = text.endswith((".yaml", ".yml")) or len(Path(text).parts) > 1
-        return load_recipe(Path(text) if by_path else recipes_dir() / f"{text}.yaml")
+        file = Path(text) if by_path else recipes_dir() / f"{text}.yaml"
+        if not file.exists():
+            raise _no_such(text, file.absolute())
+        return load_recipe(file)
+
+
+def _no_such(text: str, file: Path) -> RecipeError:
+    """For a recipe that is not there: the name that may be meant, or all that there are."""
+    folder = file.parent
+    names = sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+    close = difflib.get_close_matches(file.stem, names, n=1)
+    fix = f"there are {', '.join(names[:_MAX_NAMES])}" if names else "name the file of a recipe"
+    fix += ", ..." if len(names) > _MAX_NAMES else ""
+    return RecipeError(
+        f"there is no recipe {text}", where=str(file), fix=f"did you mean {close[0]}?" if close else fix
+    )
 
 
 RECIPE = RecipeArgument()

@@ -34,6 +34,20 @@ def write(folder: Path, cache: str = "cache", base: str = "a/b", name: str = "fl
     return file
 
 
+def test_a_recipe_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+    write(tmp_path)
+    for argument, fix in {
+        "flower": "did you mean flowers?",
+        str(tmp_path / "flowrs.yaml"): "did you mean flowers?",
+        "birds": "there are flowers",
+        str(tmp_path / "none" / "birds.yaml"): "name the file of a recipe",
+    }.items():
+        done = latentline("plan", argument, configs=tmp_path)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"RecipeError: there is no recipe {argument}\n")
+        assert done.stderr.endswith(f"fix:   {fix}\n")
+
+
 def test_a_recipe_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
     file = write(tmp_path)
     for argument in ("flowers", str(file)):
