@@ -34,7 +34,7 @@ class OptimizerArguments(Settings):
 
 
 class TrainingSettings(Settings):
-    """How the LoRA is trained; each of these is part of the run's fingerprint."""
+    """How the LoRA is trained; what of it decides the weights is part of the run's fingerprint."""
 
     steps: int | None = Field(
         default=None,
