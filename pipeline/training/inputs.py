@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from itertools import groupby
@@ -22,6 +21,7 @@ from pipeline.counting import counted
 from pipeline.errors import TrainingError
 from pipeline.split import held_out
 from pipeline.store import EntrySpec, TensorSpec
+from pipeline.tables import in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 
-_ROWS_AT_ONCE = 10_000
+_ROWS_AT_ONCE = 5_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,64 +96,73 @@ def training_inputs(
         what = f"{samples} no text embedding, or a dataset that the recipe does not name"
         raise TrainingError(what, where=missing[0], fix=fix)
     captions = _variants(entries, text)
-    buckets = dict(latents.group_by("sample_id").agg(pl.col("bucket").n_unique()).iter_rows())
     fractions = {name: dataset.validation_fraction for name, dataset in datasets.items()}
-    apart = dict(zip(latents["sample_id"], held_out(latents, fractions), strict=True))
+    apart = latents.select(*_ROW, held_out=held_out(latents, fractions))
+    sizes = dict[tuple[int, int], tuple[int, int]]()
+
+    def shared(size_hw: tuple[int, int]) -> tuple[int, int]:
+        return sizes.setdefault(size_hw, size_hw)  # a hundred thousand samples have few
+
     inputs: list[TrainingInput] = []
-    for (image_id, bucket), rows in groupby(
-        _latent_rows(entries, latents), itemgetter("sample_id", "bucket")
-    ):
-        first, *others = rows
-        inputs.append(
-            TrainingInput(
-                sample_id=image_id if buckets[image_id] == 1 else f"{image_id} ({bucket})",
-                image_id=image_id,
-                dataset=first["dataset"],
-                bucket=bucket,
-                repeats=datasets[first["dataset"]].repeats,
-                variants=captions[image_id],
-                views=tuple(map(_view, (first, *others))),
-                original_size_hw=(first["height"], first["width"]),
-                target_size_hw=(first["target_height"], first["target_width"]),
-                held_out=apart[image_id],
+    for image_id, of_image in groupby(_latent_rows(entries, apart), itemgetter("sample_id")):
+        of_buckets = [list(rows) for _, rows in groupby(of_image, itemgetter("bucket"))]
+        for rows in of_buckets:
+            first = rows[0]
+            inputs.append(
+                TrainingInput(
+                    sample_id=image_id if len(of_buckets) == 1 else f"{image_id} ({first['bucket']})",
+                    image_id=image_id,
+                    dataset=first["dataset"],
+                    bucket=first["bucket"],
+                    repeats=datasets[first["dataset"]].repeats,
+                    variants=captions[image_id],
+                    views=tuple(LatentView(row["entry"], shared(_crop_top_left(row))) for row in rows),
+                    original_size_hw=shared((first["height"], first["width"])),
+                    target_size_hw=shared((first["target_height"], first["target_width"])),
+                    held_out=first["held_out"],
+                )
             )
-        )
-    return tuple(sorted(inputs, key=attrgetter("sample_id")))
+    inputs.sort(key=attrgetter("sample_id"))
+    return tuple(inputs)
 
 
 def _variants(entries: Entries, text: pl.DataFrame) -> dict[str, tuple[CaptionVariant, ...]]:
+    one_each = dict[str, CaptionVariant]()
     distinct = text.select("caption", "text_length").unique("caption")
-    captions, lengths = distinct["caption"].to_list(), distinct["text_length"].to_list()
-    one_each = {
-        caption: CaptionVariant(caption, spec)
-        for caption, spec in zip(captions, entries.texts(captions, lengths), strict=True)
+    for part in distinct.iter_slices(_ROWS_AT_ONCE):
+        captions = part["caption"].to_list()
+        specs = entries.texts(captions, part["text_length"].to_list())
+        one_each |= zip(captions, map(CaptionVariant, captions, specs), strict=True)
+    rows = in_order(text.select("sample_id", "variant", "caption"), ["sample_id", "variant"])
+    return {
+        sample_id: tuple(one_each[caption] for _, _, caption in of_sample)
+        for sample_id, of_sample in groupby(rows.iter_rows(), itemgetter(0))
     }
-    variants: defaultdict[str, list[CaptionVariant]] = defaultdict(list)
-    for sample_id, caption in text.sort("sample_id", "variant").select("sample_id", "caption").iter_rows():
-        variants[sample_id].append(one_each[caption])
-    return {sample_id: tuple(each) for sample_id, each in variants.items()}
 
 
 _ROW = (
-    *("sample_id", "dataset", "bucket", "height", "width", "target_height", "target_width"),
-    *("resized_width", "crop_top", "crop_left", "flipped"),
+    *("sample_id", "dataset", "bucket", "content_hash", "height", "width"),
+    *("resized_height", "resized_width", "crop_top", "crop_left", "target_height", "target_width", "flipped"),
 )
+"""Of vae_latents: what a sample is told by, and what decides its entry."""
 
 
 def _latent_rows(entries: Entries, latents: pl.DataFrame) -> Iterator[Row]:
-    """The `_ROW` of each with its `entry`, those of a sample together; what many rows share is one object."""
-    for part in latents.sort("sample_id", "bucket", "flipped").iter_slices(_ROWS_AT_ONCE):
+    """Each row with its `entry`, those of a sample together; what many rows share is one object."""
+    for part in in_order(latents, ["sample_id", "bucket", "flipped"]).iter_slices(_ROWS_AT_ONCE):
         specs = entries.latents(part)
-        for row, spec in zip(part.select(_ROW).iter_rows(named=True), specs, strict=True):
+        for row, spec in zip(part.drop("content_hash").iter_rows(named=True), specs, strict=True):
             row["dataset"], row["bucket"] = sys.intern(row["dataset"]), sys.intern(row["bucket"])
-            yield {**row, "entry": spec}
+            row["entry"] = spec
+            yield row
 
 
-def _view(row: Row) -> LatentView:
+def _crop_top_left(row: Row) -> tuple[int, int]:
+    """Mirrored with the resized image, where the latent is."""
     left = row["crop_left"]
     if row["flipped"]:
         left = row["resized_width"] - row["crop_left"] - row["target_width"]
-    return LatentView(row["entry"], (row["crop_top"], left))
+    return row["crop_top"], left
 
 
 _COLUMNS: dict[str, Any] = {

@@ -71,7 +71,7 @@ class Mix:
             exhausted: What happens when a dataset runs out; of no meaning without weights.
         """
         self._seed = seed
-        self._buckets = {sample.sample_id: sample.bucket for sample in samples}
+        self._buckets = {sample.sample_id: sample.bucket for sample in samples} if weights else {}
         self._by_bucket = _grouped(samples, lambda sample: sample.bucket)
         self._weighted = bool(weights)
         self._datasets = _grouped(samples, lambda sample: sample.dataset) if weights else {}

@@ -20,6 +20,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
 from typing import Literal, overload
 
 from pipeline.counting import counted
@@ -354,7 +356,8 @@ def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> No
             where="the tables of vae_latents and text_embeddings",
             fix="see tables/rejected.parquet for why all of them were rejected",
         )
-    twice = [name for name, times in Counter(sample.sample_id for sample in samples).items() if times > 1]
+    names = map(attrgetter("sample_id"), samples)
+    twice = [name for name, times in groupby(names) if len(list(times)) > 1]
     if twice:
         fix = "materialize vae_latents again; if it comes back, report it as a defect"
         raise TrainingError(f"{len(twice)} sample ids stand there twice", where=twice[0], fix=fix)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def hash_bits(num_bits: int, *parts: int | str) -> int:
     """`num_bits` (a multiple of 8, up to 512) that depend on each part and its place; equal everywhere."""
-    text = "\0".join(str(part) for part in parts)
+    text = "\0".join(map(str, parts))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=num_bits // 8).digest()
     return int.from_bytes(digest, "big")
 
