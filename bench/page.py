@@ -32,7 +32,7 @@ in its tables was written by hand.
 about 20 minutes and 50 GB below `TMPDIR`: Stable Diffusion XL and FLUX.1 at full size with random weights,
 made from their published configurations, so that nothing is downloaded. The beginning of an experiment's
 name measures it alone, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`; numbers of one commit and
-machine are gathered in `bench/results/gpu.json`, and `python -m bench.page` then writes them down here.
+GPU are gathered in `bench/results/gpu.json`, and `python -m bench.page` then writes them down here.
 With `bitsandbytes` and `torchao` installed (`pip install 'latentline[gpu]'`) packed weights and the 8-bit
 optimizer are measured too. `--tiny` runs the same code with tiny models, on a CPU as well.
 """

@@ -25,7 +25,7 @@ def measure_all(names: list[str], *, tiny: bool, rounds: int, out: Path) -> int:
         names: None for all.
         tiny: With tiny models, on whatever device there is: to see that all of it works.
         rounds: Of each side at most; each experiment has a budget of seconds besides.
-        out: A run in it, of the same commit and machine, is added to.
+        out: A run in it, of the same commit and GPU, is added to.
 
     Returns:
         The exit status: 1 if an experiment failed.
@@ -72,10 +72,12 @@ def measured_into(out: Path, chosen: list[Experiment], bench: Bench, *, rounds: 
 
 
 def _begun(out: Path, *, full: bool) -> dict[str, Any]:
-    """The run that is added to: the one in the file, if it is of this commit and machine."""
+    """The run that is added to: the one in the file, if it is of this commit and GPU."""
     new: dict[str, Any] = {**results.as_json([], full=full), "notes": {}, "missing": {}}
     if out.is_file():
         old = results.load(out)
-        if all(old.get(key) == new[key] for key in ("machine", "commit", "full")) and "notes" in old:
+        same = all(old.get(key) == new[key] for key in ("commit", "full"))
+        # A virtual machine's memory may have grown meanwhile.
+        if same and old["machine"]["gpu"] == new["machine"]["gpu"] and "notes" in old:
             return old
     return new

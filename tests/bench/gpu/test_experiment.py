@@ -10,7 +10,7 @@ from bench.gpu.experiment import Experiment, Pair, Part, Reading, run
 from bench.gpu.rig import TINY, Bench
 from bench.gpu.session import EXPERIMENTS, measured_into
 from bench.gpu.watch import Watch
-from bench.results import load
+from bench.results import load, save
 
 SECONDS = Part("", "seconds", "images")
 LOADER = Part("loader", "loader", "batches", most=1.0)
@@ -83,6 +83,8 @@ def test_a_failure_is_told_and_the_others_numbers_are_kept(tmp_path: Path) -> No
     kept = load(out)
     assert kept["missing"] == failed
     assert set(kept["figures"]) == {"it", "it: loader"}
+    kept["machine"]["memory_gib"] += 1
+    save(kept, out)
     assert measured_into(out, [failing], bench_in(tmp_path), rounds=1) == failed
     assert set(load(out)["figures"]) == {"it", "it: loader"}, "a run of the same commit is added to"
 
