@@ -1,13 +1,14 @@
 """Entry point of the command `latentline`; a subcommand's module is imported when it is asked for.
 
-Such a module holds one `click.Command` named `command`. Exit status: 0 done, 1 a `LatentlineError` (printed
-as what, where, fix), 2 a wrong call.
+Such a module holds one `click.Command` named `command`. Exit status: 0 done, 1 a `LatentlineError` or what
+the system refuses (printed as what, where, fix), 2 a wrong call.
 """
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
+from typing import NoReturn
 
 import click
 
@@ -48,5 +49,16 @@ def main() -> None:
     try:
         latentline(prog_name="latentline")
     except LatentlineError as error:
-        click.echo(f"{type(error).__name__}: {error.text()}", err=True)
-        sys.exit(1)
+        _end(error)
+    except OSError as error:
+        from pipeline.refusals import system_refusal
+
+        refusal = system_refusal(error)
+        if refusal is None:
+            raise
+        _end(refusal)
+
+
+def _end(error: LatentlineError) -> NoReturn:
+    click.echo(f"{type(error).__name__}: {error.text()}", err=True)
+    sys.exit(1)

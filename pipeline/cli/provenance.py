@@ -12,11 +12,12 @@ from pipeline.lora_files import read_provenance
 from pipeline.lora_search import caption_hashes_of, found_in
 
 _PATH = click.Path(exists=True, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.command
 @click.argument("file", type=_PATH)
-@click.option("--find", "wanted", type=_PATH, help="An image, or a text file that holds a caption.")
+@click.option("--find", "wanted", type=_FILE, help="An image, or a text file that holds a caption.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole record as JSON.")
 def command(file: Path, wanted: Path | None, as_json: bool) -> None:
     """Print what the LoRA in FILE, or in the folder FILE, was made of.

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from pipeline.cli.main import COMMANDS
+
+MAIN = "from pipeline.cli.main import main; main()"
 
 RECIPE = """\
 datasets: [{{name: photos, path: {root}/photos}}]
@@ -19,7 +22,7 @@ model: {{base: {base}}}
 
 def latentline(*arguments: str, configs: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments],
+        [sys.executable, "-c", MAIN, *arguments],
         env={**os.environ, "LATENTLINE_CONFIGS": str(configs)},
         capture_output=True,
         text=True,
@@ -63,6 +66,24 @@ def test_an_error_is_what_where_and_fix_without_a_traceback(tmp_path: Path) -> N
     assert done.stderr.startswith("PathIsolationError: ")
     assert "fix:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_system_refuses_is_told_with_its_path_and_a_fix(tmp_path: Path) -> None:
+    file = write(tmp_path)
+    for edge in (400, 500, 600):
+        Image.new("RGB", (edge, 512)).save(tmp_path / "photos" / f"{edge}.png")
+    before = file.read_bytes()
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{limited}; {MAIN}", "fit-buckets", str(file), "--write", "3"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"SystemRefusalError: File too large (EFBIG)\n  where: {file}\n  fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert file.read_bytes() == before
 
 
 def test_a_recipe_that_is_not_there_is_an_error(tmp_path: Path) -> None:
