@@ -55,6 +55,23 @@ WHY = {
 """Where the time goes of figures that are above what is asked, from profiles of these stages."""
 
 
+_GROWTH = """\
+How time and memory grow with the samples. Each stage runs in a process of its own. `a sample` is what one
+more adds, from the second largest to the largest number; `in all` is the whole at the largest number divided
+by it, with what is there or done once: Polars' start, its threads, and buffers. Memory is the most that the
+process had resident; `in all` counts it from where the imports had left it. `above` is said of what a sample
+adds."""
+
+WHY_MEMORY = {
+    "plan": "the two tables are 0.7 kB of it, and a sample with its entries is an object of about 0.9 kB, "
+    "which shuffling and batches name.",
+    "validation cold": "as `validation unchanged`, and what is found out is gathered beside it.",
+    "validation unchanged": "the scan's table and the two indexes of what is known are 0.7 kB of it once "
+    "read; what is made of them shares their texts.",
+}
+"""What memory is made of, of stages that are above what is asked, from profiles of them."""
+
+
 def page_text(folder: Path = RESULTS) -> str:
     """The page, in Markdown, of every run in the folder, by file name."""
     runs = {file.name: results.load(file) for file in sorted(folder.glob("*.json"))}
@@ -79,12 +96,13 @@ def _run(name: str, run: dict[str, Any]) -> str:
     lines += _beside(run)
     if "growth" in run:
         lines += [
-            "How time and memory grow with the samples:",
+            _GROWTH,
             "",
             "```",
             growth.table(run["growth"]),
             "```",
             "",
+            *_memory_explained(run["growth"]),
         ]
     return "\n".join(lines)
 
@@ -107,6 +125,12 @@ def _note(value: Any) -> str:
     if isinstance(value, list):
         return f"{statistics.median(cast('list[float]', value)):g}"
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _memory_explained(kept: dict[str, Any]) -> list[str]:
+    above = [each.stage.name for each in growth.from_json(kept) if "memory" in each.excesses]
+    lines = [f"- memory of {name}: {WHY_MEMORY[name]}" for name in above if name in WHY_MEMORY]
+    return [*lines, ""] if lines else []
 
 
 def _explained(figures: dict[str, Any]) -> list[str]:

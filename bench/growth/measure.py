@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.growth.stages import STAGES, Stage, prepare
 
-COUNTS = (1_000, 3_000, 10_000)
+COUNTS = (1_000, 10_000, 30_000)
 FULL_COUNTS = (1_000, 10_000, 100_000)
 
 MOST_BYTES = 1_000
@@ -26,9 +26,10 @@ LINEAR = 1.1
 
 @dataclass(frozen=True)
 class Once:
-    """One stage, run once: seconds of work, and the peak of its process's memory."""
+    """One stage, run once: seconds of work, and the peak of its process's memory before it and with it."""
 
     seconds: float
+    base_bytes: int | None
     peak_bytes: int
 
 
@@ -56,19 +57,36 @@ class Growth:
         return math.log(self.seconds[-1] / self.seconds[-2]) / math.log(self.counts[-1] / self.counts[-2])
 
     @property
-    def microseconds(self) -> float:
-        """A sample, at the largest number."""
+    def us_a_sample(self) -> float:
+        """Microseconds that a sample adds, between the two largest numbers."""
+        return self._slope(self.seconds) * 1e6
+
+    @property
+    def us_in_all(self) -> float:
+        """Microseconds at the largest number, divided by it: with all that is done once."""
         return self.seconds[-1] / self.counts[-1] * 1e6
 
     @property
     def bytes_a_sample(self) -> float:
-        """What the peak of memory gains from the smallest to the largest number, a sample."""
-        return (self.peak_bytes[-1] - self.peak_bytes[0]) / (self.counts[-1] - self.counts[0])
+        """What a sample adds to the peak of memory, between the two largest numbers."""
+        return self._slope(self.peak_bytes)
+
+    @property
+    def bytes_in_all(self) -> float | None:
+        """What the work adds to memory at the largest number, divided by it: with all that is there once.
+
+        None where it was not measured what a process has before the work.
+        """
+        added = [once.peak_bytes - once.base_bytes for once in self.rounds[-1] if once.base_bytes is not None]
+        return statistics.median(added) / self.counts[-1] if added else None
+
+    def _slope(self, values: Sequence[float]) -> float:
+        return (values[-1] - values[-2]) / (self.counts[-1] - self.counts[-2])
 
     @property
     def excesses(self) -> list[str]:
-        """Which of "time", "growth" and "memory" are above what we want."""
-        too_slow = self.stage.most_us is not None and self.microseconds > self.stage.most_us
+        """Which of "time", "growth" and "memory" are above what we want of a sample."""
+        too_slow = self.stage.most_us is not None and self.us_a_sample > self.stage.most_us
         above = {
             "time": too_slow,
             "growth": self.exponent > LINEAR,
@@ -121,34 +139,48 @@ def chosen_stages(names: Sequence[str]) -> list[Stage]:
 
 
 def as_json(grown: Sequence[Growth]) -> dict[str, Any]:
-    """Everything that was measured and what follows from it, by stage."""
+    """Everything that was measured, by stage; what follows from it, `table` works out."""
     return {
         each.stage.name: {
             "work": each.stage.work,
             "counts": list(each.counts),
             "seconds": [[round(once.seconds, 6) for once in rounds] for rounds in each.rounds],
+            "base_bytes": [[once.base_bytes for once in rounds] for rounds in each.rounds],
             "peak_bytes": [[once.peak_bytes for once in rounds] for rounds in each.rounds],
-            "exponent": round(each.exponent, 3),
-            "us_a_sample": round(each.microseconds, 3),
             "most_us": each.stage.most_us,
-            "bytes_a_sample": round(each.bytes_a_sample),
-            "most_bytes": MOST_BYTES,
-            "above": each.excesses,
         }
         for each in grown
     }
 
 
+def from_json(growth: dict[str, Any]) -> list[Growth]:
+    """The inverse of `as_json`; nothing can be run again. Runs of before have no `base_bytes`."""
+    return [_grown(name, each) for name, each in growth.items()]
+
+
+def _grown(name: str, each: dict[str, Any]) -> Growth:
+    peaks = each["peak_bytes"]
+    bases = each.get("base_bytes", [[None] * len(rounds) for rounds in peaks])
+    rounds = [tuple(map(Once, *of_count)) for of_count in zip(each["seconds"], bases, peaks, strict=True)]
+    stage = Stage(name, each["work"], each["most_us"], lambda project: None)
+    return Growth(stage, tuple(each["counts"]), tuple(rounds))
+
+
 def table(growth: dict[str, Any]) -> str:
-    """The growth as aligned columns; seconds are medians."""
-    counts = next(iter(growth.values()))["counts"]
-    heads = "".join(f"{f'{count:,}':>11}" for count in counts)
-    lines = [f"{'growth':24}{heads} {'exponent':>9} {'a sample':>11} {'at most':>8} {'memory':>12}  above"]
-    for name, each in growth.items():
-        seconds = "".join(f"{f'{statistics.median(rounds):.3f} s':>11}" for rounds in each["seconds"])
-        most = f"{each['most_us']:.0f} us" if each["most_us"] else ""
-        time_text, memory = f"{each['us_a_sample']:.1f} us", f"{each['bytes_a_sample']:,} B"
-        above = ", ".join(each["above"])
-        line = f"{name:24}{seconds} {each['exponent']:>9.2f} {time_text:>11} {most:>8} {memory:>12}  {above}"
+    """What `as_json` gave as aligned columns; seconds are medians."""
+    grown = from_json(growth)
+    heads = "".join(f"{f'{count:,}':>11}" for count in grown[0].counts)
+    lines = [
+        f"{'growth':22}{heads} {'exponent':>9} {'a sample':>10} {'in all':>10} {'at most':>8} "
+        f"{'memory':>9} {'in all':>9} {'at most':>8}  above"
+    ]
+    for each in grown:
+        seconds = "".join(f"{f'{median:.3f} s':>11}" for median in each.seconds)
+        most_us = f"{each.stage.most_us:.0f} us" if each.stage.most_us else ""
+        times = f"{f'{each.us_a_sample:.1f} us':>10} {f'{each.us_in_all:.1f} us':>10} {most_us:>8}"
+        in_all = "" if each.bytes_in_all is None else f"{each.bytes_in_all:,.0f} B"
+        memory = f"{f'{each.bytes_a_sample:,.0f} B':>9} {in_all:>9} {f'{MOST_BYTES:,} B':>8}"
+        above = ", ".join(each.excesses)
+        line = f"{each.stage.name:22}{seconds} {each.exponent:>9.2f} {times} {memory}  {above}"
         lines.append(line.rstrip())
     return "\n".join(lines)

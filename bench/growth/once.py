@@ -20,8 +20,9 @@ def main() -> None:
     stage = next(stage for stage in STAGES if stage.name == name)
     project = project_in(Path(folder))
     stage.before(project)
+    base = peak_bytes()
     seconds = timed(lambda: stage.run(project))()
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak_bytes()}))
+    print(json.dumps({"seconds": seconds, "base_bytes": base, "peak_bytes": peak_bytes()}))
 
 
 def peak_bytes() -> int:

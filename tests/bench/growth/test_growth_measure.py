@@ -5,16 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from bench.growth.measure import Growth, Once, as_json, chosen_stages, measure, run_once, table
+from bench.growth.measure import Growth, Once, as_json, chosen_stages, from_json, measure, run_once, table
 from bench.growth.stages import STAGES, Stage
 
 STAGE = Stage("stage", "works", 10.0, lambda project: None)
 
 
+BASE_BYTES = 40_000_000
+
+
 def growth(seconds: list[float], peak_bytes: list[int]) -> Growth:
     """Of 1,000, 10,000 and 100,000 samples; a round that is slower and one that is faster beside each."""
     rounds = [
-        (Once(each * 3, peak), Once(each, peak), Once(each / 3, peak))
+        tuple(Once(time, BASE_BYTES, peak) for time in (each * 3, each, each / 3))
         for each, peak in zip(seconds, peak_bytes, strict=True)
     ]
     return Growth(STAGE, (1_000, 10_000, 100_000), tuple(rounds))
@@ -29,8 +32,16 @@ def test_medians_of_the_rounds_decide() -> None:
     assert growth([0.1, 0.2, 0.3], [1, 2, 3]).seconds == [0.1, 0.2, 0.3]
 
 
-def test_memory_a_sample_is_what_the_peak_gains_between_the_smallest_and_the_largest() -> None:
-    assert growth([1, 1, 1], [50_000_000, 51_000_000, 149_000_000]).bytes_a_sample == 1000
+def test_a_sample_is_what_one_more_adds_between_the_two_largest_numbers() -> None:
+    grown = growth([0.5, 0.6, 1.5], [90_000_000, 91_000_000, 181_000_000])
+    assert grown.us_a_sample == pytest.approx(10)
+    assert grown.bytes_a_sample == 1000
+
+
+def test_in_all_is_the_whole_divided_by_the_largest_number() -> None:
+    grown = growth([0.5, 0.6, 1.5], [90_000_000, 91_000_000, 181_000_000])
+    assert grown.us_in_all == pytest.approx(15)
+    assert grown.bytes_in_all == 1410
 
 
 def test_time_growth_and_memory_are_told_apart() -> None:
@@ -40,24 +51,29 @@ def test_time_growth_and_memory_are_told_apart() -> None:
     assert growth([0.01, 0.1, 0.9], [0, 0, 10**9]).excesses == ["memory"]
 
 
+def test_what_is_kept_is_read_back_as_it_was_measured() -> None:
+    before = growth([0.3, 0.6, 21.0], [0, 0, 198_000_000])
+    after = from_json(json.loads(json.dumps(as_json([before]))))[0]
+    assert after.counts == before.counts
+    assert after.seconds == pytest.approx(before.seconds)
+    assert [len(rounds) for rounds in after.rounds] == [3, 3, 3]
+    assert (after.peak_bytes, after.bytes_in_all) == (before.peak_bytes, before.bytes_in_all)
+    assert (after.stage.name, after.stage.work, after.stage.most_us) == ("stage", "works", 10.0)
+
+
+def test_a_run_that_did_not_look_at_memory_before_the_work_says_nothing_of_it() -> None:
+    kept = as_json([growth([0.1, 0.9, 1.5], [0, 0, 90_000_000])])
+    del kept["stage"]["base_bytes"]
+    assert from_json(kept)[0].bytes_in_all is None
+    assert table(kept).splitlines()[1].split()[-4:] == ["1,000", "B", "1,000", "B"]
+
+
 def test_the_table_shows_what_the_json_holds() -> None:
-    kept = json.loads(json.dumps(as_json([growth([0.1, 1.0, 20.0], [0, 0, 198_000_000])])))
+    kept = json.loads(json.dumps(as_json([growth([0.1, 1.0, 19.0], [0, 0, 180_000_000])])))
     lines = table(kept).splitlines()
     assert lines[0].split()[:4] == ["growth", "1,000", "10,000", "100,000"]
-    stage = ["stage", "0.100", "s", "1.000", "s", "20.000", "s"]
-    assert lines[1].split() == [
-        *stage,
-        "1.30",
-        "200.0",
-        "us",
-        "10",
-        "us",
-        "2,000",
-        "B",
-        "time,",
-        "growth,",
-        "memory",
-    ]
+    said = "stage 0.100 s 1.000 s 19.000 s 1.28 200.0 us 190.0 us 10 us 2,000 B 1,400 B 1,000 B"
+    assert " ".join(lines[1].split()) == f"{said} time, growth, memory"
 
 
 def test_stages_are_chosen_by_the_beginnings_of_their_names() -> None:
@@ -73,6 +89,7 @@ def test_each_stage_runs_in_a_process_of_its_own_on_what_was_prepared(tmp_path: 
     for each in grown:
         assert [len(rounds) for rounds in each.rounds] == [1, 1]
         assert min(each.seconds) > 0
+        assert 0 <= (each.bytes_in_all or 0) < min(each.peak_bytes)
         assert min(each.peak_bytes) > 10_000_000, "an interpreter with numpy is larger"
 
 
