@@ -17,6 +17,7 @@ from dagster import (
     DagsterEvent,
     DagsterEventType,
     DagsterInstance,
+    DagsterRun,
     InitResourceContext,
     IOManagerDefinition,
     io_manager,
@@ -97,10 +98,17 @@ def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, 
     run = instance.get_run_by_id(run_id)
     started_s = instance.get_run_stats(run_id).start_time
     took = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
-    head = f"{run.job_name if run else run_id}: {'failed' if problems else 'done'}{took}"
+    ended = f"{'failed' if problems else 'done'}{took}"
     seen = list(_seen(events, output_dirs))
-    numbers = {each.recipe: f"{head}\n{summary(each)}" for each in seen}
+    numbers = {each.recipe: f"{_called(run, run_id, each.recipe)}: {ended}\n{summary(each)}" for each in seen}
     return EndedRun(numbers, problems)
+
+
+def _called(run: DagsterRun | None, run_id: str, recipe: str) -> str:
+    """The run's job; the recipe where it is one of Dagster's own, for assets without a job."""
+    if run is None:
+        return run_id
+    return recipe if run.job_name.startswith("__") else run.job_name
 
 
 def _all_steps_succeeded(instance: DagsterInstance, run_id: str, events: Sequence[DagsterEvent]) -> bool:

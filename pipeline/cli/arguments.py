@@ -19,7 +19,7 @@ class RecipeArgument(click.ParamType[Recipe]):
     name = "recipe"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
-        """The loaded recipe.
+        """The loaded recipe, whose name is also noted in the context's `obj`.
 
         Raises:
             RecipeError: The file is missing or wrong; all of its mistakes are in it.
@@ -31,7 +31,10 @@ class RecipeArgument(click.ParamType[Recipe]):
         file = Path(text) if by_path else recipes_dir() / f"{text}.yaml"
         if not file.exists():
             raise _no_such(text, file.absolute())
-        return load_recipe(file)
+        recipe = load_recipe(file)
+        if ctx is not None and isinstance(ctx.obj, dict):
+            ctx.obj["recipe"] = recipe.name
+        return recipe
 
 
 def _no_such(text: str, file: Path) -> RecipeError:

@@ -31,5 +31,11 @@ def command(recipe: Recipe, sample: str, as_json: bool) -> None:
     for each in known:
         click.echo(each.stage)
         for name, value in each.facts.items():
-            shown = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else value
-            click.echo(f"  {name:24} {shown}")
+            click.echo(f"  {name:24} {_shown(value)}")
+
+
+def _shown(value: object) -> object:
+    """Text in quotes, so that spaces are seen; fractions without the last digits of their sum."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:.6g}" if isinstance(value, float) else value

@@ -7,6 +7,7 @@ the system refuses (printed as what, where, fix), 2 a wrong call.
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from importlib import import_module
 from typing import NoReturn
 
@@ -45,20 +46,22 @@ def latentline() -> None:
 
 
 def main() -> None:
-    """Run the command line and exit."""
+    """Run the command line and exit; messages about any recipe's job name that of the one asked for."""
+    named = dict[str, str]()
     try:
-        latentline(prog_name="latentline")
+        latentline(prog_name="latentline", obj=named)
     except LatentlineError as error:
-        _end(error)
+        _end(error, named)
     except OSError as error:
         from pipeline.refusals import system_refusal
 
         refusal = system_refusal(error)
         if refusal is None:
             raise
-        _end(refusal)
+        _end(refusal, named)
 
 
-def _end(error: LatentlineError) -> NoReturn:
-    click.echo(f"{type(error).__name__}: {error.text()}", err=True)
+def _end(error: LatentlineError, named: Mapping[str, str]) -> NoReturn:
+    text = error.text().replace("<recipe>", named.get("recipe", "<recipe>"))
+    click.echo(f"{type(error).__name__}: {text}", err=True)
     sys.exit(1)

@@ -63,7 +63,7 @@ def test_a_good_run_has_numbers_of_its_recipe_and_no_problem(ran, tmp_path) -> N
     assert ended.problems == []
     assert set(ended.numbers) == {"small"}
     head, *lines = ended.numbers["small"].splitlines()
-    assert "done after" in head
+    assert head.startswith("small: done after"), "a run without a job is called by its recipe"
     assert lines == [
         "  gates     0 passed, 0 warnings",
         "  training  3 steps",

@@ -132,6 +132,14 @@ def test_validate_refuses_a_file_that_the_definitions_would_refuse(tmp_path: Pat
     assert "rename it to flowers.yaml" in done.stderr
 
 
+@pytest.mark.parametrize("arguments", [("explain", "flowers", "cat"), ("verify", "flowers")])
+def test_a_message_about_a_job_names_the_recipes_own(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    write(tmp_path, base=str(tmp_path))
+    done = latentline(*arguments, configs=tmp_path)
+    assert done.returncode == 1
+    assert "-j flowers_cache" in done.stderr
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_explains_itself(name: str, tmp_path: Path) -> None:
     done = latentline(name, "--help", configs=tmp_path)
