@@ -25,6 +25,7 @@ def test_every_family_has_a_file_of_its_own_with_something_to_slip_in() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # runs the tests of all families
 @pytest.mark.parametrize("family", FAMILIES, ids=module_of)
 def test_slips_in_every_method_of_one_family_fail_its_own_tests_alone(
     family: type[Family], tmp_path: Path
