@@ -14,7 +14,9 @@ from pipeline.geometry import Size
 
 
 @pytest.mark.parametrize(
-    ("model", "role"), [(model, role) for model in MODELS for role in model.networks], ids=str
+    ("model", "role"),
+    [(model, role) for model in MODELS for role in model.networks],
+    ids=lambda value: getattr(value, "name", value),
 )
 def test_a_network_has_the_published_number_of_weights(model: object, role: str) -> None:
     network = empty_network(*model.networks[role])
