@@ -21,10 +21,10 @@ def command(recipe: Recipe) -> None:
 
     require_isolation(recipe)
     require_own_output(recipe)
+    require_divisible([recipe])
     for dataset in recipe.datasets:
         require_there(dataset)
     require_possible_base(recipe)
-    require_divisible([recipe])
     click.echo(
         f"{recipe.source}: valid; {counted(len(recipe.datasets), 'dataset')}, output in {recipe.output_dir}"
     )

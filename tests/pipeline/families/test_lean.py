@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,15 @@ lean.import_autoencoders()
 assert torch.compiler.disable is hidden
 import peft, torch._dynamo
 """
+
+
+@pytest.fixture(autouse=True)
+def threads_as_there() -> Iterator[None]:
+    """Another test of this process may have left another number, which decides the last bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def run(script: str, *arguments: Path) -> str:
