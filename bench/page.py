@@ -40,17 +40,11 @@ optimizer are measured too. `--tiny` runs the same code with tiny models, on a C
 _NO_GPU = "No run in `bench/results` is from a GPU: no such machine was at hand yet.\n"
 
 WHY = {
-    "scan unchanged": "of about 7 us an image, 3.5 are the walk, where 1.7 are the stats; the rest "
-    "is names put in order, the table of the last scan read and compared, and the new one written through.",
-    "scan one changed": "as `scan unchanged`.",
     "start: recipes": "each recipe is about 23 ms of CPU (38 up to commit ca4bff4): 5 to read it and make "
     "its steps, 18 in Dagster, to resolve (6), check (3) and describe (9) three jobs of 12 steps and 43 "
     "checks; a job of one empty step is 1 to describe. With the checks inside their assets' steps it would "
     "be a quarter less, but none could run alone. A process that runs one job builds only that job's "
     "(`start: one of many`).",
-    "text cold, CLIP-L": "6 ms a caption are the pipeline's own `encode_prompt`, which tokenizes, and the "
-    "count of tokens that are cut off. Up to commit ca4bff4 it had the hash of the weights in it too, once a "
-    "model (0.27 s), and the empty caption, which its limit had not.",
 }
 """Where the time goes of figures that are above what is asked, from profiles of these stages."""
 
@@ -65,9 +59,8 @@ adds."""
 WHY_MEMORY = {
     "plan": "the two tables are 0.7 kB of it, and a sample with its entries is an object of about 0.9 kB, "
     "which shuffling and batches name.",
-    "validation cold": "as `validation unchanged`, and what is found out is gathered beside it.",
-    "validation unchanged": "the scan's table and the two indexes of what is known are 0.7 kB of it once "
-    "read; what is made of them shares their texts.",
+    "validation cold": "the scan's table and the two indexes of what is known are 0.7 kB of it once read; "
+    "what is made of them shares their texts, and what is found out is gathered beside it.",
 }
 """What memory is made of, of stages that are above what is asked, from profiles of them."""
 

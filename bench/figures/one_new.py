@@ -96,7 +96,7 @@ FIGURES = [
     Figure(
         "latents one new",
         "images",
-        "the stage with one new image among 10,000, process start and all",
+        "the stage with one new image in a full cache, process start and all",
         "the stage with nothing new, and a bare process: torch, AutoencoderKL, one image",
         1.0,
         _one_new,

@@ -29,7 +29,7 @@ class Once:
     """One stage, run once: seconds of work, and the peak of its process's memory before it and with it."""
 
     seconds: float
-    base_bytes: int | None
+    base_bytes: int
     peak_bytes: int
 
 
@@ -72,13 +72,10 @@ class Growth:
         return self._slope(self.peak_bytes)
 
     @property
-    def bytes_in_all(self) -> float | None:
-        """What the work adds to memory at the largest number, divided by it: with all that is there once.
-
-        None where it was not measured what a process has before the work.
-        """
-        added = [once.peak_bytes - once.base_bytes for once in self.rounds[-1] if once.base_bytes is not None]
-        return statistics.median(added) / self.counts[-1] if added else None
+    def bytes_in_all(self) -> float:
+        """What the work adds to memory at the largest number, divided by it: with all that is there once."""
+        added = [once.peak_bytes - once.base_bytes for once in self.rounds[-1]]
+        return statistics.median(added) / self.counts[-1]
 
     def _slope(self, values: Sequence[float]) -> float:
         return (values[-1] - values[-2]) / (self.counts[-1] - self.counts[-2])
@@ -154,14 +151,13 @@ def as_json(grown: Sequence[Growth]) -> dict[str, Any]:
 
 
 def from_json(growth: dict[str, Any]) -> list[Growth]:
-    """The inverse of `as_json`; nothing can be run again. Runs of before have no `base_bytes`."""
+    """The inverse of `as_json`; nothing can be run again."""
     return [_grown(name, each) for name, each in growth.items()]
 
 
 def _grown(name: str, each: dict[str, Any]) -> Growth:
-    peaks = each["peak_bytes"]
-    bases = each.get("base_bytes", [[None] * len(rounds) for rounds in peaks])
-    rounds = [tuple(map(Once, *of_count)) for of_count in zip(each["seconds"], bases, peaks, strict=True)]
+    columns = zip(each["seconds"], each["base_bytes"], each["peak_bytes"], strict=True)
+    rounds = [tuple(map(Once, *of_count)) for of_count in columns]
     stage = Stage(name, each["work"], each["most_us"], lambda project: None)
     return Growth(stage, tuple(each["counts"]), tuple(rounds))
 
@@ -178,7 +174,7 @@ def table(growth: dict[str, Any]) -> str:
         seconds = "".join(f"{f'{median:.3f} s':>11}" for median in each.seconds)
         most_us = f"{each.stage.most_us:.0f} us" if each.stage.most_us else ""
         times = f"{f'{each.us_a_sample:.1f} us':>10} {f'{each.us_in_all:.1f} us':>10} {most_us:>8}"
-        in_all = "" if each.bytes_in_all is None else f"{each.bytes_in_all:,.0f} B"
+        in_all = f"{each.bytes_in_all:,.0f} B"
         memory = f"{f'{each.bytes_a_sample:,.0f} B':>9} {in_all:>9} {f'{MOST_BYTES:,} B':>8}"
         above = ", ".join(each.excesses)
         line = f"{each.stage.name:22}{seconds} {each.exponent:>9.2f} {times} {memory}  {above}"
