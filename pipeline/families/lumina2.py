@@ -6,9 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.errors import FamilyError
 from pipeline.families.base import Conditions, Layer
-from pipeline.families.flow_transformer import stacked
 from pipeline.families.language import LanguageTransformer, own_tokens
 
 if TYPE_CHECKING:
@@ -56,16 +54,9 @@ class Lumina2(LanguageTransformer):
 
     def kohya_layer(self, module: str) -> Layer:
         """`lora_unet_` and Alpha-VLLM's layer: query, key and value are one."""
-        found = _BLOCK.fullmatch(module)
-        layer = stacked(_ORIGINAL, found[2]) if found else None
-        if not found or not layer:
-            raise FamilyError(
-                f"the module {module} has no name in kohya's layout",
-                where=str(self.folder / "transformer" / "config.json"),
-                fix="adapt attention and feed-forward layers of blocks only",
-            )
-        modules = tuple(f"{found[1]}.{name}" for name in layer[1])
-        return Layer("lora_unet_" + f"{found[1]}.{layer[0]}".replace(".", "_"), modules)
+        block, layer, modules = self.layer_in_block(module, _BLOCK, _ORIGINAL)
+        key = "lora_unet_" + f"{block}.{layer}".replace(".", "_")
+        return Layer(key, tuple(f"{block}.{name}" for name in modules))
 
     def kohya_loads(self) -> bool:
         """Diffusers reads no kohya files for Lumina."""

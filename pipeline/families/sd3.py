@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pipeline.errors import BucketError, FamilyError
+from pipeline.errors import BucketError
 from pipeline.families.base import Conditions, Layer, Shapes
-from pipeline.families.flow_transformer import FlowTransformer, stacked
+from pipeline.families.flow_transformer import FlowTransformer
 from pipeline.geometry import Size
 
 if TYPE_CHECKING:
@@ -98,16 +98,9 @@ class StableDiffusion3(FlowTransformer):
 
     def kohya_layer(self, module: str) -> Layer:
         """`lora_unet_joint_blocks_` and Stability AI's layer: query, key and value are one."""
-        found = _BLOCK.fullmatch(module)
-        layer = stacked(_ORIGINAL, found[2]) if found else None
-        if not found or not layer:
-            raise FamilyError(
-                f"the module {module} has no name in kohya's layout",
-                where=str(self.folder / "transformer" / "config.json"),
-                fix="adapt attention and feed-forward modules only",
-            )
-        modules = tuple(f"transformer_blocks.{found[1]}.{name}" for name in layer[1])
-        return Layer(f"lora_unet_joint_blocks_{found[1]}_{layer[0]}", modules)
+        number, layer, modules = self.layer_in_block(module, _BLOCK, _ORIGINAL)
+        key = f"lora_unet_joint_blocks_{number}_{layer}"
+        return Layer(key, tuple(f"transformer_blocks.{number}.{name}" for name in modules))
 
     def kohya_loads(self) -> bool:
         """Diffusers reads no kohya files for Stable Diffusion 3."""
