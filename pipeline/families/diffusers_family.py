@@ -284,6 +284,9 @@ class DiffusersFamily(Family):
             empty_text: The empty caption's; as long as the caption's.
         """
 
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """Let the pipeline draw in that very size; most do without being told."""
+
     def draw(
         self,
         pipeline: Any,
@@ -303,6 +306,7 @@ class DiffusersFamily(Family):
             {name: tensor[at : at + 1].to(parameter.device, parameter.dtype) for name, tensor in both.items()}
             for at in (0, 1)
         )
+        self.allow_size(pipeline, size)
         pictures, *_ = pipeline(
             **self.prompt_arguments(pipeline, prompt, negative),
             height=size.height,

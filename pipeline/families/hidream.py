@@ -12,7 +12,6 @@ from pipeline.families.solver_schedule import SolverSchedule
 from pipeline.geometry import Size
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor, nn
 
 _TOKENS = 128
@@ -154,17 +153,7 @@ class HiDream(SolverSchedule):
             arguments[f"{sign}pooled_prompt_embeds"] = tensors["pooled_text_embedding"]
         return arguments
 
-    def draw(
-        self,
-        pipeline: Any,
-        text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
-        *,
-        size: Size,
-        steps: int,
-        seed: int,
-    ) -> Image.Image:
-        """In the very size that is asked for: the pipeline scales any to the area of its default one."""
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """The pipeline scales any to the area of its default one: so that is made the size's."""
         edge = math.sqrt(size.height * size.width) / pipeline.vae_scale_factor
         pipeline.default_sample_size = edge * (1 + 1e-6)  # it rounds down
-        return super().draw(pipeline, text, empty_text, size=size, steps=steps, seed=seed)

@@ -12,7 +12,6 @@ from pipeline.families.language import LanguageTransformer
 from pipeline.geometry import Size
 
 if TYPE_CHECKING:
-    from PIL import Image
     from torch import Tensor, nn
 
 _TOKENS = 512
@@ -182,16 +181,6 @@ class Kandinsky5(LanguageTransformer):
             arguments[f"{sign}prompt_cu_seqlens"] = torch.tensor([0, length], dtype=torch.int32)
         return arguments
 
-    def draw(
-        self,
-        pipeline: Any,
-        text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
-        *,
-        size: Size,
-        steps: int,
-        seed: int,
-    ) -> Image.Image:
-        """A picture of that very size, which the pipeline is told to be one of its own."""
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """The pipeline draws in sizes of its own: so it is made one of them."""
         pipeline.resolutions = [(size.width, size.height)]
-        return super().draw(pipeline, text, empty_text, size=size, steps=steps, seed=seed)
