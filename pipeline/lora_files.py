@@ -52,6 +52,9 @@ LAYOUTS: tuple[Layout, ...] = ("diffusers", "kohya", "comfyui")
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
 """Under which diffusers keeps peft's configuration in a file's metadata, as JSON."""
 
+LORA_FOLDER = "lora"
+"""In a recipe's output folder: holds the files of its last finished run."""
+
 PROVENANCE_FILE = "provenance.json"
 """Beside the files: which run made them, of what."""
 
@@ -60,20 +63,29 @@ PROVENANCE_KEY = "latentline.provenance"
 """Under which the same is in each file's metadata, as JSON, but for what the files themselves came to."""
 
 
+def lora_file(path: Path) -> Path:
+    """The LoRA that `path` names: the file itself, or diffusers' in that folder or in its `lora/`."""
+    if not path.is_dir():
+        return path
+    name = layout_file("diffusers", "")
+    inside = path / LORA_FOLDER / name
+    return inside if inside.is_file() and not (path / name).is_file() else path / name
+
+
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The record in a LoRA file, or in the folder that holds it.
+    """The record in a LoRA file, or in the folder that holds it, or in that folder's `lora/`.
 
     Raises:
         TrainingError: It is no LoRA file, or none of Latentline's.
     """
     from safetensors import SafetensorError, safe_open
 
-    file = path / layout_file("diffusers", "") if path.is_dir() else path
+    file = lora_file(path)
     try:
         with safe_open(file, framework="np") as opened:
             text = (opened.metadata() or {}).get(PROVENANCE_KEY)
     except (OSError, SafetensorError) as err:
-        fix = "name a .safetensors file, or the folder lora/ of an output"
+        fix = "name a .safetensors file, or the output folder of a recipe that was trained"
         raise TrainingError(f"no LoRA file can be read: {err}", where=str(file), fix=fix) from err
     if text is None:
         fix = "only files that Latentline has trained say what they were made of"

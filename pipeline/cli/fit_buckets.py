@@ -25,7 +25,8 @@ DEFAULT_STEP = 16
 """Of fitted sizes, where the base model is not at hand to be asked what it divides edges by."""
 
 _HEAD = (
-    f"{'':22} {'sizes':>5} {'crop loss':>10} {'worst':>7} {'enlarged':>9} {'in full batches':>16} {'anew':>9}"
+    f"{'':22} {'sizes':>5} {'used':>5} {'crop loss':>10} {'worst':>7} {'enlarged':>9} "
+    f"{'in full batches':>16} {'anew':>9}"
 )
 
 
@@ -42,8 +43,9 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     """Fit bucket sizes to the images of RECIPE.
 
     Shows what several numbers of sizes cost in cropped and enlarged images and unfilled batches, beside the
-    recipe's own; `anew` is how many latents a change would make again. --write puts the best list of at most
-    K sizes into the recipe as buckets.sizes, and from then on no other image moves an image's bucket.
+    recipe's own; `used` is how many of the sizes get images, `anew` how many latents a change would make
+    again. --write puts the best list of at most K sizes into the recipe as buckets.sizes, and from then on no
+    other image moves an image's bucket.
     """
     _require_one_resolution(recipe)
     dataset, source = _dataset(recipe)
@@ -59,14 +61,14 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     )
     now = placement_of(recipe.buckets)
     click.echo(_HEAD)
-    click.echo(_line("as the recipe has it", trade_of(now, dataset), 0))
+    click.echo(_line("as the recipe has it", len(now.sizes), trade_of(now, dataset), 0))
     shown: set[int] = set()
     for number, fit in fitted_lists(dataset, request, (write,) if write else NUMBERS).items():
         if len(fit.sizes) in shown:
             continue
         shown.add(len(fit.sizes))
         anew = _moved(now, fit, dataset)
-        click.echo(_line(f"fitted, at most {number}", fit.trade, anew))
+        click.echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.trade, anew))
         if write:
             _write(recipe, fit)
             click.echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes into {recipe.source}")
@@ -115,10 +117,10 @@ def _model_step(recipe: Recipe) -> int:
     return multiple * -(-8 // multiple)
 
 
-def _line(name: str, trade: Trade, anew: int) -> str:
+def _line(name: str, num_sizes: int, trade: Trade, anew: int) -> str:
     return (
-        f"{name:22} {trade.num_buckets:>5} {trade.crop_loss:>10.2%} {trade.worst_crop_loss:>7.1%} "
-        f"{trade.upscaled:>9.1%} {trade.in_full_batches:>13.1%} {anew:>9,}"
+        f"{name:22} {num_sizes:>5} {trade.num_buckets:>5} {trade.crop_loss:>10.2%} "
+        f"{trade.worst_crop_loss:>7.1%} {trade.upscaled:>9.1%} {trade.in_full_batches:>13.1%} {anew:>9,}"
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipeline.lora_files import read_provenance
+from pipeline.lora_files import lora_file, read_provenance
 from pipeline.lora_search import caption_hashes_of, found_in
 
 _PATH = click.Path(exists=True, path_type=Path)
@@ -20,13 +20,13 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--find", "wanted", type=_FILE, help="An image, or a text file that holds a caption.")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole record as JSON.")
 def command(file: Path, wanted: Path | None, as_json: bool) -> None:
-    """Print what the LoRA in FILE, or in the folder FILE, was made of.
+    """Print what the LoRA in FILE was made of: a .safetensors file, lora/, or a recipe's output folder.
 
     With --find: whether that image or caption was among what it was trained on; exit status 1 if not.
     """
     record = read_provenance(file)
     if wanted is not None:
-        _find(record, file, wanted)
+        _find(record, lora_file(file), wanted)
     elif as_json:
         click.echo(json.dumps(record, indent=2, ensure_ascii=False))
     else:

@@ -74,6 +74,22 @@ def test_the_list_is_written_into_the_recipe_which_keeps_its_comments(flowers: P
     assert next(line for line in again if line.startswith("fitted")).split()[-1] == "0", "nothing moves"
 
 
+def test_the_table_says_how_many_sizes_are_written_and_how_many_of_them_are_used(tmp_path: Path) -> None:
+    (tmp_path / "photos").mkdir()
+    for index, size in enumerate([(400, 300), (420, 300), (300, 300)]):
+        Image.new("RGB", size, (index, 0, 0)).save(tmp_path / "photos" / f"{index}.png")
+    file = write(tmp_path)
+    lines = run(str(file), "--write", "6").splitlines()
+    columns = (
+        next(line for line in lines if line.startswith("fitted")).removeprefix("fitted, at most 6").split()
+    )
+    sizes = load_recipe(file).buckets.sizes
+    landscapes = [size for size in placement_of(load_recipe(file).buckets).sizes if size.width >= size.height]
+    assert columns[:2] == [str(len(sizes)), str(len(landscapes))]
+    assert len(landscapes) < len(sizes)
+    assert any(line.startswith(f"wrote {len(sizes)} sizes as buckets.sizes") for line in lines)
+
+
 def test_a_free_list_in_other_steps(flowers: Path) -> None:
     run(str(flowers), "--free", "--step", "32", "--write", "5")
     sizes = placement_of(load_recipe(flowers).buckets).sizes

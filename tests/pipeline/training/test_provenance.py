@@ -111,10 +111,10 @@ def test_of_very_many_samples_only_a_digest_stands_in_the_files(
         found_in(many, path, image)
 
 
-def test_the_command_prints_it_for_a_file_and_for_its_folder(lora: Path) -> None:
+def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_folder(lora: Path) -> None:
     done = call(lora)
     assert done.exit_code == 0
-    assert call(lora.parent).output == done.output
+    assert call(lora.parent).output == call(lora.parent.parent).output == done.output
     for said in (
         "recipe",
         "demo",
