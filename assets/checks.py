@@ -1,17 +1,15 @@
-"""The asset checks: one step an asset, apart from the asset itself, so that checks can run alone.
+"""The answers of an asset's checks.
 
 A gate is a blocking check with severity ERROR: its step fails, and nothing downstream runs. The pipeline's
 `checks.<asset>.run` decides; here its findings become Dagster's results.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dagster import (
-    AssetCheckExecutionContext,
     AssetCheckResult,
-    AssetChecksDefinition,
     AssetCheckSeverity,
     AssetKey,
     MetadataValue,
@@ -19,41 +17,32 @@ from dagster import (
 
 from assets.naming import asset_key
 from assets.publishing import report_metadata, table_metadata
-from assets.steps import checks_step
-from pipeline.checks.names import SPECS
 from pipeline.recipe import Recipe
-from resources.failures import failures_stated
 
 if TYPE_CHECKING:
     from pipeline.checks.base import Finding
 
 
-def asset_checks(recipe: Recipe) -> list[AssetChecksDefinition]:
-    """One step of checks for each asset of `recipe`."""
-    return [_checks_of(recipe, asset) for asset in SPECS]
+def answers(recipe: Recipe, asset: str, asked: Collection[str]) -> Iterator[AssetCheckResult]:
+    """What each of the checks `asked` of the asset's table says.
 
+    Raises:
+        GateClosedError: One or more of them close, once all have answered.
+    """
+    from pipeline.checks.base import CheckContext
+    from pipeline.checks.closed import closed_gates_error
+    from pipeline.checks.record import write_findings
+    from pipeline.tables import Tables
 
-def _checks_of(recipe: Recipe, asset: str) -> AssetChecksDefinition:
     key = asset_key(recipe, asset)
-
-    def run_checks(context: AssetCheckExecutionContext) -> Iterator[AssetCheckResult]:
-        from pipeline.checks.base import CheckContext
-        from pipeline.checks.closed import closed_gates_error
-        from pipeline.checks.record import write_findings
-        from pipeline.tables import Tables
-
-        selected = {check.name for check in context.selected_asset_check_keys}
-        with failures_stated():
-            run = import_module(f"pipeline.checks.{asset}").run
-            findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
-            write_findings(recipe.output_dir, asset, findings)
-            chosen = [finding for finding in findings if finding.name in selected]
-            yield from (_result(key, finding) for finding in chosen)
-            closed = [finding for finding in chosen if finding.closes]
-            if closed:  # Dagster itself would only count them
-                raise closed_gates_error({key.to_user_string(): closed})
-
-    return checks_step(recipe, asset, SPECS[asset], run_checks)
+    run = import_module(f"pipeline.checks.{asset}").run
+    findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
+    write_findings(recipe.output_dir, asset, findings)
+    chosen = [finding for finding in findings if finding.name in asked]
+    yield from (_result(key, finding) for finding in chosen)
+    closed = [finding for finding in chosen if finding.closes]
+    if closed:  # Dagster itself would only count them
+        raise closed_gates_error({key.to_user_string(): closed})
 
 
 def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:

@@ -8,7 +8,6 @@ from dagster._core.definitions.assets.graph.asset_graph import AssetGraph
 
 from assets.aspect_buckets import ASPECT_BUCKETS
 from assets.automation import dataset_sensor, recache_schedule
-from assets.checks import asset_checks
 from assets.naming import JOBS, RECIPE_TAG, asset_key
 from assets.raw_images import RAW_IMAGES
 from assets.text_embeddings import TEXT_EMBEDDINGS
@@ -27,7 +26,6 @@ def recipe_graph(recipe: Recipe, resources: Mapping[str, Any]) -> Definitions:
     Its jobs are resolved here, among its own assets: for each, Dagster would else look at all recipes'.
     """
     assets = [step.of(recipe) for step in ASSETS]
-    checks = asset_checks(recipe)
     trained = AssetSelection.assets(asset_key(recipe, "trained_lora"))
     selections = {"cache": AssetSelection.all() - trained, "train": AssetSelection.all()}
     unresolved = [
@@ -40,13 +38,12 @@ def recipe_graph(recipe: Recipe, resources: Mapping[str, Any]) -> Definitions:
         )
         for name, description in JOBS.items()
     ]
-    graph = AssetGraph.from_assets([*assets, *checks])
+    graph = AssetGraph.from_assets(assets)
     jobs = [job.resolve(graph, resource_defs=resources) for job in unresolved]
     cache_job = jobs[0]
     schedule = recache_schedule(recipe, cache_job)
     return Definitions(
         assets=assets,
-        asset_checks=checks,
         jobs=jobs,
         schedules=[schedule] if schedule is not None else [],
         sensors=[dataset_sensor(recipe, cache_job)],

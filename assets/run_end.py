@@ -189,10 +189,9 @@ def _checkpoint(output_dir: Path) -> str:
 
 
 def _asset_of(step: str, output_dirs: Mapping[str, Path]) -> tuple[str, str]:
-    """Recipe and asset of an asset's step or its checks' step; empty where it is neither."""
-    key = step.removesuffix("__checks")
+    """Recipe and asset of an asset's step; empty where it is none."""
     for recipe in output_dirs:
         for asset in SPECS:
-            if key == f"{recipe}__{asset}":
+            if step == f"{recipe}__{asset}":
                 return recipe, asset
     return "", ""

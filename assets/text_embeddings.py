@@ -1,16 +1,13 @@
 """text_embeddings: the store entry of each caption's embedding."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from dagster import AssetExecutionContext, MaterializeResult
 
-from assets.isolation import require_isolated
 from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import picture_metadata, publish
 from assets.steps import AssetStep
 from pipeline.recipe import Recipe
-from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
@@ -18,23 +15,18 @@ DESCRIPTION = (
 )
 
 
-def cached(
-    recipe: Recipe, context: AssetExecutionContext, validated: Any
-) -> Iterator[MaterializeResult[Any]]:
+def cached(recipe: Recipe, context: AssetExecutionContext, validated: Any) -> MaterializeResult[Any]:
     """The cached embeddings; a child process encodes what is missing, and none is started when nothing is."""
     from pipeline.caption_report import write_caption_report
     from pipeline.encode.text import cache_text
     from pipeline.tables import Tables
 
     launcher: AccelerateLauncher = context.resources.launcher
-    with failures_stated():
-        require_isolated(context.run.run_id, recipe)
-        launch = launcher.bind(context, recipe.accelerate)
-        tables = Tables(recipe.output_dir)
-        result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
-        pictures = picture_metadata(write_caption_report(recipe, result.table))
-        output = publish(recipe, "text_embeddings", result, pictures=pictures)
-    yield output
+    launch = launcher.bind(context, recipe.accelerate)
+    tables = Tables(recipe.output_dir)
+    result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
+    pictures = picture_metadata(write_caption_report(recipe, result.table))
+    return publish(recipe, "text_embeddings", result, pictures=pictures)
 
 
 TEXT_EMBEDDINGS = AssetStep(

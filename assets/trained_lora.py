@@ -1,6 +1,5 @@
 """trained_lora: the LoRA, trained from the cache alone."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from dagster import (
@@ -13,12 +12,10 @@ from dagster import (
     Noneable,
 )
 
-from assets.isolation import require_isolated
 from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import picture_metadata, publish, table_metadata
 from assets.steps import AssetStep
 from pipeline.recipe import Recipe, recipe_values
-from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
@@ -30,25 +27,22 @@ STEPS = "Optimizer steps, in place of the recipe's steps or epochs; null: as the
 
 def trained(
     recipe: Recipe, context: AssetExecutionContext, latents: Any, text: Any
-) -> Iterator[MaterializeResult[Any]]:
+) -> MaterializeResult[Any]:
     """The trained adapter; what it was trained on is its table."""
     from pipeline.training.run import train_lora
 
     launcher: AccelerateLauncher = context.resources.launcher
-    with failures_stated():
-        require_isolated(context.run.run_id, recipe)
-        launch = launcher.bind(context, recipe.accelerate)
-        given = context.op_execution_context.op_config
-        result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
-        pictures = recipe.output_dir / "reports" / "trained_lora"
-        output = publish(
-            recipe,
-            "trained_lora",
-            result,
-            pictures=picture_metadata(pictures),
-            files=_files(recipe, result.report["run"]),
-        )
-    yield output
+    launch = launcher.bind(context, recipe.accelerate)
+    given = context.op_execution_context.op_config
+    result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
+    pictures = recipe.output_dir / "reports" / "trained_lora"
+    return publish(
+        recipe,
+        "trained_lora",
+        result,
+        pictures=picture_metadata(pictures),
+        files=_files(recipe, result.report["run"]),
+    )
 
 
 def _files(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:

@@ -1,17 +1,14 @@
 """vae_latents: the store entry of each image's latent."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from dagster import AssetExecutionContext, MaterializeResult, MetadataValue
 
-from assets.isolation import require_isolated
 from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import captioned, escaped, publish
 from assets.steps import AssetStep
 from pipeline.recipe import Recipe
 from pipeline.reports import Report
-from resources.failures import failures_stated
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
@@ -19,19 +16,16 @@ DESCRIPTION = (
 )
 
 
-def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> Iterator[MaterializeResult[Any]]:
+def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> MaterializeResult[Any]:
     """The cached latents; a child process encodes what is missing, and none is started when nothing is."""
     from pipeline.encode.latents import cache_latents
     from pipeline.tables import Tables
 
     launcher: AccelerateLauncher = context.resources.launcher
-    with failures_stated():
-        require_isolated(context.run.run_id, recipe)
-        launch = launcher.bind(context, recipe.accelerate)
-        tables = Tables(recipe.output_dir)
-        result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
-        output = publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
-    yield output
+    launch = launcher.bind(context, recipe.accelerate)
+    tables = Tables(recipe.output_dir)
+    result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
+    return publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
 
 
 def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:

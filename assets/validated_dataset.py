@@ -1,20 +1,17 @@
 """validated_dataset: every image that decodes, with its caption."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from dagster import AssetExecutionContext, MaterializeResult
 
-from assets.isolation import require_isolated
 from assets.publishing import picture_metadata, publish
 from assets.steps import AssetStep
 from pipeline.recipe import Recipe
-from resources.failures import failures_stated
 
 DESCRIPTION = "Each image decoded once, with its caption; what cannot be used is rejected with a reason."
 
 
-def validated(recipe: Recipe, context: AssetExecutionContext, raw: Any) -> Iterator[MaterializeResult[Any]]:
+def validated(recipe: Recipe, context: AssetExecutionContext, raw: Any) -> MaterializeResult[Any]:
     """The images and captions that can be trained on."""
     import polars as pl
 
@@ -22,14 +19,11 @@ def validated(recipe: Recipe, context: AssetExecutionContext, raw: Any) -> Itera
     from pipeline.ingest.validate import validate
     from pipeline.tables import Tables
 
-    with failures_stated():
-        require_isolated(context.run.run_id, recipe)
-        tables = Tables(recipe.output_dir)
-        result = validate(recipe, raw, tables, log=context.log.info)
-        rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-        pictures = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
-        output = publish(recipe, "validated_dataset", result, pictures=picture_metadata(pictures))
-    yield output
+    tables = Tables(recipe.output_dir)
+    result = validate(recipe, raw, tables, log=context.log.info)
+    rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
+    pictures = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
+    return publish(recipe, "validated_dataset", result, pictures=picture_metadata(pictures))
 
 
 VALIDATED_DATASET = AssetStep(
