@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable that names another folder of recipes than configs/."""
 
 
+@cache
 def project_root() -> Path:
     """The folder that holds pipeline/; what relative paths in a recipe start from."""
     return Path(__file__).resolve().parents[2]

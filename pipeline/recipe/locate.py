@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from ruamel.yaml import YAML
@@ -82,6 +83,12 @@ def _yaml() -> YAML:
     return YAML(typ="safe", pure=True)
 
 
+@cache
+def _scalars() -> SafeConstructor:
+    """What turns scalars into values; it keeps nothing of a document, and is slow to make."""
+    return SafeConstructor(loader=_yaml())
+
+
 def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
     """The flaw of a document that cannot be parsed; nothing after it can be looked at."""
     line, problem, fix = 1, str(error), "correct this line first: what follows it cannot be read before"
@@ -100,7 +107,6 @@ class _Reader:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._open: set[int] = set()
-        self._scalars = SafeConstructor(loader=_yaml())
 
     def value(self, node: Node, path: KeyPath) -> Any:
         """The plain data of `node`, which stands at `path`."""
@@ -171,7 +177,7 @@ class _Reader:
             self._flaw(path, node, f"the tag {node.tag} is not known", "remove it")
             return None
         try:
-            value = self._scalars.construct_object(node)
+            value = _scalars().construct_non_recursive_object(node)
             return value if not isinstance(value, str) else _text(value)
         except (YAMLError, ValueError) as error:
             self._flaw(path, node, f"{_quoted(str(node.value))} is no value: {error}", "write a plain value")
