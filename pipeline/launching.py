@@ -27,7 +27,7 @@ OUTPUT_TAIL_LINES = 20
 ERROR_FILE_VARIABLE = "LATENTLINE_ERROR_FILE"
 """Names the file in which a launched process leaves the `LatentlineError` that it ended with."""
 
-ALONE = ("pipeline.entrypoints.encode",)
+ALONE = ("pipeline.entrypoints.encode", "pipeline.entrypoints.convert")
 """Entry modules that ask accelerate for nothing but their rank. One such process is started as it is: the
 launcher would import torch first, for as long as an image takes to be encoded with all that goes before."""
 

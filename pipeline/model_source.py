@@ -24,8 +24,8 @@ _INDEX = "model_index.json"
 _CHECKPOINTS = frozenset([".safetensors", ".ckpt", ".pt", ".bin", ".gguf"])
 
 _FOLDER_OF_A_FILE = (
-    "set it to a diffusers folder or a Hub id; a single checkpoint becomes a folder by from_single_file(...) "
-    "and save_pretrained(...) of its diffusers pipeline"
+    "make a folder of it once, with latentline convert-checkpoint {file} models/{name}, and set model.base "
+    "to models/{name}; or name a Hub id"
 )
 
 
@@ -47,7 +47,7 @@ def resolve_base(recipe: Recipe) -> Path:
         _require_complete(detect(local, resolve_components(recipe)))
         return local
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
-    folder = _indexed(base, revision, where)
+    folder = indexed_snapshot(base, revision, where)
     _require_known(recipe, family_class(folder))
     elsewhere = resolve_components(recipe)
     whole = missing_files(folder, elsewhere) is None
@@ -85,12 +85,14 @@ def _local_base(recipe: Recipe) -> Path | None:
     base = recipe.model.base
     local = project_root() / Path(base).expanduser()
     if local.is_file():
-        raise ModelError(f"model.base {base} is a file", where=_where(recipe), fix=_FOLDER_OF_A_FILE)
+        fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)
+        raise ModelError(f"model.base {base} is a file", where=_where(recipe), fix=fix)
     if local.is_dir():
         return local
     if local.suffix.lower() in _CHECKPOINTS:
         what = f"model.base {base} is a file by its name, and does not exist"
-        raise ModelError(what, where=f"{_where(recipe)}, looked for {local}", fix=_FOLDER_OF_A_FILE)
+        fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)
+        raise ModelError(what, where=f"{_where(recipe)}, looked for {local}", fix=fix)
     if not looks_like_hub_id(base):
         raise ModelError(
             f"model.base {base} does not exist",
@@ -139,8 +141,12 @@ def _require_complete(family: Family) -> None:
                     require_whole(path)
 
 
-def _indexed(base: str, revision: str | None, where: str) -> Path:
-    """The snapshot on this machine, which may hold its index alone."""
+def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
+    """The snapshot of a Hub id on this machine, which may hold its index alone.
+
+    Raises:
+        ModelError: Not even that is here, and it cannot be downloaded.
+    """
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     index = try_to_load_from_cache(base, _INDEX, revision=revision)

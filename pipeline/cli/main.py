@@ -23,6 +23,7 @@ COMMANDS = {
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
     "provenance": "pipeline.cli.provenance",
+    "convert-checkpoint": "pipeline.cli.convert_checkpoint",
 }
 """Subcommand to module, in the order that `latentline --help` shows."""
 

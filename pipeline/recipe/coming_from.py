@@ -44,6 +44,15 @@ A text file beside each image is `captions: {from: sidecar, suffix: .txt}`; one 
 table of paths and captions (`.parquet`, `.jsonl` or `.csv`) is the dataset's `path`, with `path_column:
 file_name` and `captions: {from: column, columns: [text]}` where its columns are called so.
 
+## A checkpoint in one file
+
+`model.base` is a diffusers folder or a Hub id. A `.safetensors` file, as Civitai and the other trainers have
+models, becomes a folder once, and is only read:
+
+    latentline convert-checkpoint juggernaut.safetensors models/juggernaut
+
+[families.md](families.md#a-model-in-one-file) says for which models.
+
 ## A LoRA that you have
 
 `training.lora.start_from` goes on from its file, in diffusers', kohya's or ComfyUI's layout. Each training

@@ -17,6 +17,7 @@ _BUCKETS = "images always go into buckets of their shape"
 _NAME = "files are named after the recipe"
 _DEVICE = "each process takes the GPU that torch sees; CUDA_VISIBLE_DEVICES chooses"
 _STEPS = "it counts steps"
+_BASE = "a diffusers folder, which `latentline convert-checkpoint` makes of a single file, or a Hub id"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def _terms(trainer: str, *rows: tuple[str, str | None] | tuple[str, str | None, 
 
 SD_SCRIPTS = _terms(
     "sd-scripts",
-    ("pretrained_model_name_or_path", "model.base", "a diffusers folder or a Hub id"),
+    ("pretrained_model_name_or_path", "model.base", _BASE),
     ("vae", "model.components", "{vae: a folder or a Hub id}"),
     ("train_data_dir", "datasets.path", "the folder itself; one dataset for each of its sub-folders"),
     ("image_dir", "datasets.path"),
@@ -172,7 +173,7 @@ AI_TOOLKIT = _terms(
 
 ONETRAINER = _terms(
     "OneTrainer",
-    ("base_model_name", "model.base", "a diffusers folder or a Hub id"),
+    ("base_model_name", "model.base", _BASE),
     ("concepts", "datasets"),
     ("workspace_dir", "output_dir"),
     ("output_model_destination", "output_dir"),

@@ -54,7 +54,8 @@ class ModelSettings(Settings):
     base: str = Field(
         min_length=1,
         description="A Hub id (owner/name) or a local diffusers folder, relative to the project root. "
-        "The model family is read from it.",
+        "The model family is read from it. A model in one .safetensors file becomes such a folder by "
+        "`latentline convert-checkpoint`.",
     )
     revision: str | None = Field(
         default=None, min_length=1, description="Branch, tag or commit of a Hub id; null: its main branch."

@@ -1,0 +1,109 @@
+"""`latentline convert-checkpoint` as a user types it: the child process, what it says, what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from PIL import Image
+
+from pipeline.cli.convert_checkpoint import command
+from pipeline.cli.validate import command as validate
+from pipeline.families import detect
+from pipeline.families.tiny import make_tiny_sdxl
+from tests.pipeline.single_file import originals
+from tests.pipeline.single_file.conversion_case import as_file, require_same
+
+MAIN = "from pipeline.cli.main import main; main()"
+RECIPE = """\
+datasets: [{{name: photos, path: {root}/photos, captions: {{from: fixed, text: a photo}}}}]
+cache_dir: {root}/cache
+output_dir: {root}/out
+{model}
+"""
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(each) for each in arguments], catch_exceptions=False)
+
+
+def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", MAIN, "convert-checkpoint", *map(str, arguments)]
+    return subprocess.run(words, env={**os.environ}, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def xl(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Stable Diffusion XL; never write to it."""
+    folder = tmp_path_factory.mktemp("xl") / "model"
+    make_tiny_sdxl(folder)
+    return folder
+
+
+@pytest.fixture
+def file(tmp_path: Path, xl: Path) -> Path:
+    """A checkpoint that says that it predicts the velocity, as those of today do."""
+    marks = {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
+    return as_file(tmp_path / "noob.safetensors", originals.stable_diffusion_xl(xl) | marks)
+
+
+def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
+    tmp_path: Path, xl: Path, file: Path
+) -> None:
+    folder = tmp_path / "models" / "noob"
+    done = call(file, folder, "--like", xl)
+    assert done.exit_code == 0
+    for said in (
+        "unet: of the file, in float32",
+        "predicts v_prediction, as the file says",
+        "zero terminal SNR",
+    ):
+        assert said in done.output
+    require_same(folder, xl, ("unet", "vae", "text_encoder", "text_encoder_2"))
+    scheduler = detect(folder).load_noise_scheduler()
+    assert float(scheduler.alphas_cumprod[-1]) == 0.0
+    assert [each.name for each in folder.parent.iterdir()] == ["noob"]
+    (tmp_path / "photos").mkdir()
+    Image.new("RGB", (64, 64)).save(tmp_path / "photos" / "a.png")
+    lines = done.output.split("in a recipe:\n")[1].splitlines()[:2]
+    assert lines[1].strip() == f"base: {folder}"
+    recipe = tmp_path / "noob.yaml"
+    recipe.write_text(
+        RECIPE.format(root=tmp_path, model="\n".join(line[2:] for line in lines)), encoding="utf-8"
+    )
+    assert CliRunner().invoke(validate, [str(recipe)], catch_exceptions=False).exit_code == 0
+
+
+@pytest.mark.slow
+def test_what_the_process_finds_wrong_ends_the_command_and_leaves_nothing(
+    tmp_path: Path, xl: Path, file: Path
+) -> None:
+    state = originals.stable_diffusion_xl(xl)
+    state["model.diffusion_model.out.2.bias"] = torch.zeros(5)
+    as_file(file, state)
+    done = run(file, tmp_path / "noob", "--like", xl)
+    assert done.returncode == 1
+    assert "ModelError: the file's unet is not of the architecture" in done.stderr
+    assert "fix:   name in --like the model that the file was made from" in done.stderr
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, xl: Path, file: Path) -> None:
+    script = f"""
+import sys
+sys.argv = ["latentline", "convert-checkpoint", {str(file)!r}, {str(xl)!r}]
+from pipeline.cli.main import main
+try:
+    main()
+finally:
+    assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ModelError: the folder exists, and nothing is ever replaced" in done.stderr
+    assert "AssertionError" not in done.stderr
