@@ -9,12 +9,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from functools import cached_property
-from math import ceil
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
 from pipeline.addresses import Url
+from pipeline.columns import beside, put_beside, strings, with_constant
 from pipeline.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.families import Family, Use, detect
 from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
@@ -24,6 +26,7 @@ from pipeline.model_components import resolve_components
 from pipeline.model_source import resolve_base
 from pipeline.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 from pipeline.store_elsewhere import store_at
+from pipeline.tables import in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,6 +40,9 @@ TEMPLATE_TOKENS = 32
 
 STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
 """Of tables: an entry's `EntryStat` when it was last verified, field by field."""
+
+STATS: dict[str, Any] = dict.fromkeys(STAT_COLUMNS, pl.Int64)
+"""Their types."""
 
 
 TARGET = ("target_height", "target_width")
@@ -139,9 +145,11 @@ class Entries:
         Added are `flipped`, `key`, `num_bytes` (of the entry's file), and the latent's shape and dtype.
         """
         flips = (False, True) if self.recipe.latents.flip else (False,)
-        rows = pl.concat([buckets.with_columns(flipped=pl.lit(flip)) for flip in flips])
-        rows = rows.with_columns(key=self.latent_keys(rows))
-        return rows.join(self.latent_shapes(rows), on=TARGET, maintain_order="left")
+        rows = pl.concat([with_constant(buckets, "flipped", flip, pl.Boolean) for flip in flips])
+        sizes = rows.select(TARGET)
+        shapes = sizes.join(self.latent_shapes(sizes), on=TARGET, how="left", maintain_order="left")
+        keys = self.latent_keys(rows).alias("key")
+        return put_beside(rows, pl.DataFrame([keys, *shapes.drop(TARGET)]))
 
     def latent_shapes(self, rows: pl.DataFrame) -> pl.DataFrame:
         """For each target size in `rows`: the latent's shape and dtype, and its file's `num_bytes`."""
@@ -154,41 +162,37 @@ class Entries:
             shapes.append(dict(zip(_SHAPES, values, strict=True)))
         return pl.DataFrame(shapes, schema=_SHAPES)
 
-    def text_rows(self, captions: Sequence[str], known: pl.DataFrame | None = None) -> pl.DataFrame:
+    def text_rows(
+        self,
+        captions: Iterable[str],
+        known: pl.DataFrame | None = None,
+        recorded: Mapping[str, Any] = MappingProxyType({}),
+    ) -> pl.DataFrame:
         """A row for each caption.
 
         Args:
             captions: Canonical ones.
-            known: Columns `key` and `text_length` of a table text_embeddings.
+            known: Columns of a table text_embeddings, `key`, `text_length` and `recorded` among them.
+            recorded: Which columns of it the answer has too, names to types; null where nothing is known.
 
         Returns:
-            `caption`, `key`, `text_length`, its file's `num_bytes`, and `about_bytes`. Where entries are as
-            long as their captions, `text_length` and `num_bytes` are null unless `known` has them, and
-            `about_bytes` is an estimate; otherwise the two numbers of bytes are the same.
+            `caption`, `key`, `text_length`, its file's `num_bytes`, `about_bytes`, and `recorded`. Where
+            entries are as long as their captions, `text_length` and `num_bytes` are null unless `known` has
+            them, and `about_bytes` is an estimate; otherwise the two numbers of bytes are the same.
         """
-        rows = {"caption": captions, "key": self.text_keys(captions)}
-        rows |= {"about_bytes": [self.about_bytes(caption) for caption in captions]}
-        schema = {"caption": pl.String, "key": pl.String, "about_bytes": pl.Int64}
-        table = pl.DataFrame(rows, schema=schema)
+        texts = pl.Series("caption", captions, dtype=pl.String)
+        table = put_beside(texts.to_frame(), self.text_keys(texts).alias("key").to_frame())
+        most, longest = self._longest_text_bytes, self._text_spec.shape[0]
         if not self._text_spec.ragged:
-            length = pl.lit(self._text_spec.shape[0], dtype=pl.Int32)
-            return table.with_columns(text_length=length, num_bytes=pl.col("about_bytes"))
-        nothing = pl.DataFrame(schema={"key": pl.String, "text_length": pl.Int32})
-        lengths = nothing if known is None else known.select(nothing.columns).unique("key", keep="first")
-        table = table.join(lengths, on="key", how="left", maintain_order="left")
-        lacking = self._text_spec.shape[0] - pl.col("text_length").cast(pl.Int64)
-        num_bytes = self._longest_text_bytes - lacking * self._bytes_per_token
-        return table.with_columns(num_bytes=num_bytes).with_columns(
-            about_bytes=pl.coalesce("num_bytes", "about_bytes")
-        )
-
-    def about_bytes(self, caption: str) -> int:
-        """Of a caption's file: exact, or an estimate where its entry has a length of its own."""
-        most = self._longest_text_bytes
-        if not self._text_spec.ragged:
-            return most
-        tokens = TEMPLATE_TOKENS + ceil(len(caption.encode("utf-8")) / CAPTION_BYTES_PER_TOKEN)
-        return most - max(0, self._text_spec.shape[0] - tokens) * self._bytes_per_token
+            table = with_constant(with_recorded(table, known, recorded), "text_length", longest, pl.Int32)
+            return with_constant(table, "num_bytes", most, pl.Int64).with_columns(about_bytes="num_bytes")
+        table = with_recorded(table, known, {"text_length": pl.Int32, **recorded})
+        lacking = longest - pl.col("text_length").cast(pl.Int64)
+        text_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
+        tokens = TEMPLATE_TOKENS + (text_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
+        about = most - pl.max_horizontal(0, longest - tokens) * self._bytes_per_token
+        table = table.with_columns(num_bytes=most - lacking * self._bytes_per_token)
+        return table.with_columns(about_bytes=pl.coalesce("num_bytes", about))
 
     def latent_keys(self, rows: pl.DataFrame) -> pl.Series:
         """The keys of `latent` for every row, at a microsecond each.
@@ -262,26 +266,42 @@ class Entries:
     def text_keys(self, captions: Iterable[str]) -> pl.Series:
         """The keys of `text` for every caption, at 2 microseconds each."""
         template = KeyTemplate({"text": {**vars(self.text_inputs("")), "caption": "@caption@"}})
-        in_json = [json.dumps(caption) for caption in captions]
-        return template.hashes(pl.DataFrame({"caption": in_json}, schema={"caption": pl.String}))
+        texts = pl.Series("caption", captions, dtype=pl.String)
+        in_json = pl.col("caption").map_batches(_in_json, pl.String)
+        return template.hashes(texts.to_frame(), {"caption": in_json})
 
     @cached_property
     def _text_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.family.text_shapes()
 
 
-def with_recorded(wanted: pl.DataFrame, known: pl.DataFrame | None) -> pl.DataFrame:
-    """`wanted` with the `STAT_COLUMNS` that a table recorded of the same key; null where it has none."""
+def _in_json(captions: pl.Series) -> pl.Series:
+    return pl.Series([json.dumps(caption) for caption in captions], dtype=pl.String)
+
+
+def with_recorded(
+    wanted: pl.DataFrame, known: pl.DataFrame | None, columns: Mapping[str, Any] = STATS
+) -> pl.DataFrame:
+    """`wanted` with what a table recorded of the same key; null where it has none.
+
+    Args:
+        wanted: Column `key`, and others.
+        known: Columns `key` and `columns`, and any others.
+        columns: Names to types; the `STAT_COLUMNS` by default.
+    """
     if known is None:
-        return wanted.with_columns(pl.lit(None, dtype=pl.Int64).alias(name) for name in STAT_COLUMNS)
-    recorded = known.select("key", *STAT_COLUMNS).unique("key", keep="first")
-    return wanted.join(recorded, on="key", how="left", maintain_order="left")
+        for name, kind in columns.items():
+            wanted = with_constant(wanted, name, None, kind)
+        return wanted
+    return beside(wanted, known.select("key", *columns), on="key")
 
 
 def caption_rows(validated: pl.DataFrame) -> pl.DataFrame:
     """validated_dataset with a row for each variant of a caption: `variant`, from 0, and `caption`."""
-    plain = validated.with_columns(variant=pl.lit(0, dtype=pl.Int32))
+    plain = with_constant(validated, "variant", 0, pl.Int32)
     several = plain.filter(pl.col("more_captions") != "[]")
+    if several.is_empty():
+        return in_order(plain, ["sample_id", "variant"])
     more = several.with_columns(pl.col("more_captions").str.json_decode(pl.List(pl.String)).alias("caption"))
     more = more.with_columns(variant=pl.int_ranges(1, pl.col("caption").list.len() + 1, dtype=pl.Int32))
     return pl.concat([plain, more.explode("caption", "variant")]).sort("sample_id", "variant")
@@ -296,11 +316,11 @@ def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
         rows: Columns `key`, `num_bytes` (what the entry's shape asks for, null where that is unknown) and
             `STAT_COLUMNS`, null where nothing was recorded.
     """
-    recorded = rows.select(pl.col(name).cast(pl.Int64).fill_null(-1) for name in STAT_COLUMNS)
-    found = pl.DataFrame(store.stats(kind, rows["key"]), schema=list(STAT_COLUMNS), orient="row")
-    same = pl.all_horizontal(pl.col(name) == recorded[name] for name in STAT_COLUMNS)
-    same &= pl.col("entry_bytes") == rows["num_bytes"]
-    return found.select(same.fill_null(value=False)).to_series()
+    found = store.stats(kind, strings(rows["key"]))
+    same = np.ones(len(rows), np.bool_)
+    for name, values in zip(("num_bytes", *STAT_COLUMNS), (found[:, 0], *found.T), strict=True):
+        same &= values == rows[name].cast(pl.Int64).fill_null(-1).to_numpy()
+    return pl.Series(same)
 
 
 def stat_columns(stat: EntryStat) -> dict[str, int]:

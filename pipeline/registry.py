@@ -24,6 +24,7 @@ import polars as pl
 from pipeline.addresses import Address, Url
 from pipeline.atomic import write_bytes
 from pipeline.cache_folder import CacheFolder, cache_folder
+from pipeline.columns import distinct, slices
 from pipeline.errors import StoreError
 from pipeline.refusals import system_refusal
 from pipeline.remote_folder import ACCESS
@@ -65,7 +66,8 @@ def register(cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, ke
     """
     folder, name = cache_folder(cache_dir), _id(output_dir)
     said = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
-    raw = b"".join(pl.Series(keys, dtype=pl.String).unique().sort().str.decode("hex"))
+    ordered = distinct(pl.Series(keys, dtype=pl.String))
+    raw = b"".join(bytes.fromhex("".join(part)) for part in slices(ordered))
     try:
         _replace(folder, f"{FOLDER}/{name}.json", said.encode("utf-8"))
         _replace(folder, f"{FOLDER}/{name}-{kind}.keys", raw)

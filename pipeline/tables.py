@@ -7,7 +7,7 @@ by position.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -307,12 +307,12 @@ class Tables:
         """Where the table of `asset` lies; `asset` may be "rejected"."""
         return self.folder / f"{asset}.parquet"
 
-    def read(self, asset: str, columns: Iterable[str] | None = None) -> pl.DataFrame:
+    def read(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame:
         """The table as last written.
 
         Args:
             asset: Whose.
-            columns: Only these of it, in this order, with what names a row among them; all by default.
+            columns: Only these of it, in this order; all by default.
 
         Raises:
             TableError: It is missing, unreadable, or of another schema.
@@ -323,9 +323,9 @@ class Tables:
             raise TableError(f"there is no table of {asset}", where=str(path), fix=fix)
         try:
             if columns is not None and [*pl.read_parquet_schema(path).items()] == [*_columns(asset).items()]:
-                table = pl.read_parquet(path, columns=list(columns))
+                table = pl.read_parquet(path, columns=list(dict.fromkeys((*columns, *_unique(asset)))))
                 if _is_sound(asset, table):
-                    return table
+                    return table.select(columns)
             table = pl.read_parquet(path)
         except (OSError, pl.exceptions.PolarsError) as err:
             fix = f"delete the file and materialize {asset} again"
@@ -333,13 +333,13 @@ class Tables:
         table = validated(asset, table, str(path))
         return table if columns is None else table.select(columns)
 
-    def read_previous(self, asset: str) -> pl.DataFrame | None:
-        """The table of an earlier run, as a memory of what is known already.
+    def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
+        """The table of an earlier run, or some of its columns as `read`: what is known already.
 
         None when there is none, or it is damaged or of an older schema: then everything is looked at anew.
         """
         try:
-            return self.read(asset)
+            return self.read(asset, columns)
         except TableError:
             return None
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline import tables as table_files
+from pipeline.columns import first_of_each, joined, num_beyond, num_distinct, with_one_of
 from pipeline.encode import decoded
-from pipeline.encode.missing import Made, Maker, Wanted, num_removed
+from pipeline.encode.missing import Made, Maker, Wanted
 from pipeline.encode.order import Beside, Job
-from pipeline.entries import LATENT_SHAPE, TARGET, Entries
+from pipeline.entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries, with_recorded
 from pipeline.geometry import Geometry, Size
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
@@ -53,12 +54,11 @@ def cache_latents(
     entries = Entries(recipe)
     rows = entries.latent_rows(buckets)
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
-    previous = tables.read_previous(ASSET)
 
     def job(row: Row) -> Job:
         return _job(entries, roots[row["dataset"]], row)
 
-    asked = _to_look_at(rows)
+    asked, unwanted = _to_look_at(rows, tables)
     looked_at = decoded.sample_of(asked, decoded.NUM_DECODED)
     pictures = recipe.output_dir / "reports" / ASSET
     wanted = Wanted(
@@ -69,29 +69,29 @@ def cache_latents(
         beside=Beside(pictures, [job(row) for row in looked_at.iter_rows(named=True)]),
     )
     maker = Maker(entries, "latents", launch, log=log, watch=watch)
-    made = maker.make(wanted, known=previous, settings=_settings(recipe))
-    failed = rows.filter(pl.col("key").is_in(list(made.failed))).unique("sample_id", keep="first")
-    kept = rows.join(failed, on="sample_id", how="anti").join(made.entries, on="key", how="inner")
+    made = maker.make(wanted, settings=_settings(recipe))
+    failed = with_one_of(rows, made.failed, on="key").unique("sample_id", keep="first")
+    kept = joined(table_files.without(rows, failed), made.entries, on="key")
     lost = [_lost(row, made) for row in failed.iter_rows(named=True)]
     table = table_files.validated(ASSET, kept.select(*table_files.SCHEMAS[ASSET]), "what vae_latents made")
+    recorded = asked["key"].filter(asked[STAT_COLUMNS[0]].is_not_null())
     report = {
-        **_counters(made, table, previous),
-        "in": buckets["sample_id"].n_unique(),
+        **_counters(made, table, removed=unwanted + num_beyond(recorded, table["key"])),
+        "in": num_distinct(buckets["sample_id"]),
         "rejected": len(lost),
         **watch.numbers(),
         "pictures_seconds": round(watch.aside_s, 3),
         **decoded.report(pictures, looked_at),
         **decoded.statistics(entries, table, pictures),
     }
-    ordered = table.sort("sample_id", "bucket", "flipped")
+    ordered = table_files.in_order(table, ["sample_id", "bucket", "flipped"])
     return StageResult(ordered, table_files.frame("rejected", lost), report)
 
 
-def _counters(made: Made, table: pl.DataFrame, previous: pl.DataFrame | None) -> dict[str, int]:
+def _counters(made: Made, table: pl.DataFrame, removed: int) -> dict[str, int]:
     """The report's numbers of entries, and of the samples in the new table."""
-    removed = num_removed(previous, table["key"])
-    samples = table["sample_id"].n_unique()
-    tiled = made.facts.drop_nulls("tile_px").filter(pl.col("key").is_in(made.encoded))
+    samples = num_distinct(table["sample_id"])
+    tiled = with_one_of(made.entries.drop_nulls("tile_px"), made.encoded, on="key")
     return {**made.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
 
 
@@ -99,10 +99,14 @@ _WORK = ("height", "width", "resized_height", "resized_width", "crop_top", "crop
 """Columns of a row that the encoder is told, with `content_hash` and `flipped`."""
 
 
-def _to_look_at(rows: pl.DataFrame) -> pl.DataFrame:
-    """Of each key the first row, with what `Wanted` and `_job` need."""
+def _to_look_at(rows: pl.DataFrame, tables: Tables) -> tuple[pl.DataFrame, int]:
+    """Of each key the first row, with what `Wanted` and `_job` need.
+
+    Beside it: how many entries of the last table are not wanted any more.
+    """
     named = ("key", "num_bytes", "sample_id", "dataset", "path", "content_hash", "flipped")
-    return rows.unique("key", keep="first", maintain_order=True).select(
+    known = tables.read_previous(ASSET, ("key", *STAT_COLUMNS))
+    asked = first_of_each(rows, on="key").select(
         *named,
         *_WORK,
         *LATENT_SHAPE,
@@ -110,6 +114,8 @@ def _to_look_at(rows: pl.DataFrame) -> pl.DataFrame:
         name="sample_id",
         cost=pl.col(TARGET[0]).cast(pl.Int64) * pl.col(TARGET[1]),
     )
+    unwanted = 0 if known is None else num_beyond(known["key"], asked["key"])
+    return with_recorded(asked, known), unwanted
 
 
 def _target(row: Row) -> Size:

@@ -14,23 +14,25 @@ from typing import Any, TypeAlias
 import polars as pl
 
 from pipeline.addresses import Address, Url
+from pipeline.columns import with_constant
 from pipeline.counting import counted
 from pipeline.encode.order import Beside, Job, Order, Results, read_results, write_jobs, write_order
 from pipeline.encode.outcome import Failure
 from pipeline.encode.turn import in_turn
-from pipeline.entries import STAT_COLUMNS, Entries, unchanged, with_recorded
+from pipeline.entries import STAT_COLUMNS, STATS, Entries, unchanged
 from pipeline.errors import StoreError
 from pipeline.launching import Launch
 from pipeline.registry import note_speed, register
 from pipeline.reports import Log, Stopwatch
 from pipeline.store import NO_STAT, EntrySpec, EntryState, Kind
+from pipeline.tables import only
 
 Row: TypeAlias = Mapping[str, Any]
 
 ENTRY_MODULE = "pipeline.entrypoints.encode"
 _MAX_NAMED = 10
 _ROWS_AT_A_TIME = 1024
-_ENTRY_SCHEMA = pl.Schema({"key": pl.String, **dict.fromkeys(STAT_COLUMNS, pl.Int64)})
+_ENTRY_SCHEMA = {"key": pl.String, **STATS}
 _SPARE_BYTES = 64 * 2**20
 """Left free on the disk beyond what the entries need."""
 
@@ -41,10 +43,11 @@ class Wanted:
 
     Attributes:
         rows: `key`, each once; `num_bytes`, the exact size of its file, null where nobody knows it yet;
-            `about_bytes`, an estimate for these; what `in_turn` asks for, and what the functions need.
+            `about_bytes`, an estimate for these; the `STAT_COLUMNS` and `facts` that the last table recorded,
+            null or no columns where it did not; what `in_turn` asks for, and what the functions need.
         spec: What the entry of a row must be.
         job: What has to be done for a row.
-        facts: Columns of `Made.facts`: what they are of an entry that was read whole.
+        facts: More columns of `Made.entries`: what they are of an entry that was read whole.
         beside: As `Order.beside`; nothing is launched for its sake.
     """
 
@@ -60,15 +63,14 @@ class Made:
     """How the wanted entries came to be there.
 
     Attributes:
-        entries: Of each key whose entry is valid now: `key` and the `STAT_COLUMNS`.
-        facts: Of those that were read whole: `key` and the columns of `Wanted.facts`, Int32.
+        entries: Of each key whose entry is valid now: `key`, the `STAT_COLUMNS`, and the columns of
+            `Wanted.facts`, Int32, as recorded where the entry is as it was.
         encoded: Keys whose entries this run put in place.
         damaged: Keys whose entries were there and wrong; part of those that were made again.
         failed: Keys without an entry, and why.
     """
 
     entries: pl.DataFrame
-    facts: pl.DataFrame
     encoded: set[str] = field(default_factory=set[str])
     damaged: set[str] = field(default_factory=set[str])
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
@@ -87,15 +89,12 @@ class Made:
 
     def found(self, states: Iterable[tuple[Row, EntryState]], wanted: Wanted) -> None:
         """Add the valid ones of entries that were looked at."""
-        stats: list[tuple[Any, ...]] = []
-        facts: list[tuple[Any, ...]] = []
-        for row, state in states:
-            if state.stat is not None and state.valid:
-                stats.append((row["key"], *astuple(state.stat)))
-                if state.metadata is not None:
-                    facts.append((row["key"], *(of(state) for of in wanted.facts.values())))
-        self.entries = self.entries.vstack(pl.DataFrame(stats, schema=self.entries.schema, orient="row"))
-        self.facts = self.facts.vstack(pl.DataFrame(facts, schema=self.facts.schema, orient="row"))
+        rows = [
+            (row["key"], *astuple(state.stat), *(of(state) for of in wanted.facts.values()))
+            for row, state in states
+            if state.stat is not None and state.valid
+        ]
+        self.entries = self.entries.vstack(pl.DataFrame(rows, schema=self.entries.schema, orient="row"))
 
 
 class Maker:
@@ -113,12 +112,12 @@ class Maker:
         self._log = log
         self._watch = watch
 
-    def make(self, wanted: Wanted, *, known: pl.DataFrame | None, settings: Mapping[str, Any]) -> Made:
+    def make(self, wanted: Wanted, *, settings: Mapping[str, Any]) -> Made:
         """Look at every entry, and make those that are missing or wrong.
 
         Args:
-            wanted: The output folder is registered as needing these.
-            known: The last table: an entry is trusted as long as its stat is as it says.
+            wanted: The output folder is registered as needing these. An entry is trusted as long as its stat
+                is as recorded.
             settings: As `Order.settings`.
 
         Raises:
@@ -127,37 +126,35 @@ class Maker:
         """
         store, recipe, keys = self._entries.store, self._entries.recipe, wanted.rows["key"]
         register(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
-        made = Made(
-            pl.DataFrame(schema=_ENTRY_SCHEMA),
-            pl.DataFrame(schema={"key": pl.String, **dict.fromkeys(wanted.facts, pl.Int32)}),
-        )
-        if self._one_is_missing(wanted, known):
-            missing, results = self._launched(lambda: self._found(wanted, known, made), wanted, settings)
+        made = Made(pl.DataFrame(schema={**_ENTRY_SCHEMA, **dict.fromkeys(wanted.facts, pl.Int32)}))
+        if self._one_is_missing(wanted):
+            missing, results = self._launched(lambda: self._found(wanted, made), wanted, settings)
         else:
-            missing, results = self._found(wanted, known, made), Results()
+            missing, results = self._found(wanted, made), Results()
             if not missing.is_empty():
                 _, results = self._launched(lambda: missing, wanted, settings)
         for part in self._looked_at(missing, wanted):
             self._settle(part, wanted, results=results, made=made)
         return made
 
-    def _one_is_missing(self, wanted: Wanted, known: pl.DataFrame | None) -> bool:
+    def _one_is_missing(self, wanted: Wanted) -> bool:
         """Whether the first entry that no table knows is not there: then processes are started at once."""
-        new = wanted.rows if known is None else wanted.rows.join(known, on="key", how="anti")
-        stats = self._entries.store.stats(self._kind, new["key"].head(1))
+        is_new = wanted.rows[STAT_COLUMNS[0]].is_null()
+        stats = self._entries.store.stats(self._kind, wanted.rows["key"].filter(is_new).head(1))
         return any(tuple(stat) == NO_STAT for stat in stats)
 
-    def _found(self, wanted: Wanted, known: pl.DataFrame | None, made: Made) -> pl.DataFrame:
+    def _found(self, wanted: Wanted, made: Made) -> pl.DataFrame:
         """The rows whose entry is missing or wrong; the others are noted in `made`.
 
         Raises:
             StoreError: The disk has no room for the missing ones.
         """
         store, rows = self._entries.store, wanted.rows
-        looked_at = with_recorded(rows.select("key", "num_bytes"), known)
-        same = unchanged(store, self._kind, looked_at)
-        made.entries = looked_at.filter(same).select("key", *STAT_COLUMNS).cast(_ENTRY_SCHEMA)
-        del looked_at
+        same = unchanged(store, self._kind, rows)
+        reused = only(rows, same)
+        for name in wanted.facts.keys() - set(rows.columns):
+            reused = with_constant(reused, name, None, pl.Int32)
+        made.entries = reused.select(made.entries.columns)
         missing = self._missing(rows.filter(~same), wanted, made)
         damaged = len(made.damaged)
         self._log(
@@ -242,13 +239,6 @@ class Maker:
                     fix="see that no other program changes cache_dir and its disk is sound, and start again",
                 )
         made.found(part, wanted)
-
-
-def num_removed(previous: pl.DataFrame | None, keys: pl.Series) -> int:
-    """How many keys the last table has that `keys` has not."""
-    if previous is None:
-        return 0
-    return previous.select("key").unique().join(keys.to_frame("key"), on="key", how="anti").height
 
 
 class _Jobs:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline import tables as table_files
-from pipeline.encode.missing import Made, Maker, Wanted, num_removed
+from pipeline.columns import distinct, joined, num_beyond, with_constant
+from pipeline.encode.missing import Maker, Wanted
 from pipeline.encode.order import Job
-from pipeline.entries import Entries, caption_rows
+from pipeline.entries import STAT_COLUMNS, STATS, Entries, caption_rows
 from pipeline.entry_format import TEXT
 from pipeline.launching import Launch
 from pipeline.reports import Log, StageResult, Stopwatch
@@ -25,9 +26,11 @@ if TYPE_CHECKING:
 ASSET = "text_embeddings"
 
 
-def wanted_captions(recipe: Recipe, captions: Iterable[str]) -> list[str]:
+def wanted_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
     """Each distinct caption, the empty one for dropout and guidance, and the sample prompts; sorted."""
-    return sorted({*captions, *recipe.training.sample_prompts, ""})
+    texts = pl.Series("caption", captions, dtype=pl.String)
+    more = pl.Series("caption", [*recipe.training.sample_prompts, ""], dtype=pl.String)
+    return distinct(pl.concat([texts, more]))
 
 
 def cache_text(
@@ -55,28 +58,24 @@ def cache_text(
     """
     watch = Stopwatch()
     entries = Entries(recipe)
-    asked = caption_rows(validated)
-    previous = tables.read_previous(ASSET)
-    rows = entries.text_rows(wanted_captions(recipe, asked["caption"].unique()), previous)
+    asked = caption_rows(validated.select(_ASKED))
+    rows, removed = _to_look_at(entries, wanted_captions(recipe, asked["caption"]), tables)
 
     wanted = Wanted(
-        rows.with_columns(name="caption", cost=pl.lit(1)),
+        rows,
         spec=lambda row: EntrySpec("text", row["key"], entries.text_tensors()),
         job=lambda row: _job(entries, row["caption"]),
         facts={**{name: partial(_stated, name) for name in _COUNTS}, "text_length": _length},
     )
     maker = Maker(entries, "text", launch, log=log, watch=watch)
-    settings = {"compute_dtype": recipe.text.compute_dtype}
-    made = maker.make(wanted, known=previous, settings=settings)
-    counts = _token_counts(made, previous)
-    keys = rows.select("caption", "key")
-    found = asked.join(keys, on="caption").join(made.entries, on="key").join(counts, on="key")
-    found = found.with_columns(dtype=pl.lit(recipe.text.dtype))
+    made = maker.make(wanted, settings={"compute_dtype": recipe.text.compute_dtype})
+    entry_of = joined(rows.select("caption", "key"), made.entries, on="key")
+    found = with_constant(joined(asked, entry_of, on="caption"), "dtype", recipe.text.dtype, pl.String)
     table = table_files.validated(
         ASSET, found.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
     )
     report = {
-        **made.counters(num_removed(previous, rows["key"])),
+        **made.counters(removed),
         "samples": len(validated),
         "in": len(validated),
         "kept": len(validated),
@@ -84,10 +83,26 @@ def cache_text(
         "captions_cut": int((table["num_cut"] > 0).sum()),
         **watch.numbers(),
     }
-    return StageResult(table.sort("sample_id", "variant"), table_files.empty("rejected"), report)
+    ordered = table_files.in_order(table, ["sample_id", "variant"])
+    return StageResult(ordered, table_files.empty("rejected"), report)
 
+
+_ASKED = ("sample_id", "dataset", "path", "caption", "more_captions")
+"""Columns of validated_dataset that are looked at."""
 
 _COUNTS = ("num_tokens", "num_cut")
+
+
+def _to_look_at(entries: Entries, captions: pl.Series, tables: Tables) -> tuple[pl.DataFrame, int]:
+    """What `Wanted` and `_job` need, a row a caption.
+
+    Beside it: how many entries of the last table are not wanted any more.
+    """
+    known = tables.read_previous(ASSET, ("key", "text_length", *_COUNTS, *STAT_COLUMNS))
+    rows = entries.text_rows(captions, known, STATS | dict.fromkeys(_COUNTS, pl.Int32))
+    rows = rows.with_columns(name="caption")
+    unwanted = 0 if known is None else num_beyond(known["key"], rows["key"])
+    return with_constant(rows, "cost", 1, pl.Int32), unwanted
 
 
 def _stated(name: str, state: EntryState) -> int | None:
@@ -104,11 +119,3 @@ def _job(entries: Entries, caption: str) -> Job:
     inputs["caption"] = hashlib.sha256(inputs["caption"].encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"
     return Job(entries.text(caption), {"inputs": inputs}, {"caption": caption}, name, 1)
-
-
-def _token_counts(made: Made, previous: pl.DataFrame | None) -> pl.DataFrame:
-    """Of each entry, its own counts where it was read; otherwise as they were recorded when it was."""
-    tables = [made.facts]
-    if previous is not None:
-        tables.append(previous.select(made.facts.columns))
-    return pl.concat(tables).unique("key", keep="first", maintain_order=True)

@@ -65,13 +65,13 @@ def test_what_is_written_is_read_back_in_the_order_of_sample_id(
     assert_frame_equal(tables.read(asset), table.sort("sample_id"))
 
 
-def test_some_columns_are_read_as_of_the_whole_table(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names", [["bucket", "sample_id", "scale"], ["scale"]])
+def test_some_columns_are_read_as_of_the_whole_table(tmp_path: Path, names: list[str]) -> None:
     tables = Tables(tmp_path)
     row = {name: "x" if kind == pl.String else 1 for name, kind in SCHEMAS["aspect_buckets"].items()}
     rows = [row | {"bucket": "b"}, row | {"bucket": "a"}]
     table = pl.DataFrame(rows, schema=SCHEMAS["aspect_buckets"])
     tables.write("aspect_buckets", table)
-    names = ["bucket", "sample_id", "scale"]
     assert_frame_equal(tables.read("aspect_buckets", names), table.reverse().select(names))
     with pytest.raises(TableError, match="no table of raw_images"):
         tables.read("raw_images", ["sample_id"])
