@@ -12,7 +12,8 @@ import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
 from pipeline.store import EntrySpec, Store, TensorSpec
-from pipeline.training.plan import PlanSample, PlanSettings, TrainingPlan
+from pipeline.training.plan import PlanSettings, TrainingPlan
+from pipeline.training.plan_samples import PlanSample, PlanSamples
 
 SHAPE = (4, 128, 128)
 """Of a latent of a 1024 px image: 128 KiB in float16."""
@@ -112,7 +113,7 @@ def plan_order(count: int) -> list[int]:
         caption_dropout=0.0,
         seed=0,
     )
-    plan = TrainingPlan(samples, settings)
+    plan = TrainingPlan(PlanSamples.of(samples), settings)
     epoch = plan[: plan.steps_per_epoch]
     return [int(slot.sample_id) for step in epoch for slot in step.slots()]
 

@@ -12,7 +12,7 @@ from bench.workload import photographs
 from pipeline.entries import Entries
 from pipeline.families.tiny import make_tiny
 from pipeline.launching import CPU_THREADS_PER_PROCESS
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.order import TrainingOrder
 
 if TYPE_CHECKING:

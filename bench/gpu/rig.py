@@ -167,7 +167,7 @@ class Rig:
 
     def order(self, **training: Any) -> TrainingOrder:
         """A training on the cache, which is filled in this process if it is not; nothing is launched."""
-        from pipeline.training.inputs import training_inputs
+        from pipeline.training.joining import training_inputs
         from pipeline.training.order import TrainingOrder
 
         if not self.project.tables.path("text_embeddings").exists():

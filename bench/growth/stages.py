@@ -21,7 +21,7 @@ from pipeline.entries import Entries
 from pipeline.entry_format import EntrySpec
 from pipeline.families.tiny import make_tiny
 from pipeline.reports import StageResult, write_report
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.order import TrainingOrder
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")

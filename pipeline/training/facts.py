@@ -15,7 +15,7 @@ from pipeline.runs import RunLayout
 if TYPE_CHECKING:
     from pipeline.entries import Entries
     from pipeline.recipe import LoraSettings, Recipe
-    from pipeline.training.inputs import TrainingInput
+    from pipeline.training.inputs import TrainingInputs
 
 TRAINING_VERSION = 1
 """Raised when the code would train other weights from the same facts."""
@@ -24,7 +24,7 @@ Facts = dict[str, Any]
 """JSON-serialisable, nested."""
 
 
-def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> Facts:
+def run_facts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> Facts:
     """Everything that decides the weights, and nothing else.
 
     Not in it: how often checkpoints and pictures are made, paths and names, package versions, and the number
@@ -42,7 +42,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     start = training.lora.start_from
     return {
         "version": TRAINING_VERSION,
-        "samples": _samples(tuple(item for item in inputs if not item.held_out)),
+        "samples": _samples(inputs.trained),
         "empty_text": entries.text("").key if dropout > 0 else None,
         "model": {"family": entries.family.name, "denoiser": entries.fingerprint("denoiser")},
         "plan": {
@@ -80,16 +80,15 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...
     }
 
 
-def _samples(inputs: tuple[TrainingInput, ...]) -> Facts:
+def _samples(inputs: TrainingInputs) -> Facts:
+    table = inputs.table
+    latents = table.select("sample_id", "bucket", "latents").iter_rows()
+    text = table.select("sample_id", "texts").iter_rows()
     return {
         "number": len(inputs),
-        "latents": _digest(
-            (item.sample_id, item.bucket, *(view.entry.key for view in item.views)) for item in inputs
-        ),
-        "text": _digest(
-            (item.sample_id, *(variant.entry.key for variant in item.variants)) for item in inputs
-        ),
-        "repeats": _digest((item.sample_id, item.repeats) for item in inputs),
+        "latents": _digest((sample_id, bucket, *keys) for sample_id, bucket, keys in latents),
+        "text": _digest((sample_id, *keys) for sample_id, keys in text),
+        "repeats": _digest(table.select("sample_id", "repeats").iter_rows()),
     }
 
 

@@ -18,6 +18,7 @@ from pipeline.runs import Metrics, RunLayout
 
 if TYPE_CHECKING:
     from pipeline.training.engine import StepOutcome
+    from pipeline.training.inputs import TrainingInputs
     from pipeline.training.plan import StepPlan
     from pipeline.training.trackers import Tracker
     from pipeline.training.validation import FixedLoss
@@ -60,17 +61,17 @@ class Lines:
 class Journal:
     """The logs of one run, kept by its first rank; use it as a context."""
 
-    def __init__(self, layout: RunLayout, sample_ids: Sequence[str], trackers: Sequence[Tracker]) -> None:
+    def __init__(self, layout: RunLayout, inputs: TrainingInputs, trackers: Sequence[Tracker]) -> None:
         """Open what there is, to go on with it.
 
         Args:
             layout: Of the run.
-            sample_ids: Of the run's inputs, in their order.
+            inputs: Of the run; a sample is noted by its number among them.
             trackers: Told of everything as well; closed with this.
         """
         self._files = ExitStack()
         self._trackers = list(trackers)
-        self._numbers = {sample_id: number for number, sample_id in enumerate(sample_ids)}
+        self._inputs = inputs
         for tracker in self._trackers:
             self._files.callback(tracker.close)
         self._metrics = self._files.enter_context(Lines(layout.metrics))
@@ -88,7 +89,7 @@ class Journal:
         }
         counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
         self._metrics.append({**counts, **numbers})
-        samples = [self._numbers[slot.sample_id] for slot in batch.slots()]
+        samples = [self._inputs.number_of(slot.sample_id) for slot in batch.slots()]
         drawn = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
         self._samples.append({"step": batch.step, **drawn})
         speed = batch.num_samples / max(seconds, 1e-9)

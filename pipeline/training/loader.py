@@ -30,6 +30,7 @@ from pipeline.training.seeding import stream
 
 if TYPE_CHECKING:
     from pipeline.families import Family
+    from pipeline.training.inputs import TrainingInput
 
 AHEAD = 4
 """Micro-batches that are ready or in the making at most, so that memory does not grow with the plan; or as
@@ -107,7 +108,7 @@ class MicroBatchMaker:
             scheduler: From `make_noise_scheduler`.
         """
         self._store = store_at(order.recipe.cache_dir)
-        self._inputs = {item.sample_id: item for item in order.inputs}
+        self._inputs = order.inputs
         self._empty_text = order.empty_text
         self._seed = order.recipe.training.seed
         self._timesteps = order.recipe.training.timesteps
@@ -131,7 +132,8 @@ class MicroBatchMaker:
             StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
                 and file.
         """
-        latent = torch.stack([self._latent(slot) for slot in share])
+        items = [self._inputs.named(slot.sample_id) for slot in share]
+        latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, items, strict=True)])
         shape = _image_shape(latent)
         drawn = [self._noise.draw(step, slot.index, shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
@@ -144,10 +146,10 @@ class MicroBatchMaker:
             noise=torch.from_numpy(np.stack([each.target for each in drawn])),
             input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
             timesteps=self._family.timesteps(self._scheduler, levels, shape),
-            conditions=self._conditions(share),
+            conditions=self._conditions(share, items),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share),
+            captions=self._captions(share, items),
         )
 
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
@@ -162,7 +164,10 @@ class MicroBatchMaker:
         Raises:
             StoreError: As `make`.
         """
-        latent = torch.stack([self._latent(slot, mean=True) for slot in share])
+        items = [self._inputs.named(slot.sample_id) for slot in share]
+        latent = torch.stack(
+            [self._latent(slot, item, mean=True) for slot, item in zip(share, items, strict=True)]
+        )
         shape = _image_shape(latent)
         noise = torch.from_numpy(
             np.stack(
@@ -179,16 +184,15 @@ class MicroBatchMaker:
             noise=noise,
             input_noise=noise,
             timesteps=self._family.timesteps(self._scheduler, at, shape),
-            conditions=self._conditions(share),
+            conditions=self._conditions(share, items),
             weights=torch.ones(len(share)),
             indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share),
+            captions=self._captions(share, items),
         )
 
-    def _latent(self, slot: Slot, *, mean: bool = False) -> Tensor:
+    def _latent(self, slot: Slot, item: TrainingInput, *, mean: bool = False) -> Tensor:
         """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw or the mean."""
-        entry = self._inputs[slot.sample_id].views[slot.view].entry
-        tensors = self._read(entry, slot.sample_id)
+        tensors = self._read(item.views[slot.view].entry, slot.sample_id)
         if LATENT in tensors:
             return tensors[LATENT]
         if mean:
@@ -197,9 +201,8 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _conditions(self, share: tuple[Slot, ...]) -> dict[str, Tensor]:
-        items = [self._inputs[slot.sample_id] for slot in share]
-        conditions = self._text(share) if self._reads_text else {}
+    def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
+        conditions = self._text(share, items) if self._reads_text else {}
         conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
         conditions["crop_top_left"] = torch.tensor(
             [item.views[slot.view].crop_top_left for slot, item in zip(share, items, strict=True)]
@@ -207,9 +210,8 @@ class MicroBatchMaker:
         conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in items])
         return conditions
 
-    def _text(self, share: tuple[Slot, ...]) -> dict[str, Tensor]:
+    def _text(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
         """What the cache has of the slots' captions, as `Family.stack_texts` puts it together."""
-        items = [self._inputs[slot.sample_id] for slot in share]
         texts = [
             self._read(
                 self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
@@ -218,12 +220,12 @@ class MicroBatchMaker:
         ]
         return self._family.stack_texts(texts)
 
-    def _captions(self, share: tuple[Slot, ...]) -> tuple[str, ...]:
+    def _captions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> tuple[str, ...]:
         if self._reads_text:
             return ()
         return tuple(
-            "" if slot.drop_caption else self._inputs[slot.sample_id].variants[slot.variant].caption
-            for slot in share
+            "" if slot.drop_caption else item.variants[slot.variant].caption
+            for slot, item in zip(share, items, strict=True)
         )
 
     def _read(self, spec: EntrySpec, sample_id: str) -> dict[str, Tensor]:

@@ -88,7 +88,7 @@ class _Run:
         self.paths = RunLayout(order.folder)
         self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
         self.journal: Journal | None = None
-        held_out = order.held_out
+        held_out = order.inputs.held_out
         self.validation = Validation(order, self.family, held_out) if held_out else None
         self.warnings: list[str] = []
         self.started_at_s = 0.0
@@ -101,8 +101,7 @@ class _Run:
             inputs = open_files.enter_context(closing(self._inputs(start)))
             if self.main:
                 trackers = open_trackers(self.order, self.paths.metrics.parent, start)
-                names = [item.sample_id for item in self.order.inputs]
-                self.journal = open_files.enter_context(Journal(self.paths, names, trackers))
+                self.journal = open_files.enter_context(Journal(self.paths, self.order.inputs, trackers))
             if start == 0:
                 self._look(0)
             done = self._steps(start, inputs, stop)

@@ -27,7 +27,7 @@ def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
         "ss_network_alpha": lora.scale_of("", conv=False) * lora.usual_file_rank,
         "ss_output_name": recipe.name,
         "ss_sd_model_name": recipe.model.base,
-        "ss_num_train_images": sum(item.repeats for item in order.trained),
+        "ss_num_train_images": int(order.inputs.trained.table["repeats"].sum()),
         "ss_steps": training.num_steps,
         "ss_max_train_steps": training.num_steps,
         "ss_batch_size_per_device": training.batch_size,

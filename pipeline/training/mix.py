@@ -12,146 +12,164 @@ n is a dataset's samples times their repeats; it is exhausted at n / w. What the
 
 With the last two a queue goes on in the next epoch where it stood, so in the long run each sample of a
 dataset is seen as often as any other of it.
+
+N is a number of draws; a draw names its sample by its place among the plan's samples.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import floor
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.training.plan_samples import Ints, PlanSamples
 from pipeline.training.seeding import hash_bits
 
 Exhausted = Literal["leave", "end_epoch", "repeat"]
 """What becomes of the mix when a dataset has been drawn from once round."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlanSample:
-    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, counts are >= 1."""
-
-    sample_id: str
-    bucket: str
-    repeats: int = 1
-    variants: int = 1
-    views: int = 1
-    dataset: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A sample's one appearance in an epoch.
+@dataclass(frozen=True, eq=False, slots=True)
+class Draws:
+    """Appearances of samples in an epoch, in order.
 
     Attributes:
-        sample_id: Which sample.
-        occurrence: Which of its appearances in this epoch, from 0.
-        due: When it is wanted in an epoch that mixes by weights, from 0; 0.0 otherwise.
+        places: (N,): which samples.
+        occurrences: (N,): which of the sample's appearances in this epoch, from 0.
+        due: (N,): when each is wanted in an epoch that mixes by weights, from 0; None otherwise.
     """
 
-    sample_id: str
-    occurrence: int
-    due: float = 0.0
+    places: Ints
+    occurrences: Ints
+    due: npt.NDArray[np.float64] | None = None
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self.places)
+
+    def take(self, which: npt.NDArray[np.integer[Any]] | slice) -> Draws:
+        """Some of them, by their place among these."""
+        due = None if self.due is None else self.due[which]
+        return Draws(self.places[which], self.occurrences[which], due)
+
+    @staticmethod
+    def joined(parts: Sequence[Draws]) -> Draws:
+        """One after the other; at least one part, all with `due` or none."""
+        due = [part.due for part in parts if part.due is not None]
+        return Draws(
+            np.concatenate([part.places for part in parts]),
+            np.concatenate([part.occurrences for part in parts]),
+            np.concatenate(due) if due else None,
+        )
 
 
 class Mix:
     """The draws of each epoch, by bucket; a pure function of what it is made with."""
 
     def __init__(
-        self, samples: Sequence[PlanSample], seed: int, weights: Mapping[str, float], exhausted: Exhausted
+        self, samples: PlanSamples, seed: int, weights: Mapping[str, float], exhausted: Exhausted
     ) -> None:
-        """Group the samples.
+        """Nothing is shuffled yet.
 
         Args:
-            samples: Sorted by sample_id.
+            samples: At least one.
             seed: Of every shuffle.
             weights: Of each dataset that has samples, above 0, of any sum; empty to mix by repeats alone.
             exhausted: What happens when a dataset runs out; of no meaning without weights.
         """
         self._seed = seed
-        self._buckets = {sample.sample_id: sample.bucket for sample in samples} if weights else {}
-        self._by_bucket = _grouped(samples, lambda sample: sample.bucket)
-        self._weighted = bool(weights)
-        self._datasets = _grouped(samples, lambda sample: sample.dataset) if weights else {}
-        total = sum((Fraction(weights[name]) for name in self._datasets), Fraction(0))
-        self._weights = {name: Fraction(weights[name]) / total for name in self._datasets}
-        self._round = {name: sum(each.repeats for each in of) for name, of in self._datasets.items()}
+        self._samples = samples
+        datasets = samples.datasets.names if weights else []
+        total = sum((Fraction(weights[name]) for name in datasets), Fraction(0))
+        self._weights = {name: Fraction(weights[name]) / total for name in datasets}
+        self._round = {name: int(samples.repeats[samples.datasets.members(name)].sum()) for name in datasets}
         self.constant = not weights or exhausted == "leave"
         """Whether every epoch has the same number of draws in each bucket."""
         ends = [self._round[name] / weight for name, weight in self._weights.items()]
         self._length = Fraction(0) if self.constant else (min if exhausted == "end_epoch" else max)(ends)
-        self._kept: dict[tuple[str, int], list[str]] = {}
+        self._kept: dict[str, tuple[int, Ints]] = {}
 
     def sizes(self, epoch: int) -> dict[str, int]:
         """The number of draws in each bucket that has any, by bucket."""
+        buckets = self._samples.buckets
         if self.constant:
-            sizes = {bucket: sum(each.repeats for each in of) for bucket, of in self._by_bucket.items()}
+            sizes = np.bincount(buckets.codes, weights=self._samples.repeats, minlength=len(buckets.names))
         else:
-            sizes = Counter(
-                self._buckets[name] for dataset in self._datasets for name in self._queued(dataset, epoch)
-            )
-        return dict(sorted(sizes.items()))
+            queued = [buckets.codes[self._queued(dataset, epoch)] for dataset in self._weights]
+            sizes = np.bincount(np.concatenate(queued), minlength=len(buckets.names))
+        return {name: int(size) for name, size in zip(buckets.names, sizes, strict=True) if size}
 
-    def draws(self, epoch: int) -> dict[str, list[Draw]]:
+    def draws(self, epoch: int) -> dict[str, Draws]:
         """Every draw of the epoch, by bucket, each bucket's in the order in which they are taken."""
-        if not self._weighted:
-            return {bucket: self.shuffled(bucket, epoch) for bucket in sorted(self._by_bucket)}
-        mixed: defaultdict[str, list[Draw]] = defaultdict(list)
-        for draw in sorted(self._due(epoch), key=lambda draw: (draw.due, draw.sample_id, draw.occurrence)):
-            mixed[self._buckets[draw.sample_id]].append(draw)
-        return dict(sorted(mixed.items()))
+        buckets = self._samples.buckets
+        if not self._weights:
+            return {bucket: self.shuffled(bucket, epoch) for bucket in buckets.names}
+        mixed = Draws.joined([self._due(dataset, epoch) for dataset in self._weights])
+        assert mixed.due is not None
+        mixed = mixed.take(np.lexsort((mixed.occurrences, mixed.places, mixed.due)))
+        codes = buckets.codes[mixed.places]
+        of_bucket = {name: np.flatnonzero(codes == code) for code, name in enumerate(buckets.names)}
+        return {name: mixed.take(which) for name, which in of_bucket.items() if len(which)}
 
-    def shuffled(self, bucket: str, epoch: int) -> list[Draw]:
+    def shuffled(self, bucket: str, epoch: int) -> Draws:
         """Each of the bucket's samples as often as its repeats say, shuffled; epochs may be negative."""
-        order = sorted(
-            (
-                hash_bits(64, self._seed, "sample", sample.sample_id, epoch, occurrence),
-                sample.sample_id,
-                occurrence,
-            )
-            for sample in self._by_bucket[bucket]
-            for occurrence in range(sample.repeats)
+        return self._shuffled(self._samples.buckets.members(bucket), "sample", epoch)
+
+    def _shuffled(self, members: Ints, purpose: str, turn: int) -> Draws:
+        """These samples, in ascending places, as often as their repeats say, shuffled for this turn.
+
+        They are sorted by a hash; those of one hash stand as before.
+        """
+        repeats = self._samples.repeats[members]
+        numbers = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+        hashes = (
+            hash_bits(64, self._seed, purpose, sample_id, turn, occurrence)
+            for sample_id, times in zip(self._samples.ids_at(members), repeats.tolist(), strict=True)
+            for occurrence in range(times)
         )
-        return [Draw(sample_id, occurrence) for _, sample_id, occurrence in order]
+        order = np.argsort(np.fromiter(hashes, dtype=np.uint64, count=len(numbers)), kind="stable")
+        return Draws(np.repeat(members, repeats)[order], numbers[order].astype(np.int32))
 
-    def _due(self, epoch: int) -> Iterable[Draw]:
-        for dataset, weight in self._weights.items():
-            seen = Counter[str]()
-            for place, sample_id in enumerate(self._queued(dataset, epoch)):
-                yield Draw(sample_id, seen[sample_id], float((place + Fraction(1, 2)) / weight))
-                seen[sample_id] += 1
-
-    def _queued(self, dataset: str, epoch: int) -> list[str]:
+    def _due(self, dataset: str, epoch: int) -> Draws:
         """What the dataset gives to the epoch, in order."""
+        queued, weight = self._queued(dataset, epoch), self._weights[dataset]
+        due = (float((place + Fraction(1, 2)) / weight) for place in range(len(queued)))
+        return Draws(queued, _times_before(queued), np.fromiter(due, dtype=np.float64, count=len(queued)))
+
+    def _queued(self, dataset: str, epoch: int) -> Ints:
+        """The places of what the dataset gives to the epoch, in order."""
         if self.constant:
             return self._once_round(dataset, epoch)
         length = self._length * self._weights[dataset]
         first, last = floor(epoch * length), floor((epoch + 1) * length)
         size = self._round[dataset]
-        taken: list[str] = []
+        taken: list[Ints] = [np.empty(0, dtype=np.int32)]
         while first < last:
             turn, start = divmod(first, size)
-            taken += self._once_round(dataset, turn)[start : start + last - first]
+            taken.append(self._once_round(dataset, turn)[start : start + last - first])
             first = turn * size + min(size, start + last - first)
-        return taken
+        return np.concatenate(taken)
 
-    def _once_round(self, dataset: str, turn: int) -> list[str]:
+    def _once_round(self, dataset: str, turn: int) -> Ints:
         """The dataset's samples, each as often as its repeats say, shuffled; the last turn is kept."""
-        if (dataset, turn) not in self._kept:
-            self._kept = {key: order for key, order in self._kept.items() if key[0] != dataset}
-            order = sorted(
-                (hash_bits(64, self._seed, "turn of", sample.sample_id, turn, repeat), sample.sample_id)
-                for sample in self._datasets[dataset]
-                for repeat in range(sample.repeats)
-            )
-            self._kept[dataset, turn] = [sample_id for _, sample_id in order]
-        return self._kept[dataset, turn]
+        kept = self._kept.get(dataset)
+        if kept is None or kept[0] != turn:
+            members = self._samples.datasets.members(dataset)
+            kept = self._kept[dataset] = (turn, self._shuffled(members, "turn of", turn).places)
+        return kept[1]
 
 
-def _grouped(samples: Sequence[PlanSample], by: Callable[[PlanSample], str]) -> dict[str, list[PlanSample]]:
-    groups: defaultdict[str, list[PlanSample]] = defaultdict(list)
-    for sample in samples:
-        groups[by(sample)].append(sample)
-    return dict(sorted(groups.items()))
+def _times_before(values: Ints) -> Ints:
+    """For each value how often it stands further ahead."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])
+    sizes = np.diff(np.r_[starts, len(values)])
+    before = np.empty(len(values), dtype=np.int32)
+    before[order] = np.arange(len(values)) - np.repeat(starts, sizes)
+    return before

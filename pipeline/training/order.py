@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from pipeline.errors import TrainingError
 from pipeline.recipe import Recipe
 from pipeline.runs import run_folder
 from pipeline.store import EntrySpec
-from pipeline.training.inputs import TrainingInput, as_frame, from_frame, pair, spec_of, tensors_json
-from pipeline.training.mix import PlanSample
+from pipeline.tables import only
+from pipeline.training.inputs import TrainingInputs, pair, tensors_json, tensors_of
 from pipeline.training.plan import PlanSettings, TrainingPlan
+from pipeline.training.plan_samples import PlanSamples
 
 ORDER_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
@@ -62,7 +63,7 @@ class TrainingOrder:
     recipe: Recipe
     base: Path
     run: str
-    inputs: tuple[TrainingInput, ...]
+    inputs: TrainingInputs
     empty_text: EntrySpec
     prompts: tuple[Prompt, ...]
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -72,16 +73,6 @@ class TrainingOrder:
     def folder(self) -> Path:
         """`output_dir/runs/<run>`."""
         return run_folder(self.recipe.output_dir, self.run)
-
-    @property
-    def trained(self) -> tuple[TrainingInput, ...]:
-        """The samples that are trained on."""
-        return tuple(item for item in self.inputs if not item.held_out)
-
-    @property
-    def held_out(self) -> tuple[TrainingInput, ...]:
-        """The samples for validation."""
-        return tuple(item for item in self.inputs if item.held_out)
 
     def plan(self) -> TrainingPlan:
         """The run's plan; the same in every process.
@@ -98,7 +89,7 @@ class TrainingOrder:
             The order file's path.
         """
         buffer = io.BytesIO()
-        as_frame(self.inputs).write_parquet(buffer)
+        self.inputs.table.write_parquet(buffer)
         write_bytes(self.folder / INPUTS_FILE, buffer.getvalue())
         order = {
             "recipe": self.recipe.model_dump(mode="json"),
@@ -133,20 +124,13 @@ class TrainingOrder:
         write_bytes(self.folder / DROPPED_FILE, buffer.getvalue())
 
 
-def plan_samples(inputs: Iterable[TrainingInput]) -> list[PlanSample]:
+def plan_samples(inputs: TrainingInputs) -> PlanSamples:
     """The samples that are trained on, as the plan sees them."""
-    return [
-        PlanSample(
-            sample_id=item.sample_id,
-            bucket=item.bucket,
-            repeats=item.repeats,
-            variants=len(item.variants),
-            views=len(item.views),
-            dataset=item.dataset,
-        )
-        for item in inputs
-        if not item.held_out
-    ]
+    variants, views = pl.col("captions").list.len(), pl.col("latents").list.len()
+    columns = inputs.table.select(
+        *("sample_id", "bucket", "repeats", "dataset", "held_out"), variants=variants, views=views
+    )
+    return PlanSamples(only(columns, ~columns["held_out"]))
 
 
 def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
@@ -165,7 +149,7 @@ def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
     )
 
 
-def with_steps(recipe: Recipe, inputs: Iterable[TrainingInput]) -> Recipe:
+def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
     """The recipe with its epochs counted in steps; itself when it counts steps already.
 
     Raises:
@@ -197,13 +181,18 @@ def read_order(path: Path) -> TrainingOrder:
         elsewhere={role: Path(place) for role, place in order.get("elsewhere", {}).items()},
         run=order["run"],
         provenance=order["provenance"],
-        inputs=from_frame(inputs),
-        empty_text=spec_of(order["empty_text"]),
+        inputs=TrainingInputs(inputs),
+        empty_text=_spec(order["empty_text"]),
         prompts=tuple(
-            Prompt(item["caption"], spec_of(item["text"]), pair(item["size_hw"])) for item in order["prompts"]
+            Prompt(item["caption"], _spec(item["text"]), pair(item["size_hw"])) for item in order["prompts"]
         ),
     )
 
 
 def _spec_json(spec: EntrySpec) -> dict[str, Any]:
-    return {"kind": spec.kind, "key": spec.key, "tensors": json.loads(tensors_json(spec))}
+    return {"kind": spec.kind, "key": spec.key, "tensors": json.loads(tensors_json(spec.tensors))}
+
+
+def _spec(value: Mapping[str, Any]) -> EntrySpec:
+    """The inverse of `_spec_json`."""
+    return EntrySpec(value["kind"], value["key"], tensors_of(value["tensors"]))

@@ -17,21 +17,19 @@ The words used here, from the inside out:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import attrgetter
-from typing import Literal, overload
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
 
 from pipeline.counting import counted
 from pipeline.errors import TrainingError
-from pipeline.training.mix import Draw, Exhausted, Mix, PlanSample
+from pipeline.training.epochs import Epoch, Epochs, Underfilled
+from pipeline.training.mix import Draws, Exhausted, Mix
+from pipeline.training.plan_samples import PlanSamples
 from pipeline.training.seeding import hash_bits
-
-Underfilled = Literal["partial", "repeat", "drop"]
-"""What becomes of the samples that do not fill a bucket's last micro-batch: a smaller one; one filled up with
-others of the bucket, from the epoch's order; or none in this epoch, and others in the next."""
 
 
 @dataclass(frozen=True)
@@ -115,27 +113,27 @@ class StepPlan:
 class TrainingPlan(Sequence[StepPlan]):
     """All optimizer steps of a run; `plan[i]` costs one epoch's shuffle at most, and the last one is kept."""
 
-    def __init__(self, samples: Iterable[PlanSample], settings: PlanSettings) -> None:
+    def __init__(self, samples: PlanSamples, settings: PlanSettings) -> None:
         """Check the inputs; nothing is shuffled yet.
 
         Raises:
             TrainingError: There is no sample, a sample_id stands there twice, or a setting is out of range.
         """
         self.settings = settings
-        self.samples = tuple(sorted(samples, key=lambda sample: sample.sample_id))
-        _require_usable(self.samples, settings)
-        self._by_id = {sample.sample_id: sample for sample in self.samples}
+        self.samples = samples
+        _require_usable(samples, settings)
         self._capacity = settings.batch_size * settings.num_processes
-        self._mix = Mix(self.samples, settings.seed, settings.weights, settings.exhausted)
+        self._mix = Mix(samples, settings.seed, settings.weights, settings.exhausted)
+        self._epochs = Epochs(self._mix, settings.seed, self._capacity, settings.underfilled)
         self._bucket_sizes = self._mix.sizes(0)
         self.steps_per_epoch = self._steps_of(0)
         self._starts = [0, self.steps_per_epoch]
         while not self._mix.constant and self._starts[-1] < settings.steps:
             self._starts.append(self._starts[-1] + self._steps_of(len(self._starts) - 1))
-        self._epoch: tuple[int, list[list[Draw]]] = (-1, [])
+        self._kept: tuple[int, Epoch] | None = None
 
     @staticmethod
-    def steps_in(samples: Iterable[PlanSample], settings: PlanSettings, epochs: int) -> int:
+    def steps_in(samples: PlanSamples, settings: PlanSettings, epochs: int) -> int:
         """The optimizer steps of so many whole epochs; the `steps` of the settings are not looked at.
 
         Raises:
@@ -168,14 +166,14 @@ class TrainingPlan(Sequence[StepPlan]):
         for number in range(start, len(self)):
             yield number, self._step(number)
 
-    def times_seen(self) -> dict[str, int]:
-        """How often each sample is trained on over the whole plan, by sample_id; 0 for never."""
+    def times_seen(self) -> npt.NDArray[np.int64]:
+        """How often each of `samples` is trained on over the whole plan; 0 for never."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
         even = self._mix.constant and (self.settings.underfilled == "partial" or self._remainder() == 0)
-        seen = {sample.sample_id: sample.repeats * whole if even else 0 for sample in self.samples}
+        seen = self.samples.repeats.astype(np.int64) * (whole if even else 0)
         for number in range(len(self) - rest if even else 0, len(self)):
-            for slot in self._step(number).slots():
-                seen[slot.sample_id] += 1
+            for draws in self._drawn_in(number):
+                np.add.at(seen, draws.places, 1)
         return seen
 
     def numbers(self) -> dict[str, int | float | str]:
@@ -188,7 +186,7 @@ class TrainingPlan(Sequence[StepPlan]):
         draws = everything - remainder if policy == "drop" else everything
         return {
             "steps": len(self),
-            "epochs": round(self._epochs(), 3),
+            "epochs": round(self._num_epochs(), 3),
             "steps_per_epoch": self.steps_per_epoch,
             "draws_per_epoch": draws,
             "micro_batches_per_epoch": micro_batches,
@@ -203,17 +201,15 @@ class TrainingPlan(Sequence[StepPlan]):
         """How many draws of which samples an epoch leaves out, by sample_id; only `drop` leaves out any."""
         if self.settings.underfilled != "drop":
             return {}
-        left_out = Counter[str]()
-        for bucket, draws in self._mix.draws(epoch).items():
-            left_out.update(draw.sample_id for draw in self._left_out(bucket, draws, epoch))
-        return dict(sorted(left_out.items()))
+        places, times = np.unique(self._epochs.left_out(epoch), return_counts=True)
+        return dict(zip(self.samples.ids_at(places), times.tolist(), strict=True))
 
     @property
     def num_epochs(self) -> int:
         """How many epochs there are, the last one perhaps cut short."""
         return self._place(len(self) - 1)[0] + 1
 
-    def _epochs(self) -> float:
+    def _num_epochs(self) -> float:
         if self._mix.constant:
             return len(self) / self.steps_per_epoch
         epoch, place = self._place(len(self) - 1)
@@ -241,92 +237,41 @@ class TrainingPlan(Sequence[StepPlan]):
         """Draws of an epoch that fill no micro-batch of their bucket."""
         return sum(size % self._capacity for size in self._bucket_sizes.values())
 
-    def _step(self, number: int) -> StepPlan:
+    def _drawn_in(self, number: int) -> list[Draws]:
+        """The draws of each micro-batch of a step."""
         epoch, place = self._place(number)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._shuffled(epoch))
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = (epoch, self._epochs.shuffled(epoch))
         window = self.settings.gradient_accumulation
-        groups = self._epoch[1][place * window : (place + 1) * window]
+        return self._kept[1].micro_batches(place * window, (place + 1) * window)
+
+    def _step(self, number: int) -> StepPlan:
+        epoch = self._place(number)[0]
         micro_batches: list[MicroBatch] = []
         index = 0
-        for group in groups:
-            slots = [self._slot(draw, index + at, epoch) for at, draw in enumerate(group)]
+        for draws in self._drawn_in(number):
+            drawn = zip(draws.places.tolist(), draws.occurrences.tolist(), strict=True)
+            slots = [self._slot(*draw, index=index + at, epoch=epoch) for at, draw in enumerate(drawn)]
             micro_batches.append(_shares(slots, self.settings.num_processes))
-            index += len(group)
+            index += len(slots)
         return StepPlan(step=number, epoch=epoch, micro_batches=tuple(micro_batches), num_samples=index)
 
-    def _slot(self, draw: Draw, index: int, epoch: int) -> Slot:
-        sample = self._by_id[draw.sample_id]
+    def _slot(self, place: int, occurrence: int, *, index: int, epoch: int) -> Slot:
+        sample = self.samples[place]
+
+        def drawn(purpose: str) -> int:
+            """64 bits that depend on nothing but seed, sample, epoch, and which of its repeats it is."""
+            return hash_bits(64, self.settings.seed, purpose, sample.sample_id, epoch, occurrence)
+
         return Slot(
-            sample_id=draw.sample_id,
+            sample_id=sample.sample_id,
             index=index,
             epoch=epoch,
-            occurrence=draw.occurrence,
-            drop_caption=self._drawn("dropout", draw, epoch) / 2**64 < self.settings.caption_dropout,
-            variant=self._drawn("variant", draw, epoch) % sample.variants if sample.variants > 1 else 0,
-            view=self._drawn("view", draw, epoch) % sample.views if sample.views > 1 else 0,
+            occurrence=occurrence,
+            drop_caption=drawn("dropout") / 2**64 < self.settings.caption_dropout,
+            variant=drawn("variant") % sample.variants if sample.variants > 1 else 0,
+            view=drawn("view") % sample.views if sample.views > 1 else 0,
         )
-
-    def _drawn(self, purpose: str, draw: Draw, epoch: int) -> int:
-        """64 bits that depend on nothing but the seed, the sample, the epoch, and which of its repeats."""
-        return hash_bits(64, self.settings.seed, purpose, draw.sample_id, epoch, draw.occurrence)
-
-    def _shuffled(self, epoch: int) -> list[list[Draw]]:
-        """An epoch's micro-batches, in order.
-
-        Samples are shuffled inside their bucket, which also rotates who is in the partial micro-batch; then
-        the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order. Where
-        datasets are mixed by weights, a micro-batch's turn is when its samples are due on average.
-        """
-        turns: list[tuple[float, str]] = []
-        batches: dict[str, Iterator[list[Draw]]] = {}
-        for bucket, draws in self._mix.draws(epoch).items():
-            mixed = self._in_batches(bucket, draws, epoch)
-            starts = range(0, len(mixed), self._capacity)
-            groups = [mixed[start : start + self._capacity] for start in starts]
-            batches[bucket] = iter(groups)
-            turns += [(self._turn(bucket, epoch, turn, group), bucket) for turn, group in enumerate(groups)]
-        return [next(batches[bucket]) for _, bucket in sorted(turns)]
-
-    def _turn(self, bucket: str, epoch: int, turn: int, group: Sequence[Draw]) -> float:
-        if self.settings.weights:
-            return sum(draw.due for draw in group) / len(group)
-        return hash_bits(64, self.settings.seed, "turn", bucket, epoch, turn)
-
-    def _in_batches(self, bucket: str, draws: list[Draw], epoch: int) -> list[Draw]:
-        """The bucket's draws, cut or filled up to whole micro-batches where the recipe asks for it.
-
-        What fills up is a further occurrence, so that its dropout is drawn anew.
-        """
-        if self.settings.underfilled == "drop":
-            left_out = set(self._left_out(bucket, draws, epoch))
-            return [draw for draw in draws if draw not in left_out]
-        missing = -len(draws) % self._capacity
-        if self.settings.underfilled == "partial" or missing == 0:
-            return draws
-        times = Counter(draw.sample_id for draw in draws)
-        filling = [(at // len(draws), draws[at % len(draws)]) for at in range(missing)]
-        return draws + [
-            Draw(draw.sample_id, draw.occurrence + times[draw.sample_id] * (1 + turn), draws[-1].due)
-            for turn, draw in filling
-        ]
-
-    def _left_out(self, bucket: str, draws: Sequence[Draw], epoch: int) -> list[Draw]:
-        """The draws that the epoch leaves out: a window that moves on by its own length each epoch.
-
-        So no draw is left out twice before every other was left out once (FAILURES B02). Where epochs differ
-        in their draws it is the last ones.
-        """
-        size = len(draws)
-        remainder = size % self._capacity
-        if not self._mix.constant:
-            return list(draws[size - remainder :])
-        if self.settings.weights:
-            by_name = {(draw.sample_id, draw.occurrence): draw for draw in draws}
-            fixed = [by_name[draw.sample_id, draw.occurrence] for draw in self._mix.shuffled(bucket, -1)]
-        else:
-            fixed = self._mix.shuffled(bucket, -1)
-        return [fixed[(epoch * remainder + at) % size] for at in range(remainder)]
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
@@ -349,20 +294,19 @@ def _stand_in(slot: Slot) -> Slot:
     return replace(slot, weight=0.0)
 
 
-def _require_usable(samples: Sequence[PlanSample], settings: PlanSettings) -> None:
+def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
     if not samples:
         raise TrainingError(
             "there is no sample to train on",
             where="the tables of vae_latents and text_embeddings",
             fix="see tables/rejected.parquet for why all of them were rejected",
         )
-    names = map(attrgetter("sample_id"), samples)
-    twice = [name for name, times in groupby(names) if len(list(times)) > 1]
-    if twice:
+    if twice := samples.twice():
         fix = "materialize vae_latents again; if it comes back, report it as a defect"
         raise TrainingError(f"{len(twice)} sample ids stand there twice", where=twice[0], fix=fix)
     counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
-    if min(counts) < 1 or min(min(each.repeats, each.variants, each.views) for each in samples) < 1:
+    of_samples = (samples.repeats, samples.variants, samples.views)
+    if min(counts) < 1 or min(int(each.min()) for each in of_samples) < 1:
         fix = "let steps, batch_size, gradient_accumulation, num_processes and repeats be at least 1"
         raise TrainingError(f"a count below 1 in {settings}", where="training", fix=fix)
     if not 0.0 <= settings.caption_dropout <= 1.0:

@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import polars as pl
 
-from pipeline import tables as table_schemas
 from pipeline.atomic import write_bytes, write_text, write_through
 from pipeline.checks import text_embeddings, vae_latents
 from pipeline.checks.base import CheckContext
@@ -28,10 +27,11 @@ from pipeline.lora_search import TABLE_FILE, caption_hash
 from pipeline.recipe import differing, with_overrides
 from pipeline.reports import Log, Report, StageResult, Stopwatch
 from pipeline.runs import RunLayout, read_metrics
-from pipeline.tables import Tables
+from pipeline.tables import SCHEMAS, Tables, empty, in_order, only, validated
 from pipeline.training.card import CARD_FILE, SHEET_FILE, model_card
 from pipeline.training.facts import Facts, run_facts, run_id, say_what_differs, write_facts
-from pipeline.training.inputs import TrainingInput, training_inputs
+from pipeline.training.inputs import TrainingInputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.locking import only_one
 from pipeline.training.objective import require_objective, require_text_encoders, require_trackers
 from pipeline.training.order import Prompt, TrainingOrder, with_steps
@@ -114,7 +114,7 @@ def train_lora(
     log(f"lora/ holds run {order.run}" + (f": {', '.join(replaced)} replaced" if replaced else ", as before"))
     report = _report(order, finished, launched=launched)
     report |= {"overrides": changes, **watch.numbers()}
-    return StageResult(table, table_schemas.empty("rejected"), report)
+    return StageResult(table, empty("rejected"), report)
 
 
 def _planned(
@@ -157,7 +157,7 @@ def require_valid_inputs(recipe: Recipe) -> None:
         raise closed_gates_error({asset: findings for asset, findings in closed.items() if findings})
 
 
-def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput, ...]) -> tuple[Prompt, ...]:
+def sample_prompts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> tuple[Prompt, ...]:
     """What is drawn while training: the recipe's prompts, as squares; or the first captions."""
     if recipe.training.sample_every == 0:
         return ()
@@ -165,8 +165,8 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput
     square = min(largest.sizes, key=lambda size: (max(size) / min(size), -size.height))
     if recipe.training.sample_prompts:
         return tuple(Prompt(text, entries.text(text), square) for text in recipe.training.sample_prompts)
-    firsts = {item.variants[0].caption: item for item in reversed(inputs)}
-    chosen = sorted(firsts.values(), key=lambda item: item.sample_id)[:NUM_DEFAULT_PROMPTS]
+    captions = inputs.table["captions"].list.first()
+    chosen = map(inputs.__getitem__, captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS])
     return tuple(
         Prompt(item.variants[0].caption, item.variants[0].entry, item.target_size_hw) for item in chosen
     )
@@ -174,24 +174,33 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: tuple[TrainingInput
 
 def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
     """The table of trained_lora: which sample, by which entries, how often over the whole plan."""
-    seen = order.plan().times_seen()
-    of_image: defaultdict[str, list[TrainingInput]] = defaultdict(list)
-    for item in order.inputs:
-        of_image[item.image_id].append(item)
-    columns = ("sample_id", "dataset", "path", "content_hash", "height", "width")
-    rows: list[dict[str, Any]] = []
-    for row in latents.select(columns).unique("sample_id", maintain_order=True).iter_rows(named=True):
-        items = of_image[row["sample_id"]]
-        variants = items[0].variants
-        keys = {
-            "bucket": " ".join(item.bucket for item in items),
-            "latent_keys": " ".join(view.entry.key for item in items for view in item.views),
-            "text_keys": " ".join(variant.entry.key for variant in variants),
-            "split": "validation" if items[0].held_out else "train",
-            "caption_hashes": " ".join(caption_hash(variant.caption) for variant in variants),
-        }
-        rows.append({**row, **keys, "times_seen": sum(seen.get(item.sample_id, 0) for item in items)})
-    return table_schemas.frame("trained_lora", rows)
+    inputs = order.inputs.table
+    seen = np.zeros(len(inputs), dtype=np.int32)
+    seen[~inputs["held_out"].to_numpy()] = order.plan().times_seen()
+    samples = inputs.select(
+        "bucket",
+        sample_id="image_id",
+        latent_keys=pl.col("latents").list.join(" "),
+        text_keys=pl.col("texts").list.join(" "),
+        caption_hashes=pl.Series(map(_hashes, inputs["captions"]), dtype=pl.String),
+        split=pl.when("held_out").then(pl.lit("validation")).otherwise(pl.lit("train")),
+        times_seen=pl.Series(seen),
+    )
+    joined, of_one = (
+        pl.col("bucket", "latent_keys").str.join(" "),
+        pl.col("text_keys", "caption_hashes", "split"),
+    )
+    if samples["sample_id"].is_duplicated().any():  # of an image with several buckets
+        by_image = samples.group_by("sample_id", maintain_order=True)
+        samples = by_image.agg(joined, of_one.first(), pl.col("times_seen").sum())
+    images = latents.select("sample_id", "dataset", "path", "content_hash", "height", "width")
+    images = only(images, images["sample_id"].is_first_distinct())
+    table = images.join(samples, on="sample_id", how="left").select(SCHEMAS["trained_lora"].keys())
+    return validated("trained_lora", in_order(table, ["sample_id"]), "what the run is trained on")
+
+
+def _hashes(captions: Iterable[str]) -> str:
+    return " ".join(map(caption_hash, captions))
 
 
 def _train(
@@ -245,7 +254,7 @@ def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -
     validation = read_metrics(RunLayout(order.folder).validation, len(order.plan()) + 1)
     return {
         "samples": len(order.inputs),
-        "held_out": len(order.held_out),
+        "held_out": int(order.inputs.table["held_out"].sum()),
         "run": order.run,
         "launched": launched,
         "steps": finished["steps"],

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from pipeline.runs import RunLayout
-    from pipeline.training.inputs import TrainingInput
+    from pipeline.training.inputs import TrainingInputs
 
 MIN_DRAWS_A_BIN = 25
 MAX_BINS = 20
@@ -28,7 +28,7 @@ COLUMNS: dict[str, Any] = {
 }
 
 
-def sample_statistics(inputs: tuple[TrainingInput, ...], layout: RunLayout, num_steps: int) -> pl.DataFrame:
+def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int) -> pl.DataFrame:
     """One row a sample that was trained on, the hardest first.
 
     A loss depends on the noise level far more than on the image, so each is first divided by the mean loss of
@@ -53,10 +53,8 @@ def sample_statistics(inputs: tuple[TrainingInput, ...], layout: RunLayout, num_
         relative_loss=pl.col("relative").mean(),
     )
     table = table.with_columns(
-        sample_id=pl.col("number").map_elements(lambda at: inputs[at].sample_id, return_dtype=pl.String),
-        caption=pl.col("number").map_elements(
-            lambda at: inputs[at].variants[0].caption, return_dtype=pl.String
-        ),
+        sample_id=inputs.table["sample_id"].gather(table["number"]),
+        caption=inputs.table["captions"].gather(table["number"]).list.first(),
         deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
     )
     return table.select(*COLUMNS).sort(["deviation", "sample_id"], descending=[True, False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from pipeline.families import Family
     from pipeline.training.engine import Engine
-    from pipeline.training.inputs import TrainingInput
+    from pipeline.training.inputs import TrainingInputs
     from pipeline.training.order import TrainingOrder
 
 LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -42,7 +42,7 @@ class FixedLoss:
 class Validation:
     """Measures the loss of an engine's adapter on samples with their first caption, as they are."""
 
-    def __init__(self, order: TrainingOrder, family: Family, samples: Sequence[TrainingInput]) -> None:
+    def __init__(self, order: TrainingOrder, family: Family, samples: TrainingInputs) -> None:
         """Plan the batches; every rank has to make one, and to call `loss` when the others do.
 
         Args:
@@ -52,10 +52,10 @@ class Validation:
         """
         self._scheduler: Any = family.load_noise_scheduler()
         self._maker = MicroBatchMaker(order, family, self._scheduler)
-        self._names = [item.sample_id for item in samples]
+        self._names: list[str] = samples.table["sample_id"].to_list()
         by_bucket: defaultdict[str, list[int]] = defaultdict(list)
-        for place, item in enumerate(samples):
-            by_bucket[item.bucket] += range(place * len(LEVELS), (place + 1) * len(LEVELS))
+        for place, bucket in enumerate(samples.table["bucket"]):
+            by_bucket[bucket] += range(place * len(LEVELS), (place + 1) * len(LEVELS))
         size = order.recipe.training.batch_size
         self._batches = [
             places[start : start + size]

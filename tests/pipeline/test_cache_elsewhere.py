@@ -18,7 +18,7 @@ from pipeline.families import detect
 from pipeline.paths import check_isolation
 from pipeline.recipe import Recipe
 from pipeline.registry import forget, registered
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.loader import MicroBatchMaker, micro_inputs
 from pipeline.training.order import TrainingOrder
 from pipeline.upkeep.forecast import forecast

@@ -22,7 +22,7 @@ from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.tables import Tables
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.loader import MicroBatchMaker
 from pipeline.training.order import TrainingOrder
 from pipeline.training.run import sample_prompts

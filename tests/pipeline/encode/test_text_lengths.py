@@ -11,7 +11,7 @@ import pytest
 from pipeline.entries import Entries
 from pipeline.entry_format import DATA_START, serialise
 from pipeline.families.tiny import make_tiny_z_image
-from pipeline.training.inputs import as_frame, from_frame, training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.upkeep.verification import needed_entries, verify
 from tests.pipeline.cached_job import Job, recipe_of
 
@@ -88,4 +88,3 @@ def test_training_asks_for_entries_of_the_recorded_length_and_remembers_it(job: 
         (tensor,) = item.variants[0].entry.tensors.values()
         assert not tensor.ragged
         assert tensor.shape[0] == lengths[item.sample_id]
-    assert from_frame(as_frame(inputs)) == inputs

@@ -19,7 +19,7 @@ from pipeline.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.store import EntrySpec
 from pipeline.tables import SCHEMAS, Tables, frame
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.order import TrainingOrder
 from pipeline.training.run import sample_prompts
 

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.entries import Entries
 from pipeline.training.facts import describe_difference, run_facts, run_id, say_what_differs
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 
 if TYPE_CHECKING:
     from conftest import Project

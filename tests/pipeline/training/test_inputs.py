@@ -13,8 +13,9 @@ import torch
 from pipeline.entries import Entries
 from pipeline.errors import TrainingError
 from pipeline.families import detect
-from pipeline.store import EntrySpec, Store, TensorSpec
-from pipeline.training.inputs import as_frame, from_frame, training_inputs
+from pipeline.store import Store, TensorSpec
+from pipeline.training.inputs import TrainingInputs, tensors_json
+from pipeline.training.joining import training_inputs
 from pipeline.training.loader import MicroBatchMaker
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.order import TrainingOrder, read_order
@@ -40,7 +41,6 @@ def test_T07_every_caption_of_a_sample_is_a_variant_in_their_own_order(
         first, other = item.variants
         assert other.caption == f"another {first.caption}"
         assert first.entry.key != other.entry.key
-    assert from_frame(as_frame(inputs)) == inputs
 
 
 def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Callable[..., Project]) -> None:
@@ -54,6 +54,17 @@ def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Cal
     for item in inputs:
         assert [view.crop_top_left for view in item.views] == [(2, 3), (2, 7)]
         assert item.views[1].entry.key != item.views[0].entry.key
+
+
+def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable[..., Project]) -> None:
+    inputs = make_project().order().inputs
+    for number, item in enumerate(inputs):
+        assert inputs.number_of(item.sample_id) == number
+        assert inputs.named(item.sample_id) == item
+        assert inputs[number - len(inputs)] == item
+    for name in ("", "photos/64x64-", "~"):
+        with pytest.raises(KeyError):
+            inputs.named(name)
 
 
 def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project]) -> None:
@@ -106,7 +117,7 @@ def test_of_moments_a_draw_is_made_for_each_epoch_and_the_same_again(
     order, store = project.order(), Store(project.recipe.cache_dir)
     shape = (4, 8, 8)
     moments = {name: TensorSpec("float32", shape) for name in ("mean", "std")}
-    inputs = from_frame(as_frame(order.inputs).with_columns(latent_tensors=pl.lit(as_json(moments))))
+    inputs = TrainingInputs(order.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments))))
     for item in inputs:
         spec = item.views[0].entry
         store.path(spec).unlink()
@@ -122,23 +133,17 @@ def test_of_moments_a_draw_is_made_for_each_epoch_and_the_same_again(
     assert abs(float(values.std()) - 0.5) < 5 * 0.5 / (2 * 6144) ** 0.5
 
 
-def as_json(tensors: dict[str, TensorSpec]) -> str:
-    from pipeline.training.inputs import tensors_json
-
-    return tensors_json(EntrySpec("latents", "0" * 64, tensors))
-
-
 def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
     order = project.order()
-    held_out = {item.sample_id for item in order.held_out}
+    held_out = {item.sample_id for item in order.inputs.held_out}
     # 200 draws of 0.2 have a standard deviation of 5.7: 20 is more than three of them.
     assert 20 <= len(held_out) <= 60
-    assert len(order.trained) + len(held_out) == 200
-    assert not held_out & order.plan().times_seen().keys()
-    assert {item.sample_id for item in project.changed("other", seed=8).order().held_out} == held_out
+    assert len(order.inputs.trained) + len(held_out) == 200
+    assert not held_out & {sample.sample_id for sample in order.plan().samples}
+    assert {item.sample_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
     again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
     kept = set(fewer["sample_id"])

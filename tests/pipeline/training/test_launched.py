@@ -122,7 +122,7 @@ def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_
 
 def _require_the_same_validation(alone: TrainingOrder, pair: TrainingOrder) -> None:
     """Batches of the pair are half as large, and their number odd: its second rank has one less."""
-    buckets = Counter(item.bucket for item in pair.held_out)
+    buckets = Counter(item.bucket for item in pair.inputs.held_out)
     assert sum(math.ceil(len(LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
     lines = [
         [json.loads(line) for line in RunLayout(order.folder).validation.read_text().splitlines()]

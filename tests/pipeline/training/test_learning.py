@@ -6,10 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import polars as pl
 import pytest
 
 from pipeline.families import detect
 from pipeline.training.engine import Engine
+from pipeline.training.inputs import TrainingInputs
 from pipeline.training.loader import MicroBatchMaker, micro_inputs
 from pipeline.training.order import TrainingOrder
 from pipeline.training.validation import Validation
@@ -20,9 +22,10 @@ if TYPE_CHECKING:
 
 def shuffled(order: TrainingOrder) -> TrainingOrder:
     """The same samples, each with the caption of the next one."""
-    captions = [item.variants for item in order.inputs]
-    moved = zip(order.inputs, [*captions[1:], captions[0]], strict=True)
-    return replace(order, inputs=tuple(replace(item, variants=variants) for item, variants in moved))
+    names = ["captions", "texts", "text_tensors"]
+    table = order.inputs.table
+    moved = pl.concat([table[1:], table[:1]]).select(names)
+    return replace(order, inputs=TrainingInputs(table.with_columns(moved)))
 
 
 def losses(order: TrainingOrder) -> tuple[float, float, float]:

@@ -7,13 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import polars as pl
 import pytest
 import torch
 
 from pipeline.errors import StoreError
 from pipeline.families import detect
-from pipeline.store import EntrySpec, Store, TensorSpec
-from pipeline.training.inputs import LatentView
+from pipeline.store import Store, TensorSpec
+from pipeline.training.inputs import TrainingInputs, tensors_json
 from pipeline.training.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
 from pipeline.training.loop import train
 from pipeline.training.order import TrainingOrder, read_order
@@ -55,8 +56,9 @@ def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
     order = make_project().order()
     first = order.inputs[0]
     key = first.views[0].entry.key
-    wrong = EntrySpec("latents", key, {"latent": TensorSpec("float16", (4, 9, 9))})
-    order = replace(order, inputs=(replace(first, views=(LatentView(wrong, (0, 0)),)), *order.inputs[1:]))
+    wrong = pl.lit(tensors_json({"latent": TensorSpec("float16", (4, 9, 9))}))
+    tensors = pl.when(pl.col("sample_id") == first.sample_id).then(wrong).otherwise("latent_tensors")
+    order = replace(order, inputs=TrainingInputs(order.inputs.table.with_columns(latent_tensors=tensors)))
     slot = next(s for step in order.plan() for s in step.slots() if s.sample_id == first.sample_id)
     with pytest.raises(StoreError) as caught:
         maker_of(order).make(0, (slot,))

@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +24,7 @@ from pipeline.training import loop
 from pipeline.training.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.training.loader import MicroBatchMaker, MicroInput
 from pipeline.training.loop import train
-from pipeline.training.order import TrainingOrder
+from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import Slot
 from pipeline.training.stopping import StopRequest, heard_signals
 
@@ -34,6 +36,9 @@ TWO_DATASETS: dict[str, dict[str, Any]] = {
     "studio": {"weight": 1.0},
 }
 STEPS = 9
+
+Recorded = dict[tuple[int, tuple[int, ...]], str]
+"""Of the inputs of a step's slots the bits."""
 
 
 @dataclass
@@ -138,7 +143,7 @@ def torture_project(make_project: Callable[..., Project], **training: Any) -> Pr
 class Recording(MicroBatchMaker):
     """Remembers the bits of everything it makes, by step and slots: a second making has to be the same."""
 
-    made: dict[tuple[int, tuple[int, ...]], str]
+    made: Recorded
 
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         micro = super().make(step, share)
@@ -150,9 +155,9 @@ class Recording(MicroBatchMaker):
 
 
 @pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, tuple[int, ...]], str]:
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """The bits of all inputs of this test's runs; the same place with other bits is an error at once."""
-    made: dict[tuple[int, tuple[int, ...]], str] = {}
+    made: Recorded = {}
     monkeypatch.setattr(Recording, "made", made, raising=False)
     monkeypatch.setattr(loop, "MicroBatchMaker", Recording)
     return made
@@ -170,7 +175,7 @@ def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) 
 
 
 def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
-    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
+    make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
     whole = project.changed("whole").order()
@@ -184,7 +189,7 @@ def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_for_bit(
-    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
+    make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
     whole = project.changed("whole").order()
@@ -196,40 +201,48 @@ def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_f
             cut_and_compare(project, expected, (first, second))
 
 
-def signalled(order: TrainingOrder, number: signal.Signals, after: int) -> int:
-    """Train in a process of its own, which gets the signal after so many steps; its exit status."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            with heard_signals() as stop:
-                act = lambda: os.kill(os.getpid(), number)  # noqa: E731
-                notes = Notes(stop=stop, stop_after=after, act=act)
-                if after == 0:
-                    act()
-                status = 0 if train(order, notes, stop) else 143
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def signalled(order: TrainingOrder, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
+    """Train in a process of its own, which gets the signal after so many steps; its exit status.
+
+    It is forked from one without threads: Polars' do not live on in a fork of this one.
+    """
+    clean = multiprocessing.get_context("forkserver")
+    clean.set_forkserver_preload(["pipeline.training.loop"])
+    child = clean.Process(target=train_signalled, args=(order.write(), number, after, recorded))
+    child.start()
+    child.join()
+    return child.exitcode
 
 
-def signal_and_compare(project: Project, expected: Outcome, number: signal.Signals, after: list[int]) -> None:
+def train_signalled(order: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
+    torch.set_num_threads(1)
+    Recording.made, loop.MicroBatchMaker = recorded, Recording
+    with heard_signals() as stop:
+        notes = Notes(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
+        if after == 0:
+            os.kill(os.getpid(), number)
+        sys.exit(0 if train(read_order(order), notes, stop) else 143)
+
+
+def signal_and_compare(
+    project: Project, expected: Outcome, number: signal.Signals, after: list[int], recorded: Recorded
+) -> None:
     order = project.changed(f"{number.name}-{'-'.join(map(str, after))}").order()
     for steps in after:
-        status = signalled(order, number, steps)
+        status = signalled(order, number, steps, recorded)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 143)
     assert run_until(order)[0]
     assert outcome(order) == expected
 
 
 def test_R01_R12_a_process_that_is_signalled_ends_where_the_uncut_run_did(
-    make_project: Callable[..., Project], recorded: dict[tuple[int, tuple[int, ...]], str]
+    make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
     whole = project.changed("whole").order()
     assert run_until(whole)[0]
-    signal_and_compare(project, outcome(whole), signal.SIGTERM, [5])
-    signal_and_compare(project, outcome(whole), signal.SIGKILL, [3, 6])
+    signal_and_compare(project, outcome(whole), signal.SIGTERM, [5], recorded)
+    signal_and_compare(project, outcome(whole), signal.SIGKILL, [3, 6], recorded)
 
 
 @pytest.mark.slow
@@ -237,7 +250,7 @@ def test_R01_R12_a_process_that_is_signalled_ends_where_the_uncut_run_did(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncut_run_did(
     make_project: Callable[..., Project],
-    recorded: dict[tuple[int, tuple[int, ...]], str],
+    recorded: Recorded,
     number: signal.Signals,
 ) -> None:
     project = torture_project(make_project)
@@ -245,9 +258,9 @@ def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncu
     assert run_until(whole)[0]
     expected = outcome(whole)
     for first in range(1, STEPS - 1):
-        signal_and_compare(project, expected, number, [first])
+        signal_and_compare(project, expected, number, [first], recorded)
         for second in range(first + 1, STEPS - 1):
-            signal_and_compare(project, expected, number, [first, second])
+            signal_and_compare(project, expected, number, [first, second], recorded)
 
 
 def poisoned(order: TrainingOrder) -> tuple[TrainingOrder, str]:

@@ -28,14 +28,14 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     order = make_project(datasets=HALF, batch_size=3).order()
     family = detect(order.base)
     engine = Engine(order, family)
-    found = Validation(order, family, order.held_out).loss(engine)
-    assert set(found.by_sample) == {item.sample_id for item in order.held_out}
+    found = Validation(order, family, order.inputs.held_out).loss(engine)
+    assert set(found.by_sample) == {item.sample_id for item in order.inputs.held_out}
 
     unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
     ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
     store = Store(order.recipe.cache_dir)
     table: list[list[float]] = []
-    for item in order.held_out:
+    for item in order.inputs.held_out:
         latent = store.read_torch(item.views[0].entry)["latent"].float()[None]
         text = store.read_torch(item.variants[0].entry)["text_embedding"].float()[None]
         row: list[float] = []
@@ -66,7 +66,7 @@ def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_no
         family = detect(each.base)
         engine = Engine(each, family)
         before = adapter_state(engine.denoiser)
-        validation = Validation(each, family, each.held_out)
+        validation = Validation(each, family, each.inputs.held_out)
         found.append(validation.loss(engine))
         assert validation.loss(engine) == found[-1]
         assert engine.denoiser.training

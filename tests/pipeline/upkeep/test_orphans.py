@@ -11,7 +11,7 @@ import pytest
 from pipeline.entries import Entries
 from pipeline.errors import StoreError, TableError
 from pipeline.registry import forget, register
-from pipeline.training.inputs import training_inputs
+from pipeline.training.joining import training_inputs
 from pipeline.training.order import TrainingOrder
 from pipeline.upkeep.orphans import delete, survey
 from tests.pipeline.cached_job import Job
