@@ -19,6 +19,9 @@ with exit status 1; a **warning** is shown and stops nothing. In the UI a check 
 50 rows with numbers; the log says the same in a sentence. What was rejected stands in
 `output_dir/tables/rejected.parquet` with reason and fix.
 
+*Execute* at a check in the UI runs it alone: it looks at what the last run left, and at files as they are
+now, and makes nothing. *Re-execute from failure* makes the asset whose gate had closed once more.
+
 `checks.allow: [captions_present]` in the recipe opens a gate knowingly: it then warns. Only
 `path_isolation` cannot be opened. Training, started alone, asks the gates of both caches itself.
 

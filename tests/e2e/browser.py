@@ -146,6 +146,14 @@ mutation($job: String!, $config: RunConfigData) {
 }
 """
 
+AGAIN = """
+mutation($run: String!) {
+  launchRunReexecution(reexecutionParams: {parentRunId: $run, strategy: FROM_FAILURE}) {
+    __typename ... on LaunchRunSuccess { run { runId } } ... on PythonError { message }
+  }
+}
+"""
+
 STATUS = "query($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }"
 
 
@@ -162,7 +170,25 @@ def launch(url: str, job: str, config: dict[str, Any] | None = None) -> str:
     return str(answer["run"]["runId"])
 
 
+def launch_from_failure(url: str, run: str) -> str:
+    """Start a run again where it failed, as the UI's menu does; the new run's id."""
+    answer = graphql(url, AGAIN, run=run)["launchRunReexecution"]
+    assert answer["__typename"] == "LaunchRunSuccess", answer
+    return str(answer["run"]["runId"])
+
+
 def ended(url: str, run: str) -> str | None:
     """How the run ended, if it has."""
     status = graphql(url, STATUS, run=run)["runOrError"]["status"]
     return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
+
+
+NEWEST = """
+{ runsOrError(limit: 1) { ... on Runs { results {
+  jobName status assetMaterializations { __typename } assetCheckSelection { name }
+} } } }"""
+
+
+def newest_run(url: str) -> dict[str, Any]:
+    """The run that was started last: its job, status, materializations, and the checks it was asked for."""
+    return graphql(url, NEWEST)["runsOrError"]["results"][0]

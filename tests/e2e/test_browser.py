@@ -15,7 +15,18 @@ from pathlib import Path
 import pytest
 
 from demo import photographs
-from tests.e2e.browser import Browser, answers, browsing, ended, free_port, graphql, launch, missing
+from tests.e2e.browser import (
+    Browser,
+    answers,
+    browsing,
+    ended,
+    free_port,
+    graphql,
+    launch,
+    launch_from_failure,
+    missing,
+    newest_run,
+)
 from tests.e2e.daemon import ROOT, make_home, running, until
 
 MAX_SCREENSHOT_BYTES = 200_000
@@ -105,9 +116,28 @@ def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str)
         browser.open(f"{ui}/assets/demo/trained_lora")
         browser.wait_for("picture_loss", "picture_samples", "checkpoint_list", "overrides", '"rank": 2')
 
-        (folder / "photos" / "cat_face.txt").unlink()
+        browser.open(f"{ui}/assets/demo/vae_latents?view=checks&checkDetail=finite_values")
+        browser.wait_for("finite_values", "Execute")
+        browser.click("Execute")
+        until(
+            lambda: (newest_run(ui)["jobName"], newest_run(ui)["status"]) == ("__ASSET_JOB", "SUCCESS"),
+            "the check alone",
+            seconds=120,
+            log=folder / "dev.log",
+        )
+        alone = newest_run(ui)
+        assert alone["assetCheckSelection"] == [{"name": "finite_values"}]
+        assert alone["assetMaterializations"] == []
+
+        caption = folder / "photos" / "cat_face.txt"
+        said = caption.read_text("utf-8")
+        caption.unlink()
         (folder / "photos" / "rocket_pad.png").write_bytes(b"\x89PNG no more than that")
-        assert finished(ui, launch(ui, "demo_cache"), folder) == "FAILURE"
+        refused = launch(ui, "demo_cache")
+        assert finished(ui, refused, folder) == "FAILURE"
         browser.open(f"{ui}/assets/demo/validated_dataset?view=checks&checkDetail=captions_present")
         browser.wait_for("captions_present", "Latest execution", "cat_face", "fix:")
         kept(browser, folder, "closed_gate")
+
+        caption.write_text(said, encoding="utf-8")
+        assert finished(ui, launch_from_failure(ui, refused), folder) == "SUCCESS"
