@@ -178,7 +178,10 @@ def describe_status(status: int) -> str:
 
 def _advice(status: int) -> str:
     if status in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "the system killed it, most often because memory ran out: lower batch_size or resolution"
+        return (
+            "the system killed it, most often because memory ran out: free some, or, where it encoded or "
+            "trained, lower batch_size or resolution"
+        )
     if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
         return "something stopped it: start the job again, it goes on where it was"
     return "mend what it says and start the job again: what is finished is kept"

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe, recipes_dir
+from pipeline.recipe import Recipe, load_recipe, project_root, recipes_dir
 
 _MAX_NAMES = 10
 
@@ -47,6 +47,17 @@ def _no_such(text: str, file: Path) -> RecipeError:
     return RecipeError(
         f"there is no recipe {text}", where=str(file), fix=f"did you mean {close[0]}?" if close else fix
     )
+
+
+def as_recipes_have_it(named: str) -> str:
+    """A folder that is there, relative to the project root or else whole; a Hub id, or what is not, as it is.
+
+    What a user names is relative to the working directory, and what a recipe names to the project root.
+    """
+    here, root = Path(named).expanduser().absolute(), project_root()
+    if not here.exists():
+        return named
+    return str(here.relative_to(root) if here.is_relative_to(root) else here)
 
 
 RECIPE = RecipeArgument()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipeline.cli.arguments import as_recipes_have_it
 from pipeline.cli.sizes import bytes_text
 
 if TYPE_CHECKING:
@@ -151,19 +152,8 @@ def _vae_told(plan: Plan, family: Family) -> list[str]:
 
 
 def _recipe_lines(plan: Plan) -> list[str]:
-    folder = _as_recipes_have_it(str(plan.folder))
+    folder = as_recipes_have_it(str(plan.folder))
     if not plan.parts_only:
         return ["model:", f"  base: {folder}"]
     parts = ", ".join(f"{role}: {folder}" for role in plan.parts)
-    return ["model:", f"  base: {_as_recipes_have_it(plan.like)}", f"  components: {{{parts}}}"]
-
-
-def _as_recipes_have_it(named: str) -> str:
-    """A folder relative to the project root, or whole where it lies elsewhere; a Hub id as it is."""
-    from pipeline.recipe import project_root
-
-    path = Path(named).expanduser()
-    if not path.is_dir():
-        return named
-    path, root = path.resolve(), project_root()
-    return str(path.relative_to(root) if path.is_relative_to(root) else path)
+    return ["model:", f"  base: {as_recipes_have_it(plan.like)}", f"  components: {{{parts}}}"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from pipeline.cli.arguments import as_recipes_have_it
 from pipeline.counting import counted
 from pipeline.errors import RecipeError
 from pipeline.recipe import recipes_dir
@@ -42,7 +43,7 @@ def command(recipe: str, images: Path, base: str) -> None:
     if file.exists():
         raise _exists(file)
     groups = look_at(images)
-    base = _as_recipes_have_it(base)
+    base = as_recipes_have_it(base)
     text = draft(name, groups, base, size_of(base))
     _require_valid(name, text, file)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,16 +62,6 @@ def _exists(file: Path) -> RecipeError:
     return RecipeError(
         "there is a recipe of that name, and nothing is ever replaced", where=str(file), fix=fix
     )
-
-
-def _as_recipes_have_it(base: str) -> str:
-    """A folder relative to the project root; what lies elsewhere whole, and a Hub id as it is."""
-    from pipeline.recipe import project_root
-
-    here, root = Path(base).expanduser().absolute(), project_root()
-    if (root / base).exists() or not here.exists():
-        return base
-    return str(here.relative_to(root) if here.is_relative_to(root) else here)
 
 
 def _require_valid(name: str, text: str, file: Path) -> None:
