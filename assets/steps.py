@@ -28,8 +28,10 @@ from assets.checks import answers
 from assets.isolation import isolation_result, require_isolated
 from assets.naming import TABLES_RESOURCE, asset_key, code_version, pool_of
 from pipeline.checks.names import PATH_ISOLATION, SPECS, CheckSpec
+from pipeline.needed_columns import needed_columns
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
+from resources.tables import COLUMNS
 
 _TABLE = "result"
 
@@ -60,7 +62,8 @@ class AssetStep:
     Attributes:
         name: The asset's, which is its key's last part.
         description: What it holds, for the UI.
-        make: Given the recipe, Dagster's context and the tables of `reads`, the asset's result.
+        make: Given the recipe, Dagster's context and what it needs of the tables of `reads`, the asset's
+            result.
         kinds: The libraries that the UI shows at the asset.
         reads: The assets whose tables `make` is given, by the names of its parameters.
         resources: Names of the resources that `make` uses.
@@ -138,7 +141,10 @@ class AssetStep:
 
     @cached_property
     def _ins(self) -> dict[str, In]:
-        return {name: In() for name in self.reads}
+        columns = {name: needed_columns(self.name, table) for name, table in self.reads.items()}
+        return {
+            name: In(metadata=None if of is None else {COLUMNS: list(of)}) for name, of in columns.items()
+        }
 
     @cached_property
     def _outs(self) -> dict[str, Out]:

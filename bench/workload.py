@@ -16,6 +16,7 @@ from pipeline.encode.text import cache_text
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
 from pipeline.launching import LocalLaunch
+from pipeline.needed_columns import needed_columns
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reports import StageResult
 from pipeline.tables import Tables
@@ -94,13 +95,17 @@ class Project:
         """The recipe's tables."""
         return Tables(self.recipe.output_dir)
 
+    def table(self, asset: str, stage: str) -> pl.DataFrame:
+        """Of an asset's last table what `stage` needs."""
+        return self.tables.read(asset, needed_columns(stage, asset))
+
     def scan(self) -> StageResult:
         """raw_images."""
         return self._kept("raw_images", scan(self.recipe, self.tables, log=_silent))
 
     def validate(self) -> StageResult:
         """validated_dataset, from the last scan."""
-        raw = self.tables.read("raw_images")
+        raw = self.table("raw_images", "validated_dataset")
         return self._kept("validated_dataset", validate(self.recipe, raw, self.tables, log=_silent))
 
     def buckets(self) -> StageResult:
@@ -118,7 +123,7 @@ class Project:
 
     def training(self) -> StageResult:
         """trained_lora, in launched processes, from the last latents and text embeddings."""
-        latents, text = self.tables.read("vae_latents"), self.tables.read("text_embeddings")
+        latents, text = (self.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
         launch = LocalLaunch(self.recipe.accelerate)
         return self._kept("trained_lora", train_lora(self.recipe, latents, text, launch=launch, log=_silent))
 

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from pipeline.tables import Tables
 
 
+COLUMNS = "columns"
+"""Key of an input's metadata: names of the columns that are read of its table."""
+
+
 class TableIOManager(IOManager):
     """Tables below each recipe's `output_dir/tables`, replaced atomically, checked against their schemas.
 
@@ -34,10 +38,13 @@ class TableIOManager(IOManager):
             context.add_output_metadata({"table": str(tables.write(asset, obj)), "rows": obj.height})
 
     def load_input(self, context: InputContext) -> pl.DataFrame:
-        """The upstream asset's table as last written; fails as `failures_stated` when there is none."""
+        """The upstream asset's table as last written, or those columns of it that the input's metadata names.
+
+        Fails as `failures_stated` when there is none.
+        """
         with failures_stated():
             tables, asset = self._tables(context.asset_key.path)
-            return tables.read(asset)
+            return tables.read(asset, context.definition_metadata.get(COLUMNS))
 
     def _tables(self, key: object) -> tuple[Tables, str]:
         from pipeline.tables import Tables

@@ -121,9 +121,9 @@ def _checks(project: Project) -> None:
 
 
 def _plan(project: Project) -> None:
-    recipe, tables = project.recipe, project.tables
-    entries = Entries(recipe)
-    inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
+    recipe, entries = project.recipe, Entries(project.recipe)
+    latents, text = (project.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
+    inputs = training_inputs(recipe, entries, latents, text)
     order = TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
     # The first step shuffles its whole epoch.
     order.plan()[0]

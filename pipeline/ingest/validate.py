@@ -44,6 +44,7 @@ from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
 from pipeline.ingest.verdicts import Verdicts, judge, judge_name
+from pipeline.needed_columns import NEEDED
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.source import Source, source_at, threads_for
 from pipeline.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, only, validated, without
@@ -133,7 +134,7 @@ def validate(
 
     Args:
         recipe: Its `datasets`.
-        raw: Table raw_images.
+        raw: Table raw_images, or the columns of it that are `NEEDED`.
         tables: Where what earlier runs found out is kept.
         log: Told how far it is; and the funnel, where this is remembered.
         remember: Whether what is found out now is kept for the next run.
@@ -141,7 +142,7 @@ def validate(
     watch = Stopwatch()
     sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
     listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
-    chosen, left_out = select(recipe, raw.select(_LOOKED_AT), listings, stage=STAGE)
+    chosen, left_out = select(recipe, raw.select(NEEDED[STAGE]["raw_images"]), listings, stage=STAGE)
     if len(left_out):
         log(counted(len(left_out), "image is", "images are") + " left out by filters and limits")
     known = Known(tables)
@@ -178,12 +179,6 @@ def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
     }
     return chosen.with_columns(rule=pl.col("dataset").replace_strict(rules, return_dtype=pl.String))
 
-
-_LOOKED_AT = (
-    *("sample_id", "dataset", "path", "content_hash", "height", "width"),
-    *("file_bytes", "mtime_ns", "ctime_ns", "inode"),
-)
-"""Of raw_images: the columns that matter here."""
 
 _COLUMNS: dict[str, Any] = {
     **{name: kind for name, kind in SCHEMAS[STAGE].items() if name not in ("duplicate_group", "one_colour")},

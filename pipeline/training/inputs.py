@@ -84,12 +84,14 @@ COLUMNS: dict[str, Any] = {
     "latent_tensors": pl.String,
     "crops_top": pl.List(pl.Int32),
     "crops_left": pl.List(pl.Int32),
-    "original_size_hw": pl.List(pl.Int32),
-    "target_size_hw": pl.List(pl.Int32),
+    "height": pl.Int32,
+    "width": pl.Int32,
+    "target_height": pl.Int32,
+    "target_width": pl.Int32,
     "held_out": pl.Boolean,
 }
-"""Of the table; `latents` and `texts` are keys; `*_tensors` are as `tensors_json` has them, of each variant,
-and of all views of a sample."""
+"""Of the table; `height` and `width` are the original size, `latents` and `texts` keys, `*_tensors` as
+`tensors_json` has them: of each variant, and of all views of a sample."""
 
 
 class TrainingInputs(Sequence[TrainingInput]):
@@ -168,12 +170,6 @@ def tensors_of(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
     return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
 
 
-def pair(values: list[int]) -> tuple[int, int]:
-    """Two numbers as JSON and Parquet have them."""
-    first, second = values
-    return first, second
-
-
 def keys_named(file: Path) -> set[str]:
     """Of the entries that the samples in `file`, the table of a run's samples, are trained on."""
     keys = pl.read_parquet(file, columns=["latents", "texts"])
@@ -202,7 +198,7 @@ def _input(row: Mapping[str, Any]) -> TrainingInput:
         repeats=row["repeats"],
         variants=tuple(map(CaptionVariant, row["captions"], texts)),
         views=tuple(map(LatentView, latents, crops)),
-        original_size_hw=pair(row["original_size_hw"]),
-        target_size_hw=pair(row["target_size_hw"]),
+        original_size_hw=(row["height"], row["width"]),
+        target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],
     )

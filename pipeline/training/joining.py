@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -10,6 +11,7 @@ from pipeline.counting import counted
 from pipeline.entries import TARGET
 from pipeline.errors import TrainingError
 from pipeline.geometry import Size
+from pipeline.needed_columns import NEEDED
 from pipeline.split import held_out
 from pipeline.tables import in_order
 from pipeline.training.inputs import COLUMNS, TrainingInputs, tensors_json
@@ -20,14 +22,9 @@ if TYPE_CHECKING:
 
 _ROWS_AT_ONCE = 5_000
 
-_OF_LATENTS = (
-    *("sample_id", "dataset", "bucket", "content_hash", "height", "width"),
-    *("resized_height", "resized_width", "crop_top", "crop_left", *TARGET, "flipped"),
-)
-"""Of vae_latents: what a sample is told by, and what decides its entry."""
-
-_OF_TEXT = ("sample_id", "variant", "caption", "text_length")
-"""Likewise of text_embeddings."""
+_EDGES = 2**31
+_ONE_NUMBER = pl.col(TARGET[0]).cast(pl.Int64) * _EDGES + pl.col(TARGET[1])
+"""The target size in one number."""
 
 
 def training_inputs(
@@ -35,19 +32,22 @@ def training_inputs(
 ) -> TrainingInputs:
     """The samples with their entries, sorted by sample_id.
 
+    Args:
+        recipe: Names the datasets.
+        entries: Of the recipe.
+        latents: Table vae_latents, or the columns of it that are `NEEDED`.
+        text: Likewise text_embeddings.
+
     Raises:
         TrainingError: A sample has a latent and no text embedding, or its dataset has left the recipe.
     """
     captions = _captions(entries, text)
     _require_known(recipe, latents, captions["image_id"])
-    fractions = {each.name: each.validation_fraction for each in recipe.datasets}
-    views = _views(entries, latents.select(*_OF_LATENTS, held_out=held_out(latents, fractions)))
+    views = _views(recipe, entries, latents)
     if views["image_id"].equals(captions["image_id"]):
         table = views.hstack(captions.drop("image_id"))
     else:
         table = views.join(captions, on="image_id", how="left", maintain_order="left")
-    repeats = {each.name: each.repeats for each in recipe.datasets}
-    table = table.with_columns(repeats=pl.col("dataset").replace_strict(repeats, return_dtype=pl.Int32))
     return TrainingInputs(in_order(table.select(COLUMNS.keys()), ["sample_id"]))
 
 
@@ -68,17 +68,18 @@ def _require_known(recipe: Recipe, latents: pl.DataFrame, with_text: pl.Series) 
 
 def _captions(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
     """A row an image: its `captions` by the number of the variant, `texts` (keys) and `text_tensors`."""
-    rows = in_order(text.select(_OF_TEXT), ["sample_id", "variant"])
-    lengths = rows["text_length"].unique().sort()
-    tensors = [tensors_json(entries.text_tensors(length)) for length in lengths]
-    of_length = pl.DataFrame({"text_length": lengths, "text_tensors": pl.Series(tensors, dtype=pl.String)})
-    keys = [_text_keys(entries, part["caption"]) for part in rows.iter_slices(_ROWS_AT_ONCE)]
-    rows = rows.with_columns(texts=pl.concat(keys) if keys else pl.Series(dtype=pl.String))
-    rows = rows.join(of_length, on="text_length", how="left", maintain_order="left")
-    named = rows.select(
-        pl.col("sample_id").alias("image_id"), pl.col("caption").alias("captions"), "texts", "text_tensors"
-    )
-    return _in_lists(named, ["image_id"], ["captions", "texts", "text_tensors"])
+    rows = in_order(text.select(NEEDED["trained_lora"]["text_embeddings"]), ["sample_id", "variant"])
+    tensors = _shared(rows["text_length"], lambda length: tensors_json(entries.text_tensors(length)))
+    parts = [
+        part.select(
+            image_id="sample_id",
+            captions="caption",
+            texts=_text_keys(entries, part["caption"]),
+            text_tensors=tensors[place : place + len(part)],
+        )
+        for place, part in _parts(rows)
+    ]
+    return _in_lists(pl.concat(parts), ["image_id"], ["captions", "texts", "text_tensors"])
 
 
 def _text_keys(entries: Entries, captions: pl.Series) -> pl.Series:
@@ -88,38 +89,55 @@ def _text_keys(entries: Entries, captions: pl.Series) -> pl.Series:
     return captions.to_frame("caption").join(keys, on="caption", how="left", maintain_order="left")["key"]
 
 
-def _views(entries: Entries, rows: pl.DataFrame) -> pl.DataFrame:
-    """A row a sample: all of it but its captions and repeats."""
-    rows = in_order(rows, ["sample_id", "bucket", "flipped"])
+def _views(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFrame:
+    """A row a sample: all of it but its captions."""
+    rows = in_order(latents.select(NEEDED["trained_lora"]["vae_latents"]), ["sample_id", "bucket", "flipped"])
+    held = held_out(rows, {each.name: each.validation_fraction for each in recipe.datasets})
+    sizes = rows.select(_ONE_NUMBER).to_series()
+    tensors = _shared(sizes, lambda size: tensors_json(entries.latent_tensors(Size(*divmod(size, _EDGES)))))
+    repeats = {each.name: each.repeats for each in recipe.datasets}
     # Mirrored with the resized image, where the latent is.
     mirrored = pl.col("resized_width") - pl.col("crop_left") - pl.col("target_width")
-    rows = rows.select(
-        "dataset",
-        "bucket",
-        "held_out",
-        image_id="sample_id",
-        latents=entries.latent_keys(rows),
-        crops_top="crop_top",
-        crops_left=pl.when("flipped").then(mirrored).otherwise("crop_left"),
-        original_size_hw=pl.concat_list("height", "width"),
-        target_size_hw=pl.concat_list(*TARGET),
-        latent_tensors=_latent_tensors(entries, rows),
-    )
-    samples = _in_lists(rows, ["image_id", "bucket"], ["latents", "crops_top", "crops_left"])
+    parts = [
+        part.select(
+            *("dataset", "bucket", "height", "width", *TARGET),
+            image_id="sample_id",
+            latents=entries.latent_keys(part),
+            latent_tensors=tensors[place : place + len(part)],
+            crops_top="crop_top",
+            crops_left=pl.when("flipped").then(mirrored).otherwise("crop_left"),
+            repeats=pl.col("dataset").replace_strict(repeats, return_dtype=pl.Int32),
+            held_out=held[place : place + len(part)],
+        )
+        for place, part in _parts(rows)
+    ]
+    samples = _in_lists(pl.concat(parts), ["image_id", "bucket"], ["latents", "crops_top", "crops_left"])
     image_id = pl.col("image_id")
     several = (image_id == image_id.shift(1)) | (image_id == image_id.shift(-1))
+    if not samples.select(several.any()).item():
+        return samples.with_columns(sample_id="image_id")
     name = pl.when(several).then(pl.format("{} ({})", "image_id", "bucket")).otherwise(image_id)
-    several_buckets = samples.select(several.any()).item()
-    return samples.with_columns(sample_id=name if several_buckets else image_id)
+    return samples.with_columns(sample_id=name)
 
 
-def _latent_tensors(entries: Entries, rows: pl.DataFrame) -> pl.Series:
-    """Of each row, in JSON; as many texts as there are target sizes."""
-    targets = rows.select(TARGET).unique()
-    tensors = [tensors_json(entries.latent_tensors(Size(*target))) for target in targets.iter_rows()]
-    of_target = targets.with_columns(tensors=pl.Series(tensors, dtype=pl.String))
-    joined = rows.select(TARGET).join(of_target, on=TARGET, how="left", maintain_order="left")
-    return joined["tensors"]
+def _parts(rows: pl.DataFrame) -> Iterator[tuple[int, pl.DataFrame]]:
+    """Some rows at a time, each with the place of the first of them; of no rows one part.
+
+    A table that was read is in chunks, and no part is of two of them: it shares its columns with the table.
+    """
+    place = 0
+    for length in rows.to_series(0).chunk_lengths():
+        for part in rows[place : place + length].iter_slices(_ROWS_AT_ONCE) if length else [rows]:
+            yield place, part
+            place += len(part)
+
+
+def _shared(values: pl.Series, text_of: Callable[[Any], str]) -> pl.Series:
+    """The text of each value; that of values that are the same is there once."""
+    distinct = values.unique(maintain_order=True)
+    texts = pl.Series(map(text_of, distinct), dtype=pl.String)
+    places = values.replace_strict(distinct, range(len(distinct)), return_dtype=pl.UInt32)
+    return texts.gather(places)
 
 
 def _in_lists(rows: pl.DataFrame, by: list[str], names: list[str]) -> pl.DataFrame:

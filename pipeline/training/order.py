@@ -26,7 +26,7 @@ from pipeline.recipe import Recipe
 from pipeline.runs import run_folder
 from pipeline.store import EntrySpec
 from pipeline.tables import only
-from pipeline.training.inputs import TrainingInputs, pair, tensors_json, tensors_of
+from pipeline.training.inputs import TrainingInputs, tensors_json, tensors_of
 from pipeline.training.plan import PlanSettings, TrainingPlan
 from pipeline.training.plan_samples import PlanSamples
 
@@ -184,7 +184,7 @@ def read_order(path: Path) -> TrainingOrder:
         inputs=TrainingInputs(inputs),
         empty_text=_spec(order["empty_text"]),
         prompts=tuple(
-            Prompt(item["caption"], _spec(item["text"]), pair(item["size_hw"])) for item in order["prompts"]
+            Prompt(item["caption"], _spec(item["text"]), _pair(*item["size_hw"])) for item in order["prompts"]
         ),
     )
 
@@ -196,3 +196,7 @@ def _spec_json(spec: EntrySpec) -> dict[str, Any]:
 def _spec(value: Mapping[str, Any]) -> EntrySpec:
     """The inverse of `_spec_json`."""
     return EntrySpec(value["kind"], value["key"], tensors_of(value["tensors"]))
+
+
+def _pair(first: int, second: int) -> tuple[int, int]:
+    return first, second

@@ -13,6 +13,7 @@ import torch
 from pipeline.entries import Entries
 from pipeline.errors import TrainingError
 from pipeline.families import detect
+from pipeline.needed_columns import NEEDED
 from pipeline.store import Store, TensorSpec
 from pipeline.training.inputs import TrainingInputs, tensors_json
 from pipeline.training.joining import training_inputs
@@ -65,6 +66,20 @@ def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable
     for name in ("", "photos/64x64-", "~"):
         with pytest.raises(KeyError):
             inputs.named(name)
+
+
+def test_the_needed_columns_suffice_in_any_order_and_in_any_chunks(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
+    entries, whole = Entries(project.recipe), project.order().inputs
+    latents, text = (
+        pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
+        for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
+    )
+    assert training_inputs(project.recipe, entries, latents, text) == whole
+    parts = [pl.concat([rows[:3], rows[3:]], rechunk=False) for rows in (project.latents, project.text)]
+    assert training_inputs(project.recipe, entries, *parts) == whole
 
 
 def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project]) -> None:
