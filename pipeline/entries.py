@@ -6,7 +6,7 @@ The cache assets, their checks and the trainer all ask here, so they cannot disa
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import astuple
 from functools import cached_property
 from types import MappingProxyType
@@ -125,14 +125,6 @@ class Entries:
         tensors = self.latent_tensors(Geometry.from_row(row).target_size)
         return EntrySpec("latents", latent_key(self.latent_inputs(row)), tensors)
 
-    def latents(self, rows: pl.DataFrame) -> list[EntrySpec]:
-        """`latent` of every row; those of one target size share their tensors."""
-        tensors = {
-            target: self.latent_tensors(Size(*target)) for target in rows.select(TARGET).unique().iter_rows()
-        }
-        targets, keys = rows.select(TARGET).iter_rows(), self.latent_keys(rows)
-        return [EntrySpec("latents", key, tensors[at]) for key, at in zip(keys, targets, strict=True)]
-
     def latent_tensors(self, target_size: Size) -> dict[str, TensorSpec]:
         """Tensors (C, h, w) of such an entry: `LATENT`, or both `MOMENTS` where the recipe asks for them."""
         tensor = TensorSpec(self.recipe.latents.dtype, self.family.latent_shape(target_size))
@@ -233,12 +225,6 @@ class Entries:
                 spec is ragged, and the entry's header says.
         """
         return EntrySpec("text", text_key(self.text_inputs(caption)), self.text_tensors(length))
-
-    def texts(self, captions: Sequence[str], lengths: Sequence[int]) -> list[EntrySpec]:
-        """`text` of every caption; those of one length share their tensors."""
-        tensors = {length: self.text_tensors(length) for length in set(lengths)}
-        keys = self.text_keys(captions)
-        return [EntrySpec("text", key, tensors[length]) for key, length in zip(keys, lengths, strict=True)]
 
     def text_tensors(self, length: int | None = None) -> dict[str, TensorSpec]:
         """Tensors of a caption's entry, as `text`."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
+from pipeline.columns import beside, put_beside, with_constant
 from pipeline.counting import counted
 from pipeline.image_formats import ImageError
 from pipeline.images import (
@@ -93,7 +94,7 @@ class _Captions:
             None if (suffix := suffixes[dataset]) is None else sidecar_path(path, suffix)
             for dataset, path in rows.select("dataset", "path").iter_rows()
         ]
-        return rows.with_columns(pl.Series("sidecar", paths, dtype=pl.String))
+        return put_beside(rows, pl.DataFrame({"sidecar": paths}, schema={"sidecar": pl.String}))
 
     def read(self, row: Row) -> Row:
         """The columns of a caption and the focus of one image.
@@ -158,8 +159,7 @@ def validate(
     everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
     looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
-    looks = once.select("content_hash").join(looks, on="content_hash", how="left", maintain_order="left")
-    table = once.hstack(looks.drop("content_hash")).select(SCHEMAS[STAGE].keys())
+    table = beside(once, looks, on="content_hash").select(SCHEMAS[STAGE].keys())
     rejected = pl.concat([left_out, refused, copies]).sort("sample_id")
     if remember:
         known.write(_of(raw, verdicts.table), only(everything, everything["rule"] != "").select(*CAPTIONS))
@@ -177,7 +177,8 @@ def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:
         each.name: (caption_rule(each) if each.focus_columns is None else None) or ""
         for each in recipe.datasets
     }
-    return chosen.with_columns(rule=pl.col("dataset").replace_strict(rules, return_dtype=pl.String))
+    rule = chosen["dataset"].replace_strict(rules, return_dtype=pl.String).alias("rule")
+    return put_beside(chosen, rule.to_frame())
 
 
 _COLUMNS: dict[str, Any] = {
@@ -230,7 +231,7 @@ def _as_before(
 ) -> pl.DataFrame:
     """The samples of which nothing has changed, as `_COLUMNS`: file, pixels' verdict and caption."""
     if rows["sample_id"].equals(captions["sample_id"]) and rows["rule"].equals(captions["rule"]):
-        known = rows.hstack(captions.drop("sample_id", "rule"))
+        known = put_beside(rows, captions.drop("sample_id", "rule"))
     else:
         known = rows.join(captions, on=["sample_id", "rule"])
     sound = only(verdicts.table, verdicts.table["reason"].is_null())["content_hash"]
@@ -239,8 +240,9 @@ def _as_before(
         known = known.filter(~pl.col("sample_id").is_in(list(verdicts.by_sample)))
     known = only(known, same_files(sources, known, log=log))
     known = only(known, same_sidecars(sources, known, CLOCK_GRANULARITY_NS, log=log))
-    middle = {"focus_x": pl.lit(0.5), "focus_y": pl.lit(0.5), "decoder": pl.lit(DECODER)}
-    return known.with_columns(**middle).select(*_COLUMNS)
+    for name, value in (("focus_x", 0.5), ("focus_y", 0.5), ("decoder", DECODER)):
+        known = with_constant(known, name, value, _COLUMNS[name])
+    return known.select(*_COLUMNS)
 
 
 def _changed(file: File) -> ImageError:
@@ -268,13 +270,11 @@ def _looked_at(
             return refusal(err, STAGE, row["content_hash"])
 
     sources = captions.sources
-    rows = captions.with_sidecar(rows.with_columns(same=same_files(sources, rows, log=log)))
+    rows = put_beside(rows, same_files(sources, rows, log=log).alias("same").to_frame())
+    rows = captions.with_sidecar(rows)
     # Before it is read: of a file that changes meanwhile the older stat is kept, and read again.
-    rows = rows.with_columns(caption_read_ns=pl.lit(time.time_ns()))
-    stats = np.full((len(rows), 4), -1, dtype=np.int64)
-    for part, now, _ in stats_in(sources, rows, "sidecar", log=log, doing="captions found"):
-        stats[part["row"].to_numpy()] = now
-    rows = rows.hstack(pl.DataFrame(stats, schema=list(SIDECAR_STAT)))
+    rows = with_constant(rows, "caption_read_ns", time.time_ns(), pl.Int64)
+    rows = put_beside(rows, _sidecar_stats(sources, rows, log))
     # A caption is a few system calls: two threads waiting for each other's lock take twice the time of one.
     threads = threads_for(sources.values()) or 1
     looked = in_threads(look, Rows(rows), log=log, doing="captions read", threads=threads)
@@ -286,8 +286,16 @@ def _looked_at(
             places.append(place)
             said.add(outcome)
     kept = rows if len(places) == len(rows) else rows[np.frombuffer(places, dtype=np.int64)]
-    whole = kept.hstack(said.frame()).with_columns(decoder=pl.lit(DECODER))
+    whole = with_constant(put_beside(kept, said.frame()), "decoder", DECODER, pl.String)
     return whole.select(*_COLUMNS), rejected.frame()
+
+
+def _sidecar_stats(sources: Mapping[str, Source], rows: pl.DataFrame, log: Log) -> pl.DataFrame:
+    """`SIDECAR_STAT` of each row's caption file; -1 where there is none."""
+    stats = np.full((len(rows), len(SIDECAR_STAT)), -1, dtype=np.int64)
+    for part, now, _ in stats_in(sources, rows, "sidecar", log=log, doing="captions found"):
+        stats[part["row"].to_numpy()] = now
+    return pl.DataFrame(stats, schema=list(SIDECAR_STAT))
 
 
 def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: Verdicts) -> Report:
