@@ -56,8 +56,8 @@ format: install
 bench: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full)
 
-# BENCH_BEFORE names the JSON of the run to compare with; the newest one unless said.
-BENCH_BEFORE ?= $(lastword $(sort $(wildcard bench/results/*.json)))
+# BENCH_BEFORE names the JSON of the run to compare with: the newest that was made here, or else the project's.
+BENCH_BEFORE ?= $(firstword $(shell ls -t bench/results/2*.json 2>/dev/null) bench/results/cpu.json)
 
 bench-compare: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
