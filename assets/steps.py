@@ -27,7 +27,7 @@ from dagster._core.definitions.output import OutputDefinition
 from assets.checks import answers
 from assets.isolation import isolation_result, require_isolated
 from assets.naming import TABLES_RESOURCE, asset_key, code_version, pool_of
-from pipeline.checks.names import PATH_ISOLATION, SPECS, CheckSpec
+from pipeline.checks.names import PATH_ISOLATION, specs_of
 from pipeline.needed_columns import needed_columns
 from pipeline.recipe import Recipe
 from resources.failures import failures_stated
@@ -86,7 +86,7 @@ class AssetStep:
         def compute(
             context: AssetExecutionContext, inputs: Mapping[str, Any]
         ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
-            return self._made(recipe, context, inputs)
+            return self._run(recipe, context, inputs)
 
         step = OpDefinition(
             compute,
@@ -109,7 +109,7 @@ class AssetStep:
             check.name: AssetCheckSpec(
                 check.name, asset=key, description=check.explained, blocking=check.gate
             )
-            for check in self._checks
+            for check in specs_of(self.name)
         }
         return AssetsDefinition(
             keys_by_input_name=upstream,
@@ -120,7 +120,7 @@ class AssetStep:
             can_subset=True,
         )
 
-    def _made(
+    def _run(
         self, recipe: Recipe, context: AssetExecutionContext, inputs: Mapping[str, Any]
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
         asked = {check.name for check in context.selected_asset_check_keys}
@@ -135,11 +135,6 @@ class AssetStep:
                 yield from answers(recipe, self.name, asked)
 
     @cached_property
-    def _checks(self) -> list[CheckSpec]:
-        first = [PATH_ISOLATION] if self.name == "raw_images" else []
-        return [*first, *SPECS[self.name]]
-
-    @cached_property
     def _ins(self) -> dict[str, In]:
         columns = {name: needed_columns(self.name, table) for name, table in self.reads.items()}
         return {
@@ -150,4 +145,4 @@ class AssetStep:
     def _outs(self) -> dict[str, Out]:
         table = Out(io_manager_key=TABLES_RESOURCE, is_required=False)
         answer = _Answer(Nothing, is_required=False)
-        return {_TABLE: table, **{check.name: answer for check in self._checks}}
+        return {_TABLE: table, **{check.name: answer for check in specs_of(self.name)}}

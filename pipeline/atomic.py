@@ -52,6 +52,21 @@ def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise OSError(number, os.strerror(number), str(path)) from err
 
 
+def sync_file(path: Path) -> None:
+    """Wait until what is in the file is on the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in the folder are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_bytes(path: Path, data: bytes) -> None:
     """Replace `path` with `data`, as `write_through`."""
     write_through(path, lambda file: file.write(data))

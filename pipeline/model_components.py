@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ModelError
 from pipeline.families.files import tokenizer_files, weight_files
 from pipeline.hub import component_files, looks_like_hub_id, refusals_told
-from pipeline.recipe import project_root
+from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -35,12 +35,8 @@ def resolve_components(recipe: Recipe) -> dict[str, Path]:
 
 def local_components(recipe: Recipe) -> dict[str, Path]:
     """Those of `resolve_components` that are local folders; of the others nothing is asked."""
-    folders = {role: _local(named) for role, named in recipe.model.components.given().items()}
+    folders = {role: in_project(named) for role, named in recipe.model.components.given().items()}
     return {role: _inside(folder, role) for role, folder in folders.items() if folder.is_dir()}
-
-
-def _local(named: str) -> Path:
-    return project_root() / Path(named).expanduser()
 
 
 def _inside(folder: Path, role: str) -> Path:
@@ -49,7 +45,7 @@ def _inside(folder: Path, role: str) -> Path:
 
 
 def _resolved(role: str, named: str, where: str) -> Path:
-    local = _local(named)
+    local = in_project(named)
     if local.is_dir():
         place = _inside(local, role)
         _require_complete(role, place)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.counting import counted
 from pipeline.errors import LatentlineError
-from pipeline.recipe import project_root
+from pipeline.recipe import in_project
 from pipeline.recipe.load import placed
 from pipeline.recipe.mistakes import Mistake, recipe_error
 
@@ -24,7 +23,7 @@ def local_family(recipe: Recipe) -> Family | None:
 
     A folder that is no model of a known family gives None too: the job that needs it says what is wrong.
     """
-    folder = project_root() / Path(recipe.model.base).expanduser()
+    folder = in_project(recipe.model.base)
     if not (folder / _MODEL_INDEX).is_file():
         return None
     from pipeline.families import detect

@@ -14,7 +14,7 @@ from pipeline.families import Family, detect, family_class
 from pipeline.families.files import require_whole
 from pipeline.hub import component_files, looks_like_hub_id, refusals_told
 from pipeline.model_components import local_components, resolve_components
-from pipeline.recipe import project_root
+from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -83,7 +83,7 @@ def _local_base(recipe: Recipe) -> Path | None:
         ModelError: It is neither.
     """
     base = recipe.model.base
-    local = project_root() / Path(base).expanduser()
+    local = in_project(base)
     if local.is_file():
         fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)
         raise ModelError(f"model.base {base} is a file", where=_where(recipe), fix=fix)

@@ -30,14 +30,25 @@ CROPS = {
 
 @pytest.fixture(scope="session")
 def tiny_sd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The tiny Stable Diffusion, epsilon, built once a session for all xdist workers; never write to it."""
-    own = tmp_path_factory.getbasetemp()
-    shared = (own if worker_id == "master" else own.parent) / "tiny_sd"
-    if not shared.is_dir():
-        from pipeline.families.tiny import make_tiny
+    """The tiny Stable Diffusion, epsilon; never write to it."""
+    return _made_once("tiny_sd", "make_tiny", tmp_path_factory, worker_id)
 
-        made = tmp_path_factory.mktemp("making") / "tiny_sd"
-        make_tiny(made)
+
+@pytest.fixture(scope="session")
+def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The tiny Stable Diffusion XL; never write to it."""
+    return _made_once("tiny_sdxl", "make_tiny_sdxl", tmp_path_factory, worker_id)
+
+
+def _made_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A tiny model's folder, built once a session for all xdist workers."""
+    own = factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / name
+    if not shared.is_dir():
+        from pipeline.families import tiny
+
+        made = factory.mktemp("making") / name
+        getattr(tiny, maker)(made)
         try:
             made.rename(shared)
         except OSError:  # another worker was faster; the bytes are the same

@@ -292,7 +292,13 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
     ),
 }
-"""Of each asset, in order."""
+"""Of each asset, in order, those that look at its table; `specs_of` gives all."""
+
+
+def specs_of(asset: str) -> tuple[CheckSpec, ...]:
+    """All checks of the asset in order, `path_isolation` of the first one among them."""
+    return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else SPECS[asset]
+
 
 GATES: tuple[str, ...] = tuple(sorted({spec.name for specs in SPECS.values() for spec in specs if spec.gate}))
 """The names that `checks.allow` may hold."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.atomic import write_text
-from pipeline.checks.names import PATH_ISOLATION, SPECS, CheckSpec
+from pipeline.checks.names import SPECS, CheckSpec, specs_of
 from pipeline.recipe import project_root
 
 _TOP = """\
@@ -32,10 +32,9 @@ This page is written by `python -m pipeline.checks.page`.
 def page_text() -> str:
     """The page, in Markdown; the same for the same checks."""
     parts = [_TOP]
-    for asset, specs in SPECS.items():
-        shown = (PATH_ISOLATION, *specs) if asset == "raw_images" else specs
+    for asset in SPECS:
         parts.append(f"## {asset}\n\n| check | | passes when, or shows | what to do |\n|---|---|---|---|")
-        parts += [_row(spec) for spec in shown]
+        parts += [_row(spec) for spec in specs_of(asset)]
         parts.append("")
     return "\n".join(parts).rstrip() + "\n"
 

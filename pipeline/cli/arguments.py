@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe, project_root, recipes_dir
+from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
 
 _MAX_NAMES = 10
 
@@ -54,10 +54,8 @@ def as_recipes_have_it(named: str) -> str:
 
     What a user names is relative to the working directory, and what a recipe names to the project root.
     """
-    here, root = Path(named).expanduser().absolute(), project_root()
-    if not here.exists():
-        return named
-    return str(here.relative_to(root) if here.is_relative_to(root) else here)
+    place = Path(named).expanduser()
+    return path_in_recipe(place) if place.exists() else named
 
 
 RECIPE = RecipeArgument()

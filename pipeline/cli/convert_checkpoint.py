@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-import threading
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,8 +16,7 @@ if TYPE_CHECKING:
     from pipeline.families.base import BetaPrediction
     from pipeline.single_file.convert import Plan
 
-_LOOK_INTERVAL_S = 1.0
-_LINE_INTERVAL_S = 10.0
+_MB = 1_000_000
 _PATH = click.Path(path_type=Path)
 
 
@@ -55,6 +51,7 @@ def command(
     model that it was made from; a folder in --like needs no network. FILE is only read, and FOLDER appears
     when it is complete.
     """
+    from pipeline.progress import progress
     from pipeline.single_file.contents import read_contents
     from pipeline.single_file.convert import Choices, convert, plan_conversion
 
@@ -62,39 +59,15 @@ def command(
     choices = Choices(like=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
     click.echo(f"{file}: {contents.layout.name}, made like {like or contents.like}", err=True)
     plan = plan_conversion(contents, folder, choices)
-    with _watched(plan):
+    with progress(
+        lambda: _size(plan.building) // _MB,
+        plan.num_bytes // _MB,
+        "MB written",
+        log=lambda line: click.echo(line, err=True),
+    ):
         family = convert(plan)
     for line in _told(plan, family):
         click.echo(line)
-
-
-@contextmanager
-def _watched(plan: Plan) -> Generator[None]:
-    """Meanwhile say how much of the folder is written: on a bar, or a line now and then."""
-    from pipeline.terminal import Bar
-
-    done = threading.Event()
-    bar = Bar(open(sys.stderr.fileno(), "w", closefd=False)) if sys.stderr.isatty() else None  # noqa: SIM115 - closed with the bar
-
-    def watch() -> None:
-        waited_s = 0.0
-        while not done.wait(_LOOK_INTERVAL_S):
-            waited_s += _LOOK_INTERVAL_S
-            written = _size(plan.building)
-            if bar is not None:
-                bar.show(written, plan.num_bytes, "bytes written")
-            elif waited_s % _LINE_INTERVAL_S < _LOOK_INTERVAL_S:
-                click.echo(f"{bytes_text(written)} of {bytes_text(plan.num_bytes)} written", err=True)
-
-    watcher = threading.Thread(target=watch, name="watch-folder", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        done.set()
-        watcher.join()
-        if bar is not None:
-            bar.close()
 
 
 def _size(folder: Path) -> int:

@@ -9,7 +9,7 @@ from pipeline.errors import LatentlineError
 from pipeline.families import detect
 from pipeline.families.diffusers_family import DiffusersFamily
 from pipeline.families.files import read_json
-from pipeline.recipe import project_root
+from pipeline.recipe import in_project
 
 USUAL = 1024
 """Of all models but Stable Diffusion 1 and 2."""
@@ -39,7 +39,7 @@ class Size(NamedTuple):
 
 def size_of(base: str) -> Size:
     """What the model was trained in: of a local folder, or of a Hub id by what of it is on this machine."""
-    folder = project_root() / Path(base).expanduser()
+    folder = in_project(base)
     if (folder / "model_index.json").is_file():
         return _of_folder(folder)
     snapshot = _unet_config(base)

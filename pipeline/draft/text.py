@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from pipeline.counting import counted
 from pipeline.draft.look import Group
 from pipeline.draft.size import Size
-from pipeline.recipe import project_root
+from pipeline.recipe import path_in_recipe
 
 BATCH = 4
 """Samples in an optimizer step: one after the other, which takes the least memory."""
@@ -78,7 +77,9 @@ def _datasets(name: str, groups: Sequence[Group]) -> str:
             slug += "_"
         taken.add(slug)
         parts.append(f"  - name: {_quoted(slug)}")
-        parts.append(f"    path: {_quoted(_path(group.folder))}   # {counted(group.num_images, 'image')}")
+        parts.append(
+            f"    path: {_quoted(path_in_recipe(group.folder))}   # {counted(group.num_images, 'image')}"
+        )
         parts += [f"    repeats: {group.repeats}"] if group.repeats > 1 else []
         parts.append(f"    captions: {_captions(group)}")
     return "\n".join(parts) + "\n"
@@ -91,12 +92,6 @@ def _captions(group: Group) -> str:
         return f"{{from: sidecar, suffix: {_quoted(group.suffix)}}}{told}"
     text = group.text or "a photograph"
     return f"{{from: fixed, text: {_quoted(text)}}}   # no caption files were found: one caption for all"
-
-
-def _path(folder: Path) -> str:
-    """Relative to the project root where it lies inside, as written: links are kept."""
-    whole, root = folder.expanduser().absolute(), project_root()
-    return str(whole.relative_to(root) if whole.is_relative_to(root) else whole)
 
 
 def _quoted(text: str) -> str:

@@ -8,7 +8,15 @@ from pipeline.recipe.datasets import (
     FilterSettings,
     ShuffleSettings,
 )
-from pipeline.recipe.load import load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+from pipeline.recipe.load import (
+    in_project,
+    load_recipe,
+    load_recipes,
+    path_in_recipe,
+    project_root,
+    recipe_from_mapping,
+    recipes_dir,
+)
 from pipeline.recipe.lora import LoraSettings, RankSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, differing, recipe_values, with_overrides
@@ -49,8 +57,10 @@ __all__ = [
     "TimestepSettings",
     "TrainingSettings",
     "differing",
+    "in_project",
     "load_recipe",
     "load_recipes",
+    "path_in_recipe",
     "project_root",
     "recipe_from_mapping",
     "recipe_values",

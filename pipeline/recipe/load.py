@@ -26,6 +26,21 @@ def project_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
+def in_project(text: str) -> Path:
+    """The place that a recipe's text stands for: relative ones start at the project root, `~` is the home."""
+    return project_root() / Path(text).expanduser()
+
+
+def path_in_recipe(place: Path) -> str:
+    """The place as a recipe names it: from the project root where it lies below, whole otherwise.
+
+    Args:
+        place: Relative ones start at the working directory; links are kept.
+    """
+    whole, root = place.expanduser().absolute(), project_root()
+    return whole.relative_to(root).as_posix() if whole.is_relative_to(root) else str(whole)
+
+
 def recipes_dir() -> Path:
     """The folder of recipes: `LATENTLINE_CONFIGS` (relative to the working directory), or configs/."""
     chosen = os.environ.get(CONFIGS_VARIABLE, "")
@@ -84,7 +99,7 @@ def require_own_output(recipe: Recipe) -> None:
     files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
     others = (_read(file)[0] for file in files if not file.name.startswith("."))
     mistakes = _shared_outputs([*(other for other in others if other is not None), recipe])
-    if of_this := [each for each in mistakes if each.file == _shown(recipe.source)]:
+    if of_this := [each for each in mistakes if each.file == path_in_recipe(recipe.source)]:
         raise recipe_error(of_this)
 
 
@@ -112,12 +127,12 @@ def placed(recipe: Recipe, mistake: Mistake) -> PlacedMistake:
     line = None
     if recipe.source.is_file():
         line = parse(recipe.source.read_text(encoding="utf-8")).line(mistake.path)
-    return PlacedMistake(_shown(recipe.source), mistake, line)
+    return PlacedMistake(path_in_recipe(recipe.source), mistake, line)
 
 
 def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
     """The recipe in `file`, or all that is wrong with it."""
-    shown = _shown(file)
+    shown = path_in_recipe(file)
     if file.suffix == ".yml":
         what = f"{file.name} would be passed over: recipes end in .yaml"
         return None, [_whole(file, what, f"rename it to {file.stem}.yaml")]
@@ -159,7 +174,7 @@ def _document_mistakes(document: Document, shown: str) -> list[PlacedMistake]:
 
 
 def _whole(file: Path, what: str, fix: str) -> PlacedMistake:
-    return PlacedMistake(_shown(file), Mistake((), what, fix))
+    return PlacedMistake(path_in_recipe(file), Mistake((), what, fix))
 
 
 def _name_mistakes(name: str) -> list[Mistake]:
@@ -198,9 +213,3 @@ def _recipe(data: dict[str, Any], *, name: str, source: Path) -> Recipe:
     ]:
         holder[key] = str(absolute(holder[key], root))
     return Recipe.model_validate_json(json.dumps({**values, "name": name, "source": str(source)}))
-
-
-def _shown(file: Path) -> str:
-    """`file` as messages name it: from the project root where it lies below, whole otherwise."""
-    root = project_root()
-    return file.relative_to(root).as_posix() if file.is_relative_to(root) else str(file)

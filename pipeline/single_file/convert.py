@@ -6,7 +6,6 @@ The folder appears under its name when it is complete and has been looked at, an
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.atomic import temp_beside, write_text
+from pipeline.atomic import sync_file, sync_folder, temp_beside, write_text
 from pipeline.errors import ModelError
 from pipeline.families import detect
 from pipeline.families.files import read_json
@@ -160,9 +159,12 @@ def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
         _convert_parts(plan, launch or LocalLaunch(AccelerateSettings()))
         if not plan.parts_only:
             _add_others(plan)
-        _flush(plan.building)
+        # so that its name never stands for empty files
+        for path in plan.building.rglob("*"):
+            (sync_folder if path.is_dir() else sync_file)(path)
         _look_at(plan, plan.building)
         plan.building.rename(plan.folder)
+        sync_folder(plan.folder.parent)
     except BaseException:
         shutil.rmtree(plan.building, ignore_errors=True)
         raise
@@ -231,14 +233,6 @@ def _look_at(plan: Plan, folder: Path) -> Family:
             fix=f"report this: it should be {plan.family.name} that predicts {wanted}",
         )
     return family
-
-
-def _flush(folder: Path) -> None:
-    """Wait until the folder's files are on the disk, so that its name never stands for empty ones."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
 
 
 def _write_json(path: Path, value: object) -> None:

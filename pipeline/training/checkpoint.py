@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pipeline.atomic import TEMP_SUFFIX
+from pipeline.atomic import TEMP_SUFFIX, sync_file, sync_folder
 from pipeline.errors import TrainingError
 from pipeline.refusals import refusals_named
 
@@ -75,14 +75,14 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
         hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
         marker = {"step": state.step, "run": run, "sha256": hashes}
         (temp / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        _synced_hash(temp / MARKER)
+        sync_file(temp / MARKER)
         if final.exists():
             final.rename(temp.with_name(f"{temp.name}-before"))
         temp.rename(final)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
-    _sync_folder(folder)
+    sync_folder(folder)
     shutil.rmtree(temp.with_name(f"{temp.name}-before"), ignore_errors=True)
     return final
 
@@ -159,17 +159,8 @@ def _hash(path: Path) -> str:
 
 
 def _synced_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+    sync_file(path)
     return _hash(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _invalid(path: Path, reason: str) -> TrainingError:

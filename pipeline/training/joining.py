@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.columns import beside
 from pipeline.counting import counted
 from pipeline.entries import TARGET
 from pipeline.errors import TrainingError
@@ -44,10 +45,7 @@ def training_inputs(
     captions = _captions(entries, text)
     _require_known(recipe, latents, captions["image_id"])
     views = _views(recipe, entries, latents)
-    if views["image_id"].equals(captions["image_id"]):
-        table = views.hstack(captions.drop("image_id"))
-    else:
-        table = views.join(captions, on="image_id", how="left", maintain_order="left")
+    table = beside(views, captions, on="image_id")
     return TrainingInputs(in_order(table.select(COLUMNS.keys()), ["sample_id"]))
 
 
@@ -86,7 +84,7 @@ def _text_keys(entries: Entries, captions: pl.Series) -> pl.Series:
     """Of each caption; that of captions that are the same is made once."""
     distinct = captions.unique().sort()
     keys = pl.DataFrame({"caption": distinct, "key": entries.text_keys(distinct)})
-    return captions.to_frame("caption").join(keys, on="caption", how="left", maintain_order="left")["key"]
+    return beside(captions.to_frame("caption"), keys, on="caption")["key"]
 
 
 def _views(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFrame:

@@ -49,7 +49,7 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, model: Path) -> None:
 def test_a_relative_folder_starts_at_the_project_root(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.model_source.project_root", lambda: tmp_path)
+    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
     monkeypatch.chdir("/")
     assert resolve_base(recipe(tmp_path, "model")) == model
 

@@ -16,7 +16,6 @@ from pipeline.encode.latents import cache_latents
 from pipeline.encode.text import cache_text
 from pipeline.entries import Entries
 from pipeline.families import detect
-from pipeline.families.tiny import make_tiny_sdxl
 from pipeline.geometry import Placed, Placement, ladder
 from pipeline.ingest.discover import scan
 from pipeline.ingest.validate import validate
@@ -46,20 +45,13 @@ class Seen:
     time_ids: dict[str, tuple[float, ...]]
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "sdxl"
-    make_tiny_sdxl(folder)
-    return folder
-
-
 @pytest.fixture
-def recipe(tmp_path: Path, photos: Path, base: Path) -> Recipe:
+def recipe(tmp_path: Path, photos: Path, tiny_sdxl: Path) -> Recipe:
     values = {
         "datasets": [{"name": "photos", "path": photos}],
         "cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "output",
-        "model": {"base": str(base)},
+        "model": {"base": str(tiny_sdxl)},
         "buckets": {"resolution": 64, "step": 64},
         "training": {"steps": 5, "batch_size": 4, "gradient_accumulation": 1, "seed": 1},
     }

@@ -15,8 +15,7 @@ from PIL import Image
 from pipeline.cli.convert_checkpoint import command
 from pipeline.cli.validate import command as validate
 from pipeline.families import detect
-from pipeline.families.tiny import make_tiny_sdxl
-from tests.pipeline.single_file import originals
+from tests.pipeline.single_file import unet_originals
 from tests.pipeline.single_file.conversion_case import as_file, require_same
 
 MAIN = "from pipeline.cli.main import main; main()"
@@ -37,26 +36,18 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, env={**os.environ}, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Stable Diffusion XL; never write to it."""
-    folder = tmp_path_factory.mktemp("xl") / "model"
-    make_tiny_sdxl(folder)
-    return folder
-
-
 @pytest.fixture
-def file(tmp_path: Path, xl: Path) -> Path:
+def file(tmp_path: Path, tiny_sdxl: Path) -> Path:
     """A checkpoint that says that it predicts the velocity, as those of today do."""
     marks = {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
-    return as_file(tmp_path / "noob.safetensors", originals.stable_diffusion_xl(xl) | marks)
+    return as_file(tmp_path / "noob.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl) | marks)
 
 
 def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
-    tmp_path: Path, xl: Path, file: Path
+    tmp_path: Path, tiny_sdxl: Path, file: Path
 ) -> None:
     folder = tmp_path / "models" / "noob"
-    done = call(file, folder, "--like", xl)
+    done = call(file, folder, "--like", tiny_sdxl)
     assert done.exit_code == 0
     for said in (
         "unet: of the file, in float32",
@@ -64,7 +55,7 @@ def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
         "zero terminal SNR",
     ):
         assert said in done.output
-    require_same(folder, xl, ("unet", "vae", "text_encoder", "text_encoder_2"))
+    require_same(folder, tiny_sdxl, ("unet", "vae", "text_encoder", "text_encoder_2"))
     scheduler = detect(folder).load_noise_scheduler()
     assert float(scheduler.alphas_cumprod[-1]) == 0.0
     assert [each.name for each in folder.parent.iterdir()] == ["noob"]
@@ -81,22 +72,22 @@ def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
 
 @pytest.mark.slow
 def test_what_the_process_finds_wrong_ends_the_command_and_leaves_nothing(
-    tmp_path: Path, xl: Path, file: Path
+    tmp_path: Path, tiny_sdxl: Path, file: Path
 ) -> None:
-    state = originals.stable_diffusion_xl(xl)
+    state = unet_originals.stable_diffusion_xl(tiny_sdxl)
     state["model.diffusion_model.out.2.bias"] = torch.zeros(5)
     as_file(file, state)
-    done = run(file, tmp_path / "noob", "--like", xl)
+    done = run(file, tmp_path / "noob", "--like", tiny_sdxl)
     assert done.returncode == 1
     assert "ModelError: the file's unet is not of the architecture" in done.stderr
     assert "fix:   name in --like the model that the file was made from" in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, xl: Path, file: Path) -> None:
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
     script = f"""
 import sys
-sys.argv = ["latentline", "convert-checkpoint", {str(file)!r}, {str(xl)!r}]
+sys.argv = ["latentline", "convert-checkpoint", {str(file)!r}, {str(tiny_sdxl)!r}]
 from pipeline.cli.main import main
 try:
     main()

@@ -28,20 +28,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("base") / "tiny_sdxl"
-    make_tiny_sdxl(folder)
-    return folder
+def family(tiny_sdxl: Path) -> Family:
+    return detect(tiny_sdxl)
 
 
 @pytest.fixture(scope="module")
-def family(base: Path) -> Family:
-    return detect(base)
-
-
-@pytest.fixture(scope="module")
-def whole(base: Path) -> Any:
-    pipeline = StableDiffusionXLPipeline.from_pretrained(base, add_watermarker=False)
+def whole(tiny_sdxl: Path) -> Any:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, add_watermarker=False)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
@@ -96,9 +89,9 @@ def test_what_a_caption_loses_is_counted(family: Family) -> None:
     [({"_class_name": "EDMEulerScheduler"}, "EDMEuler"), ({"prediction_type": "sample"}, "sample")],
 )
 def test_a_schedule_that_cannot_be_trained_is_an_error(
-    base: Path, tmp_path: Path, change: dict[str, str], said: str
+    tiny_sdxl: Path, tmp_path: Path, change: dict[str, str], said: str
 ) -> None:
-    folder = shutil.copytree(base, tmp_path / "other")
+    folder = shutil.copytree(tiny_sdxl, tmp_path / "other")
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(FamilyError, match=said):
@@ -111,7 +104,7 @@ def test_a_module_that_kohya_has_no_name_for_is_an_error(family: Family) -> None
 
 
 def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
-    family: Family, base: Path, tmp_path: Path
+    family: Family, tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     unet: Any = family.load_denoiser("float32", "cpu")
     settings = LoraSettings(rank=2, alpha=2.0, modules=("*.time_emb_proj", "*.conv_shortcut"), conv_rank=2)
@@ -152,9 +145,9 @@ def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
 
 
 def test_detection_goes_by_the_pipeline_class_and_an_unknown_one_lists_the_families(
-    base: Path, tmp_path: Path
+    tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    assert detect(base).name == "Stable Diffusion XL"
+    assert detect(tiny_sdxl).name == "Stable Diffusion XL"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NobodysPipeline"}))
     with pytest.raises(FamilyError, match="NobodysPipeline") as caught:
         detect(tmp_path)

@@ -14,7 +14,7 @@ from pipeline.single_file.contents import read_contents
 from pipeline.single_file.convert import Choices, Plan, convert, plan_conversion
 from pipeline.single_file.order import read_order
 from pipeline.single_file.parts import convert_parts
-from tests.pipeline.single_file.originals import State, weights
+from tests.pipeline.single_file.renaming import State, weights
 
 Originals = Callable[[Path], State]
 

@@ -11,7 +11,7 @@ from pipeline.errors import ModelError
 from pipeline.families.tiny import TINY, make_tiny, make_tiny_sd3, make_tiny_sdxl
 from pipeline.families.tiny import sd3 as tiny_sd3_module
 from pipeline.single_file.convert import Choices, convert
-from tests.pipeline.single_file import originals
+from tests.pipeline.single_file import transformer_originals, unet_originals
 from tests.pipeline.single_file.conversion_case import (
     as_file,
     convert_here,
@@ -19,6 +19,7 @@ from tests.pipeline.single_file.conversion_case import (
     prove_conversion,
     require_same,
 )
+from tests.pipeline.single_file.renaming import weights
 
 XL = ("unet", "vae", "text_encoder", "text_encoder_2")
 
@@ -28,20 +29,12 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-@pytest.fixture(scope="module")
-def xl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Stable Diffusion XL; never write to it."""
-    folder = tmp_path_factory.mktemp("xl") / "model"
-    make_tiny_sdxl(folder)
-    return folder
-
-
 @pytest.fixture
-def xl_file(tmp_path: Path, xl: Path) -> Path:
-    return as_file(tmp_path / "single.safetensors", originals.stable_diffusion_xl(xl))
+def xl_file(tmp_path: Path, tiny_sdxl: Path) -> Path:
+    return as_file(tmp_path / "single.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl))
 
 
-@pytest.mark.parametrize("version", [originals.stable_diffusion, originals.stable_diffusion_2])
+@pytest.mark.parametrize("version", [unet_originals.stable_diffusion, unet_originals.stable_diffusion_2])
 def test_stable_diffusion_with_either_text_encoder(model: Path, version) -> None:
     make_tiny(model)
     family = prove_conversion(model, version(model), ("unet", "vae", "text_encoder"))
@@ -50,7 +43,7 @@ def test_stable_diffusion_with_either_text_encoder(model: Path, version) -> None
 
 def test_stable_diffusion_xl(model: Path) -> None:
     make_tiny_sdxl(model)
-    family = prove_conversion(model, originals.stable_diffusion_xl(model), XL)
+    family = prove_conversion(model, unet_originals.stable_diffusion_xl(model), XL)
     assert family.name == "Stable Diffusion XL"
 
 
@@ -60,11 +53,11 @@ def test_stable_diffusion_3_with_all_its_encoders(
 ) -> None:
     monkeypatch.setattr(tiny_sd3_module, "_PROJECTIONS", (32, 40))  # the first is none in the original code
     make_tiny_sd3(model, dual_attention=dual_attention)
-    first = originals.weights(model / "text_encoder")
+    first = weights(model / "text_encoder")
     first["text_projection.weight"] = torch.eye(32)
     as_file(model / "text_encoder" / "model.safetensors", first, format="pt")
     roles = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-    family = prove_conversion(model, originals.stable_diffusion_3(model), roles)
+    family = prove_conversion(model, transformer_originals.stable_diffusion_3(model), roles)
     assert family.prediction_type() == "flow"
 
 
@@ -76,13 +69,13 @@ RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
     ("kind", "prefix"),
     [
         pytest.param(kind, prefix, marks=() if prefix and kind in RENAMED else pytest.mark.slow)
-        for kind in originals.TRANSFORMERS
+        for kind in transformer_originals.TRANSFORMERS
         for prefix in ("model.diffusion_model.", "")
     ],
 )
 def test_a_transformer_alone_gets_its_other_parts_from_elsewhere(model: Path, kind: str, prefix: str) -> None:
     TINY[kind](model)
-    state = originals.TRANSFORMERS[kind](model / "transformer")
+    state = transformer_originals.TRANSFORMERS[kind](model / "transformer")
     family = prove_conversion(model, state, ("transformer",), prefix=prefix)
     assert family.prediction_type() == "flow"
 
@@ -98,7 +91,9 @@ def test_a_transformer_that_diffusers_converts_at_its_published_width_only(
     """A whole block or two of it: a gigabyte."""
     TINY[kind](model)
     wide(model, kind)
-    state = {"Lumina Image 2": originals.lumina2}.get(kind, originals.flux)(model / "transformer")
+    state = {"Lumina Image 2": transformer_originals.lumina2}.get(kind, transformer_originals.flux)(
+        model / "transformer"
+    )
     prove_conversion(model, state, ("transformer",), prefix="model.diffusion_model.")
 
 
@@ -128,38 +123,40 @@ def wide(model: Path, kind: str) -> None:
     ],
 )
 def test_the_number_format_is_kept_or_the_widest_of_several_taken(
-    tmp_path: Path, xl: Path, stored: dict[str, torch.dtype], written: torch.dtype
+    tmp_path: Path, tiny_sdxl: Path, stored: dict[str, torch.dtype], written: torch.dtype
 ) -> None:
     state = {
         name: tensor.to(next(dtype for start, dtype in reversed(stored.items()) if name.startswith(start)))
-        for name, tensor in originals.unet(xl / "unet").items()
+        for name, tensor in unet_originals.unet(tiny_sdxl / "unet").items()
     }
-    plan = planned(as_file(tmp_path / "single.safetensors", state), xl)
+    plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
     convert(plan, launch=convert_here)
-    made = originals.unet(plan.folder / "unet")
+    made = unet_originals.unet(plan.folder / "unet")
     assert made.keys() == state.keys()
     for name, tensor in made.items():
         assert tensor.dtype == written
         assert torch.equal(tensor, state[name].to(written))
 
 
-def test_a_unet_alone_gets_the_rest_from_elsewhere(tmp_path: Path, xl: Path) -> None:
-    plan = planned(as_file(tmp_path / "single.safetensors", originals.unet(xl / "unet")), xl)
+def test_a_unet_alone_gets_the_rest_from_elsewhere(tmp_path: Path, tiny_sdxl: Path) -> None:
+    plan = planned(
+        as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet")), tiny_sdxl
+    )
     convert(plan, launch=convert_here)
-    require_same(plan.folder, xl, XL)
+    require_same(plan.folder, tiny_sdxl, XL)
 
 
-def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: Path, xl: Path) -> None:
-    file = as_file(tmp_path / "single.safetensors", originals.unet(xl / "unet"), modelspec="1")
-    plan = planned(file, xl, Choices(like=str(xl), parts_only=True))
+def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: Path, tiny_sdxl: Path) -> None:
+    file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"), modelspec="1")
+    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
     family = convert(plan, launch=convert_here)
     assert [each.name for each in plan.folder.iterdir()] == ["unet"]
-    require_same(plan.folder, xl, ("unet",))
+    require_same(plan.folder, tiny_sdxl, ("unet",))
     assert family.place("unet") == plan.folder / "unet"
     assert all(each.is_file() for part in family.parts("denoiser") for each in part.contents)
     plan.folder.rename(tmp_path / "parts")
     with pytest.raises(ModelError, match="takes no schedule from elsewhere"):
-        planned(file, xl, Choices(like=str(xl), parts_only=True, prediction="v_prediction"))
+        planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True, prediction="v_prediction"))
 
 
 @pytest.mark.parametrize(
@@ -181,11 +178,11 @@ def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: P
     ids=["missing", "more", "other shape"],
 )
 def test_a_file_of_another_architecture_is_refused_and_leaves_nothing(
-    tmp_path: Path, xl: Path, change, said: str
+    tmp_path: Path, tiny_sdxl: Path, change, said: str
 ) -> None:
-    state = originals.stable_diffusion_xl(xl)
+    state = unet_originals.stable_diffusion_xl(tiny_sdxl)
     change(state)
-    plan = planned(as_file(tmp_path / "single.safetensors", state), xl)
+    plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
     with pytest.raises(ModelError, match=said):
         convert(plan, launch=convert_here)
     assert [each.name for each in tmp_path.iterdir()] == ["single.safetensors"]
@@ -198,7 +195,7 @@ def test_what_is_like_another_family_is_refused_before_anything_is_written(
         planned(xl_file, tiny_sd)
 
 
-def test_a_folder_that_exists_is_never_touched(xl_file: Path, xl: Path) -> None:
+def test_a_folder_that_exists_is_never_touched(xl_file: Path, tiny_sdxl: Path) -> None:
     (xl_file.parent / "converted").mkdir()
     with pytest.raises(ModelError, match="the folder exists"):
-        planned(xl_file, xl)
+        planned(xl_file, tiny_sdxl)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pipeline.entries import Entries, stat_columns
-from pipeline.families.tiny import make_tiny, make_tiny_sdxl
+from pipeline.families.tiny import make_tiny
 from pipeline.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.store import EntrySpec
@@ -69,13 +69,12 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def tiny_bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dict[str, Path]:
     """Folders of tiny base models: Stable Diffusion's by prediction type, and Stable Diffusion XL's."""
     folder = tmp_path_factory.mktemp("bases")
     for kind in ("epsilon", "v_prediction"):
         make_tiny(folder / kind, prediction_type=kind)
-    make_tiny_sdxl(folder / "sdxl")
-    return {kind: folder / kind for kind in ("epsilon", "v_prediction", "sdxl")}
+    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction")}}
 
 
 @pytest.fixture

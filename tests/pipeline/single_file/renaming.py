@@ -1,0 +1,54 @@
+"""Weights of a diffusers folder, and renaming them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+State = dict[str, Tensor]
+
+
+def weights(folder: Path) -> State:
+    """Of one component's folder."""
+    (file,) = folder.glob("*.safetensors")
+    return load_file(file)
+
+
+def config(folder: Path) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def below(prefix: str, state: Mapping[str, Tensor]) -> State:
+    return {prefix + name: tensor.contiguous() for name, tensor in state.items()}
+
+
+def renamed(name: str, pairs: Mapping[str, str]) -> str:
+    """The name with the first pair that begins it, or occurs in it after a dot, replaced."""
+    for new, old in pairs.items():
+        if name.startswith(new + "."):
+            return old + name[len(new) :]
+    return name
+
+
+def replaced(name: str, pairs: Mapping[str, str]) -> str:
+    for new, old in pairs.items():
+        name = name.replace(new, old)
+    return name
+
+
+def fused(state: State, parts: list[str], whole: str) -> None:
+    """Put several modules' tensors one below the other, as one module of the original."""
+    for kind in ("weight", "bias"):
+        if f"{parts[0]}.{kind}" in state:
+            state[f"{whole}.{kind}"] = torch.cat([state.pop(f"{part}.{kind}") for part in parts])
+
+
+def shift_before_scale(tensor: Tensor) -> Tensor:
+    """The original's order of a last modulation, of which diffusers has the two halves swapped."""
+    scale, shift = tensor.chunk(2, dim=0)
+    return torch.cat([shift, scale], dim=0)
