@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
@@ -68,7 +68,7 @@ def _captions(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
     """A row an image: its `captions` by the number of the variant, `texts` (keys) and `text_tensors`."""
     rows = in_order(text.select(NEEDED["trained_lora"]["text_embeddings"]), ["sample_id", "variant"])
     tensors = _shared(rows["text_length"], lambda length: tensors_json(entries.text_tensors(length)))
-    parts = [
+    parts = (
         part.select(
             image_id="sample_id",
             captions="caption",
@@ -76,8 +76,9 @@ def _captions(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
             text_tensors=tensors[place : place + len(part)],
         )
         for place, part in _parts(rows)
-    ]
-    return _in_lists(pl.concat(parts), ["image_id"], ["captions", "texts", "text_tensors"])
+    )
+    several = _several(rows, ["sample_id"])
+    return _in_lists(parts, ["image_id"] if several else [], ["captions", "texts", "text_tensors"])
 
 
 def _text_keys(entries: Entries, captions: pl.Series) -> pl.Series:
@@ -96,7 +97,7 @@ def _views(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFr
     repeats = {each.name: each.repeats for each in recipe.datasets}
     # Mirrored with the resized image, where the latent is.
     mirrored = pl.col("resized_width") - pl.col("crop_left") - pl.col("target_width")
-    parts = [
+    parts = (
         part.select(
             *("dataset", "bucket", "height", "width", *TARGET),
             image_id="sample_id",
@@ -108,8 +109,9 @@ def _views(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFr
             held_out=held[place : place + len(part)],
         )
         for place, part in _parts(rows)
-    ]
-    samples = _in_lists(pl.concat(parts), ["image_id", "bucket"], ["latents", "crops_top", "crops_left"])
+    )
+    by = ["image_id", "bucket"] if _several(rows, ["sample_id", "bucket"]) else []
+    samples = _in_lists(parts, by, ["latents", "crops_top", "crops_left"])
     image_id = pl.col("image_id")
     several = (image_id == image_id.shift(1)) | (image_id == image_id.shift(-1))
     if not samples.select(several.any()).item():
@@ -138,11 +140,24 @@ def _shared(values: pl.Series, text_of: Callable[[Any], str]) -> pl.Series:
     return texts.gather(places)
 
 
-def _in_lists(rows: pl.DataFrame, by: list[str], names: list[str]) -> pl.DataFrame:
-    """A row for each of the sorted rows that differ in `by`: `names` as lists, of the others the first."""
+def _several(rows: pl.DataFrame, by: list[str]) -> bool:
+    """Whether two of the sorted rows are the same in `by`."""
     same = pl.all_horizontal(pl.col(name) == pl.col(name).shift(1) for name in by)
-    if not rows.select(same.any()).item():
-        return rows.with_columns(pl.concat_list(name) for name in names)
+    return rows.select(same.any()).item()
+
+
+def _in_lists(parts: Iterable[pl.DataFrame], by: list[str], names: list[str]) -> pl.DataFrame:
+    """A row for each of the sorted rows that differ in `by`: `names` as lists, of the others the first.
+
+    Args:
+        parts: Of the rows.
+        by: None where no two are the same: then a row for each.
+        names: What becomes lists.
+    """
+    if not by:
+        in_lists = [pl.col(name).reshape((-1, 1)).arr.to_list() for name in names]  # shares what it holds
+        return pl.concat(part.with_columns(in_lists) for part in parts)
+    rows = pl.concat(parts)
     others = [name for name in rows.columns if name not in (*by, *names)]
     first = [pl.col(name).first() for name in others]
     return rows.group_by(by, maintain_order=True).agg(*names, *first)
