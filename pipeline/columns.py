@@ -73,15 +73,32 @@ def with_one_of(table: pl.DataFrame, values: Iterable[str], on: str) -> pl.DataF
 
 def first_of_each(table: pl.DataFrame, on: str) -> pl.DataFrame:
     """The rows whose value in `on` no row above them has; the table itself where that is so of all."""
-    hashes = np.sort(table[on].hash().to_numpy())
-    if (hashes[:-1] != hashes[1:]).all():
-        return table
-    return only(table, table[on].is_first_distinct())
+    return only(table, is_first(table[on]))
+
+
+def is_first(values: pl.Series) -> pl.Series:
+    """For each value whether none above it is the same."""
+    again = repeated(values)
+    first = ~again.to_numpy()
+    first[~first] = values.filter(again).is_first_distinct().to_numpy()
+    return pl.Series(first)
+
+
+def repeated(values: pl.Series) -> pl.Series:
+    """For each value, none of them null, whether it occurs more than once."""
+    hashes = values.hash().to_numpy()
+    order = np.argsort(hashes)
+    same = hashes[order[:-1]] == hashes[order[1:]]
+    again = np.zeros(len(values), np.bool_)
+    again[order[:-1][same]] = again[order[1:][same]] = True
+    if same.any():  # or their hashes alone
+        again[again] = values.filter(pl.Series(again)).is_duplicated().to_numpy()
+    return pl.Series(again)
 
 
 def num_distinct(values: pl.Series) -> int:
     """How many different values there are; nothing is held where they rise, as names in a table mostly do."""
-    return len(values) if (values[:-1] < values[1:]).all() else values.n_unique()
+    return len(values) if (values[:-1] < values[1:]).all() else int(is_first(values).sum())
 
 
 def num_beyond(values: pl.Series, others: pl.Series) -> int:

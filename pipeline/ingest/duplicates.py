@@ -85,10 +85,15 @@ def duplicate_groups(contents: pl.DataFrame, distance: int) -> pl.DataFrame:
         In the same order, `content_hash` and `duplicate_group`, the smallest content hash of the group; its
         own where nothing looks like it.
     """
-    hashes = contents["perceptual_hash"].drop_nulls().unique().sort()
-    numbered = pl.DataFrame({"perceptual_hash": hashes, "number": _components(hashes.to_numpy(), distance)})
-    placed = contents.with_columns(place=pl.int_range(pl.len(), dtype=pl.Int64))
-    alike = placed.join(numbered, on="perceptual_hash").filter(pl.col("number").is_duplicated())
+    places = contents["perceptual_hash"].is_not_null().arg_true().to_numpy()
+    values, inverse = np.unique(contents["perceptual_hash"].drop_nulls().to_numpy(), return_inverse=True)
+    numbers = _components(values, distance)[inverse]
+    has_other = np.bincount(numbers)[numbers] > 1
+    alike = (
+        contents[places[has_other]]
+        .select("content_hash")
+        .with_columns(place=pl.Series(places[has_other]), number=pl.Series(numbers[has_other]))
+    )
     alike = alike.sort("number", "content_hash").with_columns(first=pl.col("place").first().over("number"))
     place = np.arange(len(contents))
     place[alike["place"].to_numpy()] = alike["first"].to_numpy()

@@ -17,7 +17,7 @@ import polars as pl
 
 from pipeline.atomic import write_through
 from pipeline.progress import progress
-from pipeline.tables import REJECTED, in_order, only, write_rows
+from pipeline.tables import REJECTED, only, write_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,12 +88,11 @@ class Known:
         return only(self._pixels, self._pixels["decoder"] == decoder)
 
     def write(self, pixels: pl.DataFrame, captions: pl.DataFrame) -> None:
-        """Replace those of which anything has changed; rows are sorted by their first column."""
+        """Replace those of which anything has changed."""
         kept = (("pixels", pixels, self._pixels), ("captions", captions, self.captions))
         for name, rows, before in kept:
-            ordered = in_order(rows, rows.columns[:1])
-            if not ordered.equals(before):
-                write_through(self._folder / f"{name}.parquet", partial(write_rows, ordered))
+            if not rows.equals(before):
+                write_through(self._folder / f"{name}.parquet", partial(write_rows, rows))
 
 
 def read_refused(tables: Tables) -> pl.DataFrame:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from pipeline.columns import beside, put_beside, with_constant
+from pipeline.columns import beside, is_first, num_distinct, places_in, put_beside, repeated, with_constant
 from pipeline.counting import counted
 from pipeline.image_formats import ImageError
 from pipeline.images import (
@@ -30,7 +30,7 @@ from pipeline.ingest.captions import Caption, caption_of, sidecar_path
 from pipeline.ingest.discover import CLOCK_GRANULARITY_NS
 from pipeline.ingest.duplicates import duplicate_groups
 from pipeline.ingest.funnel import Funnel, by_reason, refusal
-from pipeline.ingest.gathered import Gathered, Rows
+from pipeline.ingest.gathered import Gathered, Rows, rows_at
 from pipeline.ingest.known import (
     CAPTIONS,
     SIDECAR_STAT,
@@ -195,7 +195,7 @@ def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, p
     """What is kept of sorted rows, and as rejected rows the copies: same dataset, bytes and captions."""
     once = [each.name for each in recipe.datasets if each.duplicates == "keep_first"]
     same = ["dataset", "content_hash", "caption", "more_captions"]
-    alike = rows.filter(pl.col("content_hash").is_duplicated() & pl.col("dataset").is_in(once))
+    alike = rows.filter(repeated(rows["content_hash"]) & rows["dataset"].is_in(once))
     copies = alike.with_columns(first=pl.col("sample_id").first().over(same)).filter(
         pl.col("sample_id") != pl.col("first")
     )
@@ -210,8 +210,13 @@ def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, p
 
 
 def _of(raw: pl.DataFrame, pixels: pl.DataFrame) -> pl.DataFrame:
-    """The verdicts on contents that are there, compared by 64 bits: one too many does no harm."""
-    return only(pixels, pixels["content_hash"].hash().is_in(raw["content_hash"].hash().implode()))
+    """The verdicts on contents that are there, in the order of the samples."""
+    contents = raw["content_hash"]
+    if contents.equals(pixels["content_hash"]):
+        return pixels
+    contents = contents.filter(is_first(contents))
+    places = places_in(pixels["content_hash"], contents).drop_nulls()
+    return pixels[places] if len(places) < len(pixels) or not places.is_sorted() else pixels
 
 
 def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
@@ -285,8 +290,7 @@ def _looked_at(
         else:
             places.append(place)
             said.add(outcome)
-    kept = rows if len(places) == len(rows) else rows[np.frombuffer(places, dtype=np.int64)]
-    whole = with_constant(put_beside(kept, said.frame()), "decoder", DECODER, pl.String)
+    whole = with_constant(put_beside(rows_at(rows, places), said.frame()), "decoder", DECODER, pl.String)
     return whole.select(*_COLUMNS), rejected.frame()
 
 
@@ -308,7 +312,7 @@ def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdi
         "rejected": len(rejected),
         "rejected_by_reason": by_reason(rejected["reason"]),
         "decoded": verdicts.decoded,
-        "known": raw["content_hash"].n_unique() - verdicts.decoded,
+        "known": num_distinct(raw["content_hash"]) - verdicts.decoded,
         "captions_from": dict(sources.rows()),
         "caption_characters": {
             "min": lengths.min(),

@@ -7,6 +7,7 @@ called and however often the job runs, and a repaired file has other bytes.
 from __future__ import annotations
 
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import polars as pl
 
+from pipeline.columns import is_first, put_beside, with_constant
 from pipeline.geometry import Size
 from pipeline.image_formats import ImageError
 from pipeline.images import DECODER, File, changed_error, decode, hash_bytes, one_image, read_bytes
 from pipeline.ingest.duplicates import HASH_VERSION, perceptual_hash
 from pipeline.ingest.funnel import refusal
-from pipeline.ingest.gathered import Gathered, Rows
+from pipeline.ingest.gathered import Gathered, Rows, rows_at
 from pipeline.ingest.known import PIXELS
 from pipeline.ingest.parallel import in_threads
 from pipeline.reports import Log
@@ -43,6 +45,8 @@ _ANY_COLOUR = (255, 255, 255)
 _one_big_image = threading.Lock()
 
 _JUDGED = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
+
+_SAID = {name: PIXELS[name] for name in ("reason", "detail", "fix", "perceptual_hash")}
 
 Row = dict[str, Any]
 
@@ -76,9 +80,9 @@ def judge(
     max_px = recipe.checks.max_image_pixels
     is_known = rows["content_hash"].is_in(known["content_hash"].implode())
     unknown = rows.select(_JUDGED).filter(~is_known)
-    is_first = unknown["content_hash"].is_first_distinct()
+    first = is_first(unknown["content_hash"])
     more: dict[str, list[Row]] = {}
-    for row in unknown.filter(~is_first).iter_rows(named=True):
+    for row in unknown.filter(~first).iter_rows(named=True):
         more.setdefault(row["content_hash"], []).append(row)
 
     def of_content(first: Sequence[Any]) -> list[Row]:
@@ -95,27 +99,36 @@ def judge(
                 break
         return answers
 
-    contents = Rows(only(unknown, is_first))
-    fresh = Gathered({name: kind for name, kind in PIXELS.items() if name != "decoder"})
+    contents = only(unknown, first)
+    fresh, places = Gathered(_SAID), array("q")
     threads = threads_for(sources.values())
-    decoded = in_threads(answers_of, contents, log=log, doing="images decoded", threads=threads)
-    for first, answers in zip(contents, decoded, strict=True):
-        group = of_content(first)
+    decoded = in_threads(answers_of, Rows(contents), log=log, doing="images decoded", threads=threads)
+    for place, answers in enumerate(decoded):
+        group = of_content(contents.row(place))
         verdicts.decoded += 1
         last = answers[-1]
         if last.error is None or last.error.reason in OF_CONTENT:
             said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
-            said["perceptual_hash"] = last.perceptual_hash
-            fresh.add({**said, "content_hash": group[0]["content_hash"]})
+            fresh.add({**said, "perceptual_hash": last.perceptual_hash})
+            places.append(place)
         for row, answer in zip(group, answers, strict=False):
             if answer.error is not None:
                 verdicts.by_sample[row["sample_id"]] = answer.error
-    made = fresh.frame().with_columns(decoder=pl.lit(judge_name())).select(PIXELS.keys())
-    verdicts.table = pl.concat([known, made]) if len(made) else known
+    verdicts.table = _with_more(known, rows_at(contents, places), fresh.frame())
     for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
         error = ImageError(row["reason"], row["detail"], fix=row["fix"])
         verdicts.refused[row["content_hash"]] = error
     return verdicts
+
+
+def _with_more(known: pl.DataFrame, contents: pl.DataFrame, said: pl.DataFrame) -> pl.DataFrame:
+    """The verdicts known, and those said now of other contents."""
+    if said.is_empty():
+        return known
+    made = with_constant(
+        put_beside(contents.select("content_hash"), said), "decoder", judge_name(), pl.String
+    )
+    return pl.concat([known, made.select(PIXELS.keys())])
 
 
 def judge_name() -> str:

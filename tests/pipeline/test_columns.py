@@ -9,11 +9,13 @@ from pipeline.columns import (
     beside,
     distinct,
     first_of_each,
+    is_first,
     joined,
     num_beyond,
     num_distinct,
     places_in,
     put_beside,
+    repeated,
     strings,
     with_constant,
     with_one_of,
@@ -65,6 +67,8 @@ def test_values_are_counted_and_chosen_as_sets_are(values: list[str], others: li
     assert num_distinct(column(values)) == len(set(values))
     assert num_beyond(column(values), column(others)) == len(set(values) - set(others))
     assert distinct(column(values)).to_list() == sorted(set(values))
+    assert repeated(column(values)).to_list() == [values.count(value) > 1 for value in values]
+    assert is_first(column(values)).to_list() == [value not in values[:at] for at, value in enumerate(values)]
     table = column(values).to_frame().with_row_index()
     assert first_of_each(table, on="key")["key"].to_list() == list(dict.fromkeys(values))
     chosen = with_one_of(table, set(others), on="key")["key"].to_list()
