@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -42,7 +43,9 @@ TEXT = "text_embedding"
 
 _METADATA_KEY = "latentline"
 _NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
+_ITEM_BYTES = {name: np.dtype(code).itemsize for name, code in _NUMPY_TYPES.items()}
 _SAFETENSORS_TYPES = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_STATED_TYPES = {code: name for name, code in _SAFETENSORS_TYPES.items()}
 _CHECKSUM_CHARACTERS = hashlib.sha256().digest_size * 2
 
 
@@ -63,7 +66,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Of the tensor's data; where it is ragged, the most it may be."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(_NUMPY_TYPES[self.dtype]).itemsize
+        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def admits(self, stated: TensorSpec) -> bool:
         """Whether a tensor of exactly the stated dtype and shape is what this one must be."""
@@ -243,10 +246,9 @@ def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
     Raises:
         WrongEntryError: It says nothing that makes sense.
     """
-    names = {code: name for name, code in _SAFETENSORS_TYPES.items()}
     try:
         return {
-            name: TensorSpec(names[tensor["dtype"]], tuple(tensor["shape"]))
+            name: TensorSpec(_STATED_TYPES[tensor["dtype"]], tuple(tensor["shape"]))
             for name, tensor in header.items()
             if name != "__metadata__"
         }

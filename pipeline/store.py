@@ -95,12 +95,13 @@ class Store:
         address: Of the folder.
         root: The folder; entries' paths are below it.
         threads: How many entries may well be looked at or written at a time.
-        readers: How many threads keep up with training.
+        readers: How many threads keep up with training. Of a disk one: several wait for their turn at the
+            interpreter more than for the disk.
         fix: What to do where an entry may not be read or written.
     """
 
     threads: ClassVar[int] = os.cpu_count() or 1
-    readers: ClassVar[int] = 2
+    readers: ClassVar[int] = 1
     fix: ClassVar[str] = "see that cache_dir lies on a working disk and may be read and written by this user"
 
     def __init__(self, root: Path) -> None:
@@ -110,7 +111,9 @@ class Store:
 
     def path(self, spec: EntrySpec) -> Path:
         """Where the entry lies, whether or not it is there."""
-        return self.root / spec.kind / spec.key[:2] / f"{spec.key}{SUFFIX}"
+        return Path(
+            f"{self.root}/{spec.kind}/{spec.key[:2]}/{spec.key}{SUFFIX}"
+        )  # five times faster than joins
 
     def where(self, spec: EntrySpec) -> str:
         """The entry's place as messages name it."""
@@ -343,15 +346,27 @@ class Store:
 
 
 def _read_whole(path: Path) -> tuple[bytes, EntryStat]:
-    """The file's bytes, and its stat before they were read."""
-    _regular_stat(path)
-    with path.open("rb") as file:
-        state = _entry_stat(os.fstat(file.fileno()))
-        return file.read(), state
+    """The file's bytes, and its stat before they were read.
+
+    With four system calls, each of which lets another thread go first: a Python file makes twice as many.
+    """
+    # Without waiting: opening a pipe would last until somebody writes into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        state = _regular(os.fstat(descriptor))
+        data = os.read(descriptor, state.num_bytes + 1)
+        while len(data) < state.num_bytes and (more := os.read(descriptor, state.num_bytes + 1)):
+            data += more  # a read ends early at a signal, or after 2 GiB
+        return data, state
+    finally:
+        os.close(descriptor)
 
 
 def _regular_stat(path: Path) -> EntryStat:
-    found = path.stat()
+    return _regular(path.stat())
+
+
+def _regular(found: os.stat_result) -> EntryStat:
     if not stat_module.S_ISREG(found.st_mode):
         kind = "a folder" if stat_module.S_ISDIR(found.st_mode) else "something that is no file"
         raise WrongEntryError(f"{kind} is in its place")

@@ -191,6 +191,16 @@ def test_a_folder_in_an_entrys_place_is_moved_aside_with_what_it_holds(store: St
     assert (aside / "kept.txt").read_text() == "x"
 
 
+@pytest.mark.timeout(20)
+def test_a_pipe_in_an_entrys_place_holds_nobody_up(store: Store) -> None:
+    path = store.path(SPEC)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="something that is no file is in its place"):
+        store.read(SPEC)
+    assert store.check(SPEC).status == "wrong"
+
+
 def test_L02_a_read_refuses_a_file_of_another_size_or_entry_and_names_it(store: Store) -> None:
     path = made(store)
     for damage in (_cut, _grow, _neighbour):
