@@ -26,7 +26,7 @@ def bare_decode(path: Path) -> None:
 @contextmanager
 def _cold(place: Workplace) -> Generator[Sides]:
     dataset = place.folder / "photos"
-    paths = photographs(dataset, 400 if place.full else 100)
+    paths = photographs(dataset, 400 if place.full else 200)
     project = Project.at(place.folder / "project", dataset)
     project.scan()
 

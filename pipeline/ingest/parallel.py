@@ -6,6 +6,7 @@ Threads suffice: Pillow's decoders, hashing and file reads release the interpret
 from __future__ import annotations
 
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,7 +19,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 CHUNK_ITEMS = 16
-"""Items a thread takes at once."""
+"""Items that a thread takes at once, at most."""
+
+CHUNK_S = 0.004
+"""So long a thread is at work on what it takes at once: much longer than taking takes, and so short that all
+threads end at the same moment."""
 
 
 def num_threads() -> int:
@@ -35,7 +40,7 @@ def in_threads(
     doing: str,
     threads: int | None = None,
 ) -> Iterator[Result]:
-    """Results in the order of the items; a few chunks a thread are under way at any time.
+    """Results in the order of the items; at most `3 * CHUNK_ITEMS` items a thread are under way at any time.
 
     Args:
         function: Called in threads; what it raises is raised here.
@@ -45,23 +50,25 @@ def in_threads(
         threads: How many; one a core by default.
     """
 
-    def work(chunk: Sequence[Item]) -> list[Result]:
-        return [function(item) for item in chunk]
+    def work(chunk: Sequence[Item]) -> tuple[list[Result], float]:
+        start_s = time.perf_counter()
+        return [function(item) for item in chunk], time.perf_counter() - start_s
 
     threads = threads or num_threads()
-    done = 0
-    under_way: deque[Future[list[Result]]] = deque()
+    taken, done, chunk_items = 0, 0, 1
+    under_way: deque[Future[tuple[list[Result], float]]] = deque()
     with (
         progress(lambda: done, len(items), doing, log=log),
         ThreadPoolExecutor(threads, thread_name_prefix="ingest") as pool,
     ):
         try:
-            for first in range(0, len(items) + 3 * threads * CHUNK_ITEMS, CHUNK_ITEMS):
-                if first < len(items):
-                    under_way.append(pool.submit(work, items[first : first + CHUNK_ITEMS]))
-                if not under_way or (first < len(items) and len(under_way) <= 3 * threads):
-                    continue
-                for result in under_way.popleft().result():
+            while done < len(items):
+                while taken < len(items) and taken - done < 3 * threads * CHUNK_ITEMS:
+                    under_way.append(pool.submit(work, items[taken : taken + chunk_items]))
+                    taken += chunk_items
+                results, seconds = under_way.popleft().result()
+                chunk_items = max(1, min(CHUNK_ITEMS, int(CHUNK_S * len(results) / max(seconds, 1e-9))))
+                for result in results:
                     done += 1
                     yield result
         finally:

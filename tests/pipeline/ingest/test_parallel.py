@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from pipeline.ingest.parallel import CHUNK_ITEMS, in_threads, num_threads
+from pipeline.ingest.parallel import CHUNK_ITEMS, CHUNK_S, in_threads, num_threads
 
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 7 * CHUNK_ITEMS + 3, 2000])
@@ -29,6 +29,18 @@ def test_L12_only_a_few_chunks_are_under_way() -> None:
     next(results)
     results.close()
     assert len(done) <= (3 * num_threads() + 2) * CHUNK_ITEMS
+
+
+def test_items_that_take_long_are_taken_one_at_a_time_so_that_all_threads_have_work_to_the_end() -> None:
+    last_two = threading.Barrier(2, timeout=20)
+    items = range(2 * 3 * CHUNK_ITEMS + 34)
+
+    def work(item: int) -> None:
+        time.sleep(2 * CHUNK_S)
+        if item >= len(items) - 2:
+            last_two.wait()
+
+    list(in_threads(work, items, log=print, doing="told", threads=2))
 
 
 def test_what_the_function_raises_is_raised_here() -> None:
