@@ -46,19 +46,16 @@ class QwenImage(QwenLatents):
         return "qwen-image"
 
     def lora_targets(self) -> list[str]:
-        """Attention and feed-forward layers of image and text."""
-        attention = (
-            "to_q",
-            "to_k",
-            "to_v",
-            "to_out.0",
-            "add_q_proj",
-            "add_k_proj",
-            "add_v_proj",
-            "to_add_out",
-        )
-        feed_forward = [f"{side}_mlp.net.{layer}" for side in ("img", "txt") for layer in ("0.proj", "2")]
-        return [*(f"attn.{end}" for end in attention), *feed_forward]
+        """Attention and feed-forward layers of image and text; of the last block what the image sees.
+
+        What that block makes of the text is dropped: the query that asks for it, and the layers behind, would
+        never learn.
+        """
+        attention = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
+        both = [*(f"attn.{end}" for end in attention), "img_mlp.net.0.proj", "img_mlp.net.2"]
+        of_text = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+        blocks = range(int(self.denoiser_config["num_layers"]) - 1)
+        return [*both, *(f"{block}.{layer}" for block in blocks for layer in of_text)]
 
     def tokenized(self, encoders: Any, caption: str) -> str:
         """In the pipeline's template."""

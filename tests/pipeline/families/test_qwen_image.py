@@ -11,14 +11,18 @@ from pipeline.families.tiny import make_tiny_qwen_image
 from pipeline.training.loader import MicroInput
 from tests.pipeline.families.whole_job import Case
 
-LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-LAYERS = tuple(f"attn.{layer}" for layer in LAYERS)
-LAYERS += tuple(f"{side}_mlp.net.{layer}" for side in ("img", "txt") for layer in ("0.proj", "2"))
+IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_v_proj")
+IMAGE += ("img_mlp.net.0.proj", "img_mlp.net.2")
+TEXT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+LAYERS = [f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in IMAGE]
+LAYERS += [
+    f"transformer_blocks.0.{layer}" for layer in TEXT
+]  # what the last block makes of the text is dropped
 
 
 class QwenImageCase(Case):
     pipeline_class = QwenImagePipeline
-    targets: ClassVar[list[str]] = list(LAYERS)
+    targets: ClassVar[list[str]] = LAYERS
     previewing: ClassVar[dict[str, Any]] = {
         "negative_prompt": "",
         "true_cfg_scale": 4.0,
@@ -61,8 +65,7 @@ class QwenImageCase(Case):
         return torch.cat(answers)
 
     def kohya_keys(self) -> set[str]:
-        modules = [f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in LAYERS]
-        return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
+        return {f"lora_unet_{module.replace('.', '_')}" for module in LAYERS}
 
 
 def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
