@@ -158,11 +158,14 @@ def validate(
     fresh, refused = _looked_at(others, verdicts, captions, log)
     everything = in_order(pl.concat([same, fresh]) if len(fresh) else same, ["sample_id"])
     once, copies = _without_copies(recipe, everything)
-    looks = _looks(verdicts.table, recipe.checks.near_duplicate_bits)
+    looks = _looks(once["content_hash"], verdicts.table, recipe.checks.near_duplicate_bits)
     table = beside(once, looks, on="content_hash").select(SCHEMAS[STAGE].keys())
     rejected = pl.concat([left_out, refused, copies]).sort("sample_id")
     if remember:
-        known.write(_of(raw, verdicts.table), only(everything, everything["rule"] != "").select(*CAPTIONS))
+        known.write(
+            _of(raw["content_hash"], verdicts.table),
+            only(everything, everything["rule"] != "").select(*CAPTIONS),
+        )
     funnel = _funnel(recipe, tables, len(table), rejected)
     report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
     for line in funnel.lines() if remember else ():  # a plan's scan has left nothing that it could count
@@ -209,9 +212,8 @@ def _without_copies(recipe: Recipe, rows: pl.DataFrame) -> tuple[pl.DataFrame, p
     return kept, said.select(pl.col(name).cast(kind) for name, kind in REJECTED.items())
 
 
-def _of(raw: pl.DataFrame, pixels: pl.DataFrame) -> pl.DataFrame:
-    """The verdicts on contents that are there, in the order of the samples."""
-    contents = raw["content_hash"]
+def _of(contents: pl.Series, pixels: pl.DataFrame) -> pl.DataFrame:
+    """The verdicts on these contents, one for each on which there is any, in their order."""
     if contents.equals(pixels["content_hash"]):
         return pixels
     contents = contents.filter(is_first(contents))
@@ -219,9 +221,13 @@ def _of(raw: pl.DataFrame, pixels: pl.DataFrame) -> pl.DataFrame:
     return pixels[places] if len(places) < len(pixels) or not places.is_sorted() else pixels
 
 
-def _looks(pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
-    """The two columns of each sound content that say what it looks like."""
-    sound = only(pixels, pixels["reason"].is_null()).select("content_hash", "perceptual_hash")
+def _looks(contents: pl.Series, pixels: pl.DataFrame, distance: int) -> pl.DataFrame:
+    """The two columns of each content, all of them sound, that say what it looks like.
+
+    Only these are compared: two that look alike by way of a third, which earlier runs knew and this one does
+    not keep, are no group.
+    """
+    sound = _of(contents, pixels.select("content_hash", "perceptual_hash"))
     groups = duplicate_groups(sound, distance)  # in the same order
     return groups.with_columns(one_colour=sound["perceptual_hash"].is_null())
 

@@ -38,6 +38,7 @@ class Folder:
     root: Path
     output_dir: Path
     captions: dict[str, object] = field(default_factory=dict[str, object])
+    dataset: dict[str, object] = field(default_factory=dict[str, object])
     checks: dict[str, object] = field(default_factory=dict[str, object])
     log: list[str] = field(default_factory=list[str])
     duplicates: str = "keep_first"
@@ -56,6 +57,7 @@ class Folder:
                         "captions": self.captions,
                         "duplicates": self.duplicates,
                         "validation_fraction": self.validation_fraction,
+                        **self.dataset,
                     }
                 ],
                 "cache_dir": str(self.output_dir / "cache"),

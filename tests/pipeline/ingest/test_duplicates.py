@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import imagehash
@@ -188,6 +189,41 @@ def test_a_smaller_distance_tells_more_images_apart(alike: Folder) -> None:
         alike.checks = {"near_duplicate_bits": bits}
         groups[bits] = alike.ingest().table["duplicate_group"].n_unique()
     assert groups[16] < groups[0]
+
+
+@pytest.fixture
+def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Three pictures of which the first and the last look alike only by way of the one between them."""
+    looks = {"first": 0b0, "bridge": 0b1111, "last": 0b1111_1111}
+    edges = {24: "first", 32: "last", 40: "bridge"}
+    monkeypatch.setattr("pipeline.ingest.verdicts.perceptual_hash", lambda image: looks[edges[image.height]])
+    for height, name in edges.items():
+        folder.add(f"{name}.png", folder.picture(height, height))
+    return folder
+
+
+def groups_of(folder: Folder) -> list[set[str]]:
+    table = folder.ingest().table.group_by("duplicate_group").agg("path")
+    return sorted(({*paths} for paths in table["path"]), key=len)
+
+
+def test_I24_a_deleted_image_no_longer_makes_two_others_look_alike(bridged: Folder) -> None:
+    assert groups_of(bridged) == [{"first.png", "bridge.png", "last.png"}]
+    (bridged.root / "bridge.png").unlink()
+    seen_before = bridged.ingest().table
+    assert seen_before["duplicate_group"].to_list() == seen_before["content_hash"].to_list()
+    assert bridged.ingest().table.equals(seen_before)
+
+
+def test_I24_what_a_filter_leaves_out_groups_nothing_whatever_ran_before(
+    bridged: Folder, tmp_path: Path
+) -> None:
+    """Else a run would be another one for having been tried with more images."""
+    bridged.ingest()
+    bridged.dataset = {"filters": {"max_height": 35}}
+    fresh = Folder(bridged.root, tmp_path / "fresh", dataset=bridged.dataset)
+    assert groups_of(bridged) == [{"first.png"}, {"last.png"}]
+    assert bridged.ingest().table.equals(fresh.ingest().table)
 
 
 def test_a_hundred_thousand_hashes_are_grouped() -> None:
