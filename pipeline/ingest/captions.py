@@ -97,6 +97,7 @@ def caption_of(
     if not found:
         fix = "write a caption into it, or remove the image"
         raise ImageError("caption_empty", f"the caption in {where} holds no text", where=where, fix=fix)
+    _require_text(found, where)
     return Caption(found, of)
 
 
@@ -189,7 +190,7 @@ def _in_json(text: str, key: str, where: str) -> list[str]:
     said: Any = None
     try:
         said = json.loads(text.removeprefix("\ufeff"))
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:  # the latter of [[[[...
         detail, fix = (
             f"its caption file is no JSON: {err} ({where})",
             "write it anew, or as a plain text file",
@@ -206,6 +207,18 @@ def _in_json(text: str, key: str, where: str) -> list[str]:
         fix = "set captions.json_key to the key that holds the caption"
         raise ImageError("caption_undecodable", detail, where=where, fix=fix)
     return texts
+
+
+def _require_text(captions: Sequence[str], where: str) -> None:
+    """Nothing, where captions can be stored: JSON's escapes, and some encodings, can say half a character."""
+    try:
+        for caption in captions:
+            caption.encode("utf-8")
+    except UnicodeEncodeError as err:
+        half = f"\\u{ord(err.object[err.start]):04x}"
+        detail = f"its caption has {half}, which is half a character and no text ({where})"
+        fix = "write the whole character; in JSON one beyond \\uffff is two escapes, such as \\ud83d\\ude00"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
 
 
 def _strictly(data: bytes, encoding: str, where: str, fix: str) -> str:

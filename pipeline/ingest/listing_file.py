@@ -133,6 +133,6 @@ def _wrong_lines(kind: str, data: bytes) -> Iterator[tuple[int, str, str]]:
 def _wrong_json(line: bytes) -> str | None:
     try:
         row: Any = json.loads(line) if line.strip() else {}
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:  # the latter of [[[[...
         return f"is no JSON: {err}"
     return None if isinstance(row, dict) else "is no JSON object"

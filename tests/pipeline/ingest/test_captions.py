@@ -183,6 +183,9 @@ def test_of_a_json_file_the_caption_is_what_its_key_holds(tmp_path: Path) -> Non
         ('{"caption": ["a", 3]}', "caption_undecodable", "neither a text nor a list of texts"),
         ('{"caption": null}', "caption_undecodable", "neither a text nor a list of texts"),
         ('{"caption": " "}', "caption_empty", "holds no text"),
+        ('{"caption": "a smile \\ud83d"}', "caption_undecodable", "has \\ud83d, which is half a character"),
+        ('{"caption": ["a", "\\ude00\\ud83d"]}', "caption_undecodable", "has \\ude00"),
+        pytest.param("[" * 200_000, "caption_undecodable", "is no JSON", id="deep"),
     ],
 )
 def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
@@ -193,6 +196,13 @@ def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
     assert caught.value.reason == reason
     assert what in caught.value.detail
     assert caught.value.fix
+
+
+def test_C07_half_a_character_of_any_encoding_is_refused_and_a_whole_one_in_two_escapes_taken(
+    tmp_path: Path,
+) -> None:
+    assert refused(tmp_path, b"+2D0-", encoding="utf-7").reason == "caption_undecodable"
+    assert json_captions(tmp_path, '{"caption": "\\ud83d\\ude00"}') == ("\U0001f600",)
 
 
 def test_C03_a_list_of_captions_in_the_folder_is_told_of(tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_listing_that_cannot_be_used_is_an_error_that_names_it(
             "line 2 is no JSON",
             "one JSON object a line",
         ),
+        pytest.param("a.jsonl", b"[" * 200_000, "line 1 is no JSON", "one JSON object a line", id="deep"),
         ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is no JSON object", "one JSON object a line"),
         (
             "a.jsonl",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import polars as pl
 import pytest
 import skimage
 
@@ -48,6 +49,25 @@ def test_captions_are_rejected_each_with_its_reason(folder: Any) -> None:
         "d/windows.png": "caption_undecodable",
     }
     assert all(result.rejected["fix"].str.len_chars() > 5)
+
+
+def test_C01_one_caption_with_half_a_character_or_endless_brackets_does_not_stop_the_others(
+    folder: Any,
+) -> None:
+    folder.captions = {"suffix": ".json", "shuffle": {"variants": 2}}
+    for name, data in {
+        "good": '{"caption": "a, b"}',
+        "half": r'{"caption": "\ud83d, b"}',
+        "deep": "[" * 200_000,
+    }.items():
+        folder.add(f"{name}.png", caption=None).with_suffix(".json").write_text(data, encoding="utf-8")
+    result = folder.ingest()
+    assert result.table["path"].to_list() == ["good.png"]
+    assert reasons(result) == {"d/half.png": "caption_undecodable", "d/deep.png": "caption_undecodable"}
+    assert all(
+        name in detail
+        for name, detail in result.rejected.select(pl.col("path").str.replace("png", "json"), "detail").rows()
+    )
 
 
 def test_I16_two_images_with_one_stem_share_a_caption_and_are_both_kept(folder: Any) -> None:
