@@ -19,6 +19,7 @@ import polars as pl
 
 from pipeline.columns import beside, is_first, num_distinct, places_in, put_beside, repeated, with_constant
 from pipeline.counting import counted
+from pipeline.errors import DatasetError
 from pipeline.image_formats import ImageError
 from pipeline.images import (
     DECODER,
@@ -139,8 +140,12 @@ def validate(
         tables: Where what earlier runs found out is kept.
         log: Told how far it is; and the funnel, where this is remembered.
         remember: Whether what is found out now is kept for the next run.
+
+    Raises:
+        DatasetError: `raw` was made by a recipe with other datasets, or a listing cannot be used.
     """
     watch = Stopwatch()
+    _require_same_datasets(recipe, raw)
     sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
     listings = {settings.name: table for settings, table in listed_columns(recipe.datasets)}
     chosen, left_out = select(recipe, raw.select(NEEDED[STAGE]["raw_images"]), listings, stage=STAGE)
@@ -172,6 +177,23 @@ def validate(
         log(line)
     refused = validated("rejected", rejected, "what was found invalid")
     return StageResult(validated(STAGE, table, "what was found valid"), refused, report)
+
+
+def _require_same_datasets(recipe: Recipe, raw: pl.DataFrame) -> None:
+    """Nothing, where the recipe still has every dataset of which there are images.
+
+    Raises:
+        DatasetError: It lacks some: one was renamed or removed since the scan.
+    """
+    names = [each.name for each in recipe.datasets]
+    gone = sorted(set(raw["dataset"].unique()).difference(names))
+    if gone:
+        raise DatasetError(
+            f"the table raw_images has images of {', '.join(gone)}, and the recipe's datasets are "
+            + ", ".join(names),
+            where=f"{recipe.source}, datasets",
+            fix="materialize raw_images first: it was made before the recipe was changed",
+        )
 
 
 def _with_rule(recipe: Recipe, chosen: pl.DataFrame) -> pl.DataFrame:

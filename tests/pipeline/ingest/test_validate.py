@@ -11,6 +11,7 @@ import polars as pl
 import pytest
 import skimage
 
+from pipeline.errors import DatasetError
 from pipeline.geometry import Geometry
 from pipeline.images import decode, load_pixels
 
@@ -222,6 +223,21 @@ def test_the_funnel_is_printed_with_the_reasons_of_both_stages(folder: Any) -> N
     assert "1  kept" in folder.log
     assert "1    caption missing" in folder.log
     assert "1    empty file" in folder.log
+
+
+@pytest.mark.parametrize("change", [{}, {"limit": 1}, {"filters": {"min_width": 8}}], ids=str)
+def test_a_dataset_renamed_since_the_scan_is_an_error_that_says_what_to_run(
+    folder: Any, change: dict[str, Any]
+) -> None:
+    folder.add("a.png")
+    folder.scan()
+    folder.dataset = {"name": "renamed", **change}
+    with pytest.raises(
+        DatasetError, match="has images of d, and the recipe's datasets are renamed"
+    ) as raised:
+        folder.validate()
+    assert raised.value.fix.startswith("materialize raw_images first")
+    assert folder.ingest().table["sample_id"].to_list() == ["renamed/a.png"]
 
 
 def test_a_dataset_without_images_gives_empty_tables(folder: Any) -> None:
