@@ -42,6 +42,9 @@ otherwise: 537 MB as RGB; where Pillow too would refuse."""
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """What a verdict about a file's pixels holds for; with another one each file is decoded anew."""
 
+_CODEC_OUT_OF_MEMORY = "out of memory"
+"""Beginning of the OSError, without a number, that Pillow makes of what its decoders in C say."""
+
 File: TypeAlias = Path | SourceFile
 """Where an image lies."""
 
@@ -238,7 +241,7 @@ def _image_error(err: Exception, where: str) -> ImageError:
         return ImageError("unreadable", str(err), where=where, fix=fix)
     if isinstance(err, OSError) and err.errno is not None:
         return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")
-    if isinstance(err, MemoryError):
+    if isinstance(err, MemoryError) or str(err).startswith(_CODEC_OUT_OF_MEMORY):
         fix = "make it smaller, or run on a machine with more memory"
         detail = f"decoding it took more memory than there is ({text})"
         return ImageError("out_of_memory", detail, where=where, fix=fix)

@@ -10,6 +10,7 @@ import numpy as np
 import polars as pl
 import pytest
 import skimage
+from PIL import Image
 
 from pipeline.errors import DatasetError
 from pipeline.geometry import Geometry
@@ -166,13 +167,18 @@ def test_I14_the_recipes_pixel_limit_holds_for_pixels_too(
     assert pixels.shape == (*geometry.target_size, 3)
 
 
+OF_A_CODEC = f"{Image.core.getcodecstatus(-9)} when reading image file"
+"""What Pillow raises where a decoder in C says that it has no memory."""
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(OF_A_CODEC)], ids=repr)
 def test_an_image_that_took_too_much_memory_is_tried_again(
-    folder: Any, monkeypatch: pytest.MonkeyPatch
+    folder: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     folder.add("a.png")
 
     def out_of_memory(*_: object, **__: object) -> None:
-        raise MemoryError
+        raise error
 
     with monkeypatch.context() as scarce:
         scarce.setattr("pipeline.colour.to_srgb", out_of_memory)
