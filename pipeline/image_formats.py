@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from importlib import metadata
 from typing import NamedTuple
 
 from PIL import Image
@@ -115,6 +116,26 @@ def formats_of(start: bytes) -> list[str]:
     """
     kind = sniff(start)
     return [] if kind is None or (kind in _PLUGINS and not _plugged_in(kind)) else [kind]
+
+
+@cache
+def plugin_of(kind: str | None) -> str | None:
+    """The package, with its version, that opens a format for Pillow, such as "pillow-heif-1.8.1".
+
+    None for a format that Pillow opens by itself, and where the package is not there.
+    """
+    if kind not in _PLUGINS:
+        return None
+    package = _PLUGINS[kind].package
+    try:
+        return f"{package}-{metadata.version(package)}"
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def plugins() -> list[str]:
+    """Of all formats, what `plugin_of` has."""
+    return [plugin for kind in _PLUGINS if (plugin := plugin_of(kind)) is not None]
 
 
 @cache

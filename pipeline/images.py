@@ -28,7 +28,7 @@ from PIL import Image
 from pipeline import colour
 from pipeline.colour import Background
 from pipeline.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
-from pipeline.image_formats import ImageError, formats_of, require_image
+from pipeline.image_formats import ImageError, formats_of, plugin_of, plugins, require_image
 from pipeline.source import SourceFile, UnreachableError
 
 PREPROCESSING_VERSION = 1
@@ -40,7 +40,8 @@ MAX_IMAGE_PX = 178_956_970
 otherwise: 537 MB as RGB; where Pillow too would refuse."""
 
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
-"""What a verdict about a file's pixels holds for; with another one each file is decoded anew."""
+"""What a verdict about a file's pixels holds for; with another one each file is decoded anew. See
+`decoder_of`."""
 
 _CODEC_OUT_OF_MEMORY = "out of memory"
 """Beginning of the OSError, without a number, that Pillow makes of what its decoders in C say."""
@@ -132,6 +133,17 @@ def decode(
         orientation = _orientation(image) if image.format in {"TIFF", "PNG"} else first_open
         rgb = colour.to_srgb(image, background)
         return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+
+
+def decoder_of(kind: str | None) -> str:
+    """What a verdict about a file of this format holds for: `DECODER`, and a plug-in where one opens it."""
+    plugin = plugin_of(kind)
+    return DECODER if plugin is None else f"{DECODER} {plugin}"
+
+
+def decoders() -> list[str]:
+    """All that `decoder_of` may say now; the verdict of another is none any more."""
+    return [DECODER, *(f"{DECODER} {plugin}" for plugin in plugins())]
 
 
 def load_pixels(

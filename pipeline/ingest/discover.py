@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.image_formats import ImageError
-from pipeline.images import DECODER, changed_error, one_image, read_header
+from pipeline.image_formats import ImageError, sniff
+from pipeline.images import changed_error, decoder_of, decoders, one_image, read_header
 from pipeline.ingest.funnel import by_reason, printable, refusal
 from pipeline.ingest.gathered import Gathered, Rows
 from pipeline.ingest.known import REFUSED, read_refused, write_refused
@@ -101,7 +101,7 @@ def _same_files(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     if not known["sample_id"].equals(now["sample_id"]):
         now = known.select("sample_id").join(now, on="sample_id", how="left", maintain_order="left")
     settled = known["ctime_ns"] + CLOCK_GRANULARITY_NS < known["scanned_ns"]
-    holds = settled & (known["decoder"] == DECODER)
+    holds = settled & known["decoder"].is_in(decoders())
     for name in ("path", *STAT):
         holds &= (known[name] == now[f"now_{name}"]).fill_null(value=False)
     return only(known, holds)
@@ -129,13 +129,15 @@ def _read_all(
 
 def _read(source: Source, path: str, listed: Stat, *, max_px: int) -> Row:
     """What the table says of one file, or why it is rejected. The stat is of the file that was read."""
-    said: Row = {"scanned_ns": time.time_ns(), "decoder": DECODER}
+    said: Row = {"scanned_ns": time.time_ns()}
     where = source.where(path)
     try:
         with one_image(where), source.open(path, listed[0]) as opened:
             stat = _stat(source, opened, listed)
             content_hash = hashlib.file_digest(opened, "sha256").hexdigest()
             said |= {**stat, "content_hash": content_hash}
+            opened.seek(0)
+            said["decoder"] = decoder_of(sniff(opened.read(64)))
             opened.seek(0)
             header = read_header(opened, max_px=max_px)
             if _stat(source, opened, listed) != stat:

@@ -7,7 +7,7 @@ empty: then everything is looked at anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -83,9 +83,9 @@ class Known:
         self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
         """As `CAPTIONS`."""
 
-    def pixels(self, decoder: str) -> pl.DataFrame:
-        """The verdicts of this decoder."""
-        return only(self._pixels, self._pixels["decoder"] == decoder)
+    def pixels(self, decoders: Sequence[str]) -> pl.DataFrame:
+        """The verdicts of these decoders."""
+        return only(self._pixels, self._pixels["decoder"].is_in(decoders))
 
     def write(self, pixels: pl.DataFrame, captions: pl.DataFrame) -> None:
         """Replace those of which anything has changed."""

@@ -45,7 +45,7 @@ from pipeline.ingest.listed import captions_by_path, focus_by_path, focus_of, li
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.selection import select
 from pipeline.ingest.variants import variants
-from pipeline.ingest.verdicts import Verdicts, judge, judge_name
+from pipeline.ingest.verdicts import Verdicts, judge, judges
 from pipeline.needed_columns import NEEDED
 from pipeline.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.source import Source, source_at, threads_for
@@ -152,7 +152,7 @@ def validate(
     if len(left_out):
         log(counted(len(left_out), "image is", "images are") + " left out by filters and limits")
     known = Known(tables)
-    before = known.pixels(judge_name())
+    before = known.pixels(judges())
     log(f"{counted(len(chosen), 'image')} to judge; earlier runs decoded {counted(len(before), 'content')}")
     verdicts = judge(recipe, sources, chosen, before, log=log)
     captions = _Captions.of(recipe, sources, listings)

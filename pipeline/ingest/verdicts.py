@@ -13,12 +13,22 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import polars as pl
 
-from pipeline.columns import is_first, put_beside, with_constant
+from pipeline.columns import is_first, put_beside
 from pipeline.geometry import Size
-from pipeline.image_formats import ImageError
-from pipeline.images import DECODER, File, changed_error, decode, hash_bytes, one_image, read_bytes
+from pipeline.image_formats import ImageError, sniff
+from pipeline.images import (
+    File,
+    changed_error,
+    decode,
+    decoder_of,
+    decoders,
+    hash_bytes,
+    one_image,
+    read_bytes,
+)
 from pipeline.ingest.duplicates import HASH_VERSION, perceptual_hash
 from pipeline.ingest.funnel import refusal
 from pipeline.ingest.gathered import Gathered, Rows, rows_at
@@ -101,6 +111,7 @@ def judge(
 
     contents = only(unknown, first)
     fresh, places = Gathered(_SAID), array("q")
+    named, judge_of = dict[str, int](), array("B")
     threads = threads_for(sources.values())
     decoded = in_threads(answers_of, Rows(contents), log=log, doing="images decoded", threads=threads)
     for place, answers in enumerate(decoded):
@@ -111,29 +122,31 @@ def judge(
             said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
             fresh.add({**said, "perceptual_hash": last.perceptual_hash})
             places.append(place)
+            judge_of.append(named.setdefault(last.judge, len(named)))
         for row, answer in zip(group, answers, strict=False):
             if answer.error is not None:
                 verdicts.by_sample[row["sample_id"]] = answer.error
-    verdicts.table = _with_more(known, rows_at(contents, places), fresh.frame())
+    by = pl.Series("decoder", list(named), dtype=pl.String)[np.frombuffer(judge_of, np.uint8)]
+    verdicts.table = _with_more(known, rows_at(contents, places), fresh.frame(), by)
     for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
         error = ImageError(row["reason"], row["detail"], fix=row["fix"])
         verdicts.refused[row["content_hash"]] = error
     return verdicts
 
 
-def _with_more(known: pl.DataFrame, contents: pl.DataFrame, said: pl.DataFrame) -> pl.DataFrame:
+def _with_more(
+    known: pl.DataFrame, contents: pl.DataFrame, said: pl.DataFrame, by: pl.Series
+) -> pl.DataFrame:
     """The verdicts known, and those said now of other contents."""
     if said.is_empty():
         return known
-    made = with_constant(
-        put_beside(contents.select("content_hash"), said), "decoder", judge_name(), pl.String
-    )
+    made = put_beside(put_beside(contents.select("content_hash"), said), by.to_frame())
     return pl.concat([known, made.select(PIXELS.keys())])
 
 
-def judge_name() -> str:
-    """What a verdict about pixels depends on beside them."""
-    return f"{DECODER} {HASH_VERSION}"
+def judges() -> list[str]:
+    """What verdicts about pixels may depend on beside them, for files of one format or another."""
+    return [f"{decoder} {HASH_VERSION}" for decoder in decoders()]
 
 
 class _Decoded(NamedTuple):
@@ -142,15 +155,19 @@ class _Decoded(NamedTuple):
     Attributes:
         error: Why it is not the sound image that the scan saw; None where it is.
         perceptual_hash: Of a sound one that is not of one colour.
+        judge: Of `judges`, the one of its format; empty where it could not be read.
     """
 
     error: ImageError | None
     perceptual_hash: int | None = None
+    judge: str = ""
 
 
 def _decoded(file: File, row: Row, max_px: int) -> _Decoded:
+    judge = ""
     try:
         data = read_bytes(file)
+        judge = f"{decoder_of(sniff(data[:64]))} {HASH_VERSION}"
         if hash_bytes(data) != row["content_hash"]:
             raise changed_error(file)
         is_big = row["height"] * row["width"] > BIG_IMAGE_PX
@@ -160,6 +177,6 @@ def _decoded(file: File, row: Row, max_px: int) -> _Decoded:
         if size != (row["height"], row["width"]):
             detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"
             raise ImageError("size_disagrees", detail, where=str(file), fix="export it again, or remove it")
-        return _Decoded(None, perceptual_hash(image))
+        return _Decoded(None, perceptual_hash(image), judge)
     except ImageError as err:
-        return _Decoded(err)
+        return _Decoded(err, None, judge)

@@ -105,7 +105,7 @@ def test_a_moved_file_and_a_new_decoder_are_read_again(
     path.rename(folder.root / "b.png")
     assert folder.scan().report["read"] == 1
     assert folder.scan().report["read"] == 0
-    monkeypatch.setattr("pipeline.ingest.discover.DECODER", "another")
+    monkeypatch.setattr("pipeline.images.DECODER", "another")
     assert folder.scan().report["read"] == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import skimage
 from PIL import Image
 
+from pipeline import image_formats
 from pipeline.errors import DatasetError
 from pipeline.geometry import Geometry
 from pipeline.images import decode, load_pixels
@@ -118,9 +120,37 @@ def test_another_decoder_decodes_all_again(folder: Any, monkeypatch: pytest.Monk
     folder.add("a.png")
     folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
     folder.ingest()
-    for module in ("discover", "verdicts"):
-        monkeypatch.setattr(f"pipeline.ingest.{module}.DECODER", "another")
+    monkeypatch.setattr("pipeline.images.DECODER", "another")
     assert folder.ingest().report["decoded"] == 2
+
+
+def test_another_version_of_a_plug_in_looks_at_its_files_again_and_at_no_others(
+    folder: Any, settled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A phone's photograph that an old plug-in could not open is not refused for ever."""
+    heif = pytest.importorskip("pillow_heif")
+    file = io.BytesIO()
+    heif.from_pillow(Image.open(io.BytesIO(folder.picture(1, 64, 64)))).save(file)
+    folder.add("a.png")
+    folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
+    folder.add("whole.heic", file.getvalue())
+    folder.add("torn.heic", file.getvalue()[:-50])
+    folder.add("newer.heic", b"\0\0\0\x18ftypheic" + bytes(40))
+    settled()
+
+    def work() -> tuple[int, int]:
+        """How many files were read, and how many contents decoded."""
+        return folder.scan().report["read"], folder.validate().report["decoded"]
+
+    assert work() == (5, 4)
+    assert work() == (0, 0)
+    with monkeypatch.context() as other:
+        other.setattr("pipeline.image_formats.plugin_of", image_formats.plugin_of.__wrapped__)
+        other.setattr("pipeline.images.plugin_of", image_formats.plugin_of)
+        other.setattr("pipeline.image_formats.metadata.version", lambda package: "0.1")
+        assert work() == (3, 2)
+        assert work() == (0, 0)
+    assert work() == (3, 2)
 
 
 @pytest.mark.parametrize("known", [False, True])
