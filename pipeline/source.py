@@ -137,7 +137,9 @@ class LocalSource(Source):
         """As `Source.stat_of`: what the system says of it now."""
         del listed
         stat = os.fstat(file.fileno())
-        return _stat(stat) if S_ISREG(stat.st_mode) else None
+        if not S_ISREG(stat.st_mode):
+            return None
+        return (stat.st_size, signed(stat.st_mtime_ns), signed(stat.st_ctime_ns), signed(stat.st_ino))
 
     def file(self, path: str) -> Path:
         """As `Source.file`."""
@@ -183,9 +185,12 @@ def open_unblocked(path: str) -> io.BufferedReader:
     return open(path, "rb", opener=_opener)
 
 
-def signed(inode: int) -> int:
-    """An inode number as the tables hold it; some file systems use all 64 bits, a column 63 and a sign."""
-    return inode - (inode >> 63 << 64)
+def signed(number: int) -> int:
+    """A number of a stat as the tables hold it, in 63 bits and a sign.
+
+    Some file systems use all 64 for inodes; and nanoseconds take more in 2262, which a file may be dated.
+    """
+    return number if -(2**63) <= number < 2**63 else (number + 2**63) % 2**64 - 2**63
 
 
 def _opener(path: str, flags: int) -> int:
@@ -193,8 +198,11 @@ def _opener(path: str, flags: int) -> int:
 
 
 def stat_columns(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
-    """Stats as int64 (N, 4)."""
-    return np.array(stats, dtype=np.int64).reshape(-1, 4)
+    """Stats as int64 (N, 4), each number as `signed` has it."""
+    try:
+        return np.array(stats, dtype=np.int64).reshape(-1, 4)
+    except OverflowError:
+        return np.array([list(map(signed, stat)) for stat in stats], dtype=np.int64)
 
 
 def _stat_or_none(path: str) -> Stat:
@@ -202,8 +210,4 @@ def _stat_or_none(path: str) -> Stat:
         stat = os.stat(path)  # noqa: PTH116 - a hundred thousand times, and without making a Path
     except OSError:
         return NO_FILE
-    return _stat(stat)
-
-
-def _stat(stat: os.stat_result) -> Stat:
-    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino))
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)

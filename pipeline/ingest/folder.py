@@ -60,9 +60,9 @@ class FoundFiles:
         """One more."""
         self.add(found.path, found[1:])
 
-    def add(self, path: str, numbers: tuple[int, int, int, int, int]) -> None:
+    def add(self, path: str, numbers: Sequence[int]) -> None:
         """One more, by what `Found` says beside its path."""
-        self._numbers.extend(numbers)
+        self._extend(numbers)
         self.paths.append(path)
 
     def extend(self, folder: str, names: Sequence[str], numbers: list[int]) -> None:
@@ -71,14 +71,9 @@ class FoundFiles:
         Args:
             folder: Empty, or ending with a slash.
             names: Of the files in it.
-            numbers: What `Found` says beside a path, one file's after another's; inode and device may be
-                without a sign.
+            numbers: What `Found` says beside a path, one file's after another's.
         """
-        try:
-            self._numbers.extend(numbers)
-        except OverflowError:
-            del self._numbers[5 * len(self.paths) :]
-            self._numbers.extend(signed(number) if number > 0 else number for number in numbers)
+        self._extend(numbers)
         self.paths.extend(folder, names)
 
     def __len__(self) -> int:
@@ -89,6 +84,14 @@ class FoundFiles:
         """In the order in which they were met."""
         for row, path in enumerate(self.paths):
             yield Found(path, *self._numbers[5 * row : 5 * row + 5])
+
+    def _extend(self, numbers: Sequence[int]) -> None:
+        """With numbers as a stat has them, or as `signed` has these."""
+        try:
+            self._numbers.extend(numbers)
+        except OverflowError:
+            del self._numbers[5 * len(self.paths) :]
+            self._numbers.extend(map(signed, numbers))
 
     def stats(self) -> npt.NDArray[np.int64]:
         """Of each file its size, times, inode and device: int64 (N, 5)."""

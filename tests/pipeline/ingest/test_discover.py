@@ -109,6 +109,28 @@ def test_a_moved_file_and_a_new_decoder_are_read_again(
     assert folder.scan().report["read"] == 1
 
 
+def test_I18_files_dated_by_a_broken_clock_are_taken_and_known_again(folder: Any, settled: Settled) -> None:
+    """From 2262 on the nanoseconds do not fit into a column."""
+    named = {"a.png": folder.add("a.png"), "é.png": folder.add("é.png"), "sub/b": folder.add("sub/b")}
+    link = folder.root / "link.png"
+    link.symlink_to(folder.add("../beside.png"))
+    link.with_suffix(".txt").write_text("a caption")
+    date_ns = 10_500_000_000 * 10**9  # September 2302
+    for path in (*named.values(), *folder.root.rglob("*.txt"), link):
+        os.utime(path, ns=(date_ns, date_ns))
+    if link.stat().st_mtime_ns != date_ns:
+        pytest.skip("this file system knows no such date")
+    assert folder.ingest().report["kept"] == 4
+    settled()
+    again = folder.scan().report
+    assert (again["read"], again["unchanged"]) == (0, 4)
+    assert folder.validate().report["kept"] == 4
+    listing = folder.root.with_name("all.csv")
+    listing.write_text("path\na.png\nsub/b\n", encoding="utf-8")
+    folder.dataset = {"path": str(listing), "images": str(folder.root)}
+    assert folder.scan().report["unchanged"] == 2
+
+
 def test_I23_a_repaired_image_is_looked_at_again(folder: Any, settled: Settled) -> None:
     path = folder.add("a.png", b"")
     assert len(folder.scan().rejected) == 1

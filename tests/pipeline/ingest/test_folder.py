@@ -160,6 +160,7 @@ def test_captions_are_told_from_other_files(tmp_path: Path) -> None:
 
 def test_inode_numbers_of_64_bits_fit_the_tables() -> None:
     assert [signed(inode) for inode in (5, 2**63 - 1, 2**63, 2**64 - 1)] == [5, 2**63 - 1, -(2**63), -1]
+    assert [signed(time_ns) for time_ns in (-(2**63), -(2**63) - 1, 2**64 + 7)] == [-(2**63), 2**63 - 1, 7]
 
 
 def test_files_of_one_folder_come_as_if_one_by_one_also_with_inode_numbers_of_64_bits() -> None:
