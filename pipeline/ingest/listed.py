@@ -140,10 +140,14 @@ def _chosen(settings: DatasetSettings, table: pl.DataFrame) -> pl.DataFrame:
 def focus_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[float, float]]:
     """Of each path, the point to keep in view: shares of the width and of the height, 0.5 where none is said.
 
+    Of a path that is listed several times the first row counts, of those for which `filters.where` is true.
+
     Raises:
-        DatasetError: A column does not hold numbers.
+        DatasetError: A column does not hold numbers; or as `paths_where`.
     """
     assert settings.focus_columns is not None
+    if settings.filters.where is not None:
+        table = _chosen(settings, table)
     rows = table.select(settings.path_column)
     for name in settings.focus_columns:
         try:

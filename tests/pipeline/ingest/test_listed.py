@@ -314,6 +314,21 @@ def test_a_focus_from_the_listing_decides_the_crop(folder: Path) -> None:
     }
 
 
+def test_of_an_image_in_several_rows_the_focus_is_that_of_the_first_that_is_chosen(folder: Path) -> None:
+    focuses = [(0.1, 0.2, 3), (2.0, 2.0, 1), (0.3, 0.4, 7), (0.5, 0.6, 8)]
+    rows = [ROWS[0] | {"x": x, "y": y, "score": score} for x, y, score in focuses]
+    listing = write(folder, "csv", rows)
+    settings = {
+        "captions": {"from": "fixed", "text": "a"},
+        "focus_columns": ("x", "y"),
+        "buckets": {"crop": "focus"},
+    }
+    for where, focus in (("score > 1", (0.1, 0.2)), ("score > 5", (0.3, 0.4))):
+        kept, rejected = run(recipe(listing, filters={"where": where}, **settings))
+        assert rejected == {}
+        assert kept.select("focus_x", "focus_y").rows() == [focus]
+
+
 @pytest.mark.parametrize("wrong", [1.01, -0.5, float("nan")])
 def test_a_focus_outside_of_the_image_is_rejected(folder: Path, wrong: float) -> None:
     listing = write(folder, "parquet", [ROWS[0] | {"x": 0.5, "y": wrong}])
