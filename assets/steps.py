@@ -22,7 +22,14 @@ from dagster import (
     OpDefinition,
     Out,
 )
+from dagster._core.definitions.assets.job.asset_layer import AssetLayer
+from dagster._core.definitions.dependency import NodeHandle
 from dagster._core.definitions.output import OutputDefinition
+from dagster._core.definitions.resource_requirement import (
+    OpDefinitionResourceRequirement,
+    OutputManagerRequirement,
+    ResourceRequirement,
+)
 
 from assets.checks import answers
 from assets.isolation import isolation_result, require_isolated
@@ -36,8 +43,8 @@ from resources.tables import COLUMNS
 _TABLE = "result"
 
 
-class _Answer(Out):
-    """The output that a check's answer is: of one name it is one definition, in all recipes."""
+class _Output(Out):
+    """The table, or a check's answer: of one name it is one definition, in all recipes."""
 
     _made: ClassVar[dict[str, OutputDefinition]] = {}
 
@@ -48,6 +55,21 @@ class _Answer(Out):
         if known not in self._made:
             self._made[known] = super().to_definition(annotation_type, name, description, code_version)
         return self._made[known]
+
+
+class _Step(OpDefinition):
+    """A step that reads and writes tables alone."""
+
+    def get_resource_requirements(
+        self, handle: NodeHandle | None, asset_layer: AssetLayer | None
+    ) -> Iterator[ResourceRequirement]:
+        """Each resource once; Dagster's own names it for every answer, several times for each job."""
+        whose = f"{self.node_type_str} '{handle or self.name}'"
+        for name in sorted(self.required_resource_keys):
+            yield OpDefinitionResourceRequirement(key=name, node_description=whose)
+        managers = {each.io_manager_key: each.name for each in self.output_defs}
+        for manager, name in managers.items():
+            yield OutputManagerRequirement(key=manager, node_description=whose, output_name=name)
 
 
 @dataclass(frozen=True)
@@ -88,7 +110,7 @@ class AssetStep:
         ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
             return self._run(recipe, context, inputs)
 
-        step = OpDefinition(
+        step = _Step(
             compute,
             name=key.to_python_identifier(),
             description=self.description,
@@ -135,14 +157,15 @@ class AssetStep:
                 yield from answers(recipe, self.name, asked)
 
     @cached_property
-    def _ins(self) -> dict[str, In]:
+    def _ins(self) -> dict[str, Any]:
         columns = {name: needed_columns(self.name, table) for name, table in self.reads.items()}
         return {
-            name: In(metadata=None if of is None else {COLUMNS: list(of)}) for name, of in columns.items()
+            name: In(metadata=None if of is None else {COLUMNS: list(of)}).to_definition(name)
+            for name, of in columns.items()
         }
 
     @cached_property
     def _outs(self) -> dict[str, Out]:
-        table = Out(io_manager_key=TABLES_RESOURCE, is_required=False)
-        answer = _Answer(Nothing, is_required=False)
+        table = _Output(io_manager_key=TABLES_RESOURCE, is_required=False)
+        answer = _Output(Nothing, is_required=False)
         return {_TABLE: table, **{check.name: answer for check in specs_of(self.name)}}
