@@ -9,6 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings, outliers
 from pipeline.checks.conservation import conserved
+from pipeline.checks.reasons import nothing_left
 from pipeline.counting import counted, verb
 from pipeline.geometry import Size, not_multiples
 
@@ -41,7 +42,7 @@ def run(context: CheckContext) -> list[Finding]:
         "conservation": conserved(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),
         "file_size_outliers": _file_size_outliers(table),
-        "batches_possible": _batches_possible(context.recipe, table),
+        "batches_possible": _batches_possible(context, table),
         "underfilled": _underfilled(context.recipe, table),
         "crop_loss": _crop_loss(context.recipe, table),
     }
@@ -120,8 +121,13 @@ def _taken(recipe: Recipe) -> str:
     return f"a batch of {training.batch_size} on {counted(processes, 'process', 'processes')}"
 
 
-def _batches_possible(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
     """With `drop` a bucket that fills no batch would never be trained on (FAILURES B01, B09)."""
+    recipe = context.recipe
+    if table.is_empty():
+        stages = ("raw_images", "validated_dataset", STAGE)
+        rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
+        return nothing_left(rejected, "materialize validated_dataset and aspect_buckets again")
     few, numbers = _batches(recipe, table)
     if recipe.buckets.underfilled != "drop" or few.is_empty():
         share = numbers["in_full_batches"]

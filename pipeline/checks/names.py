@@ -50,7 +50,7 @@ PATH_ISOLATION = _gate(
 
 _FRACTION = _gate(
     "rejected_fraction",
-    "The share of rejected samples is at most checks.max_rejected_fraction.",
+    "Samples are left, and the share of rejected ones is at most checks.max_rejected_fraction.",
     (
         "Repair or remove what rejected.parquet lists, the most frequent reason first, or "
         "raise checks.max_rejected_fraction."
@@ -179,7 +179,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _gate(
             "batches_possible",
-            "Each bucket fills a batch of all processes, where buckets.underfilled drops what does not.",
+            "Samples are left, and each bucket fills a batch of all processes, where buckets.underfilled "
+            "drops what does not.",
             "Set buckets.underfilled to partial or repeat, or lower batch_size or the number of processes.",
         ),
         _warning(

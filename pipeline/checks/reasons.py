@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import polars as pl
 
+from pipeline.checks.base import Outcome
+from pipeline.counting import counted
+
 MAX_FIXES = 3
 """Reasons that are told: the three most useful things to do."""
+
+SHOWN = ("sample_id", "reason", "detail", "fix")
+"""Of a rejected row, what a finding shows."""
 
 
 def fixes(rejected: pl.DataFrame, *, otherwise: str = "") -> str:
@@ -29,6 +35,23 @@ def fixes(rejected: pl.DataFrame, *, otherwise: str = "") -> str:
         left = int(told["count"][MAX_FIXES:].sum())
         lines.append(f"{left:,} for other reasons: tables/rejected.parquet has the fix of each")
     return "\n".join([*lines, otherwise] if otherwise else lines)
+
+
+def nothing_left(rejected: pl.DataFrame, otherwise: str) -> Outcome:
+    """The gate's answer where no sample is left (FAILURES I08, B08); no recipe opens it.
+
+    Args:
+        rejected: Of all stages so far; what filters, limits and settings left out counts too.
+        otherwise: The fix where nothing was rejected.
+    """
+    numbers = {"rejected": len(rejected), "left": 0}
+    if rejected.is_empty():
+        return Outcome(False, "no sample is left, and none was rejected", otherwise, (), numbers, final=True)
+    reasons = rejected.group_by("reason").len().sort("len", "reason", descending=[True, False])
+    told = ", ".join(f"{count:,} {reason}" for reason, count in reasons.iter_rows())
+    summary = f"no sample is left of {counted(len(rejected), 'image')}: {told}"
+    rows = most_frequent_first(rejected).select(SHOWN).rows(named=True)
+    return Outcome(False, summary, fixes(rejected), rows, numbers, final=True)
 
 
 def most_frequent_first(rejected: pl.DataFrame) -> pl.DataFrame:

@@ -9,15 +9,13 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.cache_entries import AT_ONCE, REPAIR, Problems
-from pipeline.checks.reasons import fixes, most_frequent_first
+from pipeline.checks.reasons import SHOWN, fixes, most_frequent_first, nothing_left
 from pipeline.counting import counted, verb
 from pipeline.entries import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries
 from pipeline.geometry import Placement, placement_of
 from pipeline.tables import in_order, not_asked_for, only
 
 STAGE = "vae_latents"
-
-_SHOWN = ("sample_id", "reason", "detail", "fix")
 
 _NAMES = ("sample_id", "bucket", "flipped")
 
@@ -135,8 +133,11 @@ def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
 
 def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     """Of all images that were found, the share that the stages up to here rejected."""
-    stages = ("raw_images", "validated_dataset", STAGE)  # aspect_buckets rejects only what it was asked to
-    everything = pl.concat([context.tables.read_rejected(stage) for stage in stages]).filter(not_asked_for())
+    left_out = context.tables.read_rejected()
+    if not kept:
+        return nothing_left(left_out, REPAIR)
+    # aspect_buckets rejects only what it was asked to
+    everything = left_out.filter(not_asked_for() & (pl.col("stage") != "aspect_buckets"))
     here = everything.filter(pl.col("stage") == STAGE)
     total, limit = kept + len(everything), context.recipe.checks.max_rejected_fraction
     fraction = len(everything) / total if total else 0.0
@@ -146,10 +147,7 @@ def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
         f"{len(everything):,} of {counted(total, 'image')} {verb(len(everything), 'is', 'are')} rejected, "
         f"{len(here):,} of them here ({fraction:.1%}, the limit is {limit:.1%})"
     )
-    rows = most_frequent_first(everything).select(_SHOWN).rows(named=True)
-    if not kept:
-        fix = fixes(everything) if total else REPAIR
-        return Outcome(False, f"no sample is left; {summary}", fix, rows, numbers)
+    rows = most_frequent_first(everything).select(SHOWN).rows(named=True)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
     fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")

@@ -9,7 +9,7 @@ import polars as pl
 
 from pipeline.checks.base import CheckContext, Finding, Outcome, findings
 from pipeline.checks.conservation import conserved
-from pipeline.checks.reasons import fixes, most_frequent_first
+from pipeline.checks.reasons import SHOWN, fixes, most_frequent_first, nothing_left
 from pipeline.counting import counted, verb
 from pipeline.image_formats import ImageError
 from pipeline.images import File, hash_bytes, read_bytes
@@ -36,8 +36,6 @@ _COLUMNS = (
     *("duplicate_group", "one_colour", "caption_from"),
 )
 """Of validated_dataset, likewise."""
-
-_SHOWN = ["sample_id", "reason", "detail", "fix"]
 
 
 def run(context: CheckContext) -> list[Finding]:
@@ -89,7 +87,7 @@ def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> pl.DataFrame:
 
 
 def _shown(rejected: pl.DataFrame) -> list[dict[str, Any]]:
-    return most_frequent_first(rejected).select(_SHOWN).rows(named=True)
+    return most_frequent_first(rejected).select(SHOWN).rows(named=True)
 
 
 def _captions_unshared(table: pl.DataFrame) -> Outcome:
@@ -117,7 +115,10 @@ def _captions_unshared(table: pl.DataFrame) -> Outcome:
 
 def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     """Of all that was found, the share that this stage and the scan rejected."""
-    everything = pl.concat([context.tables.read_rejected("raw_images"), rejected]).filter(not_asked_for())
+    left_out = pl.concat([context.tables.read_rejected("raw_images"), rejected])
+    if table.is_empty():
+        return nothing_left(left_out, "put images into the folders that datasets[].path name")
+    everything = left_out.filter(not_asked_for())
     total = len(table) + len(everything)
     fraction = len(everything) / total if total else 0.0
     limit = context.recipe.checks.max_rejected_fraction
@@ -129,9 +130,6 @@ def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.
         f"({fraction:.1%}, the limit is {limit:.1%})"
     )
     summary += f": {told}" if told else ""
-    if total and table.is_empty():
-        fix = fixes(everything) if len(everything) else "see datasets[].filters: they left everything out"
-        return Outcome(False, f"no sample is left; {summary}", fix, _shown(everything), numbers)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
     fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")

@@ -91,11 +91,15 @@ def _limits(filters: FilterSettings) -> list[tuple[str, float]]:
 
 def _refused(rows: pl.DataFrame, reasons: pl.Series, settings: DatasetSettings) -> pl.DataFrame:
     """Rejected rows without their stage."""
-    said = {f"{ASKED_FOR}{name}": f"{name} is {value}" for name, value in _limits(settings.filters)}
-    said[f"{ASKED_FOR}where"] = f"where is {settings.filters.where}"
-    said[f"{ASKED_FOR}limit"] = f"limit is {settings.limit}"
+    asked = [(name, f"filters.{name}", value) for name, value in _limits(settings.filters)]
+    asked += [("where", "filters.where", settings.filters.where), ("limit", "limit", settings.limit)]
+    said = {f"{ASKED_FOR}{name}": f"{key} is {value}" for name, key, value in asked}
+    fixes = {
+        f"{ASKED_FOR}{name}": f"change {key} of the dataset {settings.name}, which is {value}"
+        for name, key, value in asked
+    }
     size = pl.format("it has {}x{} pixels (height x width), ", "height", "width")
     return rows.with_columns(reasons.alias("reason")).with_columns(
         detail=size + pl.col("reason").replace_strict(said, return_dtype=pl.String),
-        fix=pl.lit(f"change filters or limit of the dataset {settings.name} to use it"),
+        fix=pl.col("reason").replace_strict(fixes, return_dtype=pl.String),
     )

@@ -7,6 +7,8 @@ from pathlib import Path
 import polars as pl
 from dagster import AssetKey, AssetSelection, ExecuteInProcessResult
 
+from tests.e2e.words import refused
+
 
 def key(asset: str) -> AssetKey:
     return AssetKey(["small", asset])
@@ -86,6 +88,18 @@ def test_a_gate_that_the_recipe_allows_warns_and_lets_the_rest_through(cached) -
     evaluation = evaluations[key("validated_dataset"), "captions_present"]
     assert (evaluation.passed, evaluation.severity.value) == (False, "WARN")
     assert cached.report("vae_latents")["samples"] == 4
+
+
+def test_I08_filters_that_leave_nothing_end_the_job_before_any_process_and_are_named(fresh) -> None:
+    dataset = {"name": "photos", "path": str(fresh.data), "filters": {"min_width": 5000}}
+    fresh.recipe(datasets=[dataset])
+    done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    words = refused(done)
+    assert "rejected_fraction: no sample is left of 5 images: 5 filter_min_width" in words.what
+    assert "change filters.min_width of the dataset photos, which is 5000" in words.fix
+    assert "pipeline.entrypoints" not in done.stderr
+    assert not (fresh.out / "reports" / "text_embeddings.json").exists()
+    assert not list(fresh.cache.rglob("*.safetensors"))
 
 
 def test_O02_on_the_command_line_a_closed_gate_is_a_status_and_ends_in_what_where_fix(cached) -> None:

@@ -75,6 +75,23 @@ def test_images_that_lose_much_to_the_crop_are_listed_worst_first(folder: Any, t
     assert found(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
 
 
+def test_B08_images_that_are_all_too_small_close_the_gate_with_their_fix(folder: Any, tiny_sd: Path) -> None:
+    folder.add("small.png", folder.picture(1, 24, 24))
+    recipe = folder.recipe
+    buckets = recipe.buckets.model_copy(update={"upscale": "never", "small_images": "reject"})
+    recipe = recipe.model_copy(
+        update={"buckets": buckets, "model": recipe.model.model_copy(update={"base": str(tiny_sd)})}
+    )
+    result = assign_buckets(recipe, folder.ingest().table, log=folder.log.append)
+    folder.tables.write("aspect_buckets", result.table)
+    folder.tables.write_rejected("aspect_buckets", result.rejected)
+    (gate,) = (each for each in aspect_buckets.run(CheckContext(recipe, folder.tables)) if not each.passed)
+    assert gate.name == "batches_possible"
+    assert gate.closes
+    assert gate.summary == "no sample is left of 1 image: 1 too_small"
+    assert "buckets.small_images: own_bucket" in gate.fix
+
+
 def test_what_the_recipe_leaves_out_is_conserved_and_has_a_reason(folder: Any, tiny_sd: Path) -> None:
     folder.add("small.png", folder.picture(1, 24, 24))
     folder.add("large.png", folder.picture(2, 80, 80))

@@ -180,6 +180,21 @@ def test_an_image_rejected_here_counts_against_the_limit_and_not_against_complet
     assert job.failing("vae_latents", lenient) == {}
 
 
+def test_I08_where_no_latent_is_left_the_fix_is_that_of_what_left_the_images_out(job: Job) -> None:
+    tables = job.tables
+    kept = tables.read("validated_dataset", ("sample_id", "dataset", "path", "content_hash"))
+    why = {"stage": "validated_dataset", "reason": "filter_min_width", "detail": "it is", "fix": "lower it"}
+    columns = tables.read_rejected().columns
+    left_out = kept.with_columns(pl.lit(text).alias(name) for name, text in why.items())
+    tables.write_rejected("validated_dataset", left_out.select(columns))
+    for asset in ("validated_dataset", "aspect_buckets", "vae_latents"):
+        tables.write(asset, tables.read(asset).clear())
+    finding = job.failing("vae_latents")["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary == "no sample is left of 5 images: 5 filter_min_width"
+    assert "lower it" in finding.fix
+
+
 def test_an_entry_is_read_only_if_its_stat_has_changed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     from pipeline import store
 

@@ -169,6 +169,34 @@ def test_too_many_rejections_of_both_stages_close_the_gate_and_none_left_always_
     assert closed(checked(validated_dataset, folder)) == ["rejected_fraction"]
 
 
+def test_I08_filters_that_leave_nothing_close_the_gate_for_good_and_are_named(folder: Any) -> None:
+    for index in range(3):
+        folder.add(f"{index}.png")
+    folder.add("bare.png", caption=None)
+    folder.add("wide.png", folder.picture(9, 24, 400), caption=None)
+    folder.dataset = {"filters": {"min_height": 30, "max_aspect_ratio": 5.0}}
+    folder.checks = {"max_rejected_fraction": 1.0, "allow": ["rejected_fraction", "captions_present"]}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary.startswith("no sample is left of 5 images: 5 filter_min_height")
+    assert "change filters.min_height of the dataset d, which is 30" in finding.fix
+    assert "checks.allow" not in finding.fix
+    assert len(finding.rows) == 5
+
+
+def test_I08_a_limit_of_filters_and_captions_together_names_whichever_removed_most(folder: Any) -> None:
+    for index in range(3):
+        folder.add(f"{index}.png")
+    folder.add("large.png", folder.picture(9, 80, 80), caption=None)
+    folder.dataset = {"filters": {"min_pixels": 5000}}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary == "no sample is left of 4 images: 3 filter_min_pixels, 1 caption_missing"
+    assert finding.fix.startswith("3 filter min pixels, the first is d/0.png: change filters.min_pixels")
+
+
 def test_a_size_that_decodes_to_another_closes_the_gate(folder: Any) -> None:
     folder.add("a.png")
     table = folder.ingest().table

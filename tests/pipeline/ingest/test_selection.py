@@ -67,9 +67,9 @@ def test_each_filter_names_whom_it_leaves_out(filters: dict[str, Any], left_out:
 def test_a_rejected_row_says_size_filter_and_fix() -> None:
     _, refused = select(recipe({"filters": {"min_width": 60}}), raw(), {}, stage="validated_dataset")
     row = refused.filter(pl.col("path") == "4.png").row(0, named=True)
-    assert row["detail"] == "it has 30x30 pixels (height x width), min_width is 60"
+    assert row["detail"] == "it has 30x30 pixels (height x width), filters.min_width is 60"
     assert row["stage"] == "validated_dataset"
-    assert "filters or limit of the dataset d" in row["fix"]
+    assert row["fix"] == "change filters.min_width of the dataset d, which is 60"
     assert row["content_hash"]
 
 
