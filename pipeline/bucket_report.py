@@ -22,6 +22,7 @@ from pipeline.geometry import Geometry
 from pipeline.pictures import Shown, Strip, chart, png, sheet
 from pipeline.reports import Log
 from pipeline.source import Source, source_at
+from pipeline.split import times_drawn
 from pipeline.tables import content_digest
 
 if TYPE_CHECKING:
@@ -70,17 +71,17 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
 def bucket_table(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     """One row a bucket, the fullest first.
 
-    Columns: bucket, samples, draws (an epoch's, repeats counted), full_batches, in_partial_batch (draws left
-    over), crop_loss_mean, crop_loss_max, upscaled (share of the samples that are enlarged).
+    Columns: bucket, samples, draws (an epoch's, repeats counted, of what is held out for validation none),
+    full_batches, in_partial_batch (draws left over), crop_loss_mean, crop_loss_max, upscaled (share of the
+    samples that are enlarged).
     """
-    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
     at_once = recipe.training.batch_size * recipe.accelerate.num_processes
-    times = pl.col("dataset").replace_strict(repeats, default=1, return_dtype=pl.Int64)
     return (
-        table.group_by("bucket")
+        table.with_columns(times=times_drawn(table, recipe.datasets))
+        .group_by("bucket")
         .agg(
             samples=pl.len().cast(pl.Int64),
-            draws=times.sum(),
+            draws=pl.col("times").sum(),
             crop_loss_mean=pl.col("crop_loss").mean(),
             crop_loss_max=pl.col("crop_loss").max(),
             upscaled=(pl.col("scale") > 1).mean(),

@@ -1,11 +1,18 @@
-"""Which samples are held out for validation: decided by what an image holds, look-alikes together."""
+"""Which samples are held out for validation: decided by what an image holds, look-alikes together.
+
+Whoever counts what an epoch draws counts `times_drawn`.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import polars as pl
+
+if TYPE_CHECKING:
+    from pipeline.recipe import DatasetSettings
 
 
 def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series:
@@ -28,6 +35,22 @@ def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series
     )
     chosen = [group for group, share in groups.rows() if _place(group) < share]
     return samples["duplicate_group"].is_in(chosen)
+
+
+def times_drawn(samples: pl.DataFrame, datasets: Iterable[DatasetSettings]) -> pl.Series:
+    """For each sample how often an epoch draws it: its dataset's repeats, 0 where it is held out.
+
+    Args:
+        samples: `dataset`, and `duplicate_group` where a dataset holds some out.
+        datasets: The recipe's; samples of others are drawn once.
+    """
+    settings = list(datasets)
+    repeats = {each.name: each.repeats for each in settings}
+    times = samples.select(
+        times=pl.col("dataset").replace_strict(repeats, default=1, return_dtype=pl.Int64)
+    ).to_series()
+    held = held_out(samples, {each.name: each.validation_fraction for each in settings})
+    return times * (~held).cast(pl.Int64)
 
 
 def _place(group: str) -> float:

@@ -12,6 +12,7 @@ from pipeline.checks.conservation import conserved
 from pipeline.checks.reasons import nothing_left
 from pipeline.counting import counted, verb
 from pipeline.geometry import Size, not_multiples
+from pipeline.split import times_drawn
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -34,7 +35,8 @@ def run(context: CheckContext) -> list[Finding]:
     """
     from pipeline.entries import Entries
 
-    table = context.tables.read(STAGE, _COLUMNS)
+    held_out = any(dataset.validation_fraction for dataset in context.recipe.datasets)
+    table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if held_out else _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
     before = context.tables.read("validated_dataset", ["sample_id"])["sample_id"]
     multiple = Entries(context.recipe).family.size_multiple()
@@ -95,10 +97,10 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
 
 
 def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
-    """Columns bucket and draws: how often an epoch takes a sample of the bucket, repeats counted."""
-    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
-    times = pl.col("dataset").replace_strict(repeats, default=1, return_dtype=pl.Int64)
-    return table.group_by("bucket").agg(draws=times.sum()).sort("draws", "bucket")
+    """Columns bucket and draws: how often an epoch takes a sample of the bucket, of those that have any."""
+    drawn = table.select("bucket", draws=times_drawn(table, recipe.datasets))
+    counts = drawn.group_by("bucket").agg(pl.col("draws").sum())
+    return counts.filter(pl.col("draws") > 0).sort("draws", "bucket")
 
 
 def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, Any]]:
@@ -129,6 +131,11 @@ def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
         rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
         return nothing_left(rejected, "materialize validated_dataset and aspect_buckets again")
     few, numbers = _batches(recipe, table)
+    if not numbers["draws_per_epoch"]:
+        samples = counted(table["sample_id"].n_unique(), "sample is", "samples are")
+        summary = f"nothing is trained on: {samples} held out for validation, and no other is left"
+        fix = "lower datasets[].validation_fraction, or add images"
+        return Outcome(False, summary, fix, (), numbers, final=True)
     if recipe.buckets.underfilled != "drop" or few.is_empty():
         share = numbers["in_full_batches"]
         return Outcome(True, f"{share:.1%} of an epoch in full batches", numbers=numbers)

@@ -17,6 +17,7 @@ from pipeline.errors import BucketError, LatentlineError
 from pipeline.geometry import Placement, placement_of
 from pipeline.model_sizes import local_family
 from pipeline.recipe import Recipe, load_recipe
+from pipeline.split import times_drawn
 
 NUMBERS = (4, 6, 8, 12, 16, 20, 28, 36, 48)
 """Of sizes, that are shown unless one is asked for."""
@@ -48,7 +49,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     other image moves an image's bucket.
     """
     _require_one_resolution(recipe)
-    dataset, source = _dataset(recipe)
+    images, dataset, source = _datasets(recipe)
     request = Request(
         resolution=recipe.buckets.resolution,
         step=step or _model_step(recipe),
@@ -56,7 +57,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         mirrored=not free,
     )
     click.echo(
-        f"{recipe.name}: {counted(len(dataset), 'image')} of {source}, {dataset.batch_size} at once, budget "
+        f"{recipe.name}: {counted(len(images), 'image')} of {source}, {dataset.batch_size} at once, budget "
         f"{request.resolution}x{request.resolution}, steps of {request.step}"
     )
     now = placement_of(recipe.buckets)
@@ -67,7 +68,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         if len(fit.sizes) in shown:
             continue
         shown.add(len(fit.sizes))
-        anew = _moved(now, fit, dataset)
+        anew = _moved(now, fit, images)
         click.echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.trade, anew))
         if write:
             _write(recipe, fit)
@@ -88,8 +89,8 @@ def _require_one_resolution(recipe: Recipe) -> None:
             )
 
 
-def _dataset(recipe: Recipe) -> tuple[Dataset, str]:
-    """The sizes of the recipe's images, each as often as an epoch shows it, and where they are known from."""
+def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
+    """The sizes of the recipe's images, once each, and as often as an epoch draws them; and their source."""
     from pipeline.ingest.discover import scan
     from pipeline.tables import Tables
 
@@ -99,12 +100,12 @@ def _dataset(recipe: Recipe) -> tuple[Dataset, str]:
     if table is None or table.is_empty():
         source = "a scan made just now"
         table = scan(recipe, tables, log=lambda line: click.echo(line, err=True), remember=False).table
-    repeats = {settings.name: settings.repeats for settings in recipe.datasets}
-    times = np.array([repeats.get(name, 1) for name in table["dataset"]], dtype=np.int64)
-    height = np.repeat(table["height"].to_numpy().astype(np.int64), times)
-    width = np.repeat(table["width"].to_numpy().astype(np.int64), times)
+        table = table.with_columns(duplicate_group="content_hash")  # look-alikes are not known yet
+    times = times_drawn(table, recipe.datasets).to_numpy()
+    height, width = (table[name].to_numpy().astype(np.int64) for name in ("height", "width"))
     at_once = recipe.training.batch_size * recipe.accelerate.num_processes
-    return Dataset(height, width, at_once), source
+    drawn = Dataset(np.repeat(height, times), np.repeat(width, times), at_once)
+    return Dataset(height, width, at_once), drawn, source
 
 
 def _model_step(recipe: Recipe) -> int:
@@ -124,14 +125,14 @@ def _line(name: str, num_sizes: int, trade: Trade, anew: int) -> str:
     )
 
 
-def _moved(now: Placement, fit: FittedList, dataset: Dataset) -> int:
+def _moved(now: Placement, fit: FittedList, images: Dataset) -> int:
     """How many images have another geometry with the fitted list, so that their latents are made again."""
-    names = [""] * len(dataset) if now.crop == "random" else None
-    made = now.assign_many(dataset.height, dataset.width, names)
-    after = placement_in(fit.sizes).assign_many(dataset.height, dataset.width).columns
+    names = [""] * len(images) if now.crop == "random" else None
+    made = now.assign_many(images.height, images.width, names)
+    after = placement_in(fit.sizes).assign_many(images.height, images.width).columns
     same = made.columns.target_height == after.target_height[made.image]
     same &= made.columns.target_width == after.target_width[made.image]
-    return len(dataset) - len(np.unique(made.image[same]))
+    return len(images) - len(np.unique(made.image[same]))
 
 
 def _write(recipe: Recipe, fit: FittedList) -> None:

@@ -8,7 +8,8 @@ import polars as pl
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.split import held_out
+from pipeline.recipe import recipe_from_mapping
+from pipeline.split import held_out, times_drawn
 
 SAMPLES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=60)
 
@@ -34,3 +35,24 @@ def test_about_the_fraction_is_held_out_and_more_of_it_keeps_the_same_ones() -> 
     assert abs(int(few.sum()) - 400) < 4 * 19
     assert (many | ~few).all()
     assert held_out(rows.reverse(), {"a": 0.1}).reverse().equals(few)
+
+
+def test_B01_an_epoch_draws_by_repeats_what_is_not_held_out() -> None:
+    rows = table([(name, number) for name in "ab" for number in range(50)])
+    recipe = recipe_from_mapping(
+        "small",
+        {
+            "datasets": [
+                {"name": "a", "path": "/a", "repeats": 3, "validation_fraction": 0.4},
+                {"name": "b", "path": "/b", "validation_fraction": 0.4},
+            ],
+            "cache_dir": "/cache",
+            "output_dir": "/out",
+            "model": {"base": "no model"},
+        },
+    )
+    times = times_drawn(rows, recipe.datasets)
+    held = held_out(rows, {"a": 0.4, "b": 0.4})
+    assert held.any()
+    expected = [0 if out else {"a": 3, "b": 1}[name] for name, out in zip(rows["dataset"], held, strict=True)]
+    assert times.to_list() == expected

@@ -5,11 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 
 from pipeline.buckets import assign_buckets
 from pipeline.checks import aspect_buckets
 from pipeline.checks.base import CheckContext, Finding
+from pipeline.split import held_out
 
 
 def found(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
@@ -52,6 +54,33 @@ def test_B09_the_gate_counts_for_the_world_size(shapes: Any, tiny_sd: Path) -> N
         )["batches_possible"]
         assert gate.closes == closes
         assert gate.numbers["samples_at_once"] == 2 * processes
+
+
+def test_B01_images_held_out_for_validation_fill_no_batch(shapes: Any, tiny_sd: Path) -> None:
+    table = shapes.ingest().table
+    tall = pl.col("height") > pl.col("width")
+    for hundredths in range(1, 100):
+        shapes.validation_fraction = hundredths / 100
+        held = held_out(table, {"d": hundredths / 100})
+        left = table.filter(~held)
+        if left.select(tall.sum()).item() == 1:
+            break
+    settings = {"buckets": {"underfilled": "drop"}, "training": {"batch_size": 2}}
+    gate = found(shapes, tiny_sd, **settings)["batches_possible"]
+    assert gate.closes
+    assert {"bucket": "80x48", "draws": 1} in gate.rows
+    assert gate.numbers["draws_per_epoch"] == len(left) == 7 - held.sum()
+    warning = found(shapes, tiny_sd, training={"batch_size": 2})["underfilled"]
+    assert {"bucket": "80x48", "draws": 1} in warning.rows
+
+
+def test_B01_where_every_image_is_held_out_nothing_can_be_trained_on(folder: Any, tiny_sd: Path) -> None:
+    folder.add("a.png")
+    folder.validation_fraction = 0.9999
+    folder.checks = {"allow": ["batches_possible"]}
+    gate = found(folder, tiny_sd)["batches_possible"]
+    assert gate.closes
+    assert gate.summary == "nothing is trained on: 1 sample is held out for validation, and no other is left"
 
 
 def test_underfilled_buckets_are_a_warning_with_numbers(shapes: Any, tiny_sd: Path) -> None:

@@ -45,6 +45,14 @@ def run(*arguments: str) -> str:
     return CliRunner().invoke(command, arguments, catch_exceptions=False).output
 
 
+def test_B01_images_are_told_once_each_whatever_their_repeats(flowers: Path) -> None:
+    more = "    repeats: 3\n    validation_fraction: 0.5\noutput_dir"
+    flowers.write_text(flowers.read_text("utf-8").replace("output_dir", more), encoding="utf-8")
+    lines = run(str(flowers)).splitlines()
+    assert any("12 images of a scan made just now, 2 at once" in line for line in lines)
+    assert all(int(line.split()[-1]) <= 12 for line in lines if line.startswith("fitted, at most"))
+
+
 def test_the_trade_is_shown_beside_the_recipe_s_own_sizes_and_nothing_is_written(flowers: Path) -> None:
     before = flowers.read_bytes()
     lines = run(str(flowers)).splitlines()
