@@ -47,11 +47,13 @@ class CheckContext:
         recipe: The recipe whose asset is checked.
         tables: Its tables.
         reports: By asset, those that count in place of the files.
+        sources: Whether the datasets may be looked at; without, a check of their files passes unasked.
     """
 
     recipe: Recipe
     tables: Tables
     reports: Mapping[str, Report] = field(default_factory=dict[str, Report])
+    sources: bool = True
 
     def report(self, asset: str) -> Report | None:
         """The asset's report of its last materialization; None when there is none or it is damaged."""

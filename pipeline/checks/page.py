@@ -23,7 +23,8 @@ with exit status 1; a **warning** is shown and stops nothing. In the UI a check 
 now, and makes nothing. *Re-execute from failure* makes the asset whose gate had closed once more.
 
 `checks.allow: [captions_present]` in the recipe opens a gate knowingly: it then warns. Only
-`path_isolation` cannot be opened. Training, started alone, asks the gates of both caches itself.
+`path_isolation` cannot be opened. Training asks the gates of the five assets before it itself, as the recipe
+now reads, whatever was selected; only the datasets' files are not looked at then: they may be gone.
 
 This page is written by `python -m pipeline.checks.page`.
 """

@@ -83,6 +83,9 @@ def _images_found(
             True, f"{counted(len(table), 'image')} in {counted(len(kept), 'dataset')}", numbers=numbers
         )
     first = rows[0]
+    if told and first["dataset"] not in told:
+        summary = f"dataset {first['dataset']} has no image yet: it is in the recipe and was never scanned"
+        return Outcome(False, summary, "run the cache job, which scans it", rows, numbers)
     summary = f"dataset {first['dataset']} has no image: searched {first['searched']} with its subfolders"
     if first["rejected"]:
         mine = rejected.filter(pl.col("dataset") == first["dataset"])

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from pipeline.atomic import write_bytes, write_text, write_through
-from pipeline.checks import text_embeddings, vae_latents
+from pipeline.checks import aspect_buckets, raw_images, text_embeddings, vae_latents, validated_dataset
 from pipeline.checks.base import CheckContext
 from pipeline.checks.closed import closed_gates_error
 from pipeline.entries import Entries
@@ -49,6 +49,15 @@ from pipeline.training.statistics import loss_trend
 if TYPE_CHECKING:
     from pipeline.launching import Launch
     from pipeline.recipe import Recipe
+
+_ASKED = {
+    "raw_images": raw_images,
+    "validated_dataset": validated_dataset,
+    "aspect_buckets": aspect_buckets,
+    "vae_latents": vae_latents,
+    "text_embeddings": text_embeddings,
+}
+"""The checks of what is trained on, in the order of the job."""
 
 NO_OVERRIDES: Mapping[str, Any] = {}
 
@@ -83,7 +92,7 @@ def train_lora(
         One row a sample, with the number of times it was trained on.
 
     Raises:
-        GateClosedError: A check of the two caches fails (FAILURES O10); nothing was launched.
+        GateClosedError: A gate of what is trained on is closed (FAILURES O10); nothing was launched.
         TrainingError: Training failed, or left no usable result.
         LaunchError: The training processes died or were stopped; a checkpoint is kept.
         RecipeError: The overrides are wrong, or don't go with the recipe.
@@ -143,15 +152,18 @@ def _planned(
 
 
 def require_valid_inputs(recipe: Recipe) -> None:
-    """Run the checks of both caches; training never starts on data that a gate refuses.
+    """Ask all gates up to the caches, as the recipe now reads: training never starts on what one refuses.
+
+    They are asked of tables and cache. The datasets are not looked at: they may be gone.
 
     Raises:
-        GateClosedError: Names every closed gate of both, as their own checks do.
+        GateClosedError: Names every closed gate, as its own check does.
+        TableError: A table is missing.
     """
-    context = CheckContext(recipe, Tables(recipe.output_dir))
+    context = CheckContext(recipe, Tables(recipe.output_dir), sources=False)
     closed = {
         f"{recipe.name}/{asset}": [finding for finding in check.run(context) if finding.closes]
-        for asset, check in (("vae_latents", vae_latents), ("text_embeddings", text_embeddings))
+        for asset, check in _ASKED.items()
     }
     if any(closed.values()):
         raise closed_gates_error({asset: findings for asset, findings in closed.items() if findings})

@@ -58,6 +58,31 @@ def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) ->
     assert entry.name in text
 
 
+def test_O10_B01_training_alone_refuses_batches_that_its_buckets_do_not_fill(cached) -> None:
+    cached.recipe(
+        buckets={"resolution": 64, "step": 8, "max_aspect_ratio": 2.0, "underfilled": "drop"},
+        training={"steps": 4, "batch_size": 64, "sample_every": 0},
+    )
+    result = cached.select(AssetSelection.assets(key("trained_lora")))
+    assert not result.success
+    [failure] = result.get_step_failure_events()
+    assert "batches_possible" in str(failure.step_failure_data.user_failure_data.description)
+    assert not (cached.out / "runs").exists()
+
+
+def test_O10_a_selection_that_begins_after_a_closed_gate_is_not_trained_on(cached) -> None:
+    (cached.data / "photo1.txt").unlink()
+    cached.recipe(checks={"max_rejected_fraction": 0.5})
+    result = cached.execute("cache")
+    assert not result.success
+    result = cached.select(AssetSelection.assets(key("aspect_buckets")).downstream())
+    assert not result.success
+    [failure] = result.get_step_failure_events()
+    assert failure.step_key == "small__trained_lora"
+    assert "captions_present" in str(failure.step_failure_data.user_failure_data.description)
+    assert not (cached.out / "runs").exists()
+
+
 def test_L02_a_padded_entry_is_named_by_the_file_size_check(cached) -> None:
     entry = first_entry(cached, "latents")
     with entry.open("ab") as file:

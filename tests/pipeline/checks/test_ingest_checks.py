@@ -46,6 +46,18 @@ def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) ->
     assert "1 mp4" in finding.summary
 
 
+def test_I08_a_dataset_that_was_added_since_the_scan_is_not_searched_for_in_vain(folder: Any) -> None:
+    folder.add("a.png")
+    folder.scan()
+    recipe = folder.recipe
+    added = recipe.datasets[0].model_copy(update={"name": "more"})
+    recipe = recipe.model_copy(update={"datasets": (*recipe.datasets, added)})
+    found = {each.name: each for each in raw_images.run(CheckContext(recipe, folder.tables))}
+    assert found["images_found"].closes
+    assert "dataset more has no image yet" in found["images_found"].summary
+    assert "run the cache job" in found["images_found"].fix
+
+
 def test_I08_all_images_rejected_says_so(folder: Any) -> None:
     folder.add("a.png", b"")
     folder.scan()

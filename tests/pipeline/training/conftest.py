@@ -188,6 +188,9 @@ def put(entries: Entries, spec: EntrySpec) -> dict[str, Any]:
 def write_tables(project: Project) -> None:
     """All tables up to the two caches, as the stages would have left them."""
     tables = Tables(project.recipe.output_dir)
+    seen = {"channels": 3, "file_bytes": 10_000}
+    images = [as_row("raw_images", {**row, **seen}) for row in project.latents.to_dicts()]
+    tables.write("raw_images", frame("raw_images", images).unique("sample_id"))
     captions = dict(project.text.select("sample_id", "caption").iter_rows())
     rows = [
         {**row, "caption": captions[row["sample_id"]], "more_captions": "[]"}

@@ -18,7 +18,7 @@ from pipeline.errors import GateClosedError, LaunchError, TrainingError
 from pipeline.lora_files import read_provenance
 from pipeline.runs import RunLayout, read_metrics
 from pipeline.store import Store
-from pipeline.tables import Tables, validated
+from pipeline.tables import Tables, frame, validated
 from pipeline.training.loop import train
 from pipeline.training.order import read_order
 from pipeline.training.run import train_lora
@@ -259,6 +259,47 @@ def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Calla
         run(project, launch)
     assert "vae_latents" in caught.value.where
     assert launch.launched == []
+
+
+def test_O10_B09_training_alone_refuses_more_processes_than_a_bucket_fills(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    buckets = project.recipe.buckets.model_copy(update={"underfilled": "drop"})
+    project.recipe = project.recipe.model_copy(update={"buckets": buckets})
+    changed = project.changed("output", num_processes=2)
+    with pytest.raises(
+        GateClosedError, match="1 bucket with 3 samples does not fill a batch of 2 on 2"
+    ) as caught:
+        run(changed, launch)
+    assert "aspect_buckets" in caught.value.where
+    assert launch.launched == []
+
+
+def test_O10_training_alone_refuses_what_the_dataset_s_own_gate_refused_and_needs_no_dataset(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    tables = Tables(project.recipe.output_dir)
+    assert not project.recipe.datasets[0].path.exists()
+    why = {
+        "stage": "validated_dataset",
+        "reason": "caption_missing",
+        "detail": "no caption",
+        "fix": "write it",
+    }
+    row = {"sample_id": "photos/bare.jpg", "dataset": "photos", "path": "bare.jpg", "content_hash": "ab"}
+    tables.write_rejected("validated_dataset", frame("rejected", [{**row, **why}]))
+    with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as caught:
+        run(project, launch)
+    assert "validated_dataset" in caught.value.where
+    assert launch.launched == []
+    checks = project.recipe.checks.model_copy(
+        update={"allow": ("captions_present", "conservation"), "max_rejected_fraction": 0.5}
+    )
+    project.recipe = project.recipe.model_copy(update={"checks": checks})
+    run(project, launch)
+    assert len(launch.launched) == 1
 
 
 def test_a_sample_without_a_text_embedding_is_refused(make_project: Callable[..., Project]) -> None:
