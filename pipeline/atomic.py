@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
@@ -15,6 +16,9 @@ TEMP_SUFFIX = ".tmp"
 """Of every file that is still being written; nothing finished ends so."""
 
 
+_TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
+
+
 def temp_beside(path: Path) -> Path:
     """A new path in `path`'s folder that no other process or thread will choose; see `temp_name`."""
     return path.with_name(temp_name())
@@ -23,6 +27,11 @@ def temp_beside(path: Path) -> Path:
 def temp_name() -> str:
     """A new name; short, so that a file whose name is at the file system's limit can be written too."""
     return f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
+
+
+def is_temp_name(name: str) -> bool:
+    """Whether `temp_name` may have made the name; nobody else's file is called so."""
+    return _TEMP_NAME.fullmatch(name) is not None
 
 
 def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:

@@ -57,6 +57,8 @@ def command(
             known = forget(folder, output_dir.expanduser().absolute())
             click.echo(f"{output_dir}: {'forgotten' if known else 'was not registered in'} {folder}")
         found = survey(folder, grace_s=grace_hours * 3600)
+        if named:
+            _require_cache(folder, found)
         _show(folder, found, grace_hours)
         waste = len(found.orphans) + len(found.leftovers)
         if waste and really:
@@ -64,6 +66,20 @@ def command(
             click.echo(f"  deleted {counted(files, 'file')}, {bytes_text(num_bytes)}")
         elif waste:
             click.echo("  nothing was deleted; latentline gc --delete does it")
+
+
+def _require_cache(folder: Address, found: Survey) -> None:
+    """Nobody mistakes a folder of something else for a cache.
+
+    Raises:
+        StoreError: It holds files, and neither an entry nor a registration.
+    """
+    if found.foreign and not found.users and not found.entries:
+        raise StoreError(
+            f"this is no cache: it holds {counted(len(found.foreign), 'file')} of something else",
+            where=str(folder),
+            fix="name a recipe's cache_dir, or leave --cache-dir out to see those of all recipes",
+        )
 
 
 def _require_gone(output_dir: Path) -> None:

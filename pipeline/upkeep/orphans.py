@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 import polars as pl
 
 from pipeline.addresses import Address
-from pipeline.atomic import TEMP_SUFFIX
+from pipeline.atomic import is_temp_name
 from pipeline.cache_folder import CacheFile, cache_folder
 from pipeline.errors import StoreError, TableError
 from pipeline.registry import FOLDER, Registered, registered
@@ -135,13 +135,17 @@ def _is_entry(place: PurePosixPath) -> bool:
 
 
 def _is_leftover(place: PurePosixPath) -> bool:
-    """Whether a writer of ours left the file."""
-    return place.suffix == TEMP_SUFFIX and (len(place.parts) == 1 or place.parts[0] in (*KINDS, FOLDER))
+    """Whether a writer of ours left the file: it is named as they name theirs, where they write."""
+    *folders, name = place.parts
+    beside_entries = len(folders) == 2 and folders[0] in KINDS and len(folders[1]) == 2
+    return is_temp_name(name) and (folders in ([], [FOLDER]) or beside_entries)
 
 
 def _is_ours(place: PurePosixPath) -> bool:
     """Whether it is a registration, or what is remembered of this machine."""
-    return place.parts[0] == FOLDER or (len(place.parts) == 1 and place.suffix == ".json")
+    if len(place.parts) == 1:
+        return place.suffix == ".json"
+    return len(place.parts) == 2 and place.parts[0] == FOLDER and place.suffix in {".json", ".keys"}
 
 
 def _needed(users: Iterable[Registered]) -> set[str]:

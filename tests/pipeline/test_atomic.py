@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.atomic import TEMP_SUFFIX, write_bytes, write_text, write_through
+from pipeline.atomic import TEMP_SUFFIX, is_temp_name, write_bytes, write_text, write_through
 
 
 def test_a_file_is_written_with_its_parent_folders(tmp_path: Path) -> None:
@@ -35,6 +35,8 @@ def test_while_a_file_is_written_only_a_temp_file_with_the_temp_suffix_is_seen(t
     write_through(path, look)
     assert len(seen) == 1
     assert seen[0].endswith(TEMP_SUFFIX)
+    assert is_temp_name(seen[0])
+    assert not any(map(is_temp_name, ("render.tmp", ".render.tmp", ".12-ab.tmp", f"a{seen[0]}")))
 
 
 def test_I18_a_name_at_the_file_systems_limit_can_be_written(tmp_path: Path) -> None:

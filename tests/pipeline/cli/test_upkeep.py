@@ -119,6 +119,19 @@ def test_L13_an_output_folder_is_forgotten_only_when_it_is_gone(cli: Any, job: J
     assert f"{entries} needed by nobody" in shown
 
 
+def test_I27_gc_refuses_a_folder_that_is_no_cache(cli: Any, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "render.tmp").write_text("of hours")
+    os.utime(mine / "render.tmp", (OLD_S, OLD_S))
+    done = cli("gc", "--delete", "--cache-dir", str(mine))
+    assert isinstance(done.exception, LatentlineError)
+    assert "this is no cache: it holds 1 file of something else" in done.exception.what
+    assert (mine / "render.tmp").exists()
+    (mine / "render.tmp").unlink()
+    assert cli("gc", "--cache-dir", str(mine)).exit_code == 0, "a new cache is empty"
+
+
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])
 def test_O03_no_command_imports_torch_to_look(cli: Any, name: str) -> None:
     import subprocess

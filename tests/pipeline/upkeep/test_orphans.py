@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.atomic import temp_name
 from pipeline.entries import Entries
 from pipeline.errors import StoreError, TableError
 from pipeline.registry import forget, register
@@ -120,8 +121,14 @@ def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> N
 
 def test_I27_leftovers_of_writers_go_and_foreign_files_stay(job: Job) -> None:
     root = job.recipe.cache_dir
-    leftovers = {root / "latents" / "ab" / ".12-cd.tmp", root / "outputs" / ".1-2.tmp", root / ".3-4.tmp"}
+    leftovers = {folder / temp_name() for folder in (root, root / "outputs", root / "latents" / "ab")}
     foreign = {
+        root / "render.tmp",
+        root / "latents" / "mine.tmp",
+        root / "latents" / "ab" / ".12-cd.tmp",
+        root / "text" / temp_name(),
+        root / "outputs" / "mine.tmp",
+        root / "photos" / temp_name(),
         root / "photos" / "of mine.tmp",
         root / "latents" / "mine.npz",
         root / "notes.txt",
@@ -137,7 +144,7 @@ def test_I27_leftovers_of_writers_go_and_foreign_files_stay(job: Job) -> None:
     found = survey(root)
     assert set(found.leftovers) == places(job, *leftovers)
     assert set(found.foreign) == places(job, *foreign, misplaced)
-    assert delete(root, found) == (3, 9)
+    assert delete(root, found) == (len(leftovers), 3 * len(leftovers))
     assert all(path.exists() for path in foreign | {misplaced})
 
 
