@@ -321,17 +321,7 @@ class Tables:
         if not path.is_file():
             fix = f"materialize {asset} first: dagster job execute -m assets.definitions -j <recipe>_cache"
             raise TableError(f"there is no table of {asset}", where=str(path), fix=fix)
-        try:
-            if columns is not None and [*pl.read_parquet_schema(path).items()] == [*_columns(asset).items()]:
-                table = pl.read_parquet(path, columns=list(dict.fromkeys((*columns, *_unique(asset)))))
-                if _is_sound(asset, table):
-                    return table.select(columns)
-            table = pl.read_parquet(path)
-        except (OSError, pl.exceptions.PolarsError) as err:
-            fix = f"delete the file and materialize {asset} again"
-            raise TableError(f"the table cannot be read: {err}", where=str(path), fix=fix) from err
-        table = validated(asset, table, str(path))
-        return table if columns is None else table.select(columns)
+        return _read(asset, path, columns, made_by=asset)
 
     def read_previous(self, asset: str, columns: Sequence[str] | None = None) -> pl.DataFrame | None:
         """The table of an earlier run, or some of its columns as `read`: what is known already.
@@ -361,25 +351,43 @@ class Tables:
         """Replace the rows of `stage`, then compose `rejected.parquet` from those of all stages.
 
         Each stage has a file of its own below `tables/rejected`, so that two runs at once never undo each
-        other's rows: whoever composes last has read all of them.
+        other's rows. It composes again where one was replaced meanwhile: what comes last has all rows.
         """
         part = self.folder / "rejected" / f"{stage}.parquet"
         checked = validated("rejected", rows, f"what {stage} wanted to reject")
         write_through(part, partial(write_rows, checked.sort("sample_id")))
-        parts = [self.folder / "rejected" / f"{asset}.parquet" for asset in ASSETS]
-        rows_of_all = [pl.read_parquet(file) for file in parts if file.is_file()]
-        write_through(self.path("rejected"), partial(write_rows, pl.concat(rows_of_all)))
+        states = list[tuple[int, int]]()
+        while states != (states := [(file.stat().st_ino, file.stat().st_mtime_ns) for file in self._parts()]):
+            write_through(self.path("rejected"), partial(write_rows, self.read_rejected()))
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         """All rejected rows, or those of one stage; without rows when nothing was ever rejected.
 
         Raises:
-            TableError: The file is unreadable or of another schema.
+            TableError: A stage's file is unreadable or of another schema.
         """
-        if not self.path("rejected").is_file():
-            return empty("rejected")
-        rows = self.read("rejected")
-        return rows if stage is None else rows.filter(pl.col("stage") == stage)
+        parts = [_read("rejected", file, made_by=file.stem) for file in self._parts(stage)]
+        return pl.concat(parts) if parts else empty("rejected")
+
+    def _parts(self, stage: str | None = None) -> list[Path]:
+        """The files that there are of what stages, or one of them, rejected."""
+        stages = ASSETS if stage is None else (stage,)
+        files = (self.folder / "rejected" / f"{each}.parquet" for each in stages)
+        return [file for file in files if file.is_file()]
+
+
+def _read(asset: str, path: Path, columns: Sequence[str] | None = None, *, made_by: str) -> pl.DataFrame:
+    try:
+        if columns is not None and [*pl.read_parquet_schema(path).items()] == [*_columns(asset).items()]:
+            table = pl.read_parquet(path, columns=list(dict.fromkeys((*columns, *_unique(asset)))))
+            if _is_sound(asset, table):
+                return table.select(columns)
+        table = pl.read_parquet(path)
+    except (OSError, pl.exceptions.PolarsError) as err:
+        fix = f"delete the file and materialize {made_by} again"
+        raise TableError(f"the table cannot be read: {err}", where=str(path), fix=fix) from err
+    table = validated(asset, table, str(path))
+    return table if columns is None else table.select(columns)
 
 
 def _columns(asset: str) -> Columns:
@@ -387,5 +395,6 @@ def _columns(asset: str) -> Columns:
 
 
 def _schema_error(asset: str, where: str, detail: str) -> TableError:
-    fix = f"delete the table and materialize {asset} again; if it comes back, report it as a defect"
+    made_by = "the stage it is named after" if asset == "rejected" else asset
+    fix = f"delete the table and materialize {made_by} again; if it comes back, report it as a defect"
     return TableError(f"this is no table of {asset}: {detail}", where=where, fix=fix)

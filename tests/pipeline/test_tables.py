@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
+from pipeline.atomic import write_through
 from pipeline.errors import TableError
 from pipeline.tables import (
     ASSETS,
@@ -154,6 +155,44 @@ def test_O07_stages_that_reject_at_the_same_time_do_not_undo_each_other(tmp_path
     for thread in threads:
         thread.join()
     assert sorted(tables.read_rejected()["stage"]) == sorted(ASSETS)
+
+
+def test_O07_a_stage_that_composes_what_it_read_before_another_wrote_does_so_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tables, other = Tables(tmp_path), Tables(tmp_path)
+    composing: list[Path] = []
+
+    def write_late(path: Path, content: Any) -> None:
+        if path == tables.path("rejected") and not composing:
+            composing.append(path)
+            other.write_rejected("vae_latents", frame("rejected", [rejection("d/b", "vae_latents")]))
+        write_through(path, content)
+
+    monkeypatch.setattr("pipeline.tables.write_through", write_late)
+    tables.write_rejected("raw_images", frame("rejected", [rejection("d/a", "raw_images")]))
+    assert sorted(tables.read("rejected")["sample_id"]) == ["d/a", "d/b"]
+
+
+def test_O07_the_rows_of_a_stage_are_its_own_whatever_was_composed(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    for name, stage in (("d/a", "raw_images"), ("d/b", "vae_latents")):
+        tables.write_rejected(stage, frame("rejected", [rejection(name, stage)]))
+    tables.write("rejected", tables.read_rejected("raw_images"))
+    assert tables.read_rejected("vae_latents")["sample_id"].to_list() == ["d/b"]
+    assert sorted(tables.read_rejected()["sample_id"]) == ["d/a", "d/b"]
+    assert tables.read_rejected("text_embeddings").is_empty()
+
+
+def test_L06_torn_rows_of_a_stage_are_an_error_that_says_what_makes_them_anew(tmp_path: Path) -> None:
+    tables = Tables(tmp_path)
+    tables.write_rejected("raw_images", frame("rejected", [rejection("d/a", "raw_images")]))
+    part = tables.folder / "rejected" / "raw_images.parquet"
+    part.write_bytes(part.read_bytes()[:-20])
+    for call in (tables.read_rejected, lambda: tables.write_rejected("vae_latents", empty("rejected"))):
+        with pytest.raises(TableError, match="materialize raw_images again") as caught:
+            call()
+        assert caught.value.where == str(part)
 
 
 SPOILED = {
