@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from pipeline.columns import is_first
 from pipeline.ingest.listed import paths_where
 from pipeline.tables import ASKED_FOR, REJECTED, in_order
 
@@ -32,7 +33,8 @@ def select(
 
     An image has one reason, the first filter in the order of the recipe reference that it does not pass. A
     limit counts what passed the filters, and takes those whose content hashes are smallest: a choice that
-    looks random, and is the same wherever and whenever it is made.
+    looks random, and is the same wherever and whenever it is made. With `duplicates: keep_first` copies of
+    what is taken come last: most of them are thrown away for being copies.
 
     Args:
         recipe: Its datasets' `filters` and `limit`.
@@ -54,6 +56,9 @@ def select(
         refused.append(_refused(rows.filter(why.is_not_null()), why.drop_nulls(), settings))
         if settings.limit is not None and len(passed) > settings.limit:
             ordered = passed.sort("content_hash", "sample_id")
+            if settings.duplicates == "keep_first":
+                first = is_first(ordered["content_hash"])
+                ordered = pl.concat([ordered.filter(first), ordered.filter(~first)])
             over = ordered[settings.limit :]
             passed = ordered[: settings.limit]
             refused.append(

@@ -197,7 +197,8 @@ class DatasetSettings(Settings):
         ge=1,
         le=MAX_COUNT,
         description="Use at most so many images, the same ones each time, chosen by content: a recipe is "
-        "tried on 41 images before 41,000. null: all.",
+        "tried on 41 images before 41,000. Copies of one image count only where there are no others left, "
+        "unless `duplicates` keeps all. null: all.",
     )
     repeats: int = Field(
         default=1,

@@ -182,6 +182,13 @@ def test_a_copy_with_another_caption_is_kept_and_so_are_all_if_the_recipe_says_s
     assert result.rejected.is_empty()
 
 
+def test_I24_a_limit_is_reached_although_there_are_copies(alike: Folder) -> None:
+    alike.dataset = {"limit": 4}
+    result = alike.ingest()
+    assert result.table["path"].to_list() == ["other.png", "photo.png", "small.png", "white.png"]
+    assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "filter_limit")]
+
+
 def test_a_smaller_distance_tells_more_images_apart(alike: Folder) -> None:
     alike.add("bright.png", png(ImageEnhance.Contrast(PHOTOS[0]).enhance(3.0)))
     groups = {}
@@ -204,7 +211,7 @@ def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
 
 def groups_of(folder: Folder) -> list[set[str]]:
     table = folder.ingest().table.group_by("duplicate_group").agg("path")
-    return sorted(({*paths} for paths in table["path"]), key=len)
+    return sorted(({*paths} for paths in table["path"]), key=sorted)
 
 
 def test_I24_a_deleted_image_no_longer_makes_two_others_look_alike(bridged: Folder) -> None:

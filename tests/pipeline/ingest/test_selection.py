@@ -90,6 +90,28 @@ def test_a_limit_counts_what_the_filters_let_pass() -> None:
     assert sorted(reasons.values()) == ["filter_limit", "filter_min_width", "filter_min_width"]
 
 
+def copied(table: pl.DataFrame) -> pl.DataFrame:
+    """With two copies of each image behind the others."""
+    copies = [
+        table.with_columns(path=pl.col("path") + again, sample_id=pl.col("sample_id") + again)
+        for again in ("", " 2", " 3")
+    ]
+    return pl.concat(copies)
+
+
+def test_I24_a_limit_counts_copies_only_where_no_other_image_is_left() -> None:
+    table = copied(raw())
+    once, _ = chosen(table, {"limit": 5})
+    assert once == [f"{index}.png" for index in range(5)]
+    assert chosen(table, {"limit": 3})[0] == chosen(raw(), {"limit": 3})[0]
+    more, reasons = chosen(table, {"limit": 7})
+    assert len(more) == 7
+    assert {*once} < {*more}
+    assert set(reasons.values()) == {"filter_limit"}
+    every, _ = chosen(table, {"limit": 3, "duplicates": "keep_all"})
+    assert len({path.partition(" ")[0] for path in every}) == 1
+
+
 def test_datasets_have_filters_and_limits_of_their_own() -> None:
     both = pl.concat([raw(), raw(dataset="e")])
     kept, refused = select(recipe({"limit": 1}, {"name": "e"}), both, {}, stage="validated_dataset")
