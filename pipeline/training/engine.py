@@ -219,8 +219,9 @@ class Engine:
         here = micro.to(self.accelerator.device)
         with self.looking():
             adapted = self._answer(here, self.scheduler).double()
-            with self._nothing_learned():
-                plain = self._answer(here, self.scheduler).double()
+        # Within one autocast the weights that were cast for the first answer would be in the second too.
+        with self._nothing_learned(), self.looking():
+            plain = self._answer(here, self.scheduler).double()
         return float((adapted - plain).norm() / plain.norm())
 
     @contextmanager

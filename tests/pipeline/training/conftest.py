@@ -12,6 +12,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 
 from pipeline.entries import Entries, stat_columns
 from pipeline.families.tiny import make_tiny
@@ -44,10 +45,13 @@ class Project:
         prompts = sample_prompts(self.recipe, entries, inputs)
         return TrainingOrder(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
 
-    def changed(self, output: str, *, num_processes: int = 1, **training: Any) -> Project:
+    def changed(
+        self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any
+    ) -> Project:
         """The same cache under another recipe: other training settings, another output folder."""
         settings = self.recipe.training.model_copy(update=training)
-        accelerate = self.recipe.accelerate.model_copy(update={"num_processes": num_processes})
+        launched = {"num_processes": num_processes, "mixed_precision": mixed_precision}
+        accelerate = self.recipe.accelerate.model_copy(update=launched)
         update = {
             "training": settings,
             "accelerate": accelerate,
@@ -66,6 +70,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def any_precision() -> Iterator[None]:
+    """Accelerate keeps precision for the life of a process; a launched one has one precision only."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

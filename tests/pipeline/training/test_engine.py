@@ -125,38 +125,20 @@ def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weig
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+@pytest.mark.usefixtures("any_precision")
 def test_R10_trained_weights_are_float32_and_the_base_is_bfloat16_and_stays_as_it_was(
     make_project: Callable[..., Project],
 ) -> None:
-    project = make_project(steps=1)
-    accelerate = project.recipe.accelerate.model_copy(update={"mixed_precision": "bf16"})
-    project.recipe = project.recipe.model_copy(update={"accelerate": accelerate})
-    order = project.order()
-    torch_state = _fresh_accelerate_state()
-    with torch_state:
-        engine = engine_of(order)
-        frozen = {
-            name: weight for name, weight in engine.denoiser.named_parameters() if not weight.requires_grad
-        }
-        before = {name: weight.clone() for name, weight in frozen.items()}
-        batch = order.plan()[0]
-        outcome = engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+    order = make_project(steps=1).changed("half", mixed_precision="bf16").order()
+    engine = engine_of(order)
+    frozen = {name: weight for name, weight in engine.denoiser.named_parameters() if not weight.requires_grad}
+    before = {name: weight.clone() for name, weight in frozen.items()}
+    batch = order.plan()[0]
+    outcome = engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
     assert math.isfinite(outcome.loss)
     assert {weight.dtype for weight in engine.weights} == {torch.float32}
     assert {weight.dtype for weight in frozen.values()} == {torch.bfloat16}
     assert all(torch.equal(weight, before[name]) for name, weight in frozen.items())
-
-
-class _fresh_accelerate_state:  # noqa: N801 - reads as a function
-    """Accelerate keeps precision for the life of a process; a launched one has one precision only."""
-
-    def __enter__(self) -> None:
-        from accelerate.state import AcceleratorState
-
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-    def __exit__(self, *_: object) -> None:
-        self.__enter__()
 
 
 def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Callable[..., Project]) -> None:

@@ -25,10 +25,12 @@ from pipeline.tables import Tables
 from pipeline.training.engine import Engine
 from pipeline.training.export import Exporter
 from pipeline.training.layouts import describe_modules
+from pipeline.training.loader import MicroBatchMaker
 from pipeline.training.loop import train
 from pipeline.training.lora import add_lora, lora_modules
 from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder, read_order
+from pipeline.training.plan import Slot
 from pipeline.training.run import train_lora
 from pipeline.training.stopping import StopRequest
 
@@ -264,6 +266,24 @@ def test_R06_of_an_adapter_that_still_is_the_part_it_began_as_the_gates_say_that
     closed = {finding.name for finding in found if not finding.passed}
     assert {"adapter_not_zero", "modules_touched", "output_changed"} <= closed
     assert "reload_equals" not in closed
+
+
+@pytest.mark.usefixtures("any_precision")
+@pytest.mark.parametrize("lora", [{"init": "pissa"}, {"init": "olora"}, {}], ids=str)
+def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_part_does_not(
+    make_project: Callable[..., Project], lora: dict[str, Any]
+) -> None:
+    """Autocast keeps the weights that it has cast, whatever they are changed to meanwhile."""
+    project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
+    order = project.changed("half", mixed_precision="bf16").order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    micro = maker.make_fixed((slot,), [0.5])
+    assert engine.output_change(micro) == 0.0
+    loosen(engine.denoiser)
+    assert engine.output_change(micro) > 0.01
 
 
 def engine_error(order: TrainingOrder) -> TrainingError:
