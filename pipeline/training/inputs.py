@@ -151,7 +151,7 @@ class TrainingInputs(Sequence[TrainingInput]):
 
     @property
     def trained(self) -> TrainingInputs:
-        """Those that are trained on."""
+        """Those that are trained on: the run's id fixes them, their order and so their numbers."""
         return TrainingInputs(only(self.table, ~self.table["held_out"]))
 
     @property

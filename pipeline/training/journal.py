@@ -66,12 +66,12 @@ class Journal:
 
         Args:
             layout: Of the run.
-            inputs: Of the run; a sample is noted by its number among them.
+            inputs: Of the run; a sample is noted by its number among those that are trained on.
             trackers: Told of everything as well; closed with this.
         """
         self._files = ExitStack()
         self._trackers = list(trackers)
-        self._inputs = inputs
+        self._trained = inputs.trained
         for tracker in self._trackers:
             self._files.callback(tracker.close)
         self._metrics = self._files.enter_context(Lines(layout.metrics))
@@ -89,7 +89,7 @@ class Journal:
         }
         counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
         self._metrics.append({**counts, **numbers})
-        samples = [self._inputs.number_of(slot.sample_id) for slot in batch.slots()]
+        samples = [self._trained.number_of(slot.sample_id) for slot in batch.slots()]
         drawn = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
         self._samples.append({"step": batch.step, **drawn})
         speed = batch.num_samples / max(seconds, 1e-9)

@@ -39,7 +39,7 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
     caption that is not its own.
 
     Args:
-        inputs: The run's samples, in the order of their numbers.
+        inputs: The run's samples; those that are trained on are in the order of their numbers.
         layout: Of the run.
         num_steps: Steps that count.
     """
@@ -52,9 +52,10 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
         mean_loss=pl.col("loss").mean(),
         relative_loss=pl.col("relative").mean(),
     )
+    trained = inputs.trained.table
     table = table.with_columns(
-        sample_id=inputs.table["sample_id"].gather(table["number"]),
-        caption=inputs.table["captions"].gather(table["number"]).list.first(),
+        sample_id=trained["sample_id"].gather(table["number"]),
+        caption=trained["captions"].gather(table["number"]).list.first(),
         deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
     )
     return table.select(*COLUMNS).sort(["deviation", "sample_id"], descending=[True, False])

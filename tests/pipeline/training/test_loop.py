@@ -22,10 +22,12 @@ from pipeline.runs import RunLayout, read_metrics
 from pipeline.store import Store
 from pipeline.training import loop
 from pipeline.training.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.training.inputs import TrainingInputs
 from pipeline.training.loader import MicroBatchMaker, MicroInput
 from pipeline.training.loop import train
 from pipeline.training.order import TrainingOrder, read_order
 from pipeline.training.plan import Slot
+from pipeline.training.statistics import sample_statistics
 from pipeline.training.stopping import StopRequest, heard_signals
 
 if TYPE_CHECKING:
@@ -199,6 +201,26 @@ def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_f
         cut_and_compare(project, expected, (first,))
         for second in range(first + 1, STEPS):
             cut_and_compare(project, expected, (first, second))
+
+
+def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes_in_between(
+    make_project: Callable[..., Project],
+) -> None:
+    """The run's id does not depend on what is held out, so the run goes on."""
+    held_out = {"photos": {"validation_fraction": 0.4}}
+    project = make_project(steps=4, gradient_accumulation=1, datasets=held_out)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    expected = sample_statistics(whole.inputs, RunLayout(whole.folder), 4)
+    first, table = whole.inputs.held_out[0].sample_id, whole.inputs.table
+    assert first < whole.inputs.trained[-1].sample_id, "images come after it that are trained on"
+    fewer = TrainingInputs(table.filter(table["sample_id"] != first))
+    for output, before, after in (("deleted", whole.inputs, fewer), ("added", fewer, whole.inputs)):
+        order = project.changed(output).order()
+        assert not run_until(replace(order, inputs=before), stop_after=2)[0]
+        assert run_until(replace(order, inputs=after))[0]
+        found = sample_statistics(after, RunLayout(order.folder), 4)
+        assert found.equals(expected)
 
 
 def signalled(order: TrainingOrder, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
