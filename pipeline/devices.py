@@ -5,6 +5,7 @@ Importing this module imports torch.
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -88,6 +89,13 @@ def memory_ran_out(explained: Callable[[str], LatentlineError]) -> Generator[Non
         if not is_out_of_memory(err):
             raise
         raise explained(memory_text()) from err
+
+
+def free_memory() -> None:
+    """Give back what nothing uses any more, objects that hold one another included."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def memory_text() -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -342,17 +343,21 @@ def unpacked_weight(network: nn.Module) -> nn.Parameter:
 
 
 def _decode_as_loaded(vae: nn.Module) -> None:
-    """Let `vae.decode` take latents of any number format, and heed no autocast."""
+    """Let `vae.decode` take latents of any number format, and heed no autocast.
+
+    The VAE is not held by it: it would hold itself, and stay in memory after its last use.
+    """
     import torch
 
-    network, weight = cast("Any", vae), unpacked_weight(vae)
-    decode = network.decode
+    decode, held = cast("Any", type(vae)).decode, weakref.ref(vae)
 
     def decode_so(latent: Tensor, *arguments: Any, **options: Any) -> Any:
+        network = cast("nn.Module", held())
+        weight = unpacked_weight(network)
         with torch.autocast(weight.device.type, enabled=False):
-            return decode(latent.to(weight.dtype), *arguments, **options)
+            return decode(network, latent.to(weight.dtype), *arguments, **options)
 
-    network.decode = decode_so
+    cast("Any", vae).decode = decode_so
 
 
 def _component_names(pipeline_class: Any) -> list[str]:

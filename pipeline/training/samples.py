@@ -7,20 +7,24 @@ loaded for them and dropped again. A picture that cannot be drawn is a warning, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.atomic import write_through
+from pipeline.devices import free_memory
 from pipeline.geometry import Size
 from pipeline.runs import RunLayout
 from pipeline.store_elsewhere import store_at
 from pipeline.training.loader import read_entry
 
 if TYPE_CHECKING:
+    from PIL.Image import Image
+
     from pipeline.families import Family
     from pipeline.training.engine import Engine
-    from pipeline.training.order import TrainingOrder
+    from pipeline.training.order import Prompt, TrainingOrder
 
 DRAWING_STEPS = 20
 
@@ -46,11 +50,22 @@ def draw_samples(
     drawn: list[Path] = []
     try:
         with engine.looking():
-            for number, path in enumerate(_paths(order, step)):
-                drawn.append(_draw(order, family, engine, number, path))
+            for path in _drawn(order, family, engine, step):
+                drawn.append(path)  # what was drawn before one fails counts
     except Exception as err:  # whatever a preview dies of, training goes on
         warn(f"a sample picture of step {step} could not be drawn: {type(err).__name__}: {err}")
+    finally:
+        free_memory()  # of the VAE, which a pipeline that holds itself would keep on the GPU
     return drawn
+
+
+def _drawn(order: TrainingOrder, family: Family, engine: Engine, step: int) -> Iterator[Path]:
+    device = str(engine.accelerator.device)
+    pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
+    for number, path in enumerate(_paths(order, step)):
+        picture = _picture(order, family, engine, pipeline=pipeline, prompt=order.prompts[number])
+        write_through(path, partial(picture.save, format="PNG"))
+        yield path
 
 
 def _paths(order: TrainingOrder, step: int) -> list[Path]:
@@ -58,13 +73,10 @@ def _paths(order: TrainingOrder, step: int) -> list[Path]:
     return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
 
 
-def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, path: Path) -> Path:
+def _picture(order: TrainingOrder, family: Family, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
     store = store_at(order.recipe.cache_dir)
-    prompt = order.prompts[number]
     text, empty_text = engine.text_of(prompt.caption), engine.text_of("")
-    device = str(engine.accelerator.device)
-    pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
-    picture = family.draw(
+    return family.draw(
         pipeline,
         text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),
         empty_text or read_entry(store, order.empty_text, "the empty caption"),
@@ -72,5 +84,3 @@ def _draw(order: TrainingOrder, family: Family, engine: Engine, number: int, pat
         steps=DRAWING_STEPS,
         seed=order.recipe.training.seed,
     )
-    write_through(path, lambda file: picture.save(file, format="PNG"))
-    return path

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -52,6 +55,39 @@ def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[
     assert len(warnings) == 1
     assert "step 2" in warnings[0]
     assert engine.denoiser.training
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    load, loaded = family.load_vae, list[weakref.ref[Any]]()
+
+    def remembered(*arguments: Any) -> Any:
+        vae = load(*arguments)
+        loaded.append(weakref.ref(vae))
+        return vae
+
+    monkeypatch.setattr(family, "load_vae", remembered)
+    if fails:
+        Store(order.recipe.cache_dir).path(order.prompts[1].text).unlink()
+    drawn = draw_samples(order, family, engine, step=2, warn=print)
+    assert len(drawn) == (1 if fails else 2)
+    assert [vae() for vae in loaded] == [None]
+
+
+def test_a_pipeline_s_vae_is_gone_with_the_pipeline(make_project: Callable[..., Project]) -> None:
+    pipeline = detect(make_project().order().base).load_pipeline(dtype="float32", device="cpu")
+    vae = weakref.ref(pipeline.vae)
+    gc.disable()
+    try:
+        del pipeline
+        assert vae() is None
+    finally:
+        gc.enable()
 
 
 def test_the_recipe_s_own_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
