@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -98,7 +99,10 @@ def _described(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyu
 
 
 def _out_features(denoiser: nn.Module, module: str) -> int:
-    return int(cast("Any", denoiser.get_submodule(module)).weight.shape[0])
+    """Rows of the module's weight; the shape of one that bitsandbytes has packed says nothing of them."""
+    layer = denoiser.get_submodule(module)
+    base = cast("Any", layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer)
+    return int(base.out_channels if isinstance(base, nn.Conv2d) else base.out_features)
 
 
 def _require_layers_that_fit(modules: list[LoraModule]) -> None:

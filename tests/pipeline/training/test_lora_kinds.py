@@ -350,6 +350,22 @@ def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp_path: Path) -> None:
+    """The weights of bitsandbytes' nf4 are columns of bytes, each of two numbers."""
+    make_tiny_sd3(tmp_path)
+    family = detect(tmp_path)
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.attn.to_q"]}')
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    plain = describe_modules(family, denoiser)
+    assert all(len(module.kohya_outs) == 3 for module in plain), "parts without an adapter are among them"
+    for name, layer in denoiser.named_modules():
+        if type(layer) is torch.nn.Linear and "lora_" not in name:
+            packed = torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert describe_modules(family, denoiser) == plain
+
+
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
