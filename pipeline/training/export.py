@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ from pipeline.training.layouts import (
 from pipeline.training.lora import (
     ADAPTER,
     AT_START,
-    delta_weights,
+    delta_makers,
     magnitudes,
     row_lengths,
     sizes_at_start,
@@ -150,24 +150,20 @@ class Exporter:
         self, networks: Networks, modules: list[LoraModule], folder: Path, lengths: Lengths
     ) -> list[ExportedFile]:
         denoiser = networks[""]
-        trained = effects(of_all(networks, delta_weights), magnitudes(denoiser), lengths)
+        trained = effects(of_all(networks, delta_makers), magnitudes(denoiser), lengths)
         # Of kohya's layout diffusers leaves out DoRA's lengths, and a network's alphas but the commonest.
         alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in modules}
         plain = not lengths and len(alphas) == len(networks)
-        tolerance = RELOAD_TOLERANCE * (1 if _is_one_lora(denoiser) else 10)
-        parts = sizes_at_start(denoiser)
-        same = partial(_compare, trained=trained, parts=parts, tolerance=tolerance)
-        files: list[ExportedFile] = []
-        for layout in LAYOUTS:
-            path = folder / layout_file(layout, self._name)
-            error = 0.0
+        paths = [folder / layout_file(layout, self._name) for layout in LAYOUTS]
+        found: list[tuple[Path, Effects]] = []
+        for layout, path in zip(LAYOUTS, paths, strict=True):
             if layout != "diffusers":
-                error = same(path, effects_by_rule(path, modules, layout, lengths))
+                found.append((path, effects_by_rule(path, modules, layout, lengths)))
             if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
-                found = self._effects_by_loader(path, networks, lengths)
-                error = max(error, same(path, found))
-            files.append(ExportedFile(path.name, error, len(modules)))
-        return files
+                found.append((path, self._effects_by_loader(path, networks, lengths)))
+        tolerance = RELOAD_TOLERANCE * (1 if _is_one_lora(denoiser) else 10)
+        errors = _errors(found, trained, parts=sizes_at_start(denoiser), tolerance=tolerance)
+        return [ExportedFile(path.name, errors[path], len(modules)) for path in paths]
 
     def _effects_by_loader(self, path: Path, networks: Networks, lengths: Lengths) -> Effects:
         """What diffusers' own loader makes of the file, on networks whose base weights take no memory."""
@@ -194,7 +190,7 @@ class Exporter:
                     )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=DEFECT) from err
-        found = of_all(skeletons, partial(delta_weights, adapter="reloaded"))
+        found = of_all(skeletons, partial(delta_makers, adapter="reloaded"))
         return effects(found, magnitudes(skeleton, "reloaded"), lengths)
 
 
@@ -243,29 +239,44 @@ def _parted(item: tuple[str, Tensor]) -> tuple[str, str, Tensor]:
     return module, mark + end, item[1]
 
 
-def _compare(
-    path: Path,
-    reloaded: Mapping[str, Tensor],
+def _errors(
+    found: Sequence[tuple[Path, Effects]],
+    trained: Effects,
     *,
-    trained: Mapping[str, Tensor],
     parts: Mapping[str, float],
     tolerance: float,
-) -> float:
-    """The largest relative difference; relative to a module's entry in `parts` where that is larger."""
-    if set(trained) != set(reloaded):
-        odd = sorted(set(trained) ^ set(reloaded))
-        modules = counted(len(odd), "module is", "modules are")
-        what = f"{modules} not in both the file and the adapter, the first is {odd[0]}"
-        raise TrainingError(what, where=str(path), fix=DEFECT)
-    worst = 0.0
-    for name, delta in trained.items():
-        scale = max(float(delta.abs().max()), parts.get(name, 0.0)) or 1.0
-        error = float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale
-        if not error <= tolerance:
-            what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
+) -> dict[Path, float]:
+    """The largest relative difference of each file; to a module's entry in `parts` where that is larger.
+
+    Of a large model all delta weights together are larger than the model: one trained and one read back are
+    in memory at a time.
+    """
+    for path, reloaded in found:
+        if set(trained) != set(reloaded):
+            odd = sorted(set(trained) ^ set(reloaded))
+            modules = counted(len(odd), "module is", "modules are")
+            what = f"{modules} not in both the file and the adapter, the first is {odd[0]}"
             raise TrainingError(what, where=str(path), fix=DEFECT)
-        worst = max(worst, error)
+    worst = {path: 0.0 for path, _ in found}
+    for name in trained:
+        largest = _differences(name, found, trained[name], parts.get(name, 0.0))
+        for path, error in largest:
+            if not error <= tolerance:
+                what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
+                raise TrainingError(what, where=str(path), fix=DEFECT)
+            worst[path] = max(worst[path], error)
     return worst
+
+
+def _differences(
+    name: str, found: Sequence[tuple[Path, Effects]], delta: Tensor, part: float
+) -> list[tuple[Path, float]]:
+    """Of one module, file by file."""
+    scale = max(float(delta.abs().max()), part) or 1.0
+    return [
+        (path, float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale)
+        for path, reloaded in found
+    ]
 
 
 def _metadata_of(path: Path) -> dict[str, str]:

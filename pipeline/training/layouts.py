@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -20,11 +21,12 @@ from pipeline.lora_files import lengths as stored_lengths
 from pipeline.training.equal import equal_shapes
 from pipeline.training.lora import ADAPTER, Adapted, has_magnitude, lora_modules
 from pipeline.training.networks import Networks
+from pipeline.training.on_demand import OnDemand
 
 if TYPE_CHECKING:
     from pipeline.families import Family
 
-Effects: TypeAlias = dict[str, Tensor]
+Effects: TypeAlias = OnDemand
 """What an adapter does, by module: its delta weight; and with DoRA, as "<module> rows", what each row of the
 sum of base and delta weight is multiplied by."""
 
@@ -150,10 +152,12 @@ def layout_tensors(
     return tensors
 
 
-def effects(deltas: Mapping[str, Tensor], trained: Mapping[str, Tensor], lengths: Lengths) -> Effects:
+def effects(
+    deltas: Mapping[str, Callable[[], Tensor]], trained: Mapping[str, Tensor], lengths: Lengths
+) -> Effects:
     """What delta weights and DoRA's trained lengths come to, the two as `lora` gives them."""
-    rows = {f"{name} rows": length / lengths[name][1] for name, length in trained.items()}
-    return {**deltas, **rows}
+    rows = {f"{name} rows": partial(torch.div, each, lengths[name][1]) for name, each in trained.items()}
+    return OnDemand({**deltas, **rows})
 
 
 def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengths: Lengths) -> Effects:
@@ -168,15 +172,20 @@ def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengt
         odd = sorted(set(tensors) ^ expected)
         what = f"{counted(len(odd), 'key is', 'keys are')} missing or unknown, the first is {odd[0]}"
         raise TrainingError(what, where=str(path), fix=DEFECT)
-    found: Effects = {}
+    found: dict[str, Callable[[], Tensor]] = {}
     for module in modules:
-        down, up = factors(tensors, module, layout)
-        down_key, _, alpha_key = module.keys(layout)
-        assert alpha_key is not None
-        scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
-        found[module.name] = scale * (up.flatten(1) @ down.flatten(1))
+        found[module.name] = partial(_delta_by_rule, tensors, module, layout)
         if module.magnitude:
             before, after = lengths[module.name]
             divided_by = before if layout == "comfyui" else after
-            found[f"{module.name} rows"] = stored_lengths(tensors, module, layout) / divided_by
-    return found
+            stored = stored_lengths(tensors, module, layout)
+            found[f"{module.name} rows"] = partial(torch.div, stored, divided_by)
+    return OnDemand(found)
+
+
+def _delta_by_rule(tensors: Mapping[str, Tensor], module: LoraModule, layout: Layout) -> Tensor:
+    down, up = factors(tensors, module, layout)
+    down_key, _, alpha_key = module.keys(layout)
+    assert alpha_key is not None
+    scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
+    return scale * (up.flatten(1) @ down.flatten(1))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.counting import counted
 from pipeline.errors import TrainingError
+from pipeline.training.on_demand import OnDemand
 from pipeline.training.seeding import hash_bits
 from pipeline.training.targets import sizes_of, target_modules
 
@@ -150,26 +152,30 @@ def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield name, module
 
 
-def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
+def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> OnDemand:
     """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name.
 
     What the fixed adapter beside it takes off is taken off.
 
     With DoRA the sum's rows are then brought to the length of `magnitudes`.
     """
-    deltas: dict[str, Tensor] = {}
-    with torch.no_grad():
-        for name, module in lora_modules(denoiser):
-            if adapter in module.r:
-                deltas[name] = _delta(module, adapter).float().cpu()
-    return deltas
+    return OnDemand(delta_makers(denoiser, adapter))
+
+
+def delta_makers(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
+    """What computes each of `delta_weights`, of the adapter as it will be by then."""
+    return {
+        name: partial(_delta, module, adapter)
+        for name, module in lora_modules(denoiser)
+        if adapter in module.r
+    }
 
 
 def sizes_at_start(denoiser: nn.Module) -> dict[str, float]:
     """The largest delta weight that a fixed adapter takes off, by module; empty where there is none."""
     with torch.no_grad():
         return {
-            name: float(cast("Any", module).get_delta_weight(AT_START).abs().max())
+            name: float(_added(module, AT_START).abs().max())
             for name, module in lora_modules(denoiser)
             if AT_START in module.r
         }
@@ -197,15 +203,28 @@ def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     lengths: dict[str, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
         for name, module in lora_modules(denoiser):
-            weight = dequantize_module_weight(cast("Any", module).get_base_layer()).float().flatten(1)
-            adapted = weight + _delta(module, ADAPTER).float().flatten(1)
-            lengths[name] = (weight.norm(dim=1).cpu(), adapted.norm(dim=1).cpu())
+            weight = dequantize_module_weight(cast("Any", module).get_base_layer()).float().flatten(1).cpu()
+            adapted = weight + _delta(module, ADAPTER).flatten(1)
+            lengths[name] = (weight.norm(dim=1), adapted.norm(dim=1))
     return lengths
 
 
+@torch.no_grad()
 def _delta(module: Adapted, adapter: str) -> Tensor:
-    adapted = cast("Any", module)  # peft's base class does not declare it; each of its layers has it.
-    delta: Tensor = adapted.get_delta_weight(adapter)
+    delta = _added(module, adapter)
     if adapter == ADAPTER and AT_START in module.r:
-        delta = delta + adapted.get_delta_weight(AT_START)
+        delta = delta + _added(module, AT_START)
     return delta
+
+
+def _added(module: Adapted, adapter: str) -> Tensor:
+    """What one adapter adds to the module's weight.
+
+    A LoRA's product is that of `pipeline.lora_files`, and not peft's, which of a convolution is one itself: a
+    GPU computes that with 10 bits of each factor.
+    """
+    adapted = cast("Any", module)  # peft's base class does not declare it; each of its layers has it.
+    if not isinstance(module, LoraLayer):
+        return adapted.get_delta_weight(adapter).float().cpu()
+    down, up = (side[adapter].weight.float().cpu() for side in (adapted.lora_A, adapted.lora_B))
+    return (adapted.scaling[adapter] * (up.flatten(1) @ down.flatten(1))).reshape(len(up), *down.shape[1:])

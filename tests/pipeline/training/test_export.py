@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import TrainingError
 from pipeline.families import Family, detect
 from pipeline.lora_files import ADAPTER_METADATA_KEY, LAYOUTS, layout_file, module_scale, read_lora_file
-from pipeline.training import export
+from pipeline.training import export, layouts, lora
 from pipeline.training.engine import Engine
 from pipeline.training.export import Exporter
 from pipeline.training.lora import delta_weights
@@ -123,9 +124,51 @@ def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
 
 
 def test_exporting_leaves_the_adapter_that_is_being_trained_alone(trained: Trained, tmp_path: Path) -> None:
-    before = delta_weights(trained.engine.denoiser)
+    before = dict(delta_weights(trained.engine.denoiser))
     trained.export(tmp_path)
-    after = delta_weights(trained.engine.denoiser)
+    after = dict(delta_weights(trained.engine.denoiser))
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert list(trained.engine.denoiser.peft_config) == ["default"]  # pyright: ignore
     assert all(weight.requires_grad for weight in trained.engine.weights)
+
+
+def test_of_delta_weights_read_back_and_trained_one_each_is_in_memory_at_a_time(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a large model's together take more than the model."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def counting(delta: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*arguments: Any) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in made))
+            result = delta(*arguments)
+            made.append(weakref.ref(result))
+            return result
+
+        return counted
+
+    monkeypatch.setattr(lora, "_delta", counting(lora._delta))
+    monkeypatch.setattr(layouts, "_delta_by_rule", counting(layouts._delta_by_rule))
+    trained.export(tmp_path)
+    assert len(made) == 32 * (1 + 2 + 2), "trained, by rule of two layouts, by loader of two"
+    assert max(alive) <= 2
+
+
+def test_R06_convolutions_that_a_gpu_multiplies_roughly_are_compared_exactly(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Of a convolution peft's product is one itself, and cuDNN's has 10 bits of each factor."""
+    made = Trained(make_project(lora={"rank": 4, "alpha": 2.0, "conv_rank": 4}))
+
+    def rough(*factors: torch.Tensor) -> torch.Tensor:
+        ten_bits = [(each.view(torch.int32) & -(2**13)).view(torch.float32) for each in factors]
+        return torch.nn.functional.conv2d(*ten_bits)
+
+    convolutions = [
+        module for _, module in lora.lora_modules(made.engine.denoiser) if hasattr(module, "conv_fn")
+    ]
+    assert convolutions
+    for module in convolutions:
+        module.conv_fn = rough  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(file.max_error <= export.RELOAD_TOLERANCE for file in made.export(tmp_path))
