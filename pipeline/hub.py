@@ -8,7 +8,11 @@ from contextlib import contextmanager
 
 from pipeline.errors import ModelError
 
-_VARIANT_PARTS = ("fp16", "fp32", "bf16", "non_ema", "ema_only")
+WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
+"""In names of weight files that hold a component in another number format; the first that is there is taken
+where a component has no others."""
+
+_VARIANT_PARTS = (*WEIGHT_VARIANTS, "non_ema", "ema_only")
 
 
 def looks_like_hub_id(name: str) -> bool:
@@ -46,9 +50,10 @@ def refusals_told(name: str, where: str) -> Generator[None]:
 
 
 def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
-    """The files of one component in a repository, sorted by kind and name: no variants, nothing below.
+    """The files of one component in a repository, sorted by kind and name: nothing below.
 
-    Weights are taken as `*.safetensors` where a component has them and as `*.bin` otherwise.
+    Weights are taken as `*.safetensors` where a component has them and as `*.bin` otherwise; where it has
+    neither, those of a variant.
 
     Args:
         repository_files: All of the repository.
@@ -63,5 +68,17 @@ def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
     usual = [name for name in inside if not any(part in name for part in _VARIANT_PARTS)]
     weights = [name for name in usual if name.endswith((".safetensors", ".safetensors.index.json"))]
     weights = weights or [name for name in usual if name.endswith((".bin", ".bin.index.json"))]
+    weights = weights or _variant_weights(inside)
     others = (".json", ".txt", ".model", ".jinja")
     return weights + [name for name in usual if name.endswith(others) and ".index." not in name]
+
+
+def _variant_weights(names: list[str]) -> list[str]:
+    """Those of the first variant; with its index, where it is one that from_pretrained looks for."""
+    for variant in WEIGHT_VARIANTS:
+        of_it = [name for name in names if f".{variant}." in name or f".{variant}-" in name]
+        for suffix in ("safetensors", "bin"):
+            ends = (f".{suffix}", f".{suffix}.index.{variant}.json")
+            if weights := [name for name in of_it if name.endswith(ends)]:
+                return weights
+    return []

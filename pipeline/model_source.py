@@ -174,7 +174,7 @@ def _downloaded(base: str, revision: str | None, elsewhere: Mapping[str, Path], 
 def wanted_files(
     family: type[Family], repository_files: Iterable[str], *, without: Collection[str] = ()
 ) -> list[str]:
-    """The files of a repository that the family needs: no variants, no unused components.
+    """The files of a repository that the family needs: no unused components, see `component_files`.
 
     Args:
         family: Says which components are used.

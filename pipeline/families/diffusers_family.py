@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pipeline.families.base import EncodedCaption, Family, Posterior, Use
-from pipeline.families.files import read_json, tokenizer_files, weight_files
+from pipeline.families.files import read_json, tokenizer_files, weight_files, weight_variant
 from pipeline.fingerprints import ModelPart
 from pipeline.geometry import Size, latent_size
 
@@ -331,9 +331,9 @@ class DiffusersFamily(Family):
     def _read(self, role: str, dtype: str, **options: Any) -> nn.Module:
         import torch
 
-        loaded = self.class_of(role).from_pretrained(
-            self.place(role), dtype=getattr(torch, dtype), local_files_only=True, **options
-        )
+        place = self.place(role)
+        options |= {"variant": weight_variant(place), "dtype": getattr(torch, dtype)}
+        loaded = self.class_of(role).from_pretrained(place, local_files_only=True, **options)
         return loaded.requires_grad_(False).eval()
 
 

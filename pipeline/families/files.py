@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
+from pipeline.hub import WEIGHT_VARIANTS
 
 _STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 """Names under which diffusers and transformers keep a component's weights."""
@@ -45,26 +46,47 @@ def read_json(path: Path) -> dict[str, Any]:
 def weight_files(folder: Path) -> tuple[Path, ...]:
     """The weight files that a load of the component in `folder` reads, sorted; with their index if sharded.
 
-    As diffusers and transformers do, `*.safetensors` is preferred to `*.bin`. Variants such as `*.fp16.*` are
-    never taken.
+    As diffusers and transformers do, `*.safetensors` is preferred to `*.bin`. Files of `weight_variant` are
+    taken only where there are no others.
 
     Raises:
         ModelError: There are none, or a shard of the index is missing.
     """
-    for suffix in ("safetensors", "bin"):
-        for stem in _STEMS:
-            single = folder / f"{stem}.{suffix}"
-            if single.is_file():
-                return (single,)
-            index = folder / f"{stem}.{suffix}.index.json"
-            if index.is_file():
-                return (index, *_shards(index))
+    return _weights(folder)[1]
+
+
+def weight_variant(folder: Path) -> str | None:
+    """What the names of `weight_files` have before their ending, for `from_pretrained`; None: nothing.
+
+    Raises:
+        ModelError: As `weight_files`.
+    """
+    return _weights(folder)[0]
+
+
+def _weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
+    for variant in (None, *WEIGHT_VARIANTS):
+        for suffix in ("safetensors", "bin"):
+            for stem in _STEMS:
+                single = folder / _of_variant(f"{stem}.{suffix}", variant)
+                if single.is_file():
+                    return variant, (single,)
+                index = folder / _of_variant(f"{stem}.{suffix}.index.json", variant)
+                if index.is_file():
+                    return variant, (index, *_shards(index))
     raise ModelError(
         "a component of the base model has no weights",
         where=str(folder),
         fix=f"it needs one of {', '.join(stem + '.safetensors' for stem in _STEMS)} (or .bin, or shards with "
-        "their index); files with a variant in their name, such as fp16, must be renamed",
+        f"their index), or of {', '.join(_of_variant('*.safetensors', each) for each in WEIGHT_VARIANTS)}; "
+        "files with another variant in their name must be renamed",
     )
+
+
+def _of_variant(name: str, variant: str | None) -> str:
+    """The name with the variant before its last ending, where diffusers and transformers look for it."""
+    start, end = name.rsplit(".", 1)
+    return name if variant is None else f"{start}.{variant}.{end}"
 
 
 def require_whole(path: Path) -> None:

@@ -157,3 +157,31 @@ def test_only_what_the_family_needs_is_downloaded() -> None:
         "vae/config.json",
         "vae/diffusion_pytorch_model.bin",
     }
+
+
+def test_of_a_repository_whose_weights_are_all_of_a_variant_these_are_downloaded() -> None:
+    names = (
+        *("unet/diffusion_pytorch_model.fp16.safetensors", "unet/diffusion_pytorch_model.bf16.safetensors"),
+        *("text_encoder/model.safetensors.index.fp16.json", "text_encoder/model.fp16.bin"),
+        *(f"text_encoder/model.fp16-0000{number}-of-00002.safetensors" for number in (1, 2)),
+        *("vae/diffusion_pytorch_model.fp16.bin", "vae/diffusion_pytorch_model.non_ema.safetensors"),
+        *("vae/config.json", "unet/config.json", "tokenizer/vocab.json", "model_index.json"),
+    )
+    assert set(names) - set(wanted_files(StableDiffusion, names)) == {
+        "unet/diffusion_pytorch_model.bf16.safetensors",
+        "text_encoder/model.fp16.bin",
+        "vae/diffusion_pytorch_model.non_ema.safetensors",
+    }
+
+
+def test_a_snapshot_whose_weights_are_all_of_a_variant_is_used_without_the_network(
+    tmp_path: Path, model: Path, hub: Path
+) -> None:
+    for path in model.glob("*/*.safetensors"):
+        path.rename(path.with_suffix(".fp16.safetensors"))
+    snapshot = hub_snapshot(model, hub)
+    assert resolve_base(recipe(tmp_path, "someone/tiny")) == snapshot
+    cut = snapshot / "unet" / "diffusion_pytorch_model.fp16.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    with pytest.raises(ModelError, match="someone/tiny is neither"):
+        resolve_base(recipe(tmp_path, "someone/tiny"))

@@ -8,7 +8,13 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import ModelError
-from pipeline.families.files import read_json, require_whole, tokenizer_files, weight_files
+from pipeline.families.files import (
+    read_json,
+    require_whole,
+    tokenizer_files,
+    weight_files,
+    weight_variant,
+)
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -16,11 +22,31 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x")
 
 
-def test_safetensors_are_preferred_and_variants_never_taken(tmp_path: Path) -> None:
-    touch(tmp_path, "model.fp16.safetensors", "pytorch_model.bin")
-    assert [path.name for path in weight_files(tmp_path)] == ["pytorch_model.bin"]
+def test_safetensors_are_preferred_and_variants_are_taken_only_where_there_are_no_others(
+    tmp_path: Path,
+) -> None:
+    def taken() -> tuple[str | None, list[str]]:
+        return weight_variant(tmp_path), [path.name for path in weight_files(tmp_path)]
+
+    touch(tmp_path, "model.non_ema.safetensors", "model.bf16.safetensors")
+    assert taken() == ("bf16", ["model.bf16.safetensors"])
+    touch(tmp_path, "model.fp16.safetensors", "model.fp16.bin")
+    assert taken() == ("fp16", ["model.fp16.safetensors"])
+    touch(tmp_path, "pytorch_model.bin")
+    assert taken() == (None, ["pytorch_model.bin"])
     touch(tmp_path, "model.safetensors")
-    assert [path.name for path in weight_files(tmp_path)] == ["model.safetensors"]
+    assert taken() == (None, ["model.safetensors"])
+
+
+def test_shards_of_a_variant_come_with_their_index(tmp_path: Path) -> None:
+    shards = [f"model.fp16-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    name = "model.safetensors.index.fp16.json"
+    (tmp_path / name).write_text(json.dumps({"weight_map": {"a": shards[1], "b": shards[0]}}))
+    touch(tmp_path, *shards)
+    assert [path.name for path in weight_files(tmp_path)] == [name, *shards]
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(ModelError, match=shards[1]):
+        weight_files(tmp_path)
 
 
 def test_shards_come_with_their_index_and_each_must_be_there(tmp_path: Path) -> None:

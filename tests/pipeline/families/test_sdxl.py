@@ -15,6 +15,7 @@ from diffusers import StableDiffusionXLPipeline
 from pipeline.errors import FamilyError
 from pipeline.families import Family, detect
 from pipeline.families.tiny import make_tiny_sdxl
+from pipeline.fingerprints import Fingerprints
 from pipeline.geometry import Size
 from pipeline.recipe import LoraSettings
 from pipeline.training.export import Exporter
@@ -68,6 +69,49 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(StableDiffusionXLCase())
+
+
+class HalfCase(StableDiffusionXLCase):
+    """As many models are published: of each component there are weights named fp16 and no others."""
+
+    def make(self, folder: Path) -> None:
+        make_tiny_sdxl(folder.parent / "whole")
+        pipe = StableDiffusionXLPipeline.from_pretrained(folder.parent / "whole", dtype=torch.float16)
+        pipe.save_pretrained(folder, variant="fp16")
+        weights = [*folder.glob("*/*.safetensors"), *folder.glob("*/*.bin")]
+        assert len(weights) == 4
+        assert all(path.name.endswith(".fp16.safetensors") for path in weights)
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        return super().pipeline(folder, variant="fp16", dtype=torch.float32, **parts)
+
+
+@pytest.mark.slow
+def test_the_whole_job_equals_diffusers_where_all_weights_are_of_a_variant(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(HalfCase())
+
+
+def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprint_under_either_name(
+    family: Family, tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_sdxl, tmp_path / "other")
+    pipe = StableDiffusionXLPipeline.from_pretrained(other)
+    for role, size in (("unet", "2MB"), ("text_encoder", "30KB")):
+        for path in (other / role).glob("*.safetensors"):
+            path.unlink()
+        getattr(pipe, role).save_pretrained(other / role, variant="bf16", max_shard_size=size)
+        assert len(list((other / role).glob("*.bf16-0000?-of-*.safetensors"))) > 1
+    vae = other / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.rename(vae.with_suffix(".fp16.safetensors"))
+    changed, hashes = detect(other), Fingerprints(tmp_path)
+    for role in ("unet", "text_encoder", "vae"):
+        expected, got = (
+            each.load_component(role, "float32", "cpu").state_dict() for each in (family, changed)
+        )
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert hashes.of(changed.parts("latents")) == hashes.of(family.parts("latents"))
 
 
 def test_a_picture_is_that_of_the_whole_pipeline(family: Family, whole: Any) -> None:
