@@ -7,6 +7,7 @@ import json
 import click
 
 from pipeline.cli.arguments import RECIPE
+from pipeline.paths import require_isolation
 from pipeline.recipe import Recipe
 from pipeline.tables import Tables
 from pipeline.upkeep.sample import explain, find_sample
@@ -21,6 +22,7 @@ def command(recipe: Recipe, sample: str, as_json: bool) -> None:
 
     SAMPLE is its id, <dataset>/<path>, or as much of it as no other sample has.
     """
+    require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     sample_id = find_sample(tables, sample)
     known = explain(recipe, tables, sample_id)

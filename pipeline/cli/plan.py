@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import click
 
+from pipeline.checks.names import PATH_ISOLATION
 from pipeline.cli.arguments import RECIPE
 from pipeline.cli.sizes import bytes_text, seconds_text
 from pipeline.counting import counted
@@ -21,7 +22,9 @@ MAX_NAMED = 3
 @click.argument("recipe", type=RECIPE)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, every sample named.")
 def command(recipe: Recipe, as_json: bool) -> None:
-    """Say what the cache job of RECIPE would encode now, and why; nothing is made and nothing is written.
+    """Say what the cache job of RECIPE would encode now, and why; nothing is made.
+
+    Written is nothing but hashes of the base model's files, fingerprints.json in cache_dir.
 
     Where one of its gates would close, that is said first.
 
@@ -34,6 +37,10 @@ def command(recipe: Recipe, as_json: bool) -> None:
         closed = [gate._asdict() for gate in found.closed]
         said = {**asdict(found), "closed": closed, **counts}
         click.echo(json.dumps(said, indent=2, ensure_ascii=False))
+        return
+    if any(gate.name == PATH_ISOLATION.name for gate in found.closed):
+        click.echo(f"{recipe.name}: {_stop(found)}, before any work:")
+        _show_gates(found)
         return
     click.echo(f"{recipe.name}: {_samples(found)}")
     if found.closed:
@@ -50,12 +57,20 @@ def _samples(found: Forecast) -> str:
 
 
 def _show_closed(found: Forecast) -> None:
-    click.echo(f"the job would stop at {found.closed[0].asset}, before anything is encoded:")
+    click.echo(f"{_stop(found)}, before anything is encoded:")
+    _show_gates(found)
+    click.echo("with that mended or allowed, of the samples that are kept now:")
+
+
+def _stop(found: Forecast) -> str:
+    return f"the job would stop at {found.closed[0].asset}"
+
+
+def _show_gates(found: Forecast) -> None:
     for gate in found.closed:
         click.echo(f"  {gate.name}: {gate.summary}")
         for line in gate.fix.splitlines():
             click.echo(f"    fix: {line}")
-    click.echo("with that mended or allowed, of the samples that are kept now:")
 
 
 def _show(name: str, expected: Expected) -> None:

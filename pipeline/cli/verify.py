@@ -9,6 +9,7 @@ import click
 
 from pipeline.cli.arguments import RECIPE
 from pipeline.counting import counted
+from pipeline.paths import require_isolation
 from pipeline.recipe import Recipe
 from pipeline.store import EntryState
 from pipeline.tables import Tables
@@ -26,6 +27,7 @@ def command(recipe: Recipe, mend: bool) -> None:
     A job trusts an entry whose file is as it was when last verified; a disk that lies is found here. Exit
     status 1 where an entry is missing or damaged and was not repaired.
     """
+    require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     needed = needed_entries(recipe, tables)
     bad = verify(recipe, needed, _with_bar(len(needed)))

@@ -1,5 +1,6 @@
-"""What the next cache job would encode, and why; nothing is made and nothing is written.
+"""What the next cache job would encode, and why; nothing is made.
 
+Written is nothing but `fingerprints.json`: hashes of the model's files, so that gigabytes are read once.
 The same functions that the job runs are asked: scan, validation, geometry, keys and store.
 """
 
@@ -18,7 +19,7 @@ from pipeline.ingest.validate import validate
 from pipeline.registry import speed
 from pipeline.reports import Log
 from pipeline.store import EntrySpec, Kind
-from pipeline.upkeep.gates_ahead import ClosedGate, closed_gates
+from pipeline.upkeep.gates_ahead import ClosedGate, closed_gates, path_gate
 
 if TYPE_CHECKING:
     import polars as pl
@@ -83,7 +84,8 @@ class Forecast:
         samples: That it would keep.
         rejected: That it would reject, by reason.
         gone: Samples of the last tables that are no more.
-        closed: Gates at which the job would stop, before anything is encoded.
+        closed: Gates at which the job would stop, before anything is encoded. Where `path_isolation` is one,
+            it is the only one, and nothing else was looked at.
         latents: Their entries.
         text: Captions' entries.
     """
@@ -104,6 +106,9 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read.
     """
+    paths = path_gate(recipe)
+    if paths is not None:
+        return Forecast(0, {}, [], [paths], Expected("latents"), Expected("text"))
     raw = scan(recipe, tables, log=log, remember=False)
     valid = validate(recipe, raw.table, tables, log=log, remember=False)
     buckets = assign_buckets(recipe, valid.table, log=lambda _: None)

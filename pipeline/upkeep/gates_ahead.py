@@ -9,6 +9,9 @@ import polars as pl
 
 from pipeline.checks import aspect_buckets, raw_images, validated_dataset
 from pipeline.checks.base import CheckContext
+from pipeline.checks.names import PATH_ISOLATION
+from pipeline.errors import PathIsolationError
+from pipeline.paths import require_isolation
 from pipeline.tables import Tables
 
 if TYPE_CHECKING:
@@ -56,6 +59,16 @@ def closed_gates(recipe: Recipe, results: Mapping[str, StageResult]) -> list[Clo
         if closed:
             return [_closed(asset, finding) for finding in closed]
     return []
+
+
+def path_gate(recipe: Recipe) -> ClosedGate | None:
+    """The gate `path_isolation`, where the job would stop at it before any work; None otherwise."""
+    try:
+        require_isolation(recipe)
+    except PathIsolationError as err:
+        places = ", ".join(err.where.splitlines())
+        return ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({places})", err.fix)
+    return None
 
 
 def _closed(asset: str, finding: Finding) -> ClosedGate:

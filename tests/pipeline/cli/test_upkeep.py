@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipeline.cli.main import latentline
-from pipeline.errors import LatentlineError
+from pipeline.errors import LatentlineError, PathIsolationError
 from tests.pipeline.cached_job import Job
 
 OLD_S = 1_000_000_000
@@ -62,6 +62,26 @@ def test_plan_says_first_that_a_gate_would_close_and_what_to_do(cli: Any, job: J
         "captions_present",
         "rejected_fraction",
     }
+
+
+@pytest.mark.parametrize("name", ["plan", "explain", "verify"])
+def test_L01_no_command_writes_into_a_dataset_that_holds_the_cache(
+    cli: Any, job: Job, tmp_path: Path, name: str
+) -> None:
+    dataset, recipe = job.recipe.datasets[0].path, tmp_path / "configs" / "sample.yaml"
+    text = recipe.read_text("utf-8")
+    recipe.write_text(text.replace(f"{tmp_path}/cache", f"{dataset}/cache"), encoding="utf-8")
+    before = sorted(dataset.rglob("*"))
+    done = cli(name, "sample", *(["cat"] if name == "explain" else []))
+    assert sorted(dataset.rglob("*")) == before
+    if name != "plan":
+        assert isinstance(done.exception, PathIsolationError)
+        return
+    assert done.exit_code == 0
+    assert "sample: the job would stop at raw_images, before any work:\n  path_isolation: " in done.stdout
+    assert "    fix: " in done.stdout
+    (gate,) = json.loads(cli("plan", "sample", "--json").stdout)["closed"]
+    assert gate["name"] == "path_isolation"
 
 
 def test_explain_prints_every_stage(cli: Any) -> None:
