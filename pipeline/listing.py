@@ -18,13 +18,14 @@ IGNORED_FIRST = "."
 def listing_fingerprint(folders: Iterable[Address]) -> str:
     """16 hex digits over path, size and times of each file below `folders`, which stand in a given order.
 
-    A file in the place of a folder counts as itself. Of an address it is what its server tells of each file.
+    A file in the place of a folder counts as itself, and a folder below that cannot be listed as that: the
+    others are seen all the same. Of an address it is what its server tells of each file.
 
     No file is opened. Linked files and folders count by what they lead to; a folder is listed once, so loops
     end. The change time is in it too: it finds a file that was edited and given its old time back.
 
     Raises:
-        OSError: A folder cannot be listed.
+        OSError: One of `folders` cannot be listed.
         DatasetError: An address cannot be listed.
     """
     digest = hashlib.sha256()
@@ -40,21 +41,28 @@ def _lines(top: Path) -> Iterator[bytes]:
     listed: set[tuple[int, int]] = set()
     while pending:
         folder = pending.pop()
-        about = folder.stat()
-        if not S_ISDIR(about.st_mode):
+        try:
+            about = folder.stat()
+            is_folder, place = S_ISDIR(about.st_mode), (about.st_dev, about.st_ino)
+            entries = _entries(folder) if is_folder and place not in listed else []
+        except OSError as err:
+            if folder is top:
+                raise
+            yield os.fsencode(folder) + b"\0" + _unreadable(err) + b"\n"
+            continue
+        listed.add(place)
+        if not is_folder:
             yield os.fsencode(folder) + b"\0" + _facts(about) + b"\n"
-            continue
-        if (about.st_dev, about.st_ino) in listed:
-            continue
-        listed.add((about.st_dev, about.st_ino))
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith(IGNORED_FIRST):
-                    continue
-                if _is_folder(entry):
-                    pending.append(Path(entry.path))
-                else:
-                    yield _line(entry)
+        for entry in entries:
+            if _is_folder(entry):
+                pending.append(Path(entry.path))
+            else:
+                yield _line(entry)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        return [entry for entry in entries if not entry.name.startswith(IGNORED_FIRST)]
 
 
 def _remote_lines(url: Url) -> Iterator[bytes]:
@@ -80,8 +88,12 @@ def _line(entry: os.DirEntry[str]) -> bytes:
     try:
         facts = _facts(entry.stat())
     except OSError as err:  # it vanished, or a link leads nowhere: that is a state of the listing too
-        facts = b"unreadable %d" % (err.errno or 0)
+        facts = _unreadable(err)
     return os.fsencode(entry.path) + b"\0" + facts + b"\n"
+
+
+def _unreadable(err: OSError) -> bytes:
+    return b"unreadable %d" % (err.errno or 0)
 
 
 def _facts(about: os.stat_result) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -81,6 +82,26 @@ def test_a_file_that_moves_from_one_dataset_to_the_next_is_a_change(tmp_path: Pa
 def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         state(tmp_path / "missing")
+
+
+def test_O04_I21_a_folder_below_that_cannot_be_listed_is_a_state_and_hides_no_change_elsewhere(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readable, scandir = state(folder), os.scandir
+
+    def refuse(path: Path) -> object:
+        if Path(path) == folder / "inner":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    refused = state(folder)
+    assert refused != readable
+    assert refused == state(folder)
+    (folder / "new.jpg").write_bytes(b"x")
+    assert state(folder) != refused
+    with pytest.raises(PermissionError):
+        listing_fingerprint([folder / "inner"])
 
 
 def test_O04_a_change_in_a_bucket_is_a_change(folder: Path, s3: str) -> None:
