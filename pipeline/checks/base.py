@@ -124,8 +124,9 @@ def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome])
 
 def _finding(spec: CheckSpec, outcome: Outcome, allowed: bool) -> Finding:
     summary, fix = outcome.summary, outcome.fix
-    allowed = allowed and not outcome.final
-    if spec.gate and not outcome.passed and not outcome.final:
+    openable = spec.openable and not outcome.final
+    allowed = allowed and openable
+    if spec.gate and openable and not outcome.passed:
         note = f"checks.allow names {spec.name}"
         summary = f"{summary} (a warning only, because {note})" if allowed else summary
         fix = fix if allowed else f"{fix}; or open this gate knowingly with checks.allow: [{spec.name}]"

@@ -17,12 +17,14 @@ class CheckSpec:
         gate: True where a failure stops everything downstream; a warning otherwise.
         description: What it looks at, in a sentence for the UI.
         advice: What a user does first when it fails.
+        openable: False for a gate that `checks.allow` does not open, whatever it names.
     """
 
     name: str
     gate: bool
     description: str
     advice: str
+    openable: bool = True
 
     @property
     def explained(self) -> str:
@@ -34,11 +36,15 @@ def _gate(name: str, description: str, advice: str) -> CheckSpec:
     return CheckSpec(name, True, description, advice)
 
 
+def _sure_gate(name: str, description: str, advice: str) -> CheckSpec:
+    return CheckSpec(name, True, description, advice, openable=False)
+
+
 def _warning(name: str, description: str, advice: str) -> CheckSpec:
     return CheckSpec(name, False, description, advice)
 
 
-PATH_ISOLATION = _gate(
+PATH_ISOLATION = _sure_gate(
     "path_isolation",
     "No dataset, cache_dir and output_dir share, contain or lead into one another, by any spelling.",
     (
@@ -46,7 +52,7 @@ PATH_ISOLATION = _gate(
         "followed: the message names both spellings."
     ),
 )
-"""Runs inside raw_images, before anything is written; it cannot be allowed."""
+"""Runs inside raw_images, before anything is written."""
 
 _FRACTION = _gate(
     "rejected_fraction",
@@ -61,12 +67,12 @@ _CONSERVATION = _gate(
     "What came in is kept or rejected, each sample exactly once.",
     "Report it as a defect of Latentline, with the table.",
 )
-_ENTRY_BYTES = _gate(
+_ENTRY_BYTES = _sure_gate(
     "file_size_outliers",
     "Each entry has exactly the bytes its shape and dtype ask for.",
     "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
 )
-_ENTRY_VALUES = _gate(
+_ENTRY_VALUES = _sure_gate(
     "finite_values",
     "Each entry's checksum holds and no value is NaN or infinite.",
     "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
@@ -198,12 +204,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
     ),
     "vae_latents": (
-        _gate(
+        _sure_gate(
             "completeness",
             "Each sample of aspect_buckets has its entry, or was rejected.",
             "Run the cache job again: it makes what is missing.",
         ),
-        _gate(
+        _sure_gate(
             "shape_uniformity",
             "Each entry's shape is the geometry's, and one shape in each bucket.",
             "Run the cache job again: buckets or model have changed since.",
@@ -213,12 +219,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _FRACTION,
     ),
     "text_embeddings": (
-        _gate(
+        _sure_gate(
             "completeness",
             "Each sample and the empty caption have their entry.",
             "Run the cache job again: it makes what is missing.",
         ),
-        _gate(
+        _sure_gate(
             "shape_uniformity",
             "Each entry has the shapes that the encoders' configurations say.",
             "Run the cache job again: the model has changed since.",
@@ -301,5 +307,13 @@ def specs_of(asset: str) -> tuple[CheckSpec, ...]:
     return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else SPECS[asset]
 
 
-GATES: tuple[str, ...] = tuple(sorted({spec.name for specs in SPECS.values() for spec in specs if spec.gate}))
-"""The names that `checks.allow` may hold."""
+def _gates(*, openable: bool) -> set[str]:
+    all_specs = (spec for asset in SPECS for spec in specs_of(asset))
+    return {spec.name for spec in all_specs if spec.gate and spec.openable == openable}
+
+
+GATES: tuple[str, ...] = tuple(sorted(_gates(openable=True)))
+"""The names that `checks.allow` may hold. What cannot be opened stays closed, though named."""
+
+NEVER_OPEN: tuple[str, ...] = tuple(sorted(_gates(openable=False) - {*GATES}))
+"""The names that only gates have which cannot be opened."""

@@ -22,9 +22,12 @@ with exit status 1; a **warning** is shown and stops nothing. In the UI a check 
 *Execute* at a check in the UI runs it alone: it looks at what the last run left, and at files as they are
 now, and makes nothing. *Re-execute from failure* makes the asset whose gate had closed once more.
 
-`checks.allow: [captions_present]` in the recipe opens a gate knowingly: it then warns. Only
-`path_isolation` cannot be opened. Training asks the gates of the five assets before it itself, as the recipe
-now reads, whatever was selected; only the datasets' files are not looked at then: they may be gone.
+`checks.allow: [captions_present]` in the recipe opens a gate knowingly, of every asset that has one of that
+name: it then warns. Those that say "never open" stay closed: `path_isolation`, and what is exact of the two
+caches, since training could not read an entry that is missing or wrong. None opens where no sample is left.
+
+Training asks the gates of the five assets before it itself, as the recipe now reads, whatever was selected;
+only the datasets' files are not looked at then: they may be gone.
 
 This page is written by `python -m pipeline.checks.page`.
 """
@@ -46,7 +49,7 @@ def page_path() -> Path:
 
 
 def _row(spec: CheckSpec) -> str:
-    kind = "**gate**" if spec.gate else "warning"
+    kind = ("**gate**" if spec.openable else "**gate**, never open") if spec.gate else "warning"
     return f"| `{spec.name}` | {kind} | {spec.description} | {spec.advice} |"
 
 

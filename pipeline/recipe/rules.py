@@ -15,7 +15,7 @@ from typing import NoReturn, Protocol, TypeVar
 from pydantic_core import PydanticCustomError
 
 from pipeline.addresses import Url, is_url
-from pipeline.checks.names import GATES, PATH_ISOLATION
+from pipeline.checks.names import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.counting import verb
 
 BROKEN = "latentline"
@@ -158,6 +158,9 @@ def check_gate(value: str) -> str:
             f"{value} cannot be allowed: it protects the dataset from being written into",
             "remove it, and put dataset, cache_dir and output_dir side by side",
         )
+    if value in NEVER_OPEN:
+        what = f"{value} cannot be allowed: training reads every entry, and an entry is right or wrong"
+        reject(what, "remove it, and run the cache job: it makes what is missing or damaged")
     if value not in GATES:
         close = difflib.get_close_matches(value, GATES, n=1)
         hint = f"did you mean {close[0]}? " if close else ""

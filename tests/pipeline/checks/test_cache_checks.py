@@ -37,6 +37,16 @@ def test_L02_an_entry_of_another_size_is_named_by_file_size_outliers_alone(
 
 
 @pytest.mark.parametrize("asset", ASSETS)
+def test_T06_what_a_recipe_allows_of_images_never_opens_the_gates_of_entries(job: Job, asset: str) -> None:
+    path = job.entry(asset)
+    path.write_bytes(path.read_bytes()[:-1])
+    lenient = job.changed(checks={"allow": ["file_size_outliers", "shape_uniformity"]})
+    finding = job.failing(asset, lenient)["file_size_outliers"]
+    assert finding.closes
+    assert "checks.allow" not in finding.summary + finding.fix
+
+
+@pytest.mark.parametrize("asset", ASSETS)
 def test_L08_T06_a_missing_entry_and_a_folder_in_its_place_are_named_by_completeness(
     job: Job, asset: str
 ) -> None:

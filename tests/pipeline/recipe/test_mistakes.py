@@ -166,11 +166,12 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "from: fixed",
     ),
     (
-        {"checks": {"allow": ["completness"]}},
+        {"checks": {"allow": ["conservaton"]}},
         "checks.allow[0]",
-        "'completness'",
-        "did you mean completeness?",
+        "'conservaton'",
+        "did you mean conservation?",
     ),
+    ({"checks": {"allow": ["finite_values"]}}, "checks.allow[0]", "cannot be allowed", "run the cache job"),
     ({"checks": {"allow": ["path_isolation"]}}, "checks.allow[0]", "cannot be allowed", "side by side"),
     ({"recache": {"cron": "61 3 * * *"}}, "recache.cron", "'61' as minute", "five fields"),
     (
