@@ -1,7 +1,7 @@
 """A dataset that is a listing: a table with a row an image, its path and whatever else is known of it.
 
-A path is relative to the dataset's root. One that leads out of it, by `..`, by being absolute or by a link,
-is refused: whoever wrote the listing need not be who runs the job.
+A path is relative to the dataset's root. One that leads out of it, by `..`, by being absolute, by a link or
+by being an address elsewhere, is refused: whoever wrote the listing need not be who runs the job.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.addresses import Url, is_url
 from pipeline.errors import DatasetError
 from pipeline.image_formats import ImageError
 from pipeline.ingest.folder import Found, Problem, Walk
@@ -28,10 +29,22 @@ if TYPE_CHECKING:
 def relative(settings: DatasetSettings) -> Callable[[str], str]:
     """What makes a row's path relative to the dataset's root, in its shortest form.
 
-    A whole path that begins with the root's is one below it; any other is as it is, and leads out.
+    A whole path or address that begins with the root's is one below it; any other is as it is, and leads out.
     """
     root = str(settings.root).rstrip("/") + "/"
-    return lambda said: os.path.normpath(said).removeprefix(root)
+    if not isinstance(settings.root, Url):
+        return lambda said: said if _is_address(said) else os.path.normpath(said).removeprefix(root)
+
+    def below(said: str) -> str:
+        inside = said.removeprefix(root).lstrip("/") if said.startswith(root) else said
+        return inside if _is_address(inside) else os.path.normpath(inside)
+
+    return below
+
+
+def _is_address(path: str) -> bool:
+    """Whether it names a server or an archive; a path in its shortest form has no two slashes in a row."""
+    return "://" in path and is_url(path)
 
 
 def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | None = None) -> Walk:
@@ -58,7 +71,7 @@ def walk_listing(settings: DatasetSettings, source: Source, *, found: Walk | Non
             found.passed_over["listed_twice"] += 1
             continue
         seen.add(path)
-        if path == ".." or path.startswith(("/", "../")):
+        if path == ".." or path.startswith(("/", "../")) or _is_address(path):
             detail = f"the listing's path {said!r} leads out of {source.address}"
             fix = "write paths relative to that folder, or set datasets[].images to the one they lie in"
             found.problems.append(Problem(said, "outside_dataset", detail, fix))

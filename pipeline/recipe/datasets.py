@@ -179,7 +179,9 @@ class DatasetSettings(Settings):
         "Relative to the project root, or an address as for path.",
     )
     path_column: str = Field(
-        default="path", min_length=1, description="The listing's column of image paths, relative to `images`."
+        default="path",
+        min_length=1,
+        description="The listing's column of image paths, relative to `images`, or whole and below it.",
     )
     focus_columns: tuple[str, str] | None = Field(
         default=None,

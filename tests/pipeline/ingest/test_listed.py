@@ -374,6 +374,20 @@ def test_a_listing_in_a_bucket_names_images_there_or_elsewhere(folder: Path, kin
         assert refused == reasons
 
 
+def test_whole_addresses_below_the_datasets_are_taken_and_others_lead_out(folder: Path, s3: str) -> None:
+    del s3
+    write(folder, "csv")
+    address = in_bucket(folder).address
+    inside = {f"{address}/a.png": "d/a.png", f"{address}//sub/../sub/b.png": "d/sub/b.png"}
+    outside = [f"{address}-other/a.png", f"{address}/../a.png", "https://example.org/a.png"]
+    listing = write(folder, "jsonl", [{"path": path, "caption": "x"} for path in [*inside, *outside]])
+    kept, reasons = run(recipe(listing, images=address))
+    assert kept["sample_id"].to_list() == list(inside.values())
+    assert reasons == dict.fromkeys(outside, "outside_dataset")
+    _, reasons = run(recipe(listing))
+    assert reasons == dict.fromkeys([*inside, *outside], "outside_dataset")
+
+
 def test_a_listing_in_a_bucket_that_cannot_be_read_says_so(folder: Path, s3: str) -> None:
     del s3
     (folder / "bad.csv").write_bytes(b"path\n\xff\xfe\n")
