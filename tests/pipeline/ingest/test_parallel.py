@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -28,7 +29,24 @@ def test_L12_only_a_few_chunks_are_under_way() -> None:
     results = in_threads(work, range(100_000), log=print, doing="told")
     next(results)
     results.close()
-    assert len(done) <= (3 * num_threads() + 2) * CHUNK_ITEMS
+    assert len(done) <= 3 * num_threads() * CHUNK_ITEMS
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_L12_never_more_items_are_under_way_than_is_said(threads: int) -> None:
+    """Chunks of the fastest work, whatever their length, end where the bound does."""
+    taken: list[int] = []
+
+    class Items(list[int]):
+        def __getitem__(self, place: Any) -> Any:
+            taken.extend(items := super().__getitem__(place))
+            return items
+
+    most = 0
+    results = in_threads(str, Items(range(5_000)), log=print, doing="told", threads=threads)
+    for given, _ in enumerate(results):
+        most = max(most, len(taken) - given)
+    assert most <= 3 * threads * CHUNK_ITEMS
 
 
 def test_items_that_take_long_are_taken_one_at_a_time_so_that_all_threads_have_work_to_the_end() -> None:
