@@ -84,9 +84,9 @@ def is_first(values: pl.Series) -> pl.Series:
     return pl.Series(first)
 
 
-def repeated(values: pl.Series) -> pl.Series:
-    """For each value, none of them null, whether it occurs more than once."""
-    hashes = values.hash().to_numpy()
+def repeated(values: pl.Series, *, hashed: Hash = pl.Series.hash) -> pl.Series:
+    """For each value, none of them null, whether it occurs more than once; `hashed` as for `places_in`."""
+    hashes = hashed(values).to_numpy()
     order = np.argsort(hashes)
     same = hashes[order[:-1]] == hashes[order[1:]]
     again = np.zeros(len(values), np.bool_)

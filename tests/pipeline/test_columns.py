@@ -47,6 +47,8 @@ def test_values_of_one_hash_are_told_apart(values: list[str], others: list[str])
     expected = [others.index(value) if value in others else None for value in values]
     found = places_in(column(others), column(values), hashed=lambda each: each.hash() % 2)
     assert found.to_list() == expected
+    again = repeated(column(values), hashed=lambda each: each.hash() % 2)
+    assert again.to_list() == [values.count(value) > 1 for value in values]
 
 
 def test_more_values_than_are_looked_for_at_a_time_are_found() -> None:
