@@ -172,7 +172,12 @@ def validate(
             only(everything, everything["rule"] != "").select(*CAPTIONS),
         )
     funnel = _funnel(recipe, tables, len(table), rejected)
-    report = _report(raw, table, rejected, verdicts) | {"funnel": funnel.rows()} | watch.numbers()
+    num_known = num_distinct(chosen["content_hash"]) - verdicts.decoded
+    report = (
+        _report(raw, table, rejected, verdicts.decoded, num_known)
+        | {"funnel": funnel.rows()}
+        | watch.numbers()
+    )
     for line in funnel.lines() if remember else ():  # a plan's scan has left nothing that it could count
         log(line)
     refused = validated("rejected", rejected, "what was found invalid")
@@ -330,7 +335,9 @@ def _sidecar_stats(sources: Mapping[str, Source], rows: pl.DataFrame, log: Log) 
     return pl.DataFrame(stats, schema=list(SIDECAR_STAT))
 
 
-def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdicts: Verdicts) -> Report:
+def _report(
+    raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, num_decoded: int, num_known: int
+) -> Report:
     lengths = kept["caption"].str.len_chars()
     sources = kept["caption_from"].str.split(":").list.first().value_counts().sort("caption_from")
     return {
@@ -339,8 +346,8 @@ def _report(raw: pl.DataFrame, kept: pl.DataFrame, rejected: pl.DataFrame, verdi
         "kept": len(kept),
         "rejected": len(rejected),
         "rejected_by_reason": by_reason(rejected["reason"]),
-        "decoded": verdicts.decoded,
-        "known": num_distinct(raw["content_hash"]) - verdicts.decoded,
+        "decoded": num_decoded,
+        "known": num_known,
         "captions_from": dict(sources.rows()),
         "caption_characters": {
             "min": lengths.min(),

@@ -94,6 +94,14 @@ def test_each_content_is_decoded_once_and_never_again(folder: Any) -> None:
     assert again.rejected.equals(first.rejected)
 
 
+def test_what_a_filter_leaves_out_is_no_content_that_earlier_runs_decoded(folder: Any) -> None:
+    folder.add("a.png", folder.picture(1))
+    folder.add("small.png", folder.picture(2, 16, 16))
+    folder.dataset = {"filters": {"min_width": 20}}
+    numbers = [(each.report["decoded"], each.report["known"]) for each in (folder.ingest(), folder.ingest())]
+    assert numbers == [(1, 0), (0, 1)]
+
+
 def test_I23_a_repaired_image_and_a_written_caption_are_taken(folder: Any) -> None:
     folder.add("good.png")
     path = folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
