@@ -160,7 +160,7 @@ def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
         if not plan.parts_only:
             _add_others(plan)
         # so that its name never stands for empty files
-        for path in plan.building.rglob("*"):
+        for path in (*plan.building.rglob("*"), plan.building):
             (sync_folder if path.is_dir() else sync_file)(path)
         _look_at(plan, plan.building)
         plan.building.rename(plan.folder)

@@ -10,6 +10,7 @@ import torch
 from pipeline.errors import ModelError
 from pipeline.families.tiny import TINY, make_tiny, make_tiny_sd3, make_tiny_sdxl
 from pipeline.families.tiny import sd3 as tiny_sd3_module
+from pipeline.single_file import convert as convert_module
 from pipeline.single_file.convert import Choices, convert
 from tests.pipeline.single_file import transformer_originals, unet_originals
 from tests.pipeline.single_file.conversion_case import (
@@ -157,6 +158,21 @@ def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: P
     plan.folder.rename(tmp_path / "parts")
     with pytest.raises(ModelError, match="takes no schedule from elsewhere"):
         planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True, prediction="v_prediction"))
+
+
+def test_L06_all_files_and_names_are_on_the_disk_before_the_folder_gets_its_name(
+    tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"))
+    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
+    synced: list[Path] = []
+    for name in ("sync_file", "sync_folder"):
+        wait = getattr(convert_module, name)
+        monkeypatch.setattr(convert_module, name, lambda path, wait=wait: (synced.append(path), wait(path)))
+    convert(plan, launch=convert_here)
+    made = {plan.building / path.relative_to(plan.folder) for path in plan.folder.rglob("*")}
+    assert set(synced) == made | {plan.building, plan.folder.parent}
+    assert synced[-1] == plan.folder.parent
 
 
 @pytest.mark.parametrize(
