@@ -94,10 +94,14 @@ def stat_of_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
     times = (_nanoseconds(info.get(name)) for name in _TIMES)
     time_ns = next((time for time in times if time is not None), None)
     if version is not None:
-        token = int.from_bytes(hashlib.sha256(version.encode("utf-8")).digest()[:8], "big") >> 1
-        return (-1 if size is None else int(size), time_ns or 0, 0, token)
+        return (-1 if size is None else int(size), time_ns or 0, 0, number_of(version))
     changed_ns = _NEVER_SETTLED_NS if time_ns is None else time_ns
     return (-1 if size is None else int(size), time_ns or 0, changed_ns, 0)
+
+
+def number_of(text: str) -> int:
+    """63 bits that stand for a text."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 
 def _nanoseconds(value: object) -> int | None:

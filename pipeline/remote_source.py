@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.addresses import Address, Url
 from pipeline.errors import DatasetError
-from pipeline.remote_files import missing_package, one_at_a_time, open_url, stat_of_info
+from pipeline.remote_files import missing_package, number_of, one_at_a_time, open_url, stat_of_info
 from pipeline.source import NO_FILE, Opened, Source, Stat, UnreachableError, stat_columns
 
 REMOTE_THREADS = 16
@@ -50,6 +50,7 @@ class RemoteSource(Source):
         except Exception as err:
             raise unreadable(url, err) from err
         self._base = base.rstrip("/")
+        self._no_version = number_of(url)
         self._one_at_a_time = one_at_a_time(self._files)
 
     def __repr__(self) -> str:
@@ -161,10 +162,15 @@ class RemoteSource(Source):
             elif info.get("size") is None:
                 sizeless.append(path)
             else:
-                yield Entry(path, stat_of_info(info))
+                yield Entry(path, self._stat(info))
         with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
             told = pool.map(self._files.info, map(self._full, sizeless))
-            yield from (Entry(path, stat_of_info(info)) for path, info in zip(sizeless, told, strict=True))
+            yield from (Entry(path, self._stat(info)) for path, info in zip(sizeless, told, strict=True))
+
+    def _stat(self, info: Mapping[str, Any]) -> Stat:
+        """As `stat_of_info`, but where no version is told a file of another address has another number."""
+        num_bytes, time_ns, changed_ns, version = stat_of_info(info)
+        return num_bytes, time_ns, changed_ns, version or self._no_version
 
     def _full(self, path: str) -> str:
         if not path:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 Stat = tuple[int, int, int, int]
 """Size in bytes, modification time and change time in nanoseconds, and inode; of a remote file 0 for a time
-that is not known, and in place of the inode a number that stands for its version."""
+that is not known, and in place of the inode a number that stands for its version, or for its source where
+that tells none."""
 
 Opened: TypeAlias = io.BufferedReader | io.BytesIO
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,25 @@ def test_an_unchanged_file_elsewhere_is_not_read_again_and_a_changed_one_is(
     there.publish()
     (gone,) = moved.validate().rejected.rows(named=True)
     assert (gone["path"], gone["reason"]) == (there.quote("sub/üc.png"), "changed")
+
+
+@pytest.mark.usefixtures("settled_everywhere")
+def test_files_of_another_address_are_read_although_names_sizes_and_times_are_the_same(
+    folder: Folder, tmp_path: Path
+) -> None:
+    """As of two folders of one server that tells no versions, when the recipe's path changes."""
+    for seed, name in enumerate(("one", "two")):
+        folder.root = tmp_path / name
+        path = folder.add("a.bmp", folder.picture(seed, kind="BMP"), caption=f"of {seed}")
+        for file in (path, path.with_suffix(".txt")):
+            os.utime(file, ns=(10**18, 10**18))
+    moved = Folder(f"dir://one::{tmp_path}", tmp_path / "elsewhere")
+    before = moved.ingest().table
+    assert moved.scan().report["read"] == 0
+    moved.root = f"dir://two::{tmp_path}"
+    after = moved.ingest().table
+    assert moved.tables.read("raw_images")["content_hash"].item() != before["content_hash"].item()
+    assert after["caption"].to_list() == ["of 1"]
 
 
 @pytest.fixture
