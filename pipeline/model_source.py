@@ -87,8 +87,14 @@ def _local_base(recipe: Recipe) -> Path | None:
     if local.is_file():
         fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)
         raise ModelError(f"model.base {base} is a file", where=_where(recipe), fix=fix)
-    if local.is_dir():
+    if local.is_dir() and recipe.model.revision is None:
         return local
+    if local.is_dir():
+        raise ModelError(
+            f"model.revision {recipe.model.revision} has no effect: model.base {base} is a local folder",
+            where=f"{recipe.source}, model.revision",
+            fix=f"remove it; or for a Hub id of that name, move {local} away",
+        )
     if local.suffix.lower() in _CHECKPOINTS:
         what = f"model.base {base} is a file by its name, and does not exist"
         fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)

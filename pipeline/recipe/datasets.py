@@ -45,6 +45,15 @@ FolderPath = Annotated[Path, BeforeValidator(check_folder)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffix = Annotated[str, AfterValidator(check_suffix)]
 
+JSON_KEY = "caption"
+
+_ONLY_FROM = {
+    "text": "fixed",
+    "columns": "column",
+    **dict.fromkeys(("suffix", "json_key", "encoding", "fallback_encoding"), "sidecar"),
+}
+"""Keys of captions, and the one value of `from` with which they mean something."""
+
 MAX_VARIANTS = 64
 """Of one caption: each is an entry in the cache."""
 
@@ -79,7 +88,7 @@ class CaptionSettings(Settings):
         "holds a JSON object, and `json_key` says where in it the caption is.",
     )
     json_key: str = Field(
-        default="caption",
+        default=JSON_KEY,
         min_length=1,
         description="With `suffix: .json`: the object's key whose text is the caption; of a list of texts, "
         "each is a caption of its own, and training draws one each epoch.",
@@ -117,14 +126,21 @@ class CaptionSettings(Settings):
     )
 
     @model_validator(mode="after")
-    def _text_goes_with_fixed(self) -> CaptionSettings:
+    def _keys_go_with_from(self) -> CaptionSettings:
+        broken: list[Broken] = []
         if self.from_ == "fixed" and self.text is None:
-            broken = Broken("text", "captions are fixed, and there is no text", "set text to the caption")
-            raise_broken([broken], involves=("from", "text"))
-        if self.from_ != "fixed" and self.text is not None:
-            fix = "set from: fixed, or remove text"
-            broken = Broken("text", f"text has no effect with from: {self.from_}", fix)
-            raise_broken([broken], involves=("from", "text"))
+            broken.append(
+                Broken("text", "captions are fixed, and there is no text", "set text to the caption")
+            )
+        for key, needed in _ONLY_FROM.items():
+            if self.from_ != needed and getattr(self, key) != CaptionSettings.model_fields[key].default:
+                what = f"{key} has no effect with from: {self.from_}"
+                broken.append(Broken(key, what, f"set from: {needed}, or remove {key}"))
+        if not broken and self.json_key != JSON_KEY and self.suffix.lower() != ".json":
+            what = f"json_key has no effect with suffix: {self.suffix}"
+            broken.append(Broken("json_key", what, "set suffix: .json, or remove json_key"))
+        if broken:
+            raise_broken(broken, involves=("from", *_ONLY_FROM))
         return self
 
 
@@ -257,10 +273,13 @@ class DatasetSettings(Settings):
             broken.append(Broken("captions.from", what, fix))
         if self.filters.where is not None:
             broken.append(Broken("filters.where", what, fix))
+        if self.path_column != DatasetSettings.model_fields["path_column"].default:
+            broken.append(Broken("path_column", what, fix))
         if self.focus_columns is not None:
             broken.append(Broken("focus_columns", what, fix))
         if self.images is not None:
             broken.append(Broken("images", what, fix))
         if broken:
-            raise_broken(broken, involves=("path", "captions", "filters", "images", "focus_columns"))
+            keys = ("path", "captions", "filters", "images", "path_column", "focus_columns")
+            raise_broken(broken, involves=keys)
         return self

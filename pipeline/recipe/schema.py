@@ -58,7 +58,9 @@ class ModelSettings(Settings):
         "`latentline convert-checkpoint`.",
     )
     revision: str | None = Field(
-        default=None, min_length=1, description="Branch, tag or commit of a Hub id; null: its main branch."
+        default=None,
+        min_length=1,
+        description="Branch, tag or commit of a Hub id, and of nothing else; null: its main branch.",
     )
     components: ComponentSources = Field(
         default_factory=ComponentSources,

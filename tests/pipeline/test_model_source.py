@@ -46,6 +46,17 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path: Path, model: Path) -> None:
     assert resolve_base(recipe(tmp_path, model)) == model
 
 
+def test_T01_a_revision_of_a_local_folder_is_refused_and_not_printed_as_used(
+    tmp_path: Path, model: Path
+) -> None:
+    asked = recipe(tmp_path, model, revision="v1")
+    for look in (resolve_base, require_possible_base):
+        with pytest.raises(ModelError, match=r"model\.revision v1 has no effect") as caught:
+            look(asked)
+        assert caught.value.where.endswith("model.revision")
+        assert "remove it" in caught.value.fix
+
+
 def test_a_relative_folder_starts_at_the_project_root(
     tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,33 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "'conservaton'",
         "did you mean conservation?",
     ),
+    (
+        dataset(captions={"from": "fixed", "text": "x", "columns": ["title"]}),
+        "datasets[0].captions.columns",
+        "no effect with from: fixed",
+        "from: column",
+    ),
+    (dataset(path_column="file"), "datasets[0].path_column", "only a listing has columns", "remove this"),
+    *(
+        (
+            dataset(captions={"from": "filename", key: value}),
+            f"datasets[0].captions.{key}",
+            f"{key} has no effect with from: filename",
+            "from: sidecar",
+        )
+        for key, value in {
+            "suffix": ".caption",
+            "json_key": "title",
+            "encoding": "utf-16",
+            "fallback_encoding": "cp1252",
+        }.items()
+    ),
+    (
+        dataset(captions={"json_key": "title"}),
+        "datasets[0].captions.json_key",
+        "no effect with suffix: .txt",
+        "suffix: .json",
+    ),
     ({"checks": {"allow": ["finite_values"]}}, "checks.allow[0]", "cannot be allowed", "run the cache job"),
     ({"checks": {"allow": ["path_isolation"]}}, "checks.allow[0]", "cannot be allowed", "side by side"),
     ({"recache": {"cron": "61 3 * * *"}}, "recache.cron", "'61' as minute", "five fields"),
