@@ -29,16 +29,11 @@ def refusals_told(name: str, where: str) -> Generator[None]:
         name: The Hub id.
         where: The recipe's key that names it.
     """
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        OfflineModeIsEnabled,
-    )
+    from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         yield
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OfflineModeIsEnabled, OSError) as err:
+    except (HTTPError, HFValidationError, OSError, RuntimeError) as err:  # the last is Xet's, of large files
         reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
         raise ModelError(
             f"{name} is neither a local folder nor could it be downloaded from the Hub: {reason}",
