@@ -1,17 +1,22 @@
 from __future__ import annotations
 
+import json
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from diffusers import ChromaPipeline
 
 from pipeline.families import detect
 from pipeline.families.tiny import make_tiny_chroma
+from pipeline.geometry import Size
+from pipeline.recipe import project_root
 from pipeline.training.loader import MicroInput
-from tests.pipeline.families.whole_job import Case
+from tests.pipeline.families.whole_job import Case, drawn
 
 # diffusers' Chroma imports a class from where diffusers no longer wants it to be.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -71,3 +76,20 @@ def test_the_first_padding_token_is_seen_and_no_other(tmp_path: Path) -> None:
     encoded = family.encode_caption(family.load_text_encoders("float32", "cpu"), "a cat")
     assert encoded.num_tokens == 3
     assert encoded.tensors["text_mask"].tolist() == [1.0] * 4 + [0.0] * 508
+
+
+def test_a_schedule_of_beta_sigmas_is_read_and_drawn_with_by_what_is_installed_anyway(tmp_path: Path) -> None:
+    make_tiny_chroma(tmp_path)
+    path = tmp_path / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "use_beta_sigmas": True}))
+    family = detect(tmp_path)
+    assert family.load_noise_scheduler().config.use_beta_sigmas
+    encoders = family.load_text_encoders("float32", "cpu")
+    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    pipe = ChromaPipeline.from_pretrained(tmp_path)
+    expected = drawn(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
+    np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
+    told = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(each.startswith("scipy") for each in told["dependencies"])  # diffusers' own optional one
