@@ -92,11 +92,11 @@ def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, 
 
     entries = instance.all_logs(run_id, of_type=_LOOKED_AT)
     events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
-    problems = [_problem(event, output_dirs) for event in events if event.is_step_failure]
+    started_s = instance.get_run_stats(run_id).start_time
+    problems = [_problem(event, output_dirs, started_s) for event in events if event.is_step_failure]
     if not problems and not _all_steps_succeeded(instance, run_id, events):
         problems = [_stopped("between two steps")]
     run = instance.get_run_by_id(run_id)
-    started_s = instance.get_run_stats(run_id).start_time
     took = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     ended = f"{'failed' if problems else 'done'}{took}"
     seen = list(_seen(events, output_dirs))
@@ -155,13 +155,20 @@ def _check(event: DagsterEvent) -> "CheckSeen":
     )
 
 
-def _problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
-    """A failed step: its own words, those of what broke it, or that it was stopped."""
+def _problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None) -> str:
+    """A failed step: its own words, those of what broke it, or that it was stopped.
+
+    Args:
+        event: Of the failure.
+        output_dirs: By recipe name.
+        started_s: When the run began; None if it did not.
+    """
     failure = event.step_failure_data
     recipe, asset = _asset_of(str(event.step_key), output_dirs)
     where = f"asset {recipe}/{asset}" if asset else f"step {event.step_key}"
     if failure.error_source.value == "INTERRUPT":
-        return _stopped(where, _checkpoint(output_dirs[recipe]) if asset == "trained_lora" else "")
+        trained = asset == "trained_lora"
+        return _stopped(where, _checkpoint(output_dirs[recipe], started_s or 0.0) if trained else "")
     said = failure.user_failure_data
     if said is not None and "fix" in said.metadata:
         return str(said.description).replace("<recipe>", recipe)
@@ -181,11 +188,21 @@ def _stopped(where: str, checkpoint: str = "") -> str:
     return f"Stopped: the run was {STOPPED}\n  where: {place}\n  fix:   start the same job again: {goes_on}"
 
 
-def _checkpoint(output_dir: Path) -> str:
-    """The newest complete checkpoint of any training run; empty where there is none."""
-    markers = output_dir.glob("runs/*/checkpoints/*/COMPLETE")
-    newest = max(markers, key=lambda path: path.stat().st_mtime, default=None)
+def _checkpoint(output_dir: Path, since_s: float) -> str:
+    """The newest complete checkpoint of the training run that began last; empty where there is none.
+
+    A training run begins by writing its facts; one that began before `since_s` is of another of Dagster's.
+    """
+    begun = [facts for facts in output_dir.glob("runs/*/run.json") if _modified_s(facts) >= since_s]
+    if not begun:
+        return ""
+    markers = max(begun, key=_modified_s).parent.glob("checkpoints/*/COMPLETE")
+    newest = max(markers, key=_modified_s, default=None)
     return str(newest.parent) if newest is not None else ""
+
+
+def _modified_s(path: Path) -> float:
+    return path.stat().st_mtime
 
 
 def _asset_of(step: str, output_dirs: Mapping[str, Path]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """What a run came to, by its events: real runs in this process, each ended in another way."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -92,17 +93,38 @@ def test_a_defect_names_the_innermost_error_the_asset_and_the_line(ran) -> None:
     assert fix.startswith("  fix:   this is a defect")
 
 
-def test_a_stopped_run_says_where_it_goes_on(ran, tmp_path) -> None:
-    checkpoint = tmp_path / "runs" / "ab" / "checkpoints" / "step-00000004"
+def checkpoint_of(run: Path, step: int) -> Path:
+    checkpoint = run / "checkpoints" / f"step-{step:08}"
     checkpoint.mkdir(parents=True)
     (checkpoint / "COMPLETE").touch()
-    [problem] = ran(raises(DagsterExecutionInterruptedError())).problems
+    return checkpoint
+
+
+def test_a_stopped_run_says_where_it_goes_on(ran, tmp_path) -> None:
+    checkpoint = checkpoint_of(tmp_path / "runs" / "ab", 4)
+    os.utime(checkpoint / "COMPLETE", (1, 1))  # of an earlier part of the same training
+
+    def body() -> None:
+        (tmp_path / "runs" / "ab" / "run.json").write_text("{}")
+        raise DagsterExecutionInterruptedError
+
+    [problem] = ran(body).problems
     assert problem.splitlines() == [
         "Stopped: the run was stopped by SIGINT, by SIGTERM or by Dagster",
         "  where: asset small/trained_lora",
         f"         checkpoint {checkpoint}",
         "  fix:   start the same job again: it goes on from there",
     ]
+
+
+def test_R11_a_stopped_run_names_no_checkpoint_of_another_training(ran, tmp_path) -> None:
+    other = tmp_path / "runs" / "of other settings"
+    checkpoint_of(other, 400)
+    (other / "run.json").write_text("{}")
+    os.utime(other / "run.json", (1, 1))
+    [problem] = ran(raises(DagsterExecutionInterruptedError())).problems
+    assert "checkpoint" not in problem
+    assert problem.endswith("what is finished is kept")
 
 
 def test_a_stopped_cache_says_that_what_is_finished_is_kept(ran) -> None:
