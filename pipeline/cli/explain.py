@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import click
 
@@ -10,7 +13,7 @@ from pipeline.cli.arguments import RECIPE
 from pipeline.paths import require_isolation
 from pipeline.recipe import Recipe
 from pipeline.tables import Tables
-from pipeline.upkeep.sample import explain, find_sample
+from pipeline.upkeep.sample import Known, explain, find_sample
 
 
 @click.command
@@ -27,13 +30,24 @@ def command(recipe: Recipe, sample: str, as_json: bool) -> None:
     sample_id = find_sample(tables, sample)
     known = explain(recipe, tables, sample_id)
     if as_json:
-        stages = {each.stage: each.facts for each in known}
+        stages = _by_stage(known)
         click.echo(json.dumps({"sample_id": sample_id, **stages}, indent=2, ensure_ascii=False, default=str))
         return
     for each in known:
         click.echo(each.stage)
         for name, value in each.facts.items():
             click.echo(f"  {name:24} {_shown(value)}")
+
+
+def _by_stage(known: Iterable[Known]) -> dict[str, Mapping[str, Any]]:
+    """The facts by stage; those of a stage's further rows as "<stage> (2)" and so on."""
+    stages: dict[str, Mapping[str, Any]] = {}
+    numbers: Counter[str] = Counter()
+    for each in known:
+        numbers[each.stage] += 1
+        number = numbers[each.stage]
+        stages[each.stage if number == 1 else f"{each.stage} ({number})"] = each.facts
+    return stages
 
 
 def _shown(value: object) -> object:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.counting import counted
-from pipeline.entries import Entries
+from pipeline.entries import Entries, caption_rows
 from pipeline.errors import LatentlineError, TableError
 from pipeline.store import EntrySpec
-from pipeline.tables import ASSETS
+from pipeline.tables import ASSETS, empty
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from pipeline.recipe import Recipe
     from pipeline.tables import Tables
@@ -27,7 +27,7 @@ class Known:
     """What one stage knows of a sample.
 
     Attributes:
-        stage: An asset, "rejected", or "latents entry" and "text entry" for the store.
+        stage: An asset, "rejected", or what begins with "latents entry" or "text entry" for the store.
         facts: Name to value, in the order to show.
     """
 
@@ -65,14 +65,15 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[Known]:
     """
     known: list[Known] = []
     said_before: list[dict[str, Any]] = []
-    own: dict[str, list[dict[str, Any]]] = {}
+    own: dict[str, pl.DataFrame] = {}
     for asset in ASSETS:
         table = tables.read_previous(asset)
-        rows = table.filter(pl.col("sample_id") == sample_id).to_dicts() if table is not None else []
+        table = empty(asset) if table is None else table
+        own[asset] = table.filter(pl.col("sample_id") == sample_id)
+        rows = own[asset].to_dicts()
         for row in rows:
             said = {name: value for name, value in row.items() if _is_news(name, value, said_before)}
             known.append(Known(asset, said))
-        own[asset] = rows
         said_before += rows[-1:]
     for row in tables.read_rejected().filter(pl.col("sample_id") == sample_id).to_dicts():
         known.append(Known("rejected", {name: row[name] for name in ("stage", "reason", "detail", "fix")}))
@@ -84,12 +85,21 @@ def _is_news(name: str, value: Any, earlier: Any) -> bool:
     return not any(row.get(name, ...) == value for row in earlier)
 
 
-def _entries(recipe: Recipe, rows: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Known]:
+def _wanted(entries: Entries, rows: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, EntrySpec]]:
+    """Each entry that the sample asks for: of its buckets, mirrored ones, and variants of its caption."""
+    buckets = rows["aspect_buckets"]
+    for row in entries.latent_rows(buckets).iter_rows(named=True):
+        name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
+        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent(row)
+    for row in caption_rows(rows["validated_dataset"]).iter_rows(named=True):
+        name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
+        yield name, entries.text(row["caption"])
+
+
+def _entries(recipe: Recipe, rows: Mapping[str, pl.DataFrame]) -> list[Known]:
     entries = Entries(recipe)
-    wanted: list[tuple[str, EntrySpec]] = []
     try:
-        wanted += [("latents entry", entries.latent(row)) for row in rows["aspect_buckets"]]
-        wanted += [("text entry", entries.text(row["caption"])) for row in rows["validated_dataset"]]
+        wanted = list(_wanted(entries, rows))
     except LatentlineError as err:  # no base model, no keys
         return [Known("entries", {"unknown": err.what})]
     known: list[Known] = []

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import polars as pl
 import pytest
 from click.testing import CliRunner, Result
 
@@ -89,6 +90,15 @@ def test_explain_prints_every_stage(cli: Any) -> None:
     assert done.exit_code == 0
     assert '"a cat that looks at the camera"' in done.stdout
     assert json.loads(cli("explain", "sample", "cat", "--json").stdout)["latents entry"]["state"] == "valid"
+
+
+def test_explain_loses_no_row_of_a_stage_as_json(cli: Any, job: Job) -> None:
+    text = job.tables.read("text_embeddings")
+    further = text.with_columns(variant=pl.lit(1, pl.Int32), caption=pl.lit("a tabby"))
+    job.tables.write("text_embeddings", pl.concat([text, further]))
+    said = json.loads(cli("explain", "sample", "cat", "--json").stdout)
+    assert said["text_embeddings"]["variant"] == 0
+    assert said["text_embeddings (2)"]["caption"] == "a tabby"
 
 
 def test_verify_ends_with_1_and_names_the_file_and_the_fix(cli: Any, job: Job) -> None:

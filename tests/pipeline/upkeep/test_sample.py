@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import polars as pl
 import pytest
 
 from pipeline.errors import TableError
@@ -35,6 +36,17 @@ def test_everything_from_the_file_to_the_entries_is_told(job: Job) -> None:
     assert text["path"] == str(job.entry("text_embeddings"))
     assert latent["state"] == text["state"] == "valid"
     assert latent["made of posterior"] == "sample"
+
+
+def test_L08_mirrored_latents_and_further_captions_are_told_with_their_state(job: Job) -> None:
+    flipped = job.changed(latents={"flip": True})
+    validated = job.tables.read("validated_dataset")
+    job.tables.write("validated_dataset", validated.with_columns(more_captions=pl.lit('["a tabby"]')))
+    known = {each.stage: each.facts for each in explain(flipped, job.tables, "photos/cat.png")}
+    assert known["latents entry"]["state"] == "valid"
+    assert known["latents entry, mirrored"]["state"] == "missing"
+    assert known["text entry"]["state"] == "valid"
+    assert known["text entry, variant 1"]["state"] == "missing"
 
 
 def test_a_damaged_entry_and_a_rejected_image_say_so(job: Job) -> None:
