@@ -114,7 +114,7 @@ class Entries:
             background=settings.background,
             preprocessing_version=PREPROCESSING_VERSION,
             vae=self.fingerprint("latents"),
-            method=self.family.latent_method,
+            method=self.family.method_of_latents(),
             posterior=settings.posterior,
             compute_dtype=settings.compute_dtype,
             dtype=settings.dtype,

@@ -64,7 +64,7 @@ class LatentInputs:
         background: Red, green, blue behind transparent pixels.
         preprocessing_version: Of the code from file bytes to pixels.
         vae: Fingerprint of the VAE's configuration and weights.
-        method: `Family.latent_method`.
+        method: `Family.method_of_latents`.
         posterior: "sample", "mean" or "moments".
         compute_dtype: In which the VAE computes.
         dtype: On disk.

@@ -110,7 +110,7 @@ class Family(ABC):
     """Subfolders that are used, each with its class as `library.Class`; no other is downloaded or loaded."""
 
     latent_method: ClassVar[str]
-    """Names how pixels become latents. Part of each latent's key: a new name when the result changes."""
+    """Names how pixels become latents: a new name when the result changes. See `method_of_latents`."""
 
     text_method: ClassVar[str]
     """Names how captions become embeddings. Part of each text key: a new name when the result changes."""
@@ -145,6 +145,10 @@ class Family(ABC):
     @abstractmethod
     def latent_shape(self, target: Size) -> tuple[int, int, int]:
         """(C, h, w) of the latent of one image of `target` size in pixels."""
+
+    def method_of_latents(self) -> str:
+        """`latent_method`, or another name where this very VAE asks for more. Part of each latent's key."""
+        return self.latent_method
 
     @abstractmethod
     def text_shapes(self) -> Shapes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pipeline.families.base import Layer, Shapes
@@ -30,6 +31,32 @@ class StableDiffusionXL(SizedUNet):
     latent_method = "autoencoder-kl scaled, 1"
     text_method = "two clips penultimate padded, 1"
     guidance_scale = 5.0
+
+    def method_of_latents(self) -> str:
+        """Another, where the VAE has a mean and a deviation of each channel, as Playground 2.5's has."""
+        return (
+            self.latent_method if self.channel_statistics is None else "autoencoder-kl by channel scaled, 1"
+        )
+
+    @cached_property
+    def channel_statistics(self) -> tuple[list[float], list[float]] | None:
+        """Mean and deviation of each channel of raw latents; None where the configuration has not both."""
+        mean, std = (self.vae_config.get(name) for name in ("latents_mean", "latents_std"))
+        return None if mean is None or std is None else (mean, std)
+
+    def normalise(self, raw_latent: Tensor) -> Tensor:
+        """(raw_latent - mean) * scaling / deviation, as diffusers' image-to-image pipeline has it."""
+        if self.channel_statistics is None:
+            return super().normalise(raw_latent)
+        mean, std = (raw_latent.new_tensor(each)[:, None, None] for each in self.channel_statistics)
+        return super().normalise(raw_latent - mean) / std
+
+    def denormalise(self, latent: Tensor) -> Tensor:
+        """The inverse: latent * deviation / scaling + mean, as diffusers' pipeline draws."""
+        if self.channel_statistics is None:
+            return super().denormalise(latent)
+        mean, std = (latent.new_tensor(each)[:, None, None] for each in self.channel_statistics)
+        return super().denormalise(latent * std) + mean
 
     def pipeline_options(self) -> dict[str, Any]:
         """No watermark in previews."""

@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionXLPipeline
+from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
 
 from pipeline.errors import FamilyError
 from pipeline.families import Family, detect
@@ -112,6 +112,58 @@ def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprin
         )
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert hashes.of(changed.parts("latents")) == hashes.of(family.parts("latents"))
+
+
+class ChannelCase(StableDiffusionXLCase):
+    """With a VAE as Playground 2.5's: each channel of its latents has a mean and a deviation."""
+
+    known: ClassVar[dict[str, Any]] = {
+        "latents_mean": [-1.6, 0.8, 0.2, -0.4],
+        "latents_std": [8.4, 5.9, 6.6, 5.3],
+        "scaling_factor": 0.5,
+    }
+
+    def make(self, folder: Path) -> None:
+        super().make(folder)
+        path = folder / "vae" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **self.known}))
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        mean, std = (
+            torch.tensor(self.known[name])[:, None, None] for name in ("latents_mean", "latents_std")
+        )
+        return (pipe.vae.encode(pixels).latent_dist.mean - mean) / std * 0.5
+
+
+@pytest.mark.slow
+def test_the_whole_job_equals_diffusers_where_each_channel_has_a_mean_and_a_deviation(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(ChannelCase())
+
+
+def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_give_other_keys(
+    family: Family, tmp_path: Path
+) -> None:
+    ChannelCase().make(tmp_path)
+    changed = detect(tmp_path)
+    assert changed.method_of_latents() != family.method_of_latents() == family.latent_method
+    vae, draw = changed.load_vae("float32", "cpu"), torch.Generator().manual_seed(1)
+    pixels = torch.rand(1, 3, 64, 64, generator=draw) * 2 - 1
+    posterior = changed.posterior(vae, pixels)
+    raw = posterior.mean + posterior.std * torch.randn(1, 4, 8, 8, generator=draw.manual_seed(2))
+    latent = changed.normalise(raw)
+    pipe: Any = StableDiffusionXLImg2ImgPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    told = {"generator": draw.manual_seed(2), "add_noise": False, "dtype": torch.float32, "device": "cpu"}
+    with torch.no_grad():
+        expected = pipe.prepare_latents(pixels, None, 1, 1, **told)
+    torch.testing.assert_close(latent, expected, rtol=0, atol=1e-5)
+    pipe = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    size = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
+    picture = pipe("a cat", **size, callback_on_step_end=lambda *_: {"latents": latent}).images
+    decoded = (changed.decode(vae, latent) / 2 + 0.5).clamp(0, 1)
+    assert decoded.std() > 0.01
+    torch.testing.assert_close(decoded, picture, rtol=0, atol=1e-5)
 
 
 def test_a_picture_is_that_of_the_whole_pipeline(family: Family, whole: Any) -> None:
