@@ -1,10 +1,12 @@
 """What the assets of one recipe are called, and the settings that all of them share."""
 
 import hashlib
+from typing import Any
 
 from dagster import AssetKey
 
 from pipeline.recipe import Recipe
+from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
 
 TABLES_RESOURCE = "tables"
 LAUNCHER_RESOURCE = "launcher"
@@ -23,15 +25,25 @@ GPU_POOL = "gpu"
 
 _USING_GPU = {"vae_latents", "text_embeddings", "trained_lora"}
 
-_DECIDED_BY: dict[str, set[str]] = {
-    "raw_images": {"datasets"},
-    "validated_dataset": {"datasets"},
-    "aspect_buckets": {"buckets", "model"},
-    "vae_latents": {"latents", "model"},
-    "text_embeddings": {"text", "model", "training"},
-    "trained_lora": {"training", "accelerate", "text", "model", "datasets"},
+_DECIDED_BY: dict[str, dict[str, Any]] = {
+    "raw_images": {"datasets": True, "checks": {"max_image_pixels"}},
+    "validated_dataset": {"datasets": True, "checks": {"max_image_pixels", "near_duplicate_bits"}},
+    "aspect_buckets": {"buckets": True, "model": True},
+    "vae_latents": {"latents": True, "model": True},
+    "text_embeddings": {"text": True, "model": True, "training": True},
+    "trained_lora": {
+        **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
+        "buckets": {"underfilled"},
+    },
 }
-"""Sections of the recipe that decide an asset's content beside its inputs: its code version."""
+"""Sections of the recipe, or keys of one, that decide an asset's content beside its inputs."""
+
+_VERSIONS: dict[str, tuple[object, ...]] = {
+    "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
+    "vae_latents": (PREPROCESSING_VERSION,),
+    "trained_lora": (TRAINING_VERSION,),
+}
+"""Of the code that does."""
 
 
 def asset_key(recipe: Recipe, asset: str) -> AssetKey:
@@ -45,6 +57,6 @@ def pool_of(asset: str) -> str | None:
 
 
 def code_version(recipe: Recipe, asset: str) -> str:
-    """12 hex digits over what of the recipe decides the asset's content beside its inputs."""
-    settings = recipe.model_dump_json(include=_DECIDED_BY[asset])
+    """12 hex digits over what of the recipe and of the code decides the asset's content beside its inputs."""
+    settings = recipe.model_dump_json(include=_DECIDED_BY[asset]) + repr(_VERSIONS.get(asset, ()))
     return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]

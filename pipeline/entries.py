@@ -21,12 +21,12 @@ from pipeline.entry_format import LATENT, MOMENTS, TEXT
 from pipeline.families import Family, Use, detect
 from pipeline.fingerprints import Fingerprints, KeyTemplate, LatentInputs, TextInputs, latent_key, text_key
 from pipeline.geometry import Geometry, Size
-from pipeline.images import PREPROCESSING_VERSION
 from pipeline.model_components import resolve_components
 from pipeline.model_source import resolve_base
 from pipeline.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 from pipeline.store_elsewhere import store_at
 from pipeline.tables import in_order
+from pipeline.versions import PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -30,10 +30,7 @@ from pipeline.colour import Background
 from pipeline.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
 from pipeline.image_formats import ImageError, formats_of, plugin_of, plugins, require_image
 from pipeline.source import SourceFile, UnreachableError
-
-PREPROCESSING_VERSION = 1
-"""Part of every latent's key. Raised whenever the same file gives other pixels; the golden pixels of its test
-say when that is."""
+from pipeline.versions import PREPROCESSING_VERSION
 
 MAX_IMAGE_PX = 178_956_970
 """Height times width of the largest image that is decoded, unless the recipe's `checks.max_image_pixels` says

@@ -22,9 +22,6 @@ from PIL import Image
 
 HASH_BITS = 64
 
-HASH_VERSION = "look-3"
-"""Of `perceptual_hash`: hashes of another version are made anew, which decodes every image once more."""
-
 _SMALL_EDGE_PX = 64
 """An image is averaged down to at least this, which costs a tenth of converting it whole."""
 

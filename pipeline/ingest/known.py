@@ -18,6 +18,7 @@ import polars as pl
 from pipeline.atomic import write_through
 from pipeline.progress import progress
 from pipeline.tables import REJECTED, only, write_rows
+from pipeline.versions import CAPTIONS_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from pipeline.reports import Log
     from pipeline.source import Source
     from pipeline.tables import Tables
-
-CAPTIONS_VERSION = 1
-"""Of how a caption file becomes captions; another version reads every one again."""
 
 PIXELS: dict[str, Any] = {
     "content_hash": pl.String,

@@ -29,7 +29,7 @@ from pipeline.images import (
     one_image,
     read_bytes,
 )
-from pipeline.ingest.duplicates import HASH_VERSION, perceptual_hash
+from pipeline.ingest.duplicates import perceptual_hash
 from pipeline.ingest.funnel import refusal
 from pipeline.ingest.gathered import Gathered, Rows, rows_at
 from pipeline.ingest.known import PIXELS
@@ -37,6 +37,7 @@ from pipeline.ingest.parallel import in_threads
 from pipeline.reports import Log
 from pipeline.source import Source, threads_for
 from pipeline.tables import only
+from pipeline.versions import LOOK_VERSION
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -146,7 +147,7 @@ def _with_more(
 
 def judges() -> list[str]:
     """What verdicts about pixels may depend on beside them, for files of one format or another."""
-    return [f"{decoder} {HASH_VERSION}" for decoder in decoders()]
+    return [f"{decoder} {LOOK_VERSION}" for decoder in decoders()]
 
 
 class _Decoded(NamedTuple):
@@ -167,7 +168,7 @@ def _decoded(file: File, row: Row, max_px: int) -> _Decoded:
     judge = ""
     try:
         data = read_bytes(file)
-        judge = f"{decoder_of(sniff(data[:64]))} {HASH_VERSION}"
+        judge = f"{decoder_of(sniff(data[:64]))} {LOOK_VERSION}"
         if hash_bytes(data) != row["content_hash"]:
             raise changed_error(file)
         is_big = row["height"] * row["width"] > BIG_IMAGE_PX

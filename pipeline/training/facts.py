@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 from pipeline.atomic import write_text
 from pipeline.errors import TrainingError
 from pipeline.runs import RunLayout
+from pipeline.versions import TRAINING_VERSION
 
 if TYPE_CHECKING:
     from pipeline.entries import Entries
     from pipeline.recipe import LoraSettings, Recipe
     from pipeline.training.inputs import TrainingInputs
-
-TRAINING_VERSION = 1
-"""Raised when the code would train other weights from the same facts."""
 
 Facts = dict[str, Any]
 """JSON-serialisable, nested."""

@@ -8,8 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from dagster import AssetKey
 
+from assets import naming
 from assets.definitions import build_definitions
 from pipeline.checks.names import PATH_ISOLATION, SPECS
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -71,15 +73,37 @@ def test_a_run_may_set_the_time_to_stop_in_and_nothing_else_of_the_resources(tmp
     assert "checkpoint" in launcher.fields["grace_s"].description
 
 
-def test_another_section_of_the_recipe_changes_the_code_version_of_what_it_decides(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("section", "change", "changed"),
+    [
+        ("latents", {"dtype": "float32"}, {"vae_latents"}),
+        ("checks", {"max_image_pixels": 1_000}, {"raw_images", "validated_dataset"}),
+        ("checks", {"near_duplicate_bits": 9}, {"validated_dataset"}),
+        ("checks", {"max_rejected_fraction": 0.9}, set()),
+        ("buckets", {"underfilled": "drop"}, {"aspect_buckets", "trained_lora"}),
+    ],
+    ids=str,
+)
+def test_a_setting_of_the_recipe_changes_the_code_version_of_what_it_decides(
+    tmp_path: Path, section: str, change: dict[str, object], changed: set[str]
+) -> None:
     def versions(made: Recipe) -> dict[str, str | None]:
         graph = build_definitions([made]).get_repository_def().asset_graph
         return {key.path[-1]: graph.get(key).code_version for key in graph.get_all_asset_keys()}
 
     one = recipe("flowers", tmp_path)
-    two = one.model_copy(update={"latents": one.latents.model_copy(update={"dtype": "float32"})})
+    two = one.model_copy(update={section: getattr(one, section).model_copy(update=change)})
     before, after = versions(one), versions(two)
-    assert {name for name in before if before[name] != after[name]} == {"vae_latents"}
+    assert {name for name in before if before[name] != after[name]} == changed
+
+
+def test_L04_another_version_of_the_code_changes_the_code_version_of_what_it_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe("flowers", tmp_path)
+    before = {asset: naming.code_version(made, asset) for asset in SPECS}
+    monkeypatch.setitem(naming._VERSIONS, "vae_latents", (99,))
+    assert {asset for asset in SPECS if naming.code_version(made, asset) != before[asset]} == {"vae_latents"}
 
 
 def test_O03_loading_definitions_imports_nothing_heavy(tmp_path: Path) -> None:

@@ -20,12 +20,12 @@ from pipeline import image_formats
 from pipeline.geometry import Buckets, Geometry, Placement, Size, ladder
 from pipeline.image_formats import ImageError
 from pipeline.images import (
-    PREPROCESSING_VERSION,
     decode,
     hash_bytes,
     load_pixels,
     read_header,
 )
+from pipeline.versions import PREPROCESSING_VERSION
 from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
 
 PHOTOS = Path(skimage.__file__).parent / "data"
