@@ -36,6 +36,7 @@ from pipeline.training.loader import MicroBatchMaker, MicroInput, micro_inputs
 from pipeline.training.metadata import header_metadata
 from pipeline.training.order import TrainingOrder
 from pipeline.training.plan import Slot, StepPlan
+from pipeline.training.rehearsal import rehearse
 from pipeline.training.samples import draw_samples
 from pipeline.training.shortage import too_large
 from pipeline.training.trackers import open_trackers
@@ -130,11 +131,12 @@ class _Run:
             if done == start and self._anyone_stops(stop):
                 break
             begun_s = time.perf_counter()
-            try:
-                with memory_ran_out(partial(too_large, self.order.recipe, f"in step {number}")):
+            # Where memory ran out, saving and exporting would need more of it, and the step may be half done.
+            with memory_ran_out(partial(too_large, self.order.recipe, f"in step {number}")):
+                try:
                     outcome = self.engine.step(batch, inputs, stop=stop.requested)
-            except TrainingError as err:
-                raise self._with_last_good(err, done) from err
+                except TrainingError as err:
+                    raise self._with_last_good(err, done) from err
             done = number + 1
             self._note(batch, outcome, time.perf_counter() - begun_s)
             self._keep(done, stopping=outcome.stop)
@@ -162,7 +164,7 @@ class _Run:
             )
             choice = [found.step if found else None]
             if found is None:
-                self._rehearse()
+                rehearse(self.engine, self.paths, self.order.run, self._export)
         broadcast_object_list(choice)
         self._say_start(choice[0])
         if choice[0] is None:
@@ -184,34 +186,27 @@ class _Run:
         if resumed:
             self.report.info(f"going on after step {resumed}, from its checkpoint")
 
-    def _rehearse(self) -> None:
-        """Save, reload and export before the first step: none of it fails for the first time at the end.
-
-        FAILURES R08.
-        """
-        state = self.engine.state(0)
-        path = save_checkpoint(self.paths.checkpoints, self.order.run, state)
-        reloaded = load_checkpoint(path, self.order.run)
-        same = all(torch.equal(weight, reloaded.adapter[name]) for name, weight in state.adapter.items())
-        if not same or set(state.adapter) != set(reloaded.adapter):
-            fix = "see that output_dir lies on a working disk"
-            what = "a checkpoint does not read back as it was saved"
-            raise TrainingError(what, where=str(path), fix=fix)
-        rehearsal = self.paths.exported.with_name("lora.rehearsal")
-        self._export(rehearsal)
-        shutil.rmtree(rehearsal)
-
     def _export(self, folder: Path) -> list[ExportedFile]:
         return self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
 
     def _with_last_good(self, err: TrainingError, done: int) -> TrainingError:
-        """The error, saying where the LoRA from before the step lies; one of finite weights is kept."""
-        if not self.main or not self.engine.weights_finite():
+        """The error, saying where the LoRA from before the step lies; one of finite weights is kept.
+
+        It is raised before the optimizer's part of a step, so that the weights are those from before.
+        """
+        if not self.main:
             return err
-        self._save(self.engine.state(done))
-        with self.engine.result_weights():
-            self._export(self.paths.last_good)
-        what = f"{err.what}; the LoRA of {counted(done, 'step')} is kept in {self.paths.last_good}"
+        try:
+            if not self.engine.weights_finite():
+                return err
+            self._save(self.engine.state(done))
+            with self.engine.result_weights():
+                self._export(self.paths.last_good)
+        except Exception as failed:  # whatever it dies of, the first error is the one to be told
+            added = f"could not be kept: {failed}"
+        else:
+            added = f"is kept in {self.paths.last_good}"
+        what = f"{err.what}; the LoRA of {counted(done, 'step')} {added}"
         return TrainingError(what, where=err.where, fix=err.fix)
 
     def _save(self, state: TrainingState) -> None:
