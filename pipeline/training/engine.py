@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 
-from pipeline.counting import counted
 from pipeline.devices import own_device
 from pipeline.errors import TrainingError
 from pipeline.recipe import LossSettings
@@ -27,6 +25,7 @@ from pipeline.training.networks import load_all, networks_of, of_all
 from pipeline.training.noise import make_noise_scheduler
 from pipeline.training.optimizers import make_optimizer, make_schedule
 from pipeline.training.part import as_it_began, begin_as_part
+from pipeline.training.processes import exchange_trained_only, launched_accelerator
 from pipeline.training.seeding import hash_bits
 from pipeline.training.starting import start_from
 from pipeline.training.text_encoders import Joint, TextEncoders
@@ -80,14 +79,14 @@ class Engine:
         """
         own_device()  # says so where there is no GPU for this process, before CUDA does
         self._settings = order.recipe.training
-        precision = order.recipe.accelerate.mixed_precision
-        self.accelerator = _accelerator(precision)
-        _require_world_size(self.accelerator, order.recipe.accelerate.num_processes)
+        lora = self._settings.lora
+        # Of the family's own modules every one is heard; of what others reach, and of CLIP's layers, not all.
+        heard = lora.family_modules and lora.text_encoders is None
+        self.accelerator = launched_accelerator(order.recipe.accelerate, all_learn=heard)
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
         device = str(self.accelerator.device)
         self.denoiser = self._adapted(load_base(family, order.recipe, device))
-        lora = self._settings.lora
         self.text = None if lora.text_encoders is None else TextEncoders(family, order.recipe, device)
         self.networks = networks_of(self.denoiser, self.text_networks)
         if lora.start_from is not None:
@@ -100,6 +99,7 @@ class Engine:
         self._schedule = make_schedule(optimizer, self._settings)
         self._averaging = Averaging(self.weights, optimizer, self._settings)
         self._whole = self.denoiser if self.text is None else Joint(family, self.denoiser, self.text)
+        exchange_trained_only(self._whole)
         prepared = cast("Any", self.accelerator.prepare(self._whole, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
@@ -315,23 +315,6 @@ class Engine:
     def weights_finite(self) -> bool:
         """Whether every weight of the adapter is a finite number."""
         return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
-
-
-def _accelerator(precision: str) -> Accelerator:
-    try:
-        return Accelerator(mixed_precision=precision)
-    except ValueError as err:
-        fix = "use no (float32) or bf16, or train on a GPU that can"
-        where = f"accelerate.mixed_precision: {precision}"
-        raise TrainingError(f"this machine cannot train so: {err}", where=where, fix=fix) from err
-
-
-def _require_world_size(accelerator: Accelerator, asked: int) -> None:
-    if accelerator.num_processes != asked:
-        run = counted(accelerator.num_processes, "process runs", "processes run")
-        what = f"{run}, the recipe asks for {asked}"
-        fix = "start training through Latentline, which passes the number on to accelerate launch"
-        raise TrainingError(what, where="accelerate.num_processes", fix=fix)
 
 
 def _not_finite(what: str, samples: list[str]) -> TrainingError:

@@ -154,8 +154,10 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             }
             latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
             caption = f"photograph {index} of {bucket}"
-            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": 77}
-            text.append({**ids, "caption": caption, **counts, **put(entries, entries.text(caption))})
+            spec = entries.text(caption)
+            length = next(iter(spec.tensors.values())).shape[0]
+            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
+            text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
     return frame("vae_latents", latents), frame("text_embeddings", text)
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
+from pipeline.families.tiny import TINY
 from pipeline.launching import LocalLaunch
 from pipeline.runs import RunLayout, read_metrics
 from pipeline.training.checkpoint import checkpoint_path, load_checkpoint
@@ -118,6 +119,24 @@ def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_
     rates = [read_metrics(RunLayout(order.folder).metrics, 6)[-1]["learning_rate"] for order in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one_does(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    TINY["Qwen-Image"](tmp_path / "qwen")
+    tiny_bases["qwen"] = tmp_path / "qwen"
+    lora = {"rank": 4, "targets": "blocks"}
+    project = make_project(prediction="qwen", batch_size=4, learning_rate=1e-3, steps=3, lora=lora)
+    alone = project.changed("alone").order()
+    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    LocalLaunch(pair.recipe.accelerate)("pipeline.entrypoints.train", pair.write())
+    expected, got = in_this_process(alone), outcome(pair)
+    assert got[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
 
 
 def _require_the_same_validation(alone: TrainingOrder, pair: TrainingOrder) -> None:
