@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from pipeline.training.plan import StepPlan
 
 MAX_NAMED_SAMPLES = 20
+
+MAX_SKIPPED_STEPS = 20
+"""In a row. fp16's loss scaling halves its factor with each; the few that it takes to find one are usual."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +104,7 @@ class Engine:
         self._averaging = Averaging(self.weights, optimizer, self._settings)
         self._whole = self.denoiser if self.text is None else Joint(family, self.denoiser, self.text)
         exchange_trained_only(self._whole)
+        self._skipped_steps = 0
         prepared = cast("Any", self.accelerator.prepare(self._whole, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
@@ -280,9 +285,23 @@ class Engine:
             names = [slot.sample_id for slot in batch.slots()]
             raise _not_finite(f"the gradient of step {batch.step} is {grad_norm}", names)
         self._optimizer.step()
-        self._averaging.stepped()
-        self._schedule.step()
         self._optimizer.zero_grad()
+        if self._optimizer.step_was_skipped:
+            self._skipped(batch)
+        else:
+            self._skipped_steps = 0
+            self._averaging.stepped()
+            self._schedule.step()
+
+    def _skipped(self, batch: StepPlan) -> None:
+        """Note that loss scaling left the step out; the learning rate goes on, and ends as planned."""
+        self._skipped_steps += 1
+        if self._skipped_steps == MAX_SKIPPED_STEPS:
+            raise _all_skipped(batch)
+        with warnings.catch_warnings():
+            # Of the very first step torch says that its optimizer has to be stepped before.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self._schedule.step()
 
     def state(self, step: int) -> TrainingState:
         """All that a resumed run needs, after `step` optimizer steps; the optimizer's part is not copied."""
@@ -315,6 +334,12 @@ class Engine:
     def weights_finite(self) -> bool:
         """Whether every weight of the adapter is a finite number."""
         return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
+
+
+def _all_skipped(batch: StepPlan) -> TrainingError:
+    what = f"fp16 left out each of the {MAX_SKIPPED_STEPS} steps to step {batch.step}: no gradient was finite"
+    fix = "set accelerate.mixed_precision: bf16, or no; or lower training.learning_rate"
+    return TrainingError(what, where="accelerate.mixed_precision: fp16", fix=fix)
 
 
 def _not_finite(what: str, samples: list[str]) -> TrainingError:

@@ -2,17 +2,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from diffusers import DDPMScheduler, UNet2DConditionModel
 from peft import LoraConfig
 
 from pipeline.errors import TrainingError
 from pipeline.families import detect
 from pipeline.store import Store
-from pipeline.training.engine import Engine
+from pipeline.training.engine import Engine, StepOutcome
 from pipeline.training.loader import MicroBatchMaker, MicroInput
 from pipeline.training.lora import adapter_state
 from pipeline.training.order import TrainingOrder
@@ -123,6 +124,56 @@ def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weig
     assert micro.sample_ids[0] not in caught.value.where
     after = adapter_state(engine.denoiser)
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def in_fp16(order: TrainingOrder) -> Engine:
+    """An engine whose losses are scaled as with fp16, which accelerate lets no CPU have."""
+    engine = engine_of(order)
+    accelerator = engine.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    engine._optimizer = AcceleratedOptimizer(engine._optimizer.optimizer, scaler=accelerator.scaler)
+    accelerator._optimizers[:] = [engine._optimizer]
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    return engine
+
+
+def one_step(engine: Engine, order: TrainingOrder, step: int) -> StepOutcome:
+    batch = order.plan()[step]
+    return engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_R05_of_a_step_that_loss_scaling_leaves_out_the_average_takes_nothing_and_the_rate_is_as_planned(
+    make_project: Callable[..., Project],
+) -> None:
+    settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
+    order = make_project(gradient_accumulation=1, **settings).order()
+    engine = in_fp16(order)
+    too_large = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    outcomes = [one_step(engine, order, step) for step in (0, 1)]
+    too_large.remove()
+    outcomes += [one_step(engine, order, step) for step in (2, 3)]
+    assert [math.isfinite(outcome.grad_norm) for outcome in outcomes] == [False, False, True, True]
+    assert engine.state(4).optimizer["ema"]["optimization_step"] == 2
+    rates = [outcome.learning_rate for outcome in outcomes]
+    assert rates == pytest.approx([1e-2 * (1 - step / 4) for step in range(4)])
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_R05_a_run_whose_steps_are_all_left_out_stops_and_does_not_end_as_finished(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(steps=40, gradient_accumulation=1, batch_size=1).order()
+    engine = in_fp16(order)
+    one_step(engine, order, 0)
+    before = adapter_state(engine.denoiser)
+    engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    for step in range(1, 20):
+        one_step(engine, order, step)
+    with pytest.raises(TrainingError, match="fp16 left out each of the 20 steps to step 20") as caught:
+        one_step(engine, order, 20)
+    assert "bf16" in caught.value.fix
+    assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())
 
 
 @pytest.mark.usefixtures("any_precision")
