@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from functools import cache
 from importlib import metadata
 from typing import NamedTuple
@@ -133,9 +134,9 @@ def plugin_of(kind: str | None) -> str | None:
         return None
 
 
-def plugins() -> list[str]:
-    """Of all formats, what `plugin_of` has."""
-    return [plugin for kind in _PLUGINS if (plugin := plugin_of(kind)) is not None]
+def plugins() -> Iterator[str]:
+    """Of all formats, what `plugin_of` has; it takes milliseconds."""
+    yield from (plugin for kind in _PLUGINS if (plugin := plugin_of(kind)) is not None)
 
 
 @cache

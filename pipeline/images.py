@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,9 +138,10 @@ def decoder_of(kind: str | None) -> str:
     return DECODER if plugin is None else f"{DECODER} {plugin}"
 
 
-def decoders() -> list[str]:
-    """All that `decoder_of` may say now; the verdict of another is none any more."""
-    return [DECODER, *(f"{DECODER} {plugin}" for plugin in plugins())]
+def decoders() -> Iterator[str]:
+    """All that `decoder_of` may say now, `DECODER` first; the verdict of another is none any more."""
+    yield DECODER
+    yield from (f"{DECODER} {plugin}" for plugin in plugins())
 
 
 def load_pixels(

@@ -19,7 +19,7 @@ from pipeline.image_formats import ImageError, sniff
 from pipeline.images import changed_error, decoder_of, decoders, one_image, read_header
 from pipeline.ingest.funnel import by_reason, printable, refusal
 from pipeline.ingest.gathered import Gathered, Rows
-from pipeline.ingest.known import REFUSED, read_refused, write_refused
+from pipeline.ingest.known import REFUSED, made_by, read_refused, write_refused
 from pipeline.ingest.parallel import in_threads
 from pipeline.ingest.walked import STAT, Walked, walk_dataset
 from pipeline.reports import Log, Report, StageResult, Stopwatch
@@ -101,7 +101,7 @@ def _same_files(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
     if not known["sample_id"].equals(now["sample_id"]):
         now = known.select("sample_id").join(now, on="sample_id", how="left", maintain_order="left")
     settled = known["ctime_ns"] + CLOCK_GRANULARITY_NS < known["scanned_ns"]
-    holds = settled & known["decoder"].is_in(decoders())
+    holds = settled & made_by(known["decoder"], decoders())
     for name in ("path", *STAT):
         holds &= (known[name] == now[f"now_{name}"]).fill_null(value=False)
     return only(known, holds)

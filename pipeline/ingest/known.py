@@ -7,7 +7,7 @@ empty: then everything is looked at anew.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -81,9 +81,9 @@ class Known:
         self.captions = _read(self._folder / "captions.parquet", CAPTIONS)
         """As `CAPTIONS`."""
 
-    def pixels(self, decoders: Sequence[str]) -> pl.DataFrame:
+    def pixels(self, decoders: Iterator[str]) -> pl.DataFrame:
         """The verdicts of these decoders."""
-        return only(self._pixels, self._pixels["decoder"].is_in(decoders))
+        return only(self._pixels, made_by(self._pixels["decoder"], decoders))
 
     def write(self, pixels: pl.DataFrame, captions: pl.DataFrame) -> None:
         """Replace those of which anything has changed."""
@@ -91,6 +91,12 @@ class Known:
         for name, rows, before in kept:
             if not rows.equals(before):
                 write_through(self._folder / f"{name}.parquet", partial(write_rows, rows))
+
+
+def made_by(recorded: pl.Series, decoders: Iterator[str]) -> pl.Series:
+    """Of each decoder whether it is one of some: no more of these are asked for than it takes to say."""
+    first = recorded == next(decoders)
+    return first if first.all() else first | recorded.is_in(list(decoders))
 
 
 def read_refused(tables: Tables) -> pl.DataFrame:

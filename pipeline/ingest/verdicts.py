@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -145,9 +145,9 @@ def _with_more(
     return pl.concat([known, made.select(PIXELS.keys())])
 
 
-def judges() -> list[str]:
+def judges() -> Iterator[str]:
     """What verdicts about pixels may depend on beside them, for files of one format or another."""
-    return [f"{decoder} {LOOK_VERSION}" for decoder in decoders()]
+    yield from (f"{decoder} {LOOK_VERSION}" for decoder in decoders())
 
 
 class _Decoded(NamedTuple):

@@ -161,6 +161,22 @@ def test_another_version_of_a_plug_in_looks_at_its_files_again_and_at_no_others(
     assert work() == (3, 2)
 
 
+def test_no_plug_in_is_looked_for_where_no_image_needs_one(
+    folder: Any, settled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is a look into every folder of installed packages, at each start."""
+
+    def looked_for(package: str) -> str:
+        raise AssertionError(package)
+
+    folder.add("a.png")
+    monkeypatch.setattr("pipeline.image_formats.metadata.version", looked_for)
+    image_formats.plugin_of.cache_clear()
+    folder.ingest()
+    settled()
+    assert (folder.scan().report["read"], folder.validate().report["decoded"]) == (0, 0)
+
+
 @pytest.mark.parametrize("known", [False, True])
 def test_I20_files_that_vanish_or_change_between_the_stages(folder: Any, known: bool) -> None:
     folder.add("good.png")
