@@ -84,6 +84,7 @@ def run(script: str, *arguments: Path) -> str:
 
 ONE_OF_EACH = (
     "Stable Diffusion 1.x and 2.x",
+    "Stable Diffusion XL",
     "FLUX.2 klein",
     "Qwen-Image",
     "Sana",
