@@ -63,10 +63,10 @@ def in_threads(
     ):
         try:
             while done < len(items):
-                while taken < len(items) and taken - done < 3 * threads * CHUNK_ITEMS:
-                    end = min(taken + chunk_items, done + 3 * threads * CHUNK_ITEMS)
-                    under_way.append(pool.submit(work, items[taken:end]))
-                    taken = end
+                # Whole chunks only: cut to what is left of the bound they would become ever smaller.
+                while taken < len(items) and taken + chunk_items - done <= 3 * threads * CHUNK_ITEMS:
+                    under_way.append(pool.submit(work, items[taken : taken + chunk_items]))
+                    taken += chunk_items
                 results, seconds = under_way.popleft().result()
                 chunk_items = max(1, min(CHUNK_ITEMS, int(CHUNK_S * len(results) / max(seconds, 1e-9))))
                 for result in results:
