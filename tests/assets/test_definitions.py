@@ -82,7 +82,7 @@ def test_a_run_may_set_the_time_to_stop_in_and_nothing_else_of_the_resources(tmp
         ("checks", {"max_rejected_fraction": 0.9}, set()),
         ("buckets", {"underfilled": "drop"}, {"aspect_buckets", "trained_lora"}),
     ],
-    ids=str,
+    ids=["dtype", "max_image_pixels", "near_duplicate_bits", "max_rejected_fraction", "underfilled"],
 )
 def test_a_setting_of_the_recipe_changes_the_code_version_of_what_it_decides(
     tmp_path: Path, section: str, change: dict[str, object], changed: set[str]
