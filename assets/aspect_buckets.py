@@ -15,8 +15,8 @@ DESCRIPTION = (
 
 def bucketed(recipe: Recipe, context: AssetExecutionContext, validated: Any) -> MaterializeResult[Any]:
     """The geometry of every sample."""
-    from pipeline.bucket_report import write_bucket_report
-    from pipeline.buckets import assign_buckets
+    from pipeline.aspect_buckets.report import write_bucket_report
+    from pipeline.aspect_buckets.stage import assign_buckets
 
     result = assign_buckets(recipe, validated, log=context.log.info)
     pictures = write_bucket_report(recipe, result.table, log=context.log.info)

@@ -23,9 +23,9 @@ from dagster import (
 from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
 
 from assets.naming import RECIPE_TAG
-from pipeline.addresses import Address
 from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe
+from pipeline.storage.addresses import Address
 
 _UNDER_WAY = [
     DagsterRunStatus.QUEUED,
@@ -98,7 +98,7 @@ def dataset_sensor(recipe: Recipe, job: JobDefinition) -> SensorDefinition:
         description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
-        from pipeline.listing import listing_fingerprint
+        from pipeline.raw_images.scan_fingerprint import listing_fingerprint
 
         try:
             now = listing_fingerprint(watched(recipe))

@@ -20,7 +20,7 @@ from assets.publishing import report_metadata, table_metadata
 from pipeline.recipe import Recipe
 
 if TYPE_CHECKING:
-    from pipeline.checks.base import Finding
+    from pipeline.checks.findings import Finding
 
 
 def answers(recipe: Recipe, asset: str, asked: Collection[str]) -> Iterator[AssetCheckResult]:
@@ -29,13 +29,13 @@ def answers(recipe: Recipe, asset: str, asked: Collection[str]) -> Iterator[Asse
     Raises:
         GateClosedError: One or more of them close, once all have answered.
     """
-    from pipeline.checks.base import CheckContext
     from pipeline.checks.closed import closed_gates_error
+    from pipeline.checks.findings import CheckContext
     from pipeline.checks.record import write_findings
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
 
     key = asset_key(recipe, asset)
-    run = import_module(f"pipeline.checks.{asset}").run
+    run = import_module(f"pipeline.{asset}.checks").run
     findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
     write_findings(recipe.output_dir, asset, findings)
     chosen = [finding for finding in findings if finding.name in asked]

@@ -18,9 +18,9 @@ from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_end import run_tables
 from pipeline.errors import RecipeError
-from pipeline.model_sizes import require_divisible
+from pipeline.models.size_multiple import require_divisible
 from pipeline.recipe import Recipe, load_recipes
-from pipeline.terminal import find_terminal
+from pipeline.reporting.terminal import find_terminal
 from resources.launcher import AccelerateLauncher
 
 

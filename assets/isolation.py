@@ -4,9 +4,9 @@ from functools import lru_cache
 
 from dagster import AssetCheckResult, AssetCheckSeverity
 
-from pipeline.checks.names import PATH_ISOLATION
 from pipeline.errors import PathIsolationError
 from pipeline.recipe import Recipe
+from pipeline.recipe.gates import PATH_ISOLATION
 
 
 def isolation_result(run_id: str, recipe: Recipe) -> AssetCheckResult:
@@ -39,7 +39,7 @@ def require_isolated(run_id: str, recipe: Recipe) -> None:
 def _conflict(run_id: str, recipe: Recipe) -> PathIsolationError | None:
     # cached by run, because datasets are walked for links: one walk a run is enough
     del run_id
-    from pipeline.paths import require_isolation
+    from pipeline.recipe.isolation import require_isolation
 
     try:
         require_isolation(recipe)

@@ -80,7 +80,7 @@ def _history() -> str:
 
 
 def _advice(err: BaseException) -> str:
-    from pipeline.refusals import system_refusal
+    from pipeline.storage.os_errors import system_refusal
 
     refusal = system_refusal(err)
     if refusal is not None:

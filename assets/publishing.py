@@ -19,7 +19,7 @@ from dagster import (
 )
 
 from pipeline.recipe import Recipe
-from pipeline.reports import Report, StageResult, write_report
+from pipeline.reporting.reports import Report, StageResult, write_report
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
 """Stat values, of sources and (with `entry_`) of store entries: they may differ where the content doesn't."""
@@ -61,7 +61,7 @@ def publish(
     The data version is a hash of what the table says and of the run that made it, if it was trained, so that
     making the same again leaves everything downstream as fresh as it was.
     """
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
 
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
     report = write_report(recipe.output_dir, asset, result.report)
@@ -86,7 +86,7 @@ def content_version(table: Any, *, run: str = "") -> str:
         table: A Polars frame.
         run: Id of a training run: other weights may come of the same table.
     """
-    from pipeline.tables import content_digest
+    from pipeline.storage.tables import content_digest
 
     kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
     return content_digest(table.select(kept), more=run)[:16]

@@ -24,12 +24,12 @@ from dagster import (
 )
 
 from assets.last_words import DEFECT, STOPPED, is_dagster_command, keep, keep_numbers
-from pipeline.checks.names import SPECS
+from pipeline.recipe.gates import SPECS
 from resources.run_worker import end_with_code_server
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
-    from pipeline.summary import CheckSeen, RunSeen
+    from pipeline.reporting.summary import CheckSeen, RunSeen
 
 _LOOKED_AT = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -88,7 +88,7 @@ class EndedRun:
 
 def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> EndedRun:
     """What the run came to, from its events; `output_dirs` are those of all recipes, by name."""
-    from pipeline.summary import summary
+    from pipeline.reporting.summary import summary
 
     entries = instance.all_logs(run_id, of_type=_LOOKED_AT)
     events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
@@ -120,7 +120,7 @@ def _all_steps_succeeded(instance: DagsterInstance, run_id: str, events: Sequenc
 
 
 def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunSeen"]:
-    from pipeline.summary import RunSeen
+    from pipeline.reporting.summary import RunSeen
 
     for recipe, output_dir in output_dirs.items():
         reports: dict[str, Any] = {}
@@ -141,7 +141,7 @@ def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> It
 
 
 def _check(event: DagsterEvent) -> "CheckSeen":
-    from pipeline.summary import CheckSeen
+    from pipeline.reporting.summary import CheckSeen
 
     said = event.asset_check_evaluation_data
     error = said.severity == AssetCheckSeverity.ERROR

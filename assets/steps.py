@@ -34,9 +34,9 @@ from dagster._core.definitions.resource_requirement import (
 from assets.checks import answers
 from assets.isolation import isolation_result, require_isolated
 from assets.naming import TABLES_RESOURCE, asset_key, code_version, pool_of
-from pipeline.checks.names import PATH_ISOLATION, specs_of
-from pipeline.needed_columns import needed_columns
 from pipeline.recipe import Recipe
+from pipeline.recipe.gates import PATH_ISOLATION, specs_of
+from pipeline.storage.needed_columns import needed_columns
 from resources.failures import failures_stated
 from resources.tables import COLUMNS
 

@@ -17,9 +17,9 @@ DESCRIPTION = (
 
 def cached(recipe: Recipe, context: AssetExecutionContext, validated: Any) -> MaterializeResult[Any]:
     """The cached embeddings; a child process encodes what is missing, and none is started when nothing is."""
-    from pipeline.caption_report import write_caption_report
-    from pipeline.encode.text import cache_text
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
+    from pipeline.text_embeddings.report import write_caption_report
+    from pipeline.text_embeddings.stage import cache_text
 
     launcher: AccelerateLauncher = context.resources.launcher
     launch = launcher.bind(context, recipe.accelerate)

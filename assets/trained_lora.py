@@ -29,7 +29,7 @@ def trained(
     recipe: Recipe, context: AssetExecutionContext, latents: Any, text: Any
 ) -> MaterializeResult[Any]:
     """The trained adapter; what it was trained on is its table."""
-    from pipeline.training.run import train_lora
+    from pipeline.trained_lora.stage import train_lora
 
     launcher: AccelerateLauncher = context.resources.launcher
     launch = launcher.bind(context, recipe.accelerate)
@@ -47,7 +47,7 @@ def trained(
 
 def _files(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
     """Where the LoRA, the run's checkpoints and its logs are, and which checkpoints are kept."""
-    from pipeline.runs import RunLayout, checkpoint_list, run_folder
+    from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, run_folder
 
     folder = run_folder(recipe.output_dir, run)
     kept = table_metadata(checkpoint_list(RunLayout(folder)))

@@ -8,7 +8,7 @@ from assets.naming import LAUNCHER_RESOURCE
 from assets.publishing import captioned, escaped, publish
 from assets.steps import AssetStep
 from pipeline.recipe import Recipe
-from pipeline.reports import Report
+from pipeline.reporting.reports import Report
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
@@ -18,8 +18,8 @@ DESCRIPTION = (
 
 def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> MaterializeResult[Any]:
     """The cached latents; a child process encodes what is missing, and none is started when nothing is."""
-    from pipeline.encode.latents import cache_latents
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
+    from pipeline.vae_latents.stage import cache_latents
 
     launcher: AccelerateLauncher = context.resources.launcher
     launch = launcher.bind(context, recipe.accelerate)
@@ -30,7 +30,7 @@ def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> Mate
 
 def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
     """A few images as the VAE saw them, each with what its latent decodes to."""
-    from pipeline.encode.decoded import shown
+    from pipeline.vae_latents.report import shown
 
     rows, folder = report.get("decoded", []), recipe.output_dir / "reports" / "vae_latents"
     captions = {

@@ -15,9 +15,9 @@ def validated(recipe: Recipe, context: AssetExecutionContext, raw: Any) -> Mater
     """The images and captions that can be trained on."""
     import polars as pl
 
-    from pipeline.dataset_report import write_dataset_report
-    from pipeline.ingest.validate import validate
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
+    from pipeline.validated_dataset.report import write_dataset_report
+    from pipeline.validated_dataset.stage import validate
 
     tables = Tables(recipe.output_dir)
     result = validate(recipe, raw, tables, log=context.log.info)

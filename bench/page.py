@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from bench import results
 from bench.growth import measure as growth
-from pipeline.atomic import write_text
+from pipeline.storage.atomic import write_text
 
 RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"

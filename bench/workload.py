@@ -10,17 +10,17 @@ import numpy as np
 import polars as pl
 from PIL import Image
 
-from pipeline.buckets import assign_buckets
-from pipeline.encode.latents import cache_latents
-from pipeline.encode.text import cache_text
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
-from pipeline.launching import LocalLaunch
-from pipeline.needed_columns import needed_columns
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.processes.launch import LocalLaunch
+from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.reports import StageResult
-from pipeline.tables import Tables
-from pipeline.training.run import train_lora
+from pipeline.reporting.reports import StageResult
+from pipeline.storage.needed_columns import needed_columns
+from pipeline.storage.tables import Tables
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.stage import train_lora
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
 
 BUNDLED = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")
 """Colour photographs inside the scikit-image package."""

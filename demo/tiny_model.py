@@ -15,8 +15,8 @@ def write_tiny_model(folder: Path) -> bool:
     """
     if (folder / "model_index.json").exists():
         return False
-    from pipeline.families.quiet import keep_quiet
-    from pipeline.families.tiny import make_tiny
+    from demo.tiny_models import make_tiny
+    from pipeline.models.worker.quiet import keep_quiet
 
     keep_quiet()
     make_tiny(folder)

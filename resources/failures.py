@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dagster import Failure
 
 from pipeline.errors import LatentlineError
-from pipeline.refusals import system_refusal
+from pipeline.storage.os_errors import system_refusal
 
 
 @contextmanager

@@ -25,10 +25,10 @@ from dagster import (
 )
 from pydantic import Field
 
-from pipeline.launching import Launch, Meanwhile, launch_command, launch_environment, launch_error
+from pipeline.processes.launch import Launch, Meanwhile, launch_command, launch_environment, launch_error
 
 if TYPE_CHECKING:
-    from pipeline.process_tree import ProcessTree
+    from pipeline.processes.tree import ProcessTree
     from pipeline.recipe import AccelerateSettings
 
 POLL_S = 0.05
@@ -105,7 +105,7 @@ def _run_watched(
     Returns:
         The exit status, or minus the number of the signal that ended the process.
     """
-    from pipeline.process_tree import ProcessTree
+    from pipeline.processes.tree import ProcessTree
 
     with output.file.open("wb") as file:
         process = subprocess.Popen(

@@ -13,7 +13,7 @@ from resources.failures import failures_stated
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipeline.tables import Tables
+    from pipeline.storage.tables import Tables
 
 
 COLUMNS = "columns"
@@ -47,7 +47,7 @@ class TableIOManager(IOManager):
             return tables.read(asset, context.definition_metadata.get(COLUMNS))
 
     def _tables(self, key: object) -> tuple[Tables, str]:
-        from pipeline.tables import Tables
+        from pipeline.storage.tables import Tables
 
         recipe, asset = list(key)  # pyright: ignore[reportArgumentType] - a sequence of two names
         return Tables(self._output_dirs[recipe]), asset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from pipeline.launching import Meanwhile
+from pipeline.processes.launch import Meanwhile
 from tests.elsewhere import S3_ENVIRONMENT, s3_server
 
 # Before torch is imported: threads that spin while they wait starve on a shared machine.
@@ -45,7 +45,7 @@ def _made_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id
     own = factory.getbasetemp()
     shared = (own if worker_id == "master" else own.parent) / name
     if not shared.is_dir():
-        from pipeline.families import tiny
+        from demo import tiny_models as tiny
 
         made = factory.mktemp("making") / name
         getattr(tiny, maker)(made)
@@ -72,18 +72,19 @@ def photos(tmp_path: Path) -> Path:
 
 
 class LaunchHere:
-    """A `pipeline.launching.Launch` that runs an entry's encoder in this process, and counts its calls."""
+    """A `Launch` that runs the encoder in this process and counts its calls."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []
         self.said: list[str] = []
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encode.worker import run
+        from pipeline.encoding.fill import WORKERS
+        from tests.worker_runs import run
 
         if meanwhile is not None:
             meanwhile()
-        assert module == "pipeline.entrypoints.encode"
+        assert module in WORKERS.values()
         self.modules.append(module)
         run(order, self, rank=0, num_ranks=1)
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.checks import page as checks_page
 from pipeline.cli.main import COMMANDS, latentline
-from pipeline.recipe import coming_from
-from pipeline.recipe import page as recipes_page
 from pipeline.recipe.keys import all_keys
+from tools.docs import checks_page, recipes_page
+from tools.docs import coming_from_page as coming_from
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
-from pipeline.geometry import Placement, ladder
+from pipeline.images.geometry import Placement, ladder
 
 
 @contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from bench.measure import Figure, Sides, Workplace
 from bench.workload import Project, photographs
-from pipeline.families import detect
-from pipeline.families.tiny import make_tiny
-from pipeline.launching import CPU_THREADS_PER_PROCESS
+from demo.tiny_models import make_tiny
+from pipeline.models.families import detect
+from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 from pipeline.recipe import recipe_from_mapping
 
 BATCH_SIZE = 4

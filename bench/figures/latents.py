@@ -17,11 +17,11 @@ from PIL import Image
 
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project, photographs
-from pipeline.encode.text import wanted_captions
-from pipeline.entry_format import KINDS
-from pipeline.families import detect
-from pipeline.families.tiny import make_tiny
-from pipeline.launching import CPU_THREADS_PER_PROCESS
+from demo.tiny_models import make_tiny
+from pipeline.cache.entry_format import KINDS
+from pipeline.models.families import detect
+from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
+from pipeline.text_embeddings.stage import wanted_captions
 
 
 def bare_pixels(path: Path, row: dict[str, Any]) -> np.ndarray[Any, Any]:

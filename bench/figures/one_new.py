@@ -21,7 +21,7 @@ from PIL import Image
 from bench.growth.stages import prepare, project_in
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project
-from pipeline.launching import CPU_THREADS_PER_PROCESS
+from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 
 BARE = """
 import os, sys

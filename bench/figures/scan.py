@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project, photographs, tiny_files
-from pipeline.listing import listing_fingerprint
+from pipeline.raw_images.scan_fingerprint import listing_fingerprint
 
 SETTLE_S = 2.5
 """A file that changed within two seconds before it was read is read again by the next scan."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import photographs
-from pipeline.families.tiny import make_tiny
+from demo.tiny_models import make_tiny
 
 EMPTY = """\
 from dagster import AssetExecutionContext, Definitions, asset, define_asset_job, in_process_executor

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
-from pipeline.store import EntrySpec, Store, TensorSpec
-from pipeline.training.plan import PlanSettings, TrainingPlan
-from pipeline.training.plan_samples import PlanSample, PlanSamples
+from pipeline.cache.store import EntrySpec, Store, TensorSpec
+from pipeline.trained_lora.plan.plan import PlanSettings, TrainingPlan
+from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 
 SHAPE = (4, 128, 128)
 """Of a latent of a 1024 px image: 128 KiB in float16."""

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 from bench.figures.instead import LEARNING_RATE, RANK, square_project
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import photographs
-from pipeline.entries import Entries
-from pipeline.families.tiny import make_tiny
-from pipeline.launching import CPU_THREADS_PER_PROCESS
-from pipeline.training.joining import training_inputs
-from pipeline.training.order import TrainingOrder
+from demo.tiny_models import make_tiny
+from pipeline.cache.requests import Entries
+from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
 
-    from pipeline.training.loader import MicroInput
+    from pipeline.trained_lora.worker.loader import MicroInput
 
 COUNT = 24
 RESOLUTION = 256
@@ -58,9 +58,9 @@ def _steps(place: Workplace) -> Generator[Sides]:
     from diffusers import UNet2DConditionModel
     from peft import LoraConfig
 
-    from pipeline.families import detect
-    from pipeline.training.engine import Engine
-    from pipeline.training.loader import MicroBatchMaker, micro_inputs
+    from pipeline.models.families import detect
+    from pipeline.trained_lora.worker.engine import Engine
+    from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
     order = prepared_order(place.folder, steps=200 if place.full else 30)
@@ -93,10 +93,10 @@ def _steps(place: Workplace) -> Generator[Sides]:
 def _loader(place: Workplace) -> Generator[Sides]:
     from safetensors.torch import load_file
 
-    from pipeline.families import detect
-    from pipeline.store_elsewhere import store_at
-    from pipeline.training.loader import MicroBatchMaker, micro_inputs
-    from pipeline.training.noise import make_noise_scheduler
+    from pipeline.cache.remote_store import store_at
+    from pipeline.models.families import detect
+    from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
+    from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
     order = prepared_order(place.folder, steps=2000 if place.full else 400)
     plan, family, store = order.plan(), detect(order.base), store_at(order.recipe.cache_dir)

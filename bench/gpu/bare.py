@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from pipeline.training.loader import MicroInput
+    from pipeline.trained_lora.worker.loader import MicroInput
 
 
 def vae(folder: Path, dtype: str, device: str) -> Any:

@@ -15,7 +15,7 @@ from bench.gpu.rig import Bench, Encoding, Silent
 from bench.gpu.watch import Watch
 
 if TYPE_CHECKING:
-    from pipeline.encode.latent_encoder import LatentEncoder
+    from pipeline.vae_latents.worker.encoder import LatentEncoder
 
 OVERFLOWING_GAIN = 1e5
 """Of the first convolution: beyond float16's 65504 and no matter to the norms behind it, as in the VAE that
@@ -30,8 +30,8 @@ class Encoder:
 
     def __init__(self, bench: Bench, encoding: Encoding, *, threads: int | None = None) -> None:
         """Load the VAE."""
-        from pipeline.encode.latent_encoder import LatentEncoder
-        from pipeline.encode.progress import Progress
+        from pipeline.encoding.progress import Progress
+        from pipeline.vae_latents.worker.encoder import LatentEncoder
 
         self._bench = bench
         self._jobs = encoding.jobs
@@ -43,9 +43,9 @@ class Encoder:
 
     def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:
         """Reads, decodes, encodes and writes every image, into an empty store."""
-        from pipeline.encode.order import ResultsWriter
-        from pipeline.encode.worker import make_all
-        from pipeline.store import Store
+        from pipeline.cache.store import Store
+        from pipeline.encoding.jobs import ResultsWriter
+        from pipeline.encoding.worker.run import make_all
 
         store = Store(self._bench.fresh_folder("store"))
         results = ResultsWriter(self._folder / "order.json", 0)
@@ -60,7 +60,7 @@ class Encoder:
 @contextmanager
 def _against_the_vae(bench: Bench, model: Any, dtype: str) -> Generator[Pair]:
     from bench.gpu.watch import held_bytes
-    from pipeline.encode.passes import GPU_BATCH_PX
+    from pipeline.vae_latents.worker.vae_batches import GPU_BATCH_PX
 
     rig = bench.rig(model, "encoding")
     encoding = rig.encoding().computing(dtype)
@@ -106,7 +106,7 @@ def _overflowing(bench: Bench) -> Generator[Pair]:
 def _batch_sizes(bench: Bench) -> Generator[Pair]:
     import torch
 
-    from pipeline.encode.passes import Passes
+    from pipeline.vae_latents.worker.vae_batches import Passes
 
     rig, size = bench.rig(SDXL, "encoding"), bench.scale.resolution
     rig.prepare()
@@ -142,7 +142,7 @@ def _batch_sizes(bench: Bench) -> Generator[Pair]:
 
 @contextmanager
 def _workers(bench: Bench) -> Generator[Pair]:
-    from pipeline.encode.latent_encoder import decode_threads
+    from pipeline.vae_latents.worker.encoder import decode_threads
 
     rig = bench.rig(SDXL, "encoding")
     encoding = rig.encoding().computing("bfloat16")

@@ -16,7 +16,7 @@ from bench.gpu.training import inputs_of
 from bench.gpu.watch import Watch, release
 
 if TYPE_CHECKING:
-    from pipeline.reports import Report
+    from pipeline.reporting.reports import Report
 
 
 @contextmanager

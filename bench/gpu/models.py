@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.published import FLUX, SDXL, Config
-from pipeline.families.tiny import make_tiny_flux, make_tiny_sdxl
-from pipeline.families.tiny.parts import assemble, write_clip_tokenizer, write_t5_tokenizer
+from demo.tiny_models import make_tiny_flux, make_tiny_sdxl
+from demo.tiny_models.parts import assemble, write_clip_tokenizer, write_t5_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Generator

@@ -6,29 +6,30 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bench.gpu.models import BaseModel
 from bench.workload import Project, photographs
-from pipeline.encode.latents import cache_latents
-from pipeline.encode.text import cache_text
-from pipeline.entries import Entries
-from pipeline.families import detect
+from pipeline.cache.requests import Entries
+from pipeline.models.families import detect
 from pipeline.recipe import TrainingSettings, recipe_from_mapping
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents.stage import cache_latents
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import polars as pl
 
-    from pipeline.encode.order import Job, Order
-    from pipeline.families.diffusers_family import DiffusersFamily
-    from pipeline.launching import Launch, Meanwhile
+    from pipeline.encoding.jobs import Job, Order
+    from pipeline.models.families.diffusers_family import DiffusersFamily
+    from pipeline.processes.launch import Launch, Meanwhile
     from pipeline.recipe import Recipe
-    from pipeline.reports import Log, StageResult
-    from pipeline.tables import Tables
-    from pipeline.training.order import TrainingOrder
+    from pipeline.reporting.reports import Log, StageResult
+    from pipeline.storage.tables import Tables
+    from pipeline.trained_lora.job import TrainingOrder
 
 RANK = 16
 LEARNING_RATE = 1e-4
@@ -167,8 +168,8 @@ class Rig:
 
     def order(self, **training: Any) -> TrainingOrder:
         """A training on the cache, which is filled in this process if it is not; nothing is launched."""
-        from pipeline.training.joining import training_inputs
-        from pipeline.training.order import TrainingOrder
+        from pipeline.trained_lora.job import TrainingOrder
+        from pipeline.trained_lora.joining import training_inputs
 
         if not self.project.tables.path("text_embeddings").exists():
             self.prepare()
@@ -216,14 +217,13 @@ class _TakeOrder:
         self.jobs: list[Job] = []
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encode.order import read_order
-        from pipeline.encode.worker import run
+        from pipeline.encoding.jobs import read_order
 
         if meanwhile is not None:
             meanwhile()
         self.order = read_order(order)
         self.jobs = list(self.order.jobs)
-        run(order, Silent(), rank=0, num_ranks=1)
+        import_module(f"{module}.run").run(order, Silent(), rank=0, num_ranks=1)
 
 
 class Silent:

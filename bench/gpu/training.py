@@ -14,7 +14,7 @@ from bench.gpu.rig import Bench, Rig
 from bench.gpu.watch import Watch, held_bytes
 
 if TYPE_CHECKING:
-    from pipeline.training.loader import MicroInput
+    from pipeline.trained_lora.worker.loader import MicroInput
 
 FASTER = 5
 """Times the speed of the GPU, that the loader should have."""
@@ -25,8 +25,8 @@ class Steps:
 
     def __init__(self, rig: Rig, **training: Any) -> None:
         """Load the model."""
-        from pipeline.training.engine import Engine
-        from pipeline.training.loader import MicroBatchMaker
+        from pipeline.trained_lora.worker.engine import Engine
+        from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
         before_bytes = held_bytes(rig.bench.device)
         order = rig.order(**training)
@@ -46,7 +46,7 @@ class Steps:
         return {"loader": alone.reading["seconds"]}
 
     def _read(self, *, train: bool) -> None:
-        from pipeline.training.loader import micro_inputs
+        from pipeline.trained_lora.worker.loader import micro_inputs
 
         inputs = micro_inputs(self.plan, self._maker, rank=0, start=0, pin=self._pin)
         if not train:
@@ -60,8 +60,8 @@ class Steps:
 
 def inputs_of(rig: Rig) -> list[MicroInput]:
     """What each step of the rig's plan takes, in memory."""
-    from pipeline.training.loader import MicroBatchMaker
-    from pipeline.training.noise import make_noise_scheduler
+    from pipeline.trained_lora.worker.loader import MicroBatchMaker
+    from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
     order = rig.order()
     maker = MicroBatchMaker(order, rig.family, make_noise_scheduler(rig.family, order.recipe.training))

@@ -15,14 +15,14 @@ import numpy as np
 
 from bench.figures.scan import SETTLE_S
 from bench.workload import Project, tiny_files
-from pipeline.checks.base import CheckContext
-from pipeline.encode.text import wanted_captions
-from pipeline.entries import Entries
-from pipeline.entry_format import EntrySpec
-from pipeline.families.tiny import make_tiny
-from pipeline.reports import StageResult, write_report
-from pipeline.training.joining import training_inputs
-from pipeline.training.order import TrainingOrder
+from demo.tiny_models import make_tiny
+from pipeline.cache.entry_format import EntrySpec
+from pipeline.cache.requests import Entries
+from pipeline.checks.findings import CheckContext
+from pipeline.reporting.reports import StageResult, write_report
+from pipeline.text_embeddings.stage import wanted_captions
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 

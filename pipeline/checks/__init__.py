@@ -1,1 +1,1 @@
-"""The data-quality checks of the six assets: what each looks at, and what it found."""
+"""Findings, gates and checks shared by several stages."""

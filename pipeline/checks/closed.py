@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipeline.checks.base import Finding
+from pipeline.checks.findings import Finding
 from pipeline.errors import GateClosedError
 
 MAX_NAMED_ROWS = 5

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import polars as pl
 
-from pipeline.checks.base import Outcome
+from pipeline.checks.findings import Outcome
 
 
 def conserved(before: Iterable[str], kept: Iterable[str], rejected: Iterable[str], stage: str) -> Outcome:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import polars as pl
 
-from pipeline.checks.base import Outcome
-from pipeline.counting import counted
+from pipeline.checks.findings import Outcome
+from pipeline.errors import counted
 
 MAX_FIXES = 3
 """Reasons that are told: the three most useful things to do."""

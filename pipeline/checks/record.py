@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.atomic import write_text
-from pipeline.checks.base import Finding
-from pipeline.checks.names import SPECS
-from pipeline.reports import report_path
+from pipeline.checks.findings import Finding
+from pipeline.recipe.gates import SPECS
+from pipeline.reporting.reports import report_path
+from pipeline.storage.atomic import write_text
 
 
 def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) -> Path:

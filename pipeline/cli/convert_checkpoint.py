@@ -12,9 +12,9 @@ from pipeline.cli.arguments import as_recipes_have_it
 from pipeline.cli.sizes import bytes_text
 
 if TYPE_CHECKING:
-    from pipeline.families import Family
-    from pipeline.families.base import BetaPrediction
-    from pipeline.single_file.convert import Plan
+    from pipeline.models.convert.convert import Plan
+    from pipeline.models.families import Family
+    from pipeline.models.families.base import BetaPrediction
 
 _MB = 1_000_000
 _PATH = click.Path(path_type=Path)
@@ -51,9 +51,9 @@ def command(
     model that it was made from; a folder in --like needs no network. FILE is only read, and FOLDER appears
     when it is complete.
     """
-    from pipeline.progress import progress
-    from pipeline.single_file.contents import read_contents
-    from pipeline.single_file.convert import Choices, convert, plan_conversion
+    from pipeline.models.convert.contents import read_contents
+    from pipeline.models.convert.convert import Choices, convert, plan_conversion
+    from pipeline.reporting.progress import progress
 
     contents = read_contents(file)
     choices = Choices(like=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
@@ -113,7 +113,7 @@ def _schedule_told(plan: Plan) -> list[str]:
 
 
 def _vae_told(plan: Plan, family: Family) -> list[str]:
-    from pipeline.single_file.convert import vae_scaling
+    from pipeline.models.convert.convert import vae_scaling
 
     has, usual = vae_scaling(family), plan.contents.layout.vae_scaling
     if usual is None or has == usual:

@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from pipeline.cli.arguments import RECIPE
-from pipeline.paths import require_isolation
+from pipeline.maintenance.explain import Known, explain, find_sample
 from pipeline.recipe import Recipe
-from pipeline.tables import Tables
-from pipeline.upkeep.sample import Known, explain, find_sample
+from pipeline.recipe.isolation import require_isolation
+from pipeline.storage.tables import Tables
 
 
 @click.command

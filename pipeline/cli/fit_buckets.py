@@ -8,16 +8,15 @@ from pathlib import Path
 import click
 import numpy as np
 
-from pipeline.atomic import write_text
-from pipeline.bucket_fit.cost import Dataset, Trade, placement_in, trade_of
-from pipeline.bucket_fit.fit import FittedList, Request, fitted_lists
+from pipeline.aspect_buckets.fit import FittedList, Request, fitted_lists
+from pipeline.aspect_buckets.fit_cost import Dataset, Trade, placement_in, trade_of
 from pipeline.cli.arguments import RECIPE
-from pipeline.counting import counted
-from pipeline.errors import BucketError, LatentlineError
-from pipeline.geometry import Placement, placement_of
-from pipeline.model_sizes import local_family
+from pipeline.errors import BucketError, LatentlineError, counted
+from pipeline.images.geometry import Placement, placement_of
+from pipeline.models.size_multiple import local_family
 from pipeline.recipe import Recipe, load_recipe
-from pipeline.split import times_drawn
+from pipeline.storage.atomic import write_text
+from pipeline.validated_dataset.holdout import times_drawn
 
 NUMBERS = (4, 6, 8, 12, 16, 20, 28, 36, 48)
 """Of sizes, that are shown unless one is asked for."""
@@ -91,8 +90,8 @@ def _require_one_resolution(recipe: Recipe) -> None:
 
 def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
     """The sizes of the recipe's images, once each, and as often as an epoch draws them; and their source."""
-    from pipeline.ingest.discover import scan
-    from pipeline.tables import Tables
+    from pipeline.raw_images.stage import scan
+    from pipeline.storage.tables import Tables
 
     tables = Tables(recipe.output_dir)
     source = "validated_dataset"

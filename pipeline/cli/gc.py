@@ -6,13 +6,12 @@ from pathlib import Path
 
 import click
 
-from pipeline.addresses import Address, absolute
+from pipeline.cache.users import forget
 from pipeline.cli.sizes import bytes_text
-from pipeline.counting import counted
-from pipeline.errors import StoreError
+from pipeline.errors import StoreError, counted
+from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.recipe import load_recipes
-from pipeline.registry import forget
-from pipeline.upkeep.orphans import GRACE_S, Survey, delete, survey
+from pipeline.storage.addresses import Address, absolute
 
 MAX_SHOWN = 10
 

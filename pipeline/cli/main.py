@@ -55,7 +55,7 @@ def main() -> None:
     except LatentlineError as error:
         _end(error, named)
     except OSError as error:
-        from pipeline.refusals import system_refusal
+        from pipeline.storage.os_errors import system_refusal
 
         refusal = system_refusal(error)
         if refusal is None:

@@ -9,8 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.arguments import as_recipes_have_it
-from pipeline.counting import counted
-from pipeline.errors import RecipeError
+from pipeline.errors import RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
 
@@ -30,9 +29,9 @@ def command(recipe: str, images: Path, base: str) -> None:
 
     Looks at the folder for its captions, and at the model for its resolution; nothing is downloaded.
     """
-    from pipeline.draft.look import look_at
-    from pipeline.draft.size import size_of
-    from pipeline.draft.text import draft
+    from pipeline.maintenance.draft.look import look_at
+    from pipeline.maintenance.draft.size import size_of
+    from pipeline.maintenance.draft.text import draft
 
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
@@ -72,10 +71,10 @@ def _require_valid(name: str, text: str, file: Path) -> None:
         ModelError: The base model cannot be.
         PathIsolationError: The images lie in the cache or in the output folder, or they in it.
     """
-    from pipeline.model_sizes import require_divisible
-    from pipeline.model_source import require_possible_base
-    from pipeline.paths import require_isolation
+    from pipeline.models.resolve import require_possible_base
+    from pipeline.models.size_multiple import require_divisible
     from pipeline.recipe import load_recipe
+    from pipeline.recipe.isolation import require_isolation
     from pipeline.recipe.load import require_own_output
 
     with tempfile.TemporaryDirectory(prefix="latentline-") as scratch:

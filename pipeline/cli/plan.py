@@ -7,13 +7,13 @@ from dataclasses import asdict
 
 import click
 
-from pipeline.checks.names import PATH_ISOLATION
 from pipeline.cli.arguments import RECIPE
 from pipeline.cli.sizes import bytes_text, seconds_text
-from pipeline.counting import counted
+from pipeline.errors import counted
+from pipeline.maintenance.plan import Expected, Forecast, forecast
 from pipeline.recipe import Recipe
-from pipeline.tables import Tables
-from pipeline.upkeep.forecast import Expected, Forecast, forecast
+from pipeline.recipe.gates import PATH_ISOLATION
+from pipeline.storage.tables import Tables
 
 MAX_NAMED = 3
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from pipeline.lora_files import lora_file, read_provenance
-from pipeline.lora_search import caption_hashes_of, found_in
+from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
+from pipeline.trained_lora.lora_search import caption_hashes_of, found_in
 
 _PATH = click.Path(exists=True, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

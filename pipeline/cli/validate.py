@@ -5,11 +5,11 @@ from __future__ import annotations
 import click
 
 from pipeline.cli.arguments import RECIPE
-from pipeline.counting import counted
-from pipeline.model_sizes import require_divisible
-from pipeline.model_source import require_possible_base
-from pipeline.paths import require_isolation
+from pipeline.errors import counted
+from pipeline.models.resolve import require_possible_base
+from pipeline.models.size_multiple import require_divisible
 from pipeline.recipe import Recipe
+from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
 
 
@@ -17,7 +17,7 @@ from pipeline.recipe.load import require_own_output
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
     """Check RECIPE, a name or a file: keys, folders, datasets, a local model; nothing is downloaded."""
-    from pipeline.ingest.walked import require_there  # polars, which only this command's right recipes need
+    from pipeline.raw_images.walk import require_there  # polars, which only this command's right recipes need
 
     require_isolation(recipe)
     require_own_output(recipe)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 
 import click
 
+from pipeline.cache.store import EntryState
 from pipeline.cli.arguments import RECIPE
-from pipeline.counting import counted
-from pipeline.paths import require_isolation
+from pipeline.errors import counted
+from pipeline.maintenance.verify import Bad, needed_entries, repair, verify
 from pipeline.recipe import Recipe
-from pipeline.store import EntryState
-from pipeline.tables import Tables
-from pipeline.upkeep.verification import Bad, needed_entries, repair, verify
+from pipeline.recipe.isolation import require_isolation
+from pipeline.storage.tables import Tables
 
 MAX_SHOWN = 50
 

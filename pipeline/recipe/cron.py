@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeline.counting import counted
+from pipeline.errors import counted
 from pipeline.recipe.rules import reject
 
 FIELDS = (

@@ -15,7 +15,6 @@ from pydantic import (
     model_validator,
 )
 
-from pipeline.addresses import Address, Url, is_url
 from pipeline.recipe.rules import (
     LISTING_SUFFIXES,
     Broken,
@@ -27,6 +26,7 @@ from pipeline.recipe.rules import (
     raise_broken,
 )
 from pipeline.recipe.section import MAX_COUNT, Settings
+from pipeline.storage.addresses import Address, Url, is_url
 
 
 def _address(value: object, as_path: ValidatorFunctionWrapHandler) -> Address:

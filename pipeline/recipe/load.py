@@ -10,11 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.addresses import absolute
 from pipeline.errors import RecipeError
 from pipeline.recipe.locate import Document, parse
 from pipeline.recipe.mistakes import Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
+from pipeline.storage.addresses import absolute
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable that names another folder of recipes than configs/."""

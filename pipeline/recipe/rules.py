@@ -14,9 +14,9 @@ from typing import NoReturn, Protocol, TypeVar
 
 from pydantic_core import PydanticCustomError
 
-from pipeline.addresses import Url, is_url
-from pipeline.checks.names import GATES, NEVER_OPEN, PATH_ISOLATION
-from pipeline.counting import verb
+from pipeline.errors import verb
+from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
+from pipeline.storage.addresses import Url, is_url
 
 BROKEN = "latentline"
 """The pydantic error type of every rule here."""

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from pipeline.checks.names import GATES
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
+from pipeline.recipe.gates import GATES
 from pipeline.recipe.rules import (
     broken_focus,
     broken_weights,

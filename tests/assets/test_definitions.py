@@ -13,8 +13,8 @@ from dagster import AssetKey
 
 from assets import naming
 from assets.definitions import build_definitions
-from pipeline.checks.names import PATH_ISOLATION, SPECS
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.gates import PATH_ISOLATION, SPECS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,8 +21,8 @@ from assets.publishing import (
     table_metadata,
 )
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.reports import StageResult, report_path
-from pipeline.tables import SCHEMAS, Tables, frame
+from pipeline.reporting.reports import StageResult, report_path
+from pipeline.storage.tables import SCHEMAS, Tables, frame
 
 
 @pytest.fixture

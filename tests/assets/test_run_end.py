@@ -19,7 +19,7 @@ from dagster import (
 
 from assets.run_end import EndedRun, ended_run
 from pipeline.errors import TableError
-from pipeline.reports import write_report
+from pipeline.reporting.reports import write_report
 from resources.failures import failures_stated
 
 

@@ -11,7 +11,7 @@ from bench.__main__ import all_figures
 from bench.figures.store import plan_order, random_order
 from bench.measure import Workplace, measure
 from bench.results import as_json, compare
-from pipeline.store import Store
+from pipeline.cache.store import Store
 
 READS = ("store read random", "store read plan")
 

@@ -8,8 +8,8 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from peft import LoraConfig
 
 from bench.figures.training import bare_steps
-from pipeline.training.loader import MicroInput
-from pipeline.training.lora import adapter_state, trainable_weights
+from pipeline.trained_lora.worker.adapter.lora import adapter_state, trainable_weights
+from pipeline.trained_lora.worker.loader import MicroInput
 
 
 def test_each_bare_step_moves_the_adapter_and_leaves_the_base_alone(tiny_sd: Path) -> None:

@@ -16,11 +16,11 @@ import pytest
 import skimage
 from PIL import Image
 
-from pipeline.images import decode
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
+from pipeline.images.decode import decode
+from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.tables import Tables
+from pipeline.storage.tables import Tables
+from pipeline.validated_dataset.stage import validate
 from tests.corpus.corpus import all_cases, make
 from tests.corpus.drawing import FORMATS, Case, of_format
 
@@ -126,10 +126,10 @@ def test_I21_unreadable_files_and_folders_are_rejected_for_a_user_without_rights
 AS_NOBODY = """
 import json, os, sys
 from pathlib import Path
-from pipeline.ingest.discover import scan
+from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe
-from pipeline.tables import Tables
-import pipeline.ingest.validate, pandera.polars
+from pipeline.storage.tables import Tables
+import pipeline.validated_dataset.stage, pandera.polars
 recipe = Recipe.model_validate_json(sys.stdin.read())
 os.setgid(65534)
 os.setuid(65534)

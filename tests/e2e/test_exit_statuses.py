@@ -18,7 +18,7 @@ import psutil
 import pytest
 from PIL import Image
 
-from pipeline.runs import RunLayout
+from pipeline.trained_lora.run_folder import RunLayout
 from tests.e2e.words import Change, last_words, refused
 from tests.small_disk import on_small_disk
 
@@ -46,13 +46,14 @@ def test_a_killed_trainer_is_named_with_its_signal(cached) -> None:
     [trainer] = [
         each
         for each in psutil.Process(running.pid).children(recursive=True)
-        if each.cmdline()[1:3] != ["-m", "pipeline.entrypoints.launch"] and each.cmdline()[1:2] == ["-m"]
+        if each.cmdline()[1:3] != ["-m", "pipeline.processes.worker.accelerate_launch"]
+        and each.cmdline()[1:2] == ["-m"]
     ]
     trainer.send_signal(signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
     words = last_words(errors)
-    assert words.what.startswith("LaunchError: pipeline.entrypoints.train ended by signal SIGKILL")
+    assert words.what.startswith("LaunchError: pipeline.trained_lora.worker ended by signal SIGKILL")
     assert "memory" in words.fix
 
 

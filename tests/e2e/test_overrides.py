@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from pipeline.lora_files import read_provenance
+from pipeline.trained_lora.export.lora_files import read_provenance
 
 
 def with_config(workspace, **given: object):

@@ -8,17 +8,18 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.buckets import assign_buckets
-from pipeline.checks import text_embeddings, vae_latents
-from pipeline.checks.base import CheckContext, Finding
-from pipeline.encode.latents import cache_latents
-from pipeline.encode.text import cache_text
-from pipeline.entries import Entries
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.requests import Entries
+from pipeline.checks.findings import CheckContext, Finding
+from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.reports import StageResult
-from pipeline.tables import Tables
+from pipeline.reporting.reports import StageResult
+from pipeline.storage.tables import Tables
+from pipeline.text_embeddings import checks as text_embeddings
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents import checks as vae_latents
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
 
 ASSETS = ["vae_latents", "text_embeddings"]
 

@@ -13,14 +13,18 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.buckets import assign_buckets
-from pipeline.ingest.discover import scan
-from pipeline.ingest.validate import validate
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.reports import StageResult, write_report
-from pipeline.tables import Tables
+from pipeline.reporting.reports import StageResult, write_report
+from pipeline.storage.tables import Tables
+from pipeline.validated_dataset.stage import validate
 from tests.conftest import LaunchHere
+from tests.pipeline.bind_mounts import bind
+from tests.pipeline.cache_case import cache, entry_bytes
 from tests.pipeline.cached_job import Job, recipe_of
+
+__all__ = ["bind", "cache", "entry_bytes"]  # fixtures
 
 
 def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
@@ -121,7 +125,7 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it to let the clock's granularity pass at once: whatever was scanned is trusted from then on."""
 
     def pass_time() -> None:
-        monkeypatch.setattr("pipeline.ingest.discover.CLOCK_GRANULARITY_NS", -(10**18))
+        monkeypatch.setattr("pipeline.raw_images.stage.CLOCK_GRANULARITY_NS", -(10**18))
 
     return pass_time
 

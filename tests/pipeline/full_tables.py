@@ -16,9 +16,9 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipeline.refusals import system_refusal
-from pipeline.reports import report_path, write_report
-from pipeline.tables import REJECTED, Tables, frame
+from pipeline.reporting.reports import report_path, write_report
+from pipeline.storage.os_errors import system_refusal
+from pipeline.storage.tables import REJECTED, Tables, frame
 
 
 def rejected(count: int) -> pl.DataFrame:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from pipeline.images import decode
+from pipeline.images.decode import decode
 
 Pixels = npt.NDArray[np.uint8]
 WHITE = (255, 255, 255)

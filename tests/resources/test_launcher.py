@@ -14,7 +14,7 @@ import pytest
 from dagster import AssetExecutionContext, DagsterInstance, Output, asset, materialize
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
-from pipeline.launching import Meanwhile
+from pipeline.processes.launch import Meanwhile
 from pipeline.recipe import AccelerateSettings
 from resources.launcher import AccelerateLauncher
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 ENTRY = """
 import json, os, pathlib, signal, sys, time
-from pipeline.entrypoints.pipes import rank, reporter
+from pipeline.processes.pipes import rank, reporter
 from pipeline.errors import TrainingError
 
 with reporter() as report:

@@ -5,8 +5,8 @@ from pathlib import Path
 import polars as pl
 from dagster import AssetKey, build_input_context
 
-from pipeline.needed_columns import NEEDED, needed_columns
-from pipeline.tables import SCHEMAS, Tables
+from pipeline.storage.needed_columns import NEEDED, needed_columns
+from pipeline.storage.tables import SCHEMAS, Tables
 from resources.tables import COLUMNS, TableIOManager
 
 

@@ -9,8 +9,8 @@ import torch
 
 from bench.gpu.models import MODELS, empty_network, fill, random_network
 from bench.gpu.published import NUM_WEIGHTS
-from pipeline.families import detect
-from pipeline.geometry import Size
+from pipeline.images.geometry import Size
+from pipeline.models.families import detect
 
 
 @pytest.mark.parametrize(

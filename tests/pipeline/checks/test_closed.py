@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from pipeline.checks.base import Finding
 from pipeline.checks.closed import closed_gates_error
+from pipeline.checks.findings import Finding
 
 
 def finding(name: str, fix: str, rows: list[dict[str, object]], num_rows: int) -> Finding:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from pipeline.checks.reasons import fixes, most_frequent_first
-from pipeline.tables import REJECTED
+from pipeline.storage.tables import REJECTED
 
 
 def rejected(*rows: tuple[str, str, str]) -> pl.DataFrame:

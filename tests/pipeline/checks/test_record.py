@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from pipeline.checks.base import Finding, Severity
-from pipeline.checks.names import SPECS
+from pipeline.checks.findings import Finding, Severity
 from pipeline.checks.record import write_findings
+from pipeline.recipe.gates import SPECS
 
 
 def found(name: str, *, passed: bool, severity: Severity = "error") -> Finding:

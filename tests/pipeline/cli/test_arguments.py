@@ -12,7 +12,7 @@ from pipeline.recipe import project_root
 
 def test_a_folder_below_the_project_root_is_named_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(project_root() / "pipeline")
-    assert as_recipes_have_it("families") == "pipeline/families"
+    assert as_recipes_have_it("models") == "pipeline/models"
 
 
 def test_a_folder_elsewhere_is_named_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,9 +14,9 @@ from PIL import Image
 
 from pipeline.cli.convert_checkpoint import command
 from pipeline.cli.validate import command as validate
-from pipeline.families import detect
-from tests.pipeline.single_file import unet_originals
-from tests.pipeline.single_file.conversion_case import as_file, require_same
+from pipeline.models.families import detect
+from tests.pipeline.models.convert import unet_originals
+from tests.pipeline.models.convert.conversion_case import as_file, require_same
 
 MAIN = "from pipeline.cli.main import main; main()"
 RECIPE = """\

@@ -10,7 +10,7 @@ from PIL import Image
 
 from pipeline.cli.fit_buckets import command
 from pipeline.errors import BucketError
-from pipeline.geometry import Size, placement_of
+from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import load_recipe
 
 RECIPE = """\

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.geometry import Size, placement_of
+from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import BucketSettings, Recipe, recipe_from_mapping
 
 

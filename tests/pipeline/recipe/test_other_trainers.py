@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipeline.recipe import coming_from, recipe_from_mapping
+from pipeline.recipe import recipe_from_mapping
 from pipeline.recipe.keys import all_keys
 from pipeline.recipe.mistakes import find_mistakes
 from pipeline.recipe.other_trainers import ALL, Term
+from tools.docs import coming_from_page as coming_from
 
 TERMS = [term for terms in ALL.values() for term in terms]
 

@@ -1,0 +1,79 @@
+"""Models of every family with few random weights, made offline: for the demo and the tests.
+
+Every class is the one of the real model; only the sizes are small. Their pictures mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from demo.tiny_models.aura_flow import make_tiny_aura_flow
+from demo.tiny_models.bria_fibo import make_tiny_bria_fibo
+from demo.tiny_models.chroma import make_tiny_chroma
+from demo.tiny_models.cogview4 import make_tiny_cogview4
+from demo.tiny_models.ernie_image import make_tiny_ernie_image
+from demo.tiny_models.flux import make_tiny_flux
+from demo.tiny_models.flux2 import make_tiny_flux2_dev, make_tiny_flux2_klein
+from demo.tiny_models.hidream import make_tiny_hidream
+from demo.tiny_models.ideogram4 import make_tiny_ideogram4
+from demo.tiny_models.kandinsky5 import make_tiny_kandinsky5
+from demo.tiny_models.kolors import make_tiny_kolors
+from demo.tiny_models.krea2 import make_tiny_krea2
+from demo.tiny_models.lumina2 import make_tiny_lumina2
+from demo.tiny_models.qwen_image import make_tiny_qwen_image
+from demo.tiny_models.sana import make_tiny_sana
+from demo.tiny_models.sd import make_tiny
+from demo.tiny_models.sd3 import make_tiny_sd3
+from demo.tiny_models.sdxl import make_tiny_sdxl
+from demo.tiny_models.z_image import make_tiny_z_image
+
+TINY: dict[str, Callable[[Path], None]] = {
+    "Stable Diffusion 1.x and 2.x": make_tiny,
+    "Stable Diffusion XL": make_tiny_sdxl,
+    "Stable Diffusion 3 and 3.5": make_tiny_sd3,
+    "FLUX.1 dev": make_tiny_flux,
+    "FLUX.1 schnell": partial(make_tiny_flux, schnell=True),
+    "FLUX.2 klein": make_tiny_flux2_klein,
+    "FLUX.2 dev": make_tiny_flux2_dev,
+    "Qwen-Image": make_tiny_qwen_image,
+    "Z-Image": make_tiny_z_image,
+    "Chroma": make_tiny_chroma,
+    "Lumina Image 2": make_tiny_lumina2,
+    "Sana": make_tiny_sana,
+    "AuraFlow": make_tiny_aura_flow,
+    "HiDream": make_tiny_hidream,
+    "Kolors": make_tiny_kolors,
+    "CogView4": make_tiny_cogview4,
+    "ERNIE-Image": make_tiny_ernie_image,
+    "Krea 2": make_tiny_krea2,
+    "Ideogram 4": make_tiny_ideogram4,
+    "Kandinsky 5 (image)": make_tiny_kandinsky5,
+    "Bria FIBO": make_tiny_bria_fibo,
+}
+"""A kind of model to what writes a tiny one into a folder; at least one of each family."""
+
+__all__ = [
+    "TINY",
+    "make_tiny",
+    "make_tiny_aura_flow",
+    "make_tiny_bria_fibo",
+    "make_tiny_chroma",
+    "make_tiny_cogview4",
+    "make_tiny_ernie_image",
+    "make_tiny_flux",
+    "make_tiny_flux2_dev",
+    "make_tiny_flux2_klein",
+    "make_tiny_hidream",
+    "make_tiny_ideogram4",
+    "make_tiny_kandinsky5",
+    "make_tiny_kolors",
+    "make_tiny_krea2",
+    "make_tiny_lumina2",
+    "make_tiny_qwen_image",
+    "make_tiny_sana",
+    "make_tiny_sd3",
+    "make_tiny_sdxl",
+    "make_tiny_z_image",
+]

@@ -1,0 +1,62 @@
+"""A FLUX.1 of about a million random weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from demo.tiny_models.parts import (
+    assemble,
+    clip,
+    flow_schedule,
+    t5,
+    vae,
+    write_clip_tokenizer,
+    write_t5_tokenizer,
+)
+
+_POOLED_WIDTH = 32
+_T5_WIDTH = 48
+
+
+def make_tiny_flux(folder: Path, *, schnell: bool = False, seed: int = 0) -> None:
+    """Write the model as a diffusers folder; the same bytes for the same arguments.
+
+    It is read by `FluxPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+
+    Args:
+        folder: Made with its parents; files that are there already are replaced.
+        schnell: Without guidance and with the fixed shift of FLUX.1 schnell; else as FLUX.1 dev.
+        seed: Of the random weights.
+    """
+    shift: dict[str, Any] = {"shift": 1.0} if schnell else {"shift": 3.0, "use_dynamic_shifting": True}
+    assemble(
+        folder,
+        "FluxPipeline",
+        {
+            "vae": partial(vae, channels=16, scaling_factor=0.3611, shift_factor=0.1159, quant=False),
+            "transformer": partial(_transformer, guidance=not schnell),
+            "text_encoder": partial(clip, width=_POOLED_WIDTH),
+            "text_encoder_2": partial(t5, width=_T5_WIDTH),
+            "scheduler": partial(flow_schedule, **shift),
+        },
+        tokenizers={"tokenizer": write_clip_tokenizer, "tokenizer_2": write_t5_tokenizer},
+        seed=seed,
+        index={"feature_extractor": [None, None], "image_encoder": [None, None]},
+    )
+
+
+def _transformer(*, guidance: bool) -> Any:
+    from diffusers import FluxTransformer2DModel
+
+    return FluxTransformer2DModel(
+        num_layers=2,
+        num_single_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=_T5_WIDTH,
+        pooled_projection_dim=_POOLED_WIDTH,
+        guidance_embeds=guidance,
+        axes_dims_rope=(4, 6, 6),
+    )

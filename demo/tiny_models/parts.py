@@ -1,0 +1,220 @@
+"""What tiny models are put together from: a VAE, text encoders, tokenizers, and the folder around them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.storage.atomic import write_text
+
+MAX_LENGTH = 77
+"""Tokens that a tiny CLIP takes, as a real one."""
+
+TEXT_WIDTH = 32
+START, END = "<|startoftext|>", "<|endoftext|>"
+WORDS = (
+    "a the of on in at and with an is to over under by for near photo photograph picture closeup portrait "
+    "landscape white red green blue yellow small large old cat coffee cup astronaut rocket camera moon "
+    "surface brick wall gravel coins page text clock eye cell field sky water flower woman man"
+)
+"""Become one token each; any other word is spelled."""
+
+_MEAN_GAIN = 32.0
+_LOGVAR_BIAS = -8.0
+"""Of the VAE's last layer: an untrained one answers with a mean near 0 and a deviation near 1, which would
+make every latent the same noise."""
+
+Makers = Mapping[str, Callable[[], Any]]
+"""Network or scheduler to what makes it, from torch's random state."""
+
+Tokenizers = Mapping[str, Callable[[Path], str]]
+"""Component to what writes it into a folder and gives its class's name."""
+
+
+def assemble(
+    folder: Path,
+    pipeline_class: str,
+    makers: Makers,
+    *,
+    tokenizers: Tokenizers,
+    seed: int,
+    index: Mapping[str, object] | None = None,
+) -> None:
+    """Write a diffusers folder; the same bytes for the same arguments, and the random state as it was.
+
+    Args:
+        folder: Made with its parents; files that are there already are replaced.
+        pipeline_class: Of diffusers.
+        makers: What each makes from `seed` is saved.
+        tokenizers: Each is written.
+        seed: Of the random weights.
+        index: Further entries of `model_index.json`, and those of classes that lie elsewhere than others.
+    """
+    import diffusers
+    import torch
+
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, object] = {}
+    with torch.random.fork_rng(devices=[]):
+        for role, make in makers.items():
+            torch.manual_seed(seed)
+            made = make()
+            made.save_pretrained(folder / role)
+            entries[role] = [type(made).__module__.split(".")[0], type(made).__name__]
+    for role, write in tokenizers.items():
+        entries[role] = ["transformers", write(folder / role)]
+    names = {"_class_name": pipeline_class, "_diffusers_version": diffusers.__version__}
+    write_json(folder / "model_index.json", {**names, **dict(sorted((entries | dict(index or {})).items()))})
+
+
+def vae(
+    *,
+    channels: int = 4,
+    scaling_factor: float = 0.18215,
+    shift_factor: float | None = None,
+    quant: bool = True,
+) -> Any:
+    """An `AutoencoderKL` of factor 8, with convolutions beside its latent where `quant` asks for them."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    sizes: dict[str, Any] = {
+        "down_block_types": ("DownEncoderBlock2D",) * 4,
+        "up_block_types": ("UpDecoderBlock2D",) * 4,
+        "block_out_channels": (16, 16, 32, 32),
+        "layers_per_block": 1,
+        "latent_channels": channels,
+        "norm_num_groups": 8,
+        "sample_size": 64,
+        "scaling_factor": scaling_factor,
+        "shift_factor": shift_factor,
+        "use_quant_conv": quant,
+        "use_post_quant_conv": quant,
+    }
+    made: Any = AutoencoderKL(**sizes)
+    last = made.quant_conv if quant else made.encoder.conv_out
+    with torch.no_grad():
+        last.weight[:channels] *= _MEAN_GAIN
+        last.bias[channels:] = _LOGVAR_BIAS
+    return made
+
+
+def clip(
+    kind: Literal["CLIPTextModel", "CLIPTextModelWithProjection"] = "CLIPTextModel",
+    *,
+    width: int = TEXT_WIDTH,
+    layers: int = 2,
+    projection: int | None = None,
+    max_length: int = MAX_LENGTH,
+    **config: Any,
+) -> Any:
+    """A CLIP text encoder for `write_clip_tokenizer`'s tokens."""
+    import transformers
+
+    ids = clip_vocabulary()[0]
+    made = transformers.CLIPTextConfig(
+        vocab_size=len(ids),
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        max_position_embeddings=max_length,
+        projection_dim=projection or width,
+        bos_token_id=ids[START],
+        eos_token_id=ids[END],
+        pad_token_id=ids[END],
+        **config,
+    )
+    return getattr(transformers, kind)(made)
+
+
+def t5(*, width: int = TEXT_WIDTH) -> Any:
+    """A `T5EncoderModel` for `write_t5_tokenizer`'s tokens."""
+    from transformers import T5Config, T5EncoderModel
+
+    sizes: dict[str, Any] = {
+        "vocab_size": len(_t5_pieces()),
+        "d_model": width,
+        "d_kv": 8,
+        "d_ff": 2 * width,
+        "num_layers": 2,
+        "num_heads": 4,
+        "feed_forward_proj": "gated-gelu",
+        "tie_word_embeddings": False,
+    }
+    return T5EncoderModel(T5Config(**sizes))
+
+
+def flow_schedule(**config: Any) -> Any:
+    """A `FlowMatchEulerDiscreteScheduler`."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**config)
+
+
+def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
+    """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word.
+
+    Merges of long words come first, or the ends of short ones would break them up.
+    """
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    tokens = sorted(ByteLevel.alphabet())
+    tokens += [token + "</w>" for token in tokens]
+    merges: list[str] = []
+    for word in sorted(WORDS.split(), key=lambda word: (-len(word), word)):
+        left, *letters = [*word[:-1], word[-1] + "</w>"]
+        for letter in letters:
+            if left + letter not in tokens:
+                merges.append(f"{left} {letter}")
+                tokens.append(left + letter)
+            left += letter
+    return {token: number for number, token in enumerate([*tokens, START, END])}, merges
+
+
+def write_clip_tokenizer(folder: Path) -> str:
+    """A `CLIPTokenizer` that takes `MAX_LENGTH` tokens and spells unknown words with bytes."""
+    ids, merges = clip_vocabulary()
+    write_json(folder / "vocab.json", ids)
+    write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
+    marks = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
+    write_json(folder / "special_tokens_map.json", marks)
+    config = {**marks, "model_max_length": MAX_LENGTH, "tokenizer_class": "CLIPTokenizer"}
+    write_json(folder / "tokenizer_config.json", config)
+    return "CLIPTokenizer"
+
+
+def write_t5_tokenizer(folder: Path) -> str:
+    """A `T5TokenizerFast` whose unigrams are `WORDS` and the printable characters of ASCII."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    tokenizer: Any = Tokenizer(models.Unigram(_t5_pieces(), unk_id=2, byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(replacement="▁", prepend_scheme="always")
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
+    )
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
+    config = {
+        "eos_token": "</s>",
+        "extra_ids": 0,
+        "model_max_length": 512,
+        "pad_token": "<pad>",
+        "tokenizer_class": "T5Tokenizer",
+        "unk_token": "<unk>",
+    }
+    write_json(folder / "tokenizer_config.json", config)
+    return "T5TokenizerFast"
+
+
+def _t5_pieces() -> list[tuple[str, float]]:
+    words = [("▁" + word, -2.0) for word in WORDS.split()]
+    letters = [(chr(code), -5.0) for code in range(33, 127)]
+    return [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -3.0), *words, *letters]
+
+
+def write_json(path: Path, value: object) -> None:
+    """`value` as indented JSON in `path`."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,1 @@
+"""Stage 3: the bucket, resized size and crop of each image."""

@@ -1,1 +1,0 @@
-"""Bucket sizes fitted to a dataset, for `latentline fit-buckets`."""

@@ -1,0 +1,1 @@
+"""The part of the cache that imports torch."""

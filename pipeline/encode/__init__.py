@@ -1,1 +1,0 @@
-"""Filling the store: VAE latents and text embeddings."""

@@ -1,0 +1,1 @@
+"""Shared by the two cache stages: finding missing entries and having them encoded."""

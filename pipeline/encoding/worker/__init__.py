@@ -1,0 +1,1 @@
+"""The launched process of both cache stages; imports torch."""

@@ -1,1 +1,0 @@
-"""The modules that `accelerate launch` runs in child processes; the only ones that speak Dagster Pipes."""

@@ -1,0 +1,1 @@
+"""Decoding image files to pixels: formats, colour and geometry."""

@@ -1,1 +1,0 @@
-"""From folders of files to a table of validated samples."""

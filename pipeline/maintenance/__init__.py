@@ -1,0 +1,1 @@
+"""Plan, explain, verify and garbage-collect a cache."""

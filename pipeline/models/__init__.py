@@ -1,0 +1,1 @@
+"""Base models: families, resolving, fingerprints and checkpoint conversion."""

@@ -1,0 +1,1 @@
+"""The launched process of checkpoint conversion; imports torch."""

@@ -1,0 +1,1 @@
+"""Loading base models in launched processes; imports torch."""

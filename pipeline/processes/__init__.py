@@ -1,0 +1,1 @@
+"""Launched processes: starting them, watching them, and what they report."""

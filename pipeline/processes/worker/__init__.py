@@ -1,0 +1,1 @@
+"""The part of `processes` that runs in launched processes and imports torch."""

@@ -1,0 +1,1 @@
+"""Stage 1: every image file of the datasets, with its size and content hash."""

@@ -1,0 +1,1 @@
+"""Files and tables: addresses, local and remote folders, atomic writes, path isolation."""

@@ -1,0 +1,1 @@
+"""Stage 5: text embeddings in the cache for each distinct caption."""

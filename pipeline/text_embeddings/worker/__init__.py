@@ -1,0 +1,1 @@
+"""The launched process of text_embeddings; imports torch."""

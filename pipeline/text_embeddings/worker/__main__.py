@@ -1,0 +1,30 @@
+"""`python -m pipeline.text_embeddings.worker <order.json>`: one process of the stage text_embeddings.
+
+With several processes accelerate launches it and sets the rank; a single process is started directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pipeline.processes.guard import end_now, watch_parent
+from pipeline.processes.pipes import rank, reporter
+
+
+def main(order_file: Path) -> None:
+    """Encode this process's share of the entries in the order."""
+    watch_parent()
+    with reporter() as report:
+        from pipeline.models.worker.lean import import_text_encoders
+
+        import_text_encoders()
+        from pipeline.text_embeddings.worker.run import run
+
+        run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    end_now(0)

@@ -1,0 +1,93 @@
+"""Captions to text embeddings on one device, one at a time. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.cache.store import Store
+from pipeline.cache.worker.tensors import as_stored
+from pipeline.encoding.jobs import Job, Order
+from pipeline.encoding.outcome import Encoded, Outcome
+from pipeline.encoding.progress import Progress
+from pipeline.errors import LaunchError, ModelError
+from pipeline.models.families import EncodedCaption, detect
+from pipeline.processes.worker.devices import memory_ran_out
+
+
+class TextEncoder:
+    """All text encoders of a model, on one device."""
+
+    def __init__(self, order: Order, device: str, progress: Progress) -> None:
+        """Load them.
+
+        Raises:
+            LaunchError: Memory does not suffice.
+        """
+        self._family = detect(order.model_folder, order.elsewhere)
+        self._device = device
+        self._progress = progress
+        self._dtype: str = order.settings["compute_dtype"]
+        with memory_ran_out(self._too_large):
+            self._encoders = self._family.load_text_encoders(self._dtype, device)
+        self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
+
+    def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
+        """Each job with its embeddings.
+
+        Raises:
+            ModelError: An encoder answers with values that are not finite, or do not fit the stored dtype.
+            LaunchError: Memory ran out.
+        """
+        for job in jobs:
+            self._progress.working_on(job.name)
+            if store.check(job.spec).valid:
+                yield job, "present"
+                continue
+            with memory_ran_out(self._too_large):
+                caption = self._encode(job)
+            facts = {
+                "num_tokens": caption.num_tokens,
+                "num_cut": caption.num_cut,
+                "cut_from": caption.cut_from,
+            }
+            yield job, Encoded({name: as_stored(t) for name, t in self._stored(job, caption).items()}, facts)
+
+    def _encode(self, job: Job) -> EncodedCaption:
+        """In the compute dtype, and again in float32 when that overflowed."""
+        encoded = self._family.encode_caption(self._encoders, job.work["caption"])
+        if _all_finite(encoded.tensors) or self._dtype == "float32":
+            return encoded
+        self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
+        if self._exact_encoders is None:
+            self._exact_encoders = self._family.load_text_encoders("float32", self._device)
+        return self._family.encode_caption(self._exact_encoders, job.work["caption"])
+
+    def _too_large(self, seen: str) -> LaunchError:
+        fix = "free the device, or encode captions on the CPU (see the README)"
+        if self._dtype == "float32":
+            fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
+        what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({seen})" if seen else "")
+        return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)
+
+    def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:
+        stored = {
+            name: caption.tensors[name].to(getattr(torch, spec.dtype))
+            for name, spec in job.spec.tensors.items()
+        }
+        if not _all_finite(stored):
+            largest = max(float(tensor.abs().max()) for tensor in caption.tensors.values())
+            raise ModelError(
+                f"the text embedding of {job.name} is not finite (largest value {largest:.4g})",
+                where=str(self._family.folder),
+                fix="set text.dtype to bfloat16 or float32; if that does not help, the encoder's weights are "
+                "damaged",
+            )
+        return stored
+
+
+def _all_finite(tensors: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values())

@@ -1,0 +1,1 @@
+"""Stage 6: a LoRA trained from complete caches."""

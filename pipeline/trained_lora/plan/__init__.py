@@ -1,0 +1,1 @@
+"""The training plan: which samples meet in which optimizer step."""

@@ -1,0 +1,1 @@
+"""The launched training process; imports torch."""

@@ -1,0 +1,33 @@
+"""`python -m pipeline.trained_lora.worker <order.json>`: one process of a training run, under accelerate."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.processes.guard import end_now
+from pipeline.processes.pipes import reporter
+
+
+def main(order_path: Path) -> None:
+    """Train what the order says; ends with status 143 when asked to stop, leaving a checkpoint."""
+    with reporter() as report:
+        import torch
+
+        from pipeline.models.worker.quiet import keep_quiet
+        from pipeline.processes.launch import cpu_threads
+        from pipeline.trained_lora.job import read_order
+        from pipeline.trained_lora.worker.loop import train
+        from pipeline.trained_lora.worker.stopping import STOPPED_STATUS, heard_signals
+
+        torch.set_num_threads(cpu_threads())
+        keep_quiet()
+        with heard_signals() as stop:
+            finished = train(read_order(order_path), report, stop)
+        if not finished:
+            raise SystemExit(STOPPED_STATUS)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    end_now(0)

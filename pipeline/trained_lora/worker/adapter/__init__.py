@@ -1,0 +1,1 @@
+"""The trainable adapter on a frozen base model."""

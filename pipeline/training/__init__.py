@@ -1,1 +1,0 @@
-"""From complete caches to a trained LoRA."""

@@ -1,0 +1,1 @@
+"""The launched process of vae_latents; imports torch."""

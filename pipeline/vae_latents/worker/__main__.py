@@ -1,0 +1,30 @@
+"""`python -m pipeline.vae_latents.worker <order.json>`: one process of the stage vae_latents.
+
+With several processes accelerate launches it and sets the rank; a single process is started directly.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from pipeline.processes.guard import end_now, watch_parent
+from pipeline.processes.pipes import rank, reporter
+
+
+def main(order_file: Path) -> None:
+    """Encode this process's share of the entries in the order."""
+    watch_parent()
+    with reporter() as report:
+        from pipeline.models.worker.lean import import_autoencoders
+
+        import_autoencoders()
+        from pipeline.vae_latents.worker.run import run
+
+        run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    end_now(0)

@@ -1,0 +1,1 @@
+"""Stage 2: every image that decodes, with its caption."""

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from demo.tiny_models import make_tiny
+from demo.tiny_models.parts import WORDS
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_every_build_gives_the_same_bytes_in_whichever_process(tiny_sd: Path, tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from demo.tiny_models import make_tiny\n"
+    code += "make_tiny(Path(sys.argv[1]))"
+    root = str(Path(__file__).parents[2])
+    env = {**os.environ, "PYTHONHASHSEED": "77", "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "other")], cwd=root, env=env, check=True)
+    assert hashes(tmp_path / "other") == hashes(tiny_sd)
+
+
+def test_another_seed_gives_other_weights_and_the_callers_random_state_stays(
+    tiny_sd: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    make_tiny(tmp_path / "other", seed=1, prediction_type="v_prediction")
+    assert torch.equal(torch.rand(3), expected)
+    ours, others = hashes(tiny_sd), hashes(tmp_path / "other")
+    assert {name for name in ours if ours[name] != others[name]} == {
+        "scheduler/scheduler_config.json",
+        "text_encoder/model.safetensors",
+        "unet/diffusion_pytorch_model.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    }
+
+
+def test_the_tokenizer_knows_its_words_and_spells_any_other_text(tiny_sd: Path) -> None:
+    from transformers import CLIPTokenizer
+
+    tokenizer = CLIPTokenizer.from_pretrained(tiny_sd / "tokenizer")
+    assert tokenizer.model_max_length == 77
+    for word in WORDS.split():
+        assert tokenizer.tokenize(word) == [f"{word}</w>"]
+    text = "Zażółć 日本語 \U0001f600 \x07"
+    assert tokenizer.unk_token_id not in tokenizer(text)["input_ids"][1:-1]
+    assert tokenizer.decode(tokenizer(text)["input_ids"], skip_special_tokens=True).replace(" ", "") == (
+        text.lower().replace(" ", "")
+    )
+
+
+def test_its_size_is_that_of_a_toy(tiny_sd: Path) -> None:
+    assert sum(path.stat().st_size for path in tiny_sd.rglob("*")) < 6_000_000

@@ -1,0 +1,139 @@
+"""The checks of aspect_buckets about batches and crops, for recipes that ask for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.aspect_buckets import checks as aspect_buckets
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.checks.findings import CheckContext, Finding
+from pipeline.validated_dataset.holdout import held_out
+
+
+def found(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
+    """The findings on the folder's images, for the folder's recipe with some settings changed."""
+    recipe = folder.recipe
+    for name, values in {**sections, "model": {"base": str(base)}}.items():
+        recipe = recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=values)})
+    folder.tables.write("aspect_buckets", assign_buckets(recipe, folder.ingest().table, log=str).table)
+    return {finding.name: finding for finding in aspect_buckets.run(CheckContext(recipe, folder.tables))}
+
+
+@pytest.fixture
+def shapes(folder: Any) -> Any:
+    """Five landscape images and two portraits."""
+    for index in range(5):
+        folder.add(f"wide{index}.png", folder.picture(index, 24, 40))
+    for index in range(2):
+        folder.add(f"tall{index}.png", folder.picture(index + 9, 40, 24))
+    return folder
+
+
+def test_B01_a_bucket_that_drop_would_never_train_closes_the_gate(shapes: Any, tiny_sd: Path) -> None:
+    gate = found(shapes, tiny_sd, buckets={"underfilled": "drop"}, training={"batch_size": 3})[
+        "batches_possible"
+    ]
+    assert gate.closes
+    assert gate.rows == [{"bucket": "80x48", "draws": 2}]
+    assert "1 bucket with 2 samples does not fill a batch of 3 on 1 process" in gate.summary
+    assert "partial or repeat" in gate.fix
+
+
+def test_B09_the_gate_counts_for_the_world_size(shapes: Any, tiny_sd: Path) -> None:
+    for processes, closes in ((1, False), (2, True)):
+        gate = found(
+            shapes,
+            tiny_sd,
+            buckets={"underfilled": "drop"},
+            training={"batch_size": 2},
+            accelerate={"num_processes": processes},
+        )["batches_possible"]
+        assert gate.closes == closes
+        assert gate.numbers["samples_at_once"] == 2 * processes
+
+
+def test_B01_images_held_out_for_validation_fill_no_batch(shapes: Any, tiny_sd: Path) -> None:
+    table = shapes.ingest().table
+    tall = pl.col("height") > pl.col("width")
+    for hundredths in range(1, 100):
+        shapes.validation_fraction = hundredths / 100
+        held = held_out(table, {"d": hundredths / 100})
+        left = table.filter(~held)
+        if left.select(tall.sum()).item() == 1:
+            break
+    settings = {"buckets": {"underfilled": "drop"}, "training": {"batch_size": 2}}
+    gate = found(shapes, tiny_sd, **settings)["batches_possible"]
+    assert gate.closes
+    assert {"bucket": "80x48", "draws": 1} in gate.rows
+    assert gate.numbers["draws_per_epoch"] == len(left) == 7 - held.sum()
+    warning = found(shapes, tiny_sd, training={"batch_size": 2})["underfilled"]
+    assert {"bucket": "80x48", "draws": 1} in warning.rows
+
+
+def test_B01_where_every_image_is_held_out_nothing_can_be_trained_on(folder: Any, tiny_sd: Path) -> None:
+    folder.add("a.png")
+    folder.validation_fraction = 0.9999
+    folder.checks = {"allow": ["batches_possible"]}
+    gate = found(folder, tiny_sd)["batches_possible"]
+    assert gate.closes
+    assert gate.summary == "nothing is trained on: 1 sample is held out for validation, and no other is left"
+
+
+def test_underfilled_buckets_are_a_warning_with_numbers(shapes: Any, tiny_sd: Path) -> None:
+    findings = found(shapes, tiny_sd, training={"batch_size": 4})
+    assert findings["batches_possible"].passed
+    warning = findings["underfilled"]
+    assert (warning.passed, warning.severity) == (False, "warn")
+    assert warning.rows == [{"bucket": "80x48", "draws": 2}]
+    assert warning.numbers["in_full_batches"] == round(4 / 7, 4)
+    assert found(shapes, tiny_sd, training={"batch_size": 2})["underfilled"].passed
+
+
+def test_images_that_lose_much_to_the_crop_are_listed_worst_first(folder: Any, tiny_sd: Path) -> None:
+    for name, height, width in (("long", 10, 100), ("longer", 10, 200), ("square", 64, 64)):
+        folder.add(f"{name}.png", folder.picture(1, height, width))
+    warning = found(folder, tiny_sd)["crop_loss"]
+    assert (warning.passed, warning.severity) == (False, "warn")
+    assert [row["sample_id"] for row in warning.rows] == ["d/longer.png", "d/long.png"]
+    assert warning.rows[0]["crop_loss"] > 0.8
+    assert "d/longer.png (10x200 to" in warning.summary
+    assert found(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
+
+
+def test_B08_images_that_are_all_too_small_close_the_gate_with_their_fix(folder: Any, tiny_sd: Path) -> None:
+    folder.add("small.png", folder.picture(1, 24, 24))
+    recipe = folder.recipe
+    buckets = recipe.buckets.model_copy(update={"upscale": "never", "small_images": "reject"})
+    recipe = recipe.model_copy(
+        update={"buckets": buckets, "model": recipe.model.model_copy(update={"base": str(tiny_sd)})}
+    )
+    result = assign_buckets(recipe, folder.ingest().table, log=folder.log.append)
+    folder.tables.write("aspect_buckets", result.table)
+    folder.tables.write_rejected("aspect_buckets", result.rejected)
+    (gate,) = (each for each in aspect_buckets.run(CheckContext(recipe, folder.tables)) if not each.passed)
+    assert gate.name == "batches_possible"
+    assert gate.closes
+    assert gate.summary == "no sample is left of 1 image: 1 too_small"
+    assert "buckets.small_images: own_bucket" in gate.fix
+
+
+def test_what_the_recipe_leaves_out_is_conserved_and_has_a_reason(folder: Any, tiny_sd: Path) -> None:
+    folder.add("small.png", folder.picture(1, 24, 24))
+    folder.add("large.png", folder.picture(2, 80, 80))
+    recipe = folder.recipe
+    buckets = recipe.buckets.model_copy(update={"upscale": "never", "small_images": "reject"})
+    recipe = recipe.model_copy(
+        update={"buckets": buckets, "model": recipe.model.model_copy(update={"base": str(tiny_sd)})}
+    )
+    result = assign_buckets(recipe, folder.ingest().table, log=folder.log.append)
+    folder.tables.write("aspect_buckets", result.table)
+    folder.tables.write_rejected("aspect_buckets", result.rejected)
+    (row,) = result.rejected.to_dicts()
+    assert (row["sample_id"], row["stage"], row["reason"]) == ("d/small.png", "aspect_buckets", "too_small")
+    assert "24x24 pixels would be enlarged 2.67 times to its bucket 64x64" in row["detail"]
+    assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
+    assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))

@@ -1,0 +1,88 @@
+"""The table of aspect_buckets says what the geometry says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+
+from pipeline.aspect_buckets import stage as buckets
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.errors import BucketError
+from pipeline.images.geometry import Geometry, Size, placement_of
+from pipeline.storage.tables import SCHEMAS
+
+
+def dataset(sizes: list[Size]) -> pl.DataFrame:
+    columns: dict[str, Any] = {
+        "sample_id": [f"d/{index:07}" for index in range(len(sizes))],
+        "height": [size.height for size in sizes],
+        "width": [size.width for size in sizes],
+    }
+    table = pl.DataFrame(columns)
+    kinds = SCHEMAS["validated_dataset"]
+    missing = [name for name in kinds if name not in columns]
+    table = table.with_columns(
+        pl.lit("x" if kinds[name] == pl.String else 0.5).alias(name) for name in missing
+    )
+    return table.select(pl.col(name).cast(kind) for name, kind in kinds.items())
+
+
+def test_each_row_is_the_geometry_of_its_own_size(folder: Any) -> None:
+    random = np.random.default_rng(0)
+    sizes = [Size(*pair) for pair in random.integers(1, 5000, (200, 2)).tolist()]
+    result = assign_buckets(folder.recipe, dataset(sizes), log=folder.log.append)
+    placement = placement_of(folder.recipe.buckets)
+    for size, row in zip(sizes, result.table.iter_rows(named=True), strict=True):
+        geometry = placement.assign(size)
+        assert geometry is not None
+        assert Geometry.from_row(row) == geometry
+        assert row["bucket"] == geometry.bucket
+        assert (row["crop_loss"], row["scale"]) == (geometry.crop_loss, geometry.scale)
+    assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (200, 200, 0)
+    assert sum(result.report["buckets"].values()) == 200
+    assert result.rejected.is_empty()
+
+
+def test_B06_the_order_of_the_rows_does_not_matter(folder: Any) -> None:
+    sizes = [Size(height, 700) for height in range(200, 1500, 37)]
+    table = dataset(sizes)
+    straight = assign_buckets(folder.recipe, table, log=folder.log.append).table
+    assert assign_buckets(folder.recipe, table.reverse(), log=folder.log.append).table.equals(straight)
+
+
+@pytest.mark.parametrize("crop", ["random", "focus"])
+@pytest.mark.parametrize("per_image", ["best", "each"])
+def test_how_many_samples_are_placed_together_does_not_matter(
+    folder: Any, monkeypatch: pytest.MonkeyPatch, crop: str, per_image: str
+) -> None:
+    changes = {"crop": crop, "per_image": per_image, "resolutions": (48, 96), "upscale": "limit(1.5)"}
+    settings = folder.recipe.buckets.model_copy(update=changes | {"small_images": "reject"})
+    recipe = folder.recipe.model_copy(update={"buckets": settings})
+    random = np.random.default_rng(1)
+    sizes = [Size(*pair) for pair in random.integers(10, 130, (50, 2)).tolist()]
+    table = dataset(sizes).with_columns(focus_x=pl.Series(random.random(50)))
+    together = assign_buckets(recipe, table, log=folder.log.append)
+    monkeypatch.setattr(buckets, "_ROWS_AT_ONCE", 7)
+    apart = assign_buckets(recipe, table, log=folder.log.append)
+    assert apart.table.equals(together.table)
+    assert apart.rejected.equals(together.rejected)
+    assert 0 < len(together.rejected) < 50
+    assert (len(together.table) > together.report["kept"]) == (per_image == "each")
+
+
+def test_the_table_is_as_its_schema_says(folder: Any) -> None:
+    folder.add("a.png")
+    folder.ingest()
+    result = folder.assign()
+    assert folder.tables.read("aspect_buckets").equals(result.table)
+    assert result.table["bucket"].to_list() == ["48x80"]
+
+
+def test_B03_settings_that_make_no_bucket_are_a_clear_error(folder: Any) -> None:
+    settings = folder.recipe.buckets.model_copy(update={"step": 48})
+    recipe = folder.recipe.model_copy(update={"buckets": settings})
+    with pytest.raises(BucketError, match="resolution 64 is not a multiple of step 48"):
+        assign_buckets(recipe, dataset([Size(5, 5)]), log=folder.log.append)

@@ -1,0 +1,166 @@
+"""A cache in a bucket, or in memory: every stage, gate and command as on a disk."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import polars as pl
+import pytest
+import torch
+
+from pipeline.cache.requests import STAT_COLUMNS, Entries
+from pipeline.cache.users import forget, registered
+from pipeline.errors import StoreError
+from pipeline.maintenance.explain import explain
+from pipeline.maintenance.gc import delete, survey
+from pipeline.maintenance.plan import forecast
+from pipeline.maintenance.verify import needed_entries, verify
+from pipeline.models.families import detect
+from pipeline.recipe import Recipe
+from pipeline.recipe.isolation import check_isolation
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
+from tests.pipeline.cached_job import ASSETS, Job, recipe_of
+
+
+@pytest.fixture(params=["memory", "s3"])
+def address(request: pytest.FixtureRequest) -> str:
+    """Of an empty cache."""
+    name = f"cache-{uuid.uuid4().hex[:8]}"
+    if request.param == "memory":
+        return f"memory://{name}"
+    request.getfixturevalue("s3")
+    fsspec.filesystem("s3", skip_instance_cache=True).mkdir(name)
+    return f"s3://{name}/of/mine"
+
+
+@pytest.fixture
+def job(address: str, tiny_sd: Path, photos: Path, launch_here: Any) -> Job:
+    made = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), launch_here)
+    made.run()
+    return made
+
+
+def files(job: Job) -> Any:
+    return Entries(job.recipe).store.folder  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def spec_of(job: Job, asset: str, sample: str = "photos/cat.png") -> Any:
+    entries = Entries(job.recipe)
+    row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == sample, named=True)
+    return entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+
+
+def test_entries_and_tables_are_those_of_a_local_cache_and_a_warm_run_makes_none(
+    job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any, forbidden_launch: Any
+) -> None:
+    here = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-here")), launch_here)
+    here.run()
+    warm = Job(job.recipe, forbidden_launch)
+    for asset in ASSETS:
+        assert job.tables.read(asset).drop(STAT_COLUMNS).equals(here.tables.read(asset).drop(STAT_COLUMNS))
+        assert job.failing(asset) == {}
+    warm.cache()
+    assert forecast(job.recipe, job.tables, log=lambda _: None).latents.to_make == 0
+    local = sorted(here.recipe.cache_dir.rglob("*.safetensors"))
+    found = {name.rpartition("/")[2]: name for name in files(job).found() if name.endswith(".safetensors")}
+    assert sorted(found) == sorted(path.name for path in local)
+    assert all(files(job).read(found[path.name]) == path.read_bytes() for path in local)
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_L06_L07_damage_is_named_with_its_address_and_the_next_run_mends_it(
+    job: Job, address: str, asset: str
+) -> None:
+    store, spec = Entries(job.recipe).store, spec_of(job, asset)
+    name = store.path(spec).as_posix()
+    sound = files(job).read(name)
+    for wrong in (sound[:-1], sound[:-1] + bytes([sound[-1] ^ 1]), b""):
+        files(job).put(name, wrong)
+        (finding,) = job.failing(asset).values()
+        assert finding.rows[0]["path"] == f"{address}/{name}"
+        (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), lambda states: states)
+        assert (bad.path, bad.needed.name) == (f"{address}/{name}", "photos/cat.png")
+        job.cache()
+        assert files(job).read(name) == sound
+    store.remove(spec)
+    expected = forecast(job.recipe, job.tables, log=lambda _: None)
+    assert expected.latents.to_make + expected.text.to_make == 1
+    with pytest.raises(StoreError, match="cannot be read") as caught:
+        store.read(spec)
+    assert caught.value.where == f"{address}/{name}"
+
+
+def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) -> None:
+    gone = {Entries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+    for suffix in (".png", ".txt"):
+        (Path(job.recipe.datasets[0].path) / f"cat{suffix}").unlink()
+    job.run()
+    cache = job.recipe.cache_dir
+    assert [user.output_dir for user in registered(cache)] == [job.recipe.output_dir]
+    files(job).put("notes.txt", b"mine")
+    assert survey(cache).young == 2
+    found = survey(cache, grace_s=-60)
+    assert set(found.orphans) == gone
+    assert found.foreign == ["notes.txt"]
+    before = set(files(job).found())
+    assert delete(cache, found) == (2, sum(found.orphans.values()))
+    assert set(files(job).found()) == before - gone
+    assert all(job.failing(asset) == {} for asset in ASSETS)
+    assert forget(cache, job.recipe.output_dir)
+    assert list(registered(cache)) == []
+
+
+def test_what_is_known_of_a_sample_has_the_address_of_its_entries(job: Job, address: str) -> None:
+    known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
+    for stage in ("latents entry", "text entry"):
+        assert known[stage]["state"] == "valid"
+        assert known[stage]["path"].startswith(f"{address}/")
+
+
+def test_training_reads_the_same_tensors_as_from_a_local_cache(
+    job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any
+) -> None:
+    here = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-here")), launch_here)
+    here.run()
+    family = detect(tiny_sd)
+
+    def read(job: Job) -> list[Any]:
+        entries = Entries(job.recipe)
+        inputs = training_inputs(job.recipe, entries, *(job.tables.read(asset) for asset in ASSETS))
+        order = TrainingOrder(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), ())
+        maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+        found = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
+        read = [next(found)[1] for _ in range(6)]
+        found.close()
+        return read
+
+    for elsewhere, local in zip(read(job), read(here), strict=True):
+        assert elsewhere.sample_ids == local.sample_ids
+        assert torch.equal(elsewhere.latent, local.latent)
+        assert all(
+            torch.equal(elsewhere.conditions[name], local.conditions[name]) for name in local.conditions
+        )
+
+
+def test_L01_a_cache_within_a_datasets_bucket_is_refused_by_any_spelling(
+    tmp_path: Path, tiny_sd: Path
+) -> None:
+    photos: Callable[[str], list[Any]] = lambda path: [{"name": "photos", "path": path}]  # noqa: E731
+
+    def conflicts(recipe: Recipe) -> list[str]:
+        return [conflict.relation for conflict in check_isolation(recipe)]
+
+    for path, cache_dir, relation in (
+        ("s3://bucket/photos", "s3://bucket/photos", ["same"]),
+        ("s3://bucket/photos", "s3a://Bucket/photos/cache/", ["inside"]),
+        ("s3://bucket/cache/photos", "s3://bucket/cache", ["contains"]),
+        ("s3://bucket/photos", "s3://bucket/cache", []),
+    ):
+        recipe = recipe_of(tmp_path, tiny_sd, datasets=photos(path), cache_dir=cache_dir)
+        assert conflicts(recipe) == relation, (path, cache_dir)

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import shutil
+from math import ceil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from demo.tiny_models import make_tiny_z_image
+from pipeline.cache.entry_format import DATA_START
+from pipeline.cache.keys import KeyTemplate
+from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, Entries
+from pipeline.models.fingerprints import canonical_hash
+from pipeline.recipe import recipe_from_mapping
+
+ROW: dict[str, Any] = {
+    "sample_id": "photos/a.png",
+    "content_hash": "ab" * 32,
+    "height": 100,
+    "width": 150,
+    "resized_height": 64,
+    "resized_width": 96,
+    "crop_top": 0,
+    "crop_left": 8,
+    "target_height": 64,
+    "target_width": 80,
+}
+
+
+def entries(base: Path, root: Path, **sections: dict[str, Any]) -> Entries:
+    fields = {
+        "datasets": [{"name": "photos", "path": str(root / "photos")}],
+        "cache_dir": str(root / "cache"),
+        "output_dir": str(root / "out"),
+        "model": {"base": str(base)},
+    }
+    return Entries(recipe_from_mapping("sample", fields | sections))
+
+
+def test_an_images_entry_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path) -> None:
+    spec = entries(tiny_sd, tmp_path).latent(ROW)
+    assert (spec.kind, len(spec.key)) == ("latents", 64)
+    assert {name: (t.dtype, t.shape) for name, t in spec.tensors.items()} == {
+        "latent": ("float16", (4, 8, 10))
+    }
+
+
+def test_L04_what_decides_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path) -> None:
+    base = entries(tiny_sd, tmp_path)
+    keys = {base.latent(ROW).key}
+    for name in ("resized_height", "resized_width", "crop_top", "crop_left"):
+        keys.add(base.latent({**ROW, name: ROW[name] + 1}).key)
+    keys.add(base.latent({**ROW, "target_height": 72}).key)
+    keys.add(base.latent({**ROW, "target_width": 72}).key)
+    keys.add(base.latent({**ROW, "content_hash": "cd" * 32}).key)
+    for latents in (
+        {"dtype": "float32"},
+        {"compute_dtype": "bfloat16"},
+        {"posterior": "mean"},
+        {"background": [0, 0, 0]},
+    ):
+        keys.add(entries(tiny_sd, tmp_path, latents=latents).latent(ROW).key)
+    other = shutil.copytree(tiny_sd, tmp_path / "other")
+    config = json.loads((other / "vae" / "config.json").read_text())
+    (other / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 0.2}))
+    keys.add(entries(other, tmp_path).latent(ROW).key)
+    assert len(keys) == 13
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"training": {"batch_size": 7, "steps": 3, "seed": 1}},
+        {"accelerate": {"num_processes": 3}},
+        {"text": {"dtype": "float32"}},
+        {"buckets": {"resolution": 512}},
+        {"checks": {"max_rejected_fraction": 0.5}},
+    ],
+    ids=lambda sections: next(iter(sections)),
+)
+def test_L04_what_does_not_decide_a_latent_leaves_its_key(
+    tiny_sd: Path, tmp_path: Path, sections: dict[str, Any]
+) -> None:
+    renamed = {**ROW, "sample_id": "elsewhere/b.png", "path": "b.png", "height": 101}
+    base = entries(tiny_sd, tmp_path)
+    assert entries(tiny_sd, tmp_path / "moved", **sections).latent(renamed).key == base.latent(ROW).key
+
+
+def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_its_own(
+    tiny_sd: Path, tmp_path: Path
+) -> None:
+    base = entries(tiny_sd, tmp_path)
+    other = shutil.copytree(tiny_sd, tmp_path / "other")
+    moved = entries(other, tmp_path)
+    assert moved.latent(ROW).key == base.latent(ROW).key
+    assert moved.text("a cat").key == base.text("a cat").key
+    assert moved.fingerprint("denoiser") == base.fingerprint("denoiser")
+    for file in ("tokenizer/merges.txt", "text_encoder/config.json"):
+        path = other / file
+        text = path.read_text(encoding="utf-8")
+        path.write_text(
+            text.replace("#version: 0.2", "#version: 0.3").replace("quick_gelu", "gelu"), encoding="utf-8"
+        )
+        changed = entries(other, tmp_path)
+        assert changed.text("a cat").key != base.text("a cat").key, file
+        assert changed.latent(ROW).key == base.latent(ROW).key
+        path.write_text(text, encoding="utf-8")
+
+
+def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path: Path) -> None:
+    base = entries(tiny_sd, tmp_path)
+    random = np.random.default_rng(0)
+    rows = [
+        {
+            **ROW,
+            "content_hash": random.bytes(32).hex(),
+            "flipped": bool(random.integers(2)),
+            **{name: int(random.integers(0, 5000)) for name in ("crop_top", "crop_left")},
+            **{name: int(random.integers(1, 5000)) for name in ("resized_height", "resized_width")},
+            **{name: 8 * int(random.integers(1, 500)) for name in ("target_height", "target_width")},
+        }
+        for _ in range(200)
+    ]
+    keys = base.latent_keys(pl.DataFrame(rows))
+    assert keys.to_list() == [base.latent(row).key for row in rows]
+    assert len(set(keys)) == 200
+    assert base.latent_keys(pl.DataFrame(rows).clear()).to_list() == []
+
+
+@given(st.lists(st.text(max_size=30), max_size=5))
+def test_T01_keys_of_many_captions_are_those_of_each(captions: list[str]) -> None:
+    template = KeyTemplate({"text": {"caption": "@caption@", "max_length": 77}})
+    by_one = [canonical_hash({"text": {"caption": caption, "max_length": 77}}) for caption in captions]
+    places = pl.DataFrame({"caption": [json.dumps(caption) for caption in captions]}, {"caption": pl.String})
+    assert template.hashes(places).to_list() == by_one
+
+
+def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: Path, tmp_path: Path) -> None:
+    base, captions = entries(tiny_sd, tmp_path), ["", "a cat", 'a "quoted" é\n', "@caption@"]
+    for row, caption in zip(base.text_rows(captions).to_dicts(), captions, strict=True):
+        spec = base.text(caption)
+        sizes = {"num_bytes": spec.file_bytes, "about_bytes": spec.file_bytes, "text_length": 77}
+        assert row == {"caption": caption, "key": spec.key, **sizes}
+
+
+def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp_path: Path) -> None:
+    make_tiny_z_image(tmp_path / "base")
+    base, long = entries(tmp_path / "base", tmp_path), "a cat " * 1000
+    captions = ["", "a cat", long]
+    unknown = base.text_rows(captions)
+    assert unknown["num_bytes"].null_count() == unknown["text_length"].null_count() == 3
+    spec = base.text("a cat")
+    assert spec.ragged
+    tensor = spec.tensors["text_embedding"]
+    one_token = tensor.num_bytes // tensor.shape[0]
+    short = DATA_START + one_token * (TEMPLATE_TOKENS + ceil(5 / CAPTION_BYTES_PER_TOKEN))
+    assert unknown["about_bytes"].to_list()[1:] == [short, spec.file_bytes]
+    known = pl.DataFrame(
+        {"key": [spec.key], "text_length": [21]}, schema={"key": pl.String, "text_length": pl.Int32}
+    )
+    row = base.text_rows(captions, known).row(1, named=True)
+    exact = base.text("a cat", 21)
+    assert not exact.ragged
+    assert exact.key == spec.key
+    assert row["num_bytes"] == row["about_bytes"] == exact.file_bytes == DATA_START + 21 * one_token
+
+
+def test_L11_a_mirrored_latent_and_moments_are_entries_of_their_own(tiny_sd: Path, tmp_path: Path) -> None:
+    base = entries(tiny_sd, tmp_path)
+    both = entries(tiny_sd, tmp_path, latents={"posterior": "moments", "flip": True})
+    mirrored, moments = base.latent({**ROW, "flipped": True}), both.latent(ROW)
+    assert len({base.latent(ROW).key, mirrored.key, moments.key}) == 3
+    assert set(moments.tensors) == {"mean", "std"}
+    rows = both.latent_rows(pl.DataFrame([ROW]))
+    assert rows["flipped"].to_list() == [False, True]
+    assert rows["key"].to_list() == [both.latent({**ROW, "flipped": flip}).key for flip in (False, True)]
+    assert rows["num_bytes"].to_list() == [moments.file_bytes] * 2
+    assert base.latent_rows(pl.DataFrame([ROW]))["flipped"].to_list() == [False]

@@ -1,0 +1,365 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from pipeline.cache.entry_format import serialise
+from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.errors import StoreError
+
+SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
+OTHER = EntrySpec("latents", "cd" * 32, SPEC.tensors)
+VALUES = {"latent": np.arange(192, dtype="<f2").reshape(4, 8, 6)}
+FACTS = {"inputs": {"content_hash": "12"}, "original_size": [512, 384]}
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+def made(store: Store, spec: EntrySpec = SPEC) -> Path:
+    assert store.write(spec, VALUES, FACTS)
+    return store.path(spec)
+
+
+def test_an_entry_reads_back_as_it_was_written(store: Store) -> None:
+    made(store)
+    assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
+    state = store.check(SPEC)
+    assert state.valid
+    assert state.metadata is not None
+    assert state.metadata["original_size"] == [512, 384]
+    assert state.metadata["key"] == SPEC.key
+
+
+@given(
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3),
+    facts=st.dictionaries(st.text(max_size=8), st.text(max_size=20), max_size=3),
+)
+def test_any_tensors_survive_the_round_trip_in_a_file_of_exactly_the_expected_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: str,
+    shapes: list[tuple[int, ...]],
+    facts: dict[str, str],
+) -> None:
+    spec = EntrySpec("text", "0123456789", {f"t{i}": TensorSpec(dtype, s) for i, s in enumerate(shapes)})
+    kind = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}[dtype]
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.integers(0, 0x3F80, t.shape).astype("<u2")
+        if dtype == "bfloat16"
+        else rng.normal(size=t.shape).astype(kind)
+        for name, t in spec.tensors.items()
+    }
+    facts = {name: text for name, text in facts.items() if name not in ("format", "kind", "key", "checksum")}
+    store = Store(tmp_path_factory.mktemp("store"))
+    store.write(spec, tensors, facts)
+    assert store.path(spec).stat().st_size == spec.file_bytes == DATA_START + spec.data_bytes
+    assert store.check(spec).valid
+    for name, array in store.read(spec).items():
+        assert np.array_equal(array, tensors[name])
+
+
+def test_any_safetensors_reader_takes_an_entry(store: Store) -> None:
+    path = made(store)
+    assert np.array_equal(load_file(path)["latent"], VALUES["latent"])
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert list(metadata) == ["latentline"]
+    assert json.loads(metadata["latentline"])["inputs"] == {"content_hash": "12"}
+
+
+def test_bfloat16_reaches_torch_as_it_was(store: Store) -> None:
+    import torch
+
+    spec = EntrySpec("latents", "ef" * 32, {"latent": TensorSpec("bfloat16", (3,))})
+    values = torch.tensor([0.5, -1.0, 3.0], dtype=torch.bfloat16)
+    store.write(spec, {"latent": values.view(torch.uint16).numpy()}, {})
+    read = store.read_torch(spec)["latent"]
+    assert read.dtype == torch.bfloat16
+    assert torch.equal(read, values)
+
+
+def test_an_entry_is_the_same_bytes_in_every_process_and_order_of_facts(tmp_path: Path) -> None:
+    code = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
+        "facts = dict(reversed(list(FACTS.items())))\n"
+        "print(hashlib.sha256(serialise(SPEC, VALUES, facts)).hexdigest())"
+    )
+    args = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    hashes = {
+        subprocess.run(
+            args, env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(hashes) == 1
+    import hashlib
+
+    assert hashes == {hashlib.sha256(serialise(SPEC, VALUES, FACTS)).hexdigest() + "\n"}
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0")
+
+
+def _flip_data(path: Path) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[DATA_START + 7] ^= 1
+    path.write_bytes(raw)
+
+
+def _neighbour(path: Path) -> None:
+    path.write_bytes(serialise(OTHER, VALUES, FACTS))
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "kept.txt").write_text("x")
+
+
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def _broken_link(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+DAMAGES = [_cut, _empty, _grow, _flip_data, _neighbour, _folder, _fifo, _broken_link]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
+def test_L06_L07_each_kind_of_damage_is_found_and_the_next_write_mends_it(store: Store, damage) -> None:
+    path = made(store)
+    sound = path.read_bytes()
+    trusted = store.check(SPEC).stat
+    damage(path)
+    state = store.check(SPEC, trusted)
+    assert not state.valid
+    assert state.status == ("missing" if damage is _broken_link else "wrong")
+    assert store.write(SPEC, VALUES, FACTS)
+    assert path.read_bytes() == sound
+    assert store.check(SPEC).valid
+    names = [file.name for file in path.parent.iterdir()]
+    assert [name for name in names if name.endswith(".safetensors")] == [path.name]
+    assert not [name for name in names if name.endswith(".tmp")]
+
+
+def test_L07_every_single_flipped_bit_of_a_file_is_found_by_a_full_read(store: Store) -> None:
+    path = made(store)
+    sound = path.read_bytes()
+    text_end = len(sound[:DATA_START].rstrip(b' "}{')) + 8
+    places = [*range(text_end), *range(text_end, len(sound), 97)]
+    for place in places:
+        raw = bytearray(sound)
+        raw[place] ^= 1 << (place % 8)
+        path.write_bytes(raw)
+        assert store.check(SPEC).status == "wrong", place
+
+
+def test_a_folder_in_an_entrys_place_is_moved_aside_with_what_it_holds(store: Store) -> None:
+    path = made(store)
+    _folder(path)
+    store.write(SPEC, VALUES, FACTS)
+    (aside,) = path.parent.glob("*.displaced")
+    assert (aside / "kept.txt").read_text() == "x"
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_an_entrys_place_holds_nobody_up(store: Store) -> None:
+    path = store.path(SPEC)
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(StoreError, match="something that is no file is in its place"):
+        store.read(SPEC)
+    assert store.check(SPEC).status == "wrong"
+
+
+def test_L02_a_read_refuses_a_file_of_another_size_or_entry_and_names_it(store: Store) -> None:
+    path = made(store)
+    for damage in (_cut, _grow, _neighbour):
+        damage(path)
+        with pytest.raises(StoreError, match=path.name):
+            store.read(SPEC)
+        with pytest.raises(StoreError, match="damaged"):
+            store.read(SPEC)
+        path.unlink()
+        made(store)
+
+
+def test_a_missing_entry_is_missing_and_a_read_says_what_to_do(store: Store) -> None:
+    assert store.check(SPEC).status == "missing"
+    with pytest.raises(StoreError, match="start the cache job again"):
+        store.read(SPEC)
+
+
+def test_another_shape_or_dtype_is_wrong_even_where_the_size_is_the_same(store: Store) -> None:
+    made(store)
+    turned = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("float16", (4, 6, 8))})
+    retyped = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("bfloat16", (4, 8, 6))})
+    assert "(4, 6, 8) is expected" in store.check(turned).reason
+    assert "bfloat16" in store.check(retyped).reason
+
+
+def test_a_file_whose_stat_is_as_recorded_is_not_read_again(store: Store) -> None:
+    path = made(store)
+    trusted = store.check(SPEC).stat
+    state = store.check(SPEC, trusted)
+    assert state.valid
+    assert state.metadata is None
+    os.utime(path, ns=(1, 1))
+    assert store.check(SPEC, trusted).metadata is not None
+
+
+def test_a_recorded_stat_of_a_file_that_was_never_right_is_not_trusted(store: Store) -> None:
+    path = made(store)
+    _cut(path)
+    recorded = store.check(SPEC).stat
+    assert recorded is not None
+    assert store.check(SPEC, recorded).status == "wrong"
+
+
+def test_a_valid_entry_is_never_replaced(store: Store) -> None:
+    path = made(store)
+    before = path.stat()
+    assert not store.write(SPEC, {"latent": VALUES["latent"] + 1}, FACTS)
+    assert path.stat() == before
+    assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
+
+
+def test_L10_of_many_writers_at_once_exactly_one_makes_the_entry(store: Store) -> None:
+    start = threading.Barrier(8)
+    wins: list[bool] = []
+
+    def write(value: float) -> None:
+        start.wait()
+        wins.append(store.write(SPEC, {"latent": np.full((4, 8, 6), value, "<f2")}, FACTS))
+
+    threads = [threading.Thread(target=write, args=(float(i),)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(wins) == [False] * 7 + [True]
+    assert store.check(SPEC).valid
+    assert len(list(store.path(SPEC).parent.iterdir())) == 1
+
+
+def test_L10_many_writers_that_mend_one_damaged_entry_leave_a_valid_one(store: Store) -> None:
+    path = made(store)
+    for _ in range(20):
+        _cut(path)
+        threads = [threading.Thread(target=store.write, args=(SPEC, VALUES, FACTS)) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert store.check(SPEC).valid
+        assert len(list(path.parent.iterdir())) == 1
+
+
+def test_without_hard_links_an_entry_still_appears_and_the_first_still_wins(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = made(store)
+    assert not store.write(SPEC, {"latent": VALUES["latent"] + 1}, FACTS)
+    _cut(path)
+    assert store.write(SPEC, VALUES, FACTS)
+    assert store.check(SPEC).valid
+
+
+def test_L14_a_full_disk_names_the_path_and_the_bytes_and_leaves_what_is_there(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(store, OTHER)
+
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match=f"{SPEC.file_bytes} bytes") as caught:
+        store.write(SPEC, VALUES, FACTS)
+    assert str(store.path(SPEC)) in str(caught.value)
+    assert list(store.path(SPEC).parent.iterdir()) == []
+    assert store.check(OTHER).valid
+
+
+def test_L06_a_writer_killed_at_any_moment_leaves_no_entry_that_is_not_whole(store: Store) -> None:
+    """The temporary file may stay; it has not the suffix of an entry."""
+    code = (
+        "import sys, os; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
+        "store = Store(Path(sys.argv[2])); os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
+        "store.write(SPEC, VALUES, FACTS)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(store.root)], check=False
+    )
+    assert done.returncode == -9
+    assert store.check(SPEC).status == "missing"
+    assert list(store.root.rglob("*.safetensors")) == []
+    assert store.write(SPEC, VALUES, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"latent": np.zeros((4, 8, 7), "<f2")}, "not float16"),
+        ({"latent": np.zeros((4, 8, 6), "<f4")}, "not float16"),
+        ({"latent": np.full((4, 8, 6), np.nan, "<f2")}, "not finite"),
+        ({"latent": np.full((4, 8, 6), np.inf, "<f2")}, "not finite"),
+        ({"mean": np.zeros((4, 8, 6), "<f2")}, "given for"),
+    ],
+)
+def test_L02_L05_what_is_not_as_specified_or_not_finite_is_never_written(
+    store: Store, tensors: dict[str, np.ndarray], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        store.write(SPEC, tensors, FACTS)
+    assert not store.root.exists()
+
+
+def test_a_header_that_does_not_fit_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="2040"):
+        store.write(SPEC, VALUES, {"inputs": "x" * 2000})
+
+
+def test_L02_a_slice_of_a_larger_tensor_is_written_with_its_own_bytes_only(store: Store) -> None:
+    batch = np.zeros((16, 4, 8, 6), "<f2")
+    store.write(SPEC, {"latent": batch[3]}, FACTS)
+    assert store.path(SPEC).stat().st_size == DATA_START + 4 * 8 * 6 * 2
+
+
+def test_L15_a_moved_store_is_valid(store: Store, tmp_path: Path) -> None:
+    made(store)
+    store.root.rename(tmp_path / "elsewhere")
+    assert Store(tmp_path / "elsewhere").check(SPEC).valid

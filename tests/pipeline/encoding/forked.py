@@ -1,0 +1,189 @@
+"""Real encoding processes that start in milliseconds: children forked by a process that has imported torch.
+
+`python -m tests.pipeline.encoding.forked` reads one JSON line a task and answers with one when every child
+has ended. It has run no arithmetic itself, so its children have no threads to inherit.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pipeline.errors import LaunchError
+from pipeline.processes.launch import Meanwhile, launch_environment
+from pipeline.recipe import AccelerateSettings
+
+ROOT = Path(__file__).resolve().parents[3]
+ENCODED_LOG = "encoded.log"
+"""Beside an order's results: a key a line, appended as each image leaves the VAE."""
+
+
+class Forked:
+    """The forking process; a context manager, and by `launch` a `pipeline.processes.launch.Launch`."""
+
+    def __init__(self, folder: Path) -> None:
+        """Start it; `folder` takes what its children print."""
+        self._log = (folder / "forked.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.pipeline.encoding.forked"],
+            cwd=ROOT,
+            env=launch_environment(AccelerateSettings(), folder / "error.json"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+        )
+        assert self._ask() == "ready"
+
+    def run(self, tasks: Sequence[dict[str, Any]], kill_after_s: float | None = None) -> list[int]:
+        """The exit status of each task's process, all started at once; minus 9 for one that was killed."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"tasks": tasks, "kill_after_s": kill_after_s}) + "\n")
+        self._process.stdin.flush()
+        return self._ask()
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.communicate()
+        self._log.close()
+
+    def _ask(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, "the forking process has ended"
+        return json.loads(line)
+
+
+class ForkedLaunch:
+    """A `Launch` of one forked encoding process, killed after a while if asked to."""
+
+    def __init__(self, forked: Forked, kill_after_s: float | None = None) -> None:
+        self._forked = forked
+        self._kill_after_s = kill_after_s
+        self.encoded: list[str] = []
+        self.ended: set[str] = set()
+
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+        from pipeline.encoding.fill import WORKERS
+
+        meanwhile()
+        assert module in WORKERS.values()
+        (status,) = self._forked.run([{"kind": "encode", "order": str(order)}], self._kill_after_s)
+        log = order.parent / ENCODED_LOG
+        self.encoded = log.read_text().split() if log.is_file() else []
+        for results in order.parent.glob("results-*.jsonl"):
+            whole = results.read_text().rpartition("\n")[0].splitlines()
+            self.ended |= {line["key"] for line in map(json.loads, whole) if "key" in line}
+        if status != 0:
+            raise LaunchError(f"ended with {status}", where=str(order), fix="see forked.log")
+
+
+class _Said:
+    def info(self, text: str) -> None:
+        sys.stderr.write(text + "\n")
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        sys.stderr.write(f"{done}/{total} {text}\n")
+
+
+def _log_encoded(folder: Path) -> None:
+    """Have this process note each image that leaves the VAE."""
+    from pipeline.vae_latents.worker.encoder import LatentEncoder
+
+    finished = LatentEncoder._finished
+    file = os.open(folder / ENCODED_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def noting(self: LatentEncoder, job: Any, *rest: Any) -> Any:
+        os.write(file, f"{job.spec.key}\n".encode())
+        return finished(self, job, *rest)
+
+    LatentEncoder._finished = noting  # type: ignore[method-assign]
+
+
+def _encode(task: dict[str, Any]) -> None:
+    from tests.worker_runs import run
+
+    order = Path(task["order"])
+    _log_encoded(order.parent)
+    run(order, _Said(), rank=task.get("rank", 0), num_ranks=task.get("num_ranks", 1))
+
+
+def _stages(task: dict[str, Any]) -> None:
+    """Both cache stages of a job, each in this very process."""
+    from pipeline.recipe import Recipe
+    from pipeline.storage.tables import Tables
+    from pipeline.text_embeddings.stage import cache_text
+    from pipeline.vae_latents.stage import cache_latents
+
+    recipe = Recipe.model_validate_json(Path(task["recipe"]).read_text(encoding="utf-8"))
+    tables = Tables(recipe.output_dir)
+
+    def launch(_: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
+        _encode({"order": str(order)})
+
+    buckets, validated = tables.read("aspect_buckets"), tables.read("validated_dataset")
+    for asset, result in (
+        ("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=str)),
+        ("text_embeddings", cache_text(recipe, validated, tables, launch=launch, log=str)),
+    ):
+        tables.write(asset, result.table)
+        report = {name: result.report[name] for name in ("encoded", "reused", "failed")}
+        (recipe.output_dir / f"{asset}.json").write_text(json.dumps(report))
+
+
+def _forked(task: dict[str, Any]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.dup2(2, 1)  # nothing but answers may come to the parent
+        {"encode": _encode, "stages": _stages}[task["kind"]](task)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def main() -> None:
+    for module in ("torch", "diffusers.models", "transformers", "pipeline.encoding.worker.run"):
+        importlib.import_module(module)
+    import diffusers
+    from transformers import CLIPTextModel, CLIPTokenizer
+
+    assert diffusers.AutoencoderKL  # both packages import a class when it is first named
+    assert CLIPTextModel
+    assert CLIPTokenizer
+    for stage in ("vae_latents", "text_embeddings"):
+        importlib.import_module(f"pipeline.{stage}.worker.encoder")
+    sys.stdout.write(json.dumps("ready") + "\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        children = [_forked(task) for task in asked["tasks"]]
+        if asked["kill_after_s"] is not None:
+            time.sleep(asked["kill_after_s"])
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        sys.stdout.write(json.dumps(statuses) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Plans a cold cache of many samples up to where the encoder would start; a process of its own.
+
+    python -m tests.pipeline.encoding.planned <base model> <folder> <kind> <count>
+
+prints the peak of its memory in bytes, less what it had with the stage's own table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from pipeline.processes.launch import Meanwhile
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.tables import SCHEMAS, Tables
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents.stage import cache_latents
+
+VALUES: dict[Any, Any] = {pl.String: "x", pl.Int32: 64, pl.Int64: 1, pl.Float64: 0.5, pl.Boolean: False}
+
+
+class PlannedError(Exception):
+    """The encoder would start now."""
+
+
+def main(base: str, folder: str, kind: str, count: int) -> None:
+    """As the module says."""
+    recipe = recipe_of(base, Path(folder))
+    table = table_of("aspect_buckets" if kind == "latents" else "validated_dataset", count)
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = memory("VmRSS")
+    stage = cache_latents if kind == "latents" else cache_text
+    try:
+        stage(recipe, table, Tables(recipe.output_dir), launch=launch, log=lambda _: None)
+    except PlannedError:
+        sys.stdout.write(str(memory("VmHWM") - before))
+
+
+def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+    """As `Launch`."""
+    meanwhile()
+    raise PlannedError
+
+
+def memory(what: str) -> int:
+    """Bytes, as /proc/self/status has them."""
+    return int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0]) * 1024
+
+
+def recipe_of(base: str, folder: Path) -> Recipe:
+    """With nothing in its cache."""
+    fields = {
+        "datasets": [{"name": "photos", "path": str(folder / "photos")}],
+        "cache_dir": str(folder / "cache"),
+        "output_dir": str(folder / "out"),
+        "model": {"base": base},
+        "buckets": {"resolution": 64, "step": 16},
+    }
+    return recipe_from_mapping("sample", fields)
+
+
+def table_of(asset: str, count: int) -> pl.DataFrame:
+    """A table of as many samples, each with an image and a caption of its own."""
+    constant = {name: VALUES[kind] for name, kind in SCHEMAS[asset].items()}
+    constant |= {"dataset": "photos", "bucket": "64x64", "more_captions": "[]", "crop_top": 0, "crop_left": 0}
+    names = [f"picture-{number:07}.jpg" for number in range(count)]
+    own = {"sample_id": [f"photos/{name}" for name in names], "path": names}
+    own["content_hash"] = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    own["caption"] = [f"picture {number}: {'what is to be seen, ' * 4}" for number in range(count)]
+    filled = {name: own.get(name, [constant[name]] * count) for name in SCHEMAS[asset]}
+    return pl.DataFrame(filled, schema=SCHEMAS[asset])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))

@@ -1,0 +1,232 @@
+"""The checks of both caches, over tables and entries that the real stages made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.cache.entry_format import DATA_START, serialise
+from pipeline.cache.requests import Entries
+from pipeline.cache.store import EntrySpec, TensorSpec
+from tests.pipeline.cached_job import ASSETS, Job
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_a_sound_cache_passes_every_check_in_the_order_of_the_specs(job: Job, asset: str) -> None:
+    assert job.failing(asset) == {}
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+@pytest.mark.parametrize("change", [-1, 4096], ids=["cut short", "padded"])
+def test_L02_an_entry_of_another_size_is_named_by_file_size_outliers_alone(
+    job: Job, asset: str, change: int
+) -> None:
+    path = job.entry(asset)
+    raw = path.read_bytes()
+    path.write_bytes(raw[:change] if change < 0 else raw + bytes(change))
+    failing = job.failing(asset)
+    assert set(failing) == {"file_size_outliers"}
+    finding = failing["file_size_outliers"]
+    assert finding.closes
+    assert finding.rows[0]["path"] == str(path)
+    assert finding.rows[0]["bytes"] == len(raw) + change
+    assert finding.rows[0]["expected_bytes"] == len(raw)
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_T06_what_a_recipe_allows_of_images_never_opens_the_gates_of_entries(job: Job, asset: str) -> None:
+    path = job.entry(asset)
+    path.write_bytes(path.read_bytes()[:-1])
+    lenient = job.changed(checks={"allow": ["file_size_outliers", "shape_uniformity"]})
+    finding = job.failing(asset, lenient)["file_size_outliers"]
+    assert finding.closes
+    assert "checks.allow" not in finding.summary + finding.fix
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_L08_T06_a_missing_entry_and_a_folder_in_its_place_are_named_by_completeness(
+    job: Job, asset: str
+) -> None:
+    path = job.entry(asset)
+    path.unlink()
+    assert set(job.failing(asset)) == {"completeness"}
+    path.mkdir()
+    failing = job.failing(asset)
+    assert set(failing) == {"completeness"}
+    assert failing["completeness"].rows[0]["path"] == str(path)
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_L07_a_flipped_bit_is_named_by_finite_values(job: Job, asset: str) -> None:
+    path = job.entry(asset)
+    raw = bytearray(path.read_bytes())
+    raw[DATA_START + 3] ^= 8
+    path.write_bytes(raw)
+    failing = job.failing(asset)
+    assert set(failing) == {"finite_values"}
+    assert "checksum" in failing["finite_values"].rows[0]["problem"]
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_L03_a_header_of_another_shape_but_the_same_size_is_named_by_shape_uniformity(
+    job: Job, asset: str
+) -> None:
+    path = job.entry(asset)
+    entries = Entries(job.recipe)
+    row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == "photos/cat.png", named=True)
+    spec = entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+    ((name, tensor),) = spec.tensors.items()
+    turned = EntrySpec(
+        spec.kind, spec.key, {name: TensorSpec(tensor.dtype, (tensor.shape[-1], *tensor.shape[:-1]))}
+    )
+    values = entries.store.read(spec)[name].reshape(turned.tensors[name].shape)
+    path.write_bytes(serialise(turned, {name: values}, {}))
+    assert set(job.failing(asset)) == {"shape_uniformity"}
+
+
+def test_a_neighbours_entry_is_named_by_finite_values(job: Job) -> None:
+    path, other = (job.entry("text_embeddings", f"photos/{name}.png") for name in ("cat", "rocket"))
+    path.write_bytes(other.read_bytes())
+    failing = job.failing("text_embeddings")
+    assert set(failing) == {"finite_values"}
+    assert other.stem in failing["finite_values"].rows[0]["problem"]
+
+
+@pytest.mark.parametrize("asset", ASSETS)
+def test_the_next_run_repairs_what_the_gate_named(job: Job, asset: str) -> None:
+    path = job.entry(asset)
+    sound = path.read_bytes()
+    path.write_bytes(sound[:100])
+    assert job.failing(asset)
+    job.run()
+    assert job.failing(asset) == {}
+    assert path.read_bytes() == sound
+
+
+@pytest.mark.parametrize(
+    ("section", "asset"),
+    [
+        ({"latents": {"posterior": "mean"}}, "vae_latents"),
+        ({"latents": {"dtype": "float32"}}, "vae_latents"),
+        ({"buckets": {"resolution": 128, "step": 16}}, "vae_latents"),
+        ({"text": {"dtype": "float32"}}, "text_embeddings"),
+    ],
+)
+def test_L04_T01_a_recipe_that_changed_since_the_tables_were_made_closes_the_gate(
+    job: Job, section: dict[str, Any], asset: str
+) -> None:
+    failing = job.failing(asset, job.changed(**section))
+    assert any(finding.closes for finding in failing.values())
+    assert sum(len(finding.rows) for finding in failing.values()) >= 4
+
+
+def test_L03_other_bucket_settings_are_found_by_asking_the_geometry_anew(job: Job) -> None:
+    failing = job.failing("vae_latents", job.changed(buckets={"resolution": 128, "step": 16}))
+    assert set(failing) == {"shape_uniformity"}
+    assert "the geometry asks for" in failing["shape_uniformity"].summary
+
+
+def test_L08_a_row_that_a_table_lost_or_kept_too_long_is_named_by_completeness(job: Job) -> None:
+    for asset in ASSETS:
+        table = job.tables.read(asset)
+        job.tables.write(asset, table.filter(pl.col("sample_id") != "photos/cat.png"))
+        failing = job.failing(asset)
+        assert [row["sample_id"] for row in failing["completeness"].rows] == ["photos/cat.png"]
+        job.tables.write(asset, table)
+    buckets = job.tables.read("aspect_buckets")
+    job.tables.write("aspect_buckets", buckets.filter(pl.col("sample_id") != "photos/cat.png"))
+    assert "not in aspect_buckets" in job.failing("vae_latents")["completeness"].summary
+
+
+def test_a_caption_edited_after_the_embeddings_were_made_closes_the_gate(job: Job) -> None:
+    table = job.tables.read("validated_dataset")
+    edited = (
+        pl.when(pl.col("sample_id") == "photos/cat.png").then(pl.lit("a dog")).otherwise(pl.col("caption"))
+    )
+    job.tables.write("validated_dataset", table.with_columns(caption=edited))
+    assert "another caption" in job.failing("text_embeddings")["completeness"].summary
+
+
+def test_T02_a_missing_empty_caption_or_sample_prompt_closes_the_gate(job: Job) -> None:
+    entries = Entries(job.recipe)
+    path = entries.store.path(entries.text(""))
+    sound = path.read_bytes()
+    path.unlink()
+    assert "the empty caption" in job.failing("text_embeddings")["completeness"].summary
+    path.write_bytes(sound)
+    prompted = job.changed(training={"sample_prompts": ["a moon"]})
+    assert "a moon" in job.failing("text_embeddings", prompted)["completeness"].summary
+
+
+def test_C05_captions_that_are_cut_warn_with_the_part_that_is_never_seen(job: Job) -> None:
+    sidecar = job.recipe.datasets[0].path / "cat.txt"
+    sidecar.write_text("the cat " * 50 + "and nobody reads this", encoding="utf-8")
+    job.run()
+    failing = job.failing("text_embeddings")
+    assert set(failing) == {"captions_fit"}
+    finding = failing["captions_fit"]
+    assert not finding.closes
+    assert finding.rows[0]["cut_part"].endswith("and nobody reads this")
+    assert finding.rows[0]["num_cut"] > 0
+
+
+def test_an_image_rejected_here_counts_against_the_limit_and_not_against_completeness(job: Job) -> None:
+    tables = job.tables
+    latents = tables.read("vae_latents")
+    row = latents.row(by_predicate=pl.col("sample_id") == "photos/cat.png", named=True)
+    why = {"stage": "vae_latents", "reason": "latent_not_finite", "detail": "NaN", "fix": "look at it"}
+    columns = ("sample_id", "dataset", "path", "content_hash")
+    rejected = pl.DataFrame([{**{name: row[name] for name in columns}, **why}])
+    order = tables.read_rejected().columns
+    tables.write_rejected("vae_latents", rejected.select(order))
+    tables.write("vae_latents", latents.filter(pl.col("sample_id") != "photos/cat.png"))
+    failing = job.failing("vae_latents")
+    assert set(failing) == {"rejected_fraction"}
+    assert "20.0%" in failing["rejected_fraction"].summary
+    lenient = job.changed(checks={"max_rejected_fraction": 0.2})
+    assert job.failing("vae_latents", lenient) == {}
+
+
+def test_I08_where_no_latent_is_left_the_fix_is_that_of_what_left_the_images_out(job: Job) -> None:
+    tables = job.tables
+    kept = tables.read("validated_dataset", ("sample_id", "dataset", "path", "content_hash"))
+    why = {"stage": "validated_dataset", "reason": "filter_min_width", "detail": "it is", "fix": "lower it"}
+    columns = tables.read_rejected().columns
+    left_out = kept.with_columns(pl.lit(text).alias(name) for name, text in why.items())
+    tables.write_rejected("validated_dataset", left_out.select(columns))
+    for asset in ("validated_dataset", "aspect_buckets", "vae_latents"):
+        tables.write(asset, tables.read(asset).clear())
+    finding = job.failing("vae_latents")["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary == "no sample is left of 5 images: 5 filter_min_width"
+    assert "lower it" in finding.fix
+
+
+def test_an_entry_is_read_only_if_its_stat_has_changed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pipeline.cache import store
+
+    read: list[Path] = []
+    whole = store._read_whole
+    monkeypatch.setattr(store, "_read_whole", lambda path: read.append(path) or whole(path))
+    assert job.failing("vae_latents") == {}
+    assert read == []
+    path = job.entry("vae_latents")
+    path.touch()
+    assert job.failing("vae_latents") == {}
+    assert read == [path]
+
+
+def test_L08_a_mirrored_latent_that_is_asked_for_and_missing_closes_the_gate(job: Job) -> None:
+    flipped = job.changed(latents={"flip": True})
+    finding = job.failing("vae_latents", flipped)["completeness"]
+    assert len(finding.rows) == 5
+    assert finding.rows[0]["problem"] == "its mirrored latent is in aspect_buckets and not here"
+    job.recipe = flipped
+    job.cache()
+    assert job.failing("vae_latents") == {}
+    assert job.failing("vae_latents", job.changed())["completeness"].rows[0]["problem"] == (
+        "its mirrored latent is not asked for"
+    )

@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import json
+import random
+import weakref
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.encoding.jobs import (
+    NUM_PROBES,
+    Job,
+    Order,
+    ResultsWriter,
+    read_order,
+    read_results,
+    share,
+    write_jobs,
+    write_order,
+)
+from pipeline.encoding.outcome import Failure
+from pipeline.encoding.progress import Progress
+from pipeline.encoding.turn import in_turn
+
+
+def job(number: int, cost: int = 1) -> Job:
+    spec = EntrySpec("latents", f"{number:064x}", {"latent": TensorSpec("float16", (4, cost, 1))})
+    return Job(spec, {"inputs": {"n": number}}, {"path": f"/x/{number} 日\n.png"}, f"photos/{number}", cost)
+
+
+def turned(jobs: list[Job]) -> list[Job]:
+    """The jobs in turn, as the stages have them: rows first."""
+    rows = [
+        {
+            "key": j.spec.key,
+            "name": j.name,
+            "cost": j.cost,
+            "latent_height": j.spec.tensors["latent"].shape[1],
+        }
+        for j in jobs
+    ]
+    schema = {"key": pl.String, "name": pl.String, "cost": pl.Int64, "latent_height": pl.Int32}
+    by_key = {j.spec.key: j for j in jobs}
+    return [by_key[key] for key in in_turn(pl.DataFrame(rows, schema=schema))["key"]]
+
+
+def test_an_order_reads_back_as_it_was_written(tmp_path: Path) -> None:
+    jobs = [job(1), job(2, 5)]
+    order = Order("latents", Path("/model"), Path("/store"), {"compute_dtype": "float32"}, jobs)
+    read = read_order(write_order(order, tmp_path))
+    assert replace(read, jobs=[]) == replace(order, jobs=[])
+    assert list(read.jobs) == list(read.jobs) == jobs
+    assert len(read.jobs) == 2
+
+
+def test_whoever_asks_for_jobs_that_are_not_written_yet_waits_for_all_of_them(tmp_path: Path) -> None:
+    jobs = [job(number) for number in range(3)]
+    order = Order("latents", Path("/model"), Path("/store"), {}, [])
+    read = read_order(write_order(order, tmp_path, jobs_follow=True))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: (len(read.jobs), list(read.jobs)))
+        with pytest.raises(TimeoutError):
+            asked.result(timeout=0.05)
+        write_jobs(jobs, tmp_path)
+        assert asked.result(timeout=20) == (3, jobs)
+
+
+def test_L12_of_any_number_of_jobs_only_the_one_at_hand_is_in_memory(tmp_path: Path) -> None:
+    jobs = [job(number, 1 + number % 3) for number in range(300)]
+    order = read_order(write_order(Order("latents", Path("/m"), Path("/s"), {}, jobs), tmp_path))
+    del jobs
+    seen: list[weakref.ref[Job]] = []
+    for taken in share(order.jobs, 1, 2):
+        seen.append(weakref.ref(taken))
+        del taken
+        assert sum(each() is not None for each in seen) <= 1
+    assert len(seen) > 100
+
+
+def test_the_costliest_the_cheapest_and_the_first_by_name_come_first_whatever_the_order() -> None:
+    jobs = [job(number, cost) for number, cost in ((5, 4), (6, 9), (3, 4), (4, 4), (7, 1), (8, 9))]
+    for seed in range(5):
+        mixed = random.Random(seed).sample(jobs, len(jobs))
+        assert [each.name for each in turned(mixed)] == [f"photos/{n}" for n in (6, 7, 3, 8, 4, 5)]
+    assert turned([]) == []
+    assert turned(jobs[:1]) == jobs[:1]
+
+
+@given(costs=st.lists(st.integers(1, 50), max_size=40), num_ranks=st.integers(1, 9))
+def test_each_job_goes_to_exactly_one_rank_and_all_take_about_as_long(
+    costs: list[int], num_ranks: int
+) -> None:
+    jobs = [job(number, cost) for number, cost in enumerate(costs)]
+    shares = [list(share(turned(jobs), rank, num_ranks)) for rank in range(num_ranks)]
+    assert Counter(j.spec.key for part in shares for j in part) == Counter(j.spec.key for j in jobs)
+    loads = [sum(j.cost for j in part) for part in shares]
+    assert max(loads) - min(loads) <= max(costs, default=0)
+    assert shares == [list(share(turned(jobs[::-1]), rank, num_ranks)) for rank in range(num_ranks)]
+    for part in shares:
+        shapes = [j.spec.tensors["latent"].shape for j in part]
+        assert len([1 for a, b in pairwise(shapes) if a != b]) <= len(set(shapes)) + NUM_PROBES
+
+
+def test_results_of_all_ranks_come_together_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    with ResultsWriter(tmp_path / "order.json", 0) as first:
+        first.ended("a", "made")
+        first.ended("b", "present")
+        first.finish(1.5)
+    with ResultsWriter(tmp_path / "order.json", 1) as second:
+        second.ended("c", Failure("changed", "it has", "mend it"))
+    with (tmp_path / "results-1.jsonl").open("a") as file:
+        file.write('{"key": "d", "outc')
+    results = read_results(tmp_path)
+    assert (results.made, results.present, results.work_s) == ({"a"}, {"b"}, 1.5)
+    assert results.failed == {"c": Failure("changed", "it has", "mend it")}
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        self.lines.append(f"{done}/{total} {text}")
+
+
+def test_T05_rank_0_says_one_line_for_all_ranks_and_the_others_are_silent(tmp_path: Path) -> None:
+    listener, other = Listener(), Listener()
+    with (
+        ResultsWriter(tmp_path / "order.json", 1) as writer,
+        Progress(other, tmp_path, jobs=range(3), what="latents", rank=1),
+    ):
+        writer.ended("a", "made")
+        writer.ended("b", Failure("x", "y", "z"))
+    with Progress(listener, tmp_path, jobs=range(3), what="latents", rank=0):
+        pass
+    assert listener.lines == ["2/3 latents, 1 failed"]
+    assert other.lines == []
+
+
+def test_L16_a_silence_is_broken_with_the_name_of_what_takes_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import time
+
+    monkeypatch.setattr("pipeline.encoding.progress.HEARTBEAT_S", 0.01)
+    listener = Listener()
+    with Progress(listener, tmp_path, jobs=range(1), what="latents", rank=0) as progress:
+        progress.working_on("photos/huge.tif")
+        deadline = time.monotonic() + 60
+        while not listener.lines and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert "photos/huge.tif" in listener.lines[0]
+
+
+def test_progress_counts_each_result_once(tmp_path: Path) -> None:
+    listener = Listener()
+    progress = Progress(listener, tmp_path, jobs=range(4), what="latents", rank=0)
+    path = tmp_path / "results-0.jsonl"
+    lines = [json.dumps({"key": str(i), "outcome": "made", "failure": None}) + "\n" for i in range(4)]
+    text = "".join(lines)
+    for end in range(0, len(text) + 1, 7):
+        path.write_text(text[:end])
+        progress._line()
+    path.write_text(text)
+    progress._line()
+    done = [int(line.split("/")[0]) for line in listener.lines]
+    assert done == sorted(done)
+    assert done[-1] == 4

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from pipeline.encoding.prefetch import Behind, StalledError, ahead
+
+
+def test_items_come_in_their_order_whatever_takes_long() -> None:
+    def work(item: int) -> int:
+        time.sleep(0.02 if item % 3 == 0 else 0)
+        return item * item
+
+    results = [(item, future.result()) for item, future in ahead(range(20), work, threads=4, depth=6)]
+    assert results == [(item, item * item) for item in range(20)]
+
+
+def test_L12_no_more_than_depth_items_are_ever_in_memory() -> None:
+    """Of a million items at most five are started that have not been taken."""
+    started = 0
+    lock = threading.Lock()
+
+    def work(item: int) -> int:
+        nonlocal started
+        with lock:
+            started += 1
+        return item
+
+    ends = ahead(iter(range(1_000_000)), work, threads=3, depth=5)
+    for taken, (_, future) in enumerate(ends, start=1):
+        assert started - taken <= 5
+        future.result()
+        if taken == 500:
+            break
+    ends.close()
+    assert started <= 506
+
+
+def test_a_failing_item_fails_alone() -> None:
+    def work(item: int) -> float:
+        return 1 / item
+
+    futures = [future for _, future in ahead([1, 0, 2], work, threads=2, depth=2)]
+    assert [type(future.exception()) for future in futures] == [type(None), ZeroDivisionError, type(None)]
+
+
+def test_nothing_comes_of_nothing() -> None:
+    assert list(ahead([], lambda item: item, threads=1, depth=1)) == []
+
+
+def test_work_behind_is_bounded_and_finished() -> None:
+    done: list[int] = []
+    gate = threading.Event()
+    behind = Behind(2)
+
+    def slow(number: int) -> None:
+        gate.wait(10)
+        done.append(number)
+
+    for number in range(2):
+        behind.put(lambda number=number: slow(number))
+    gate.set()
+    behind.put(lambda: slow(2))
+    behind.finish()
+    assert done == [0, 1, 2]
+
+
+def test_an_error_behind_comes_out_and_what_came_before_is_finished() -> None:
+    done: list[int] = []
+    behind = Behind(4)
+    behind.put(lambda: done.append(1))
+    behind.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    with pytest.raises(ZeroDivisionError):
+        behind.finish()
+    assert done == [1]
+
+
+def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
+    """With more that hang than there are threads."""
+    never = threading.Event()
+
+    def work(item: int) -> int:
+        if item in (1, 2, 3):
+            never.wait(60)
+        return item * item
+
+    ends = list(ahead(range(8), work, threads=2, depth=4, patience_s=0.5))
+    never.set()
+    stalled = [item for item, future in ends if isinstance(future.exception(), StalledError)]
+    assert stalled == [1, 2, 3]
+    assert [future.result() for item, future in ends if item not in stalled] == [0, 16, 25, 36, 49]
+
+
+def test_several_threads_behind_work_at_once() -> None:
+    """None of three pieces ends before all of them have begun."""
+    meeting = threading.Barrier(3)
+    places: list[int] = []
+    behind = Behind(8, threads=3)
+    for _ in range(6):
+        behind.put(lambda: places.append(meeting.wait(60)))
+    behind.finish()
+    assert sorted(places) == [0, 0, 1, 1, 2, 2]

@@ -1,0 +1,66 @@
+"""The process that encodes: what it brings along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.encoding.jobs import JOBS_FILE
+from pipeline.processes.launch import Meanwhile, launch_environment
+from pipeline.recipe import AccelerateSettings
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents.stage import cache_latents
+
+PROCESS = """
+import json, sys
+from pathlib import Path
+from pipeline.vae_latents.worker.__main__ import main
+
+main(Path(sys.argv[1]))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+class Alone:
+    """A launch of one process, which tells what it imported."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+        command = [sys.executable, "-c", PROCESS, str(order)]
+        environment = launch_environment(AccelerateSettings(), order.parent / "error.json")
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert not (order.parent / JOBS_FILE).exists()
+            meanwhile()
+            said, _ = process.communicate()
+        assert process.returncode == 0
+        self.modules = set(json.loads(said.splitlines()[-1]))
+
+
+NEVER = {"polars", "pydantic", "dagster", "pandera", "peft", "scipy"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "never"),
+    [(cache_latents, NEVER | {"transformers", "torch._dynamo"}), (cache_text, NEVER)],
+    ids=["latents", "text"],
+)
+def test_a_process_that_encodes_imports_only_what_encoding_takes(
+    cache: Any, entry_bytes: Any, launch_here: Any, stage: Any, never: set[str]
+) -> None:
+    """Imports are most of what one new image costs."""
+    rows = cache.buckets() if stage is cache_latents else cache.captions()
+    launch = Alone()
+    stage(cache.recipe, rows, cache.tables, launch=launch, log=str)
+    assert not never & launch.modules
+    alone = entry_bytes()
+    for path in cache.recipe.cache_dir.rglob("*.safetensors"):
+        path.unlink()
+    stage(cache.recipe, rows, cache.tables, launch=launch_here, log=str)
+    assert entry_bytes() == alone, "the bytes are those of a process that has imported everything"

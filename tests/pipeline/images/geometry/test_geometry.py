@@ -1,0 +1,245 @@
+"""The geometry: properties over sizes 1 to 40,000 px, and a brute-force oracle sharing no code with it."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipeline.errors import BucketError
+from pipeline.images.geometry import (
+    MAX_BUCKET_EDGE_PX,
+    MAX_IMAGE_EDGE_PX,
+    Buckets,
+    Crop,
+    Geometry,
+    GeometryColumns,
+    Placement,
+    Size,
+    ladder,
+    latent_size,
+    not_multiples,
+    require_multiple,
+)
+from pipeline.storage.tables import SCHEMAS
+
+edges = st.integers(1, 40_000)
+sizes = st.builds(Size, edges, edges)
+bucket_edges = st.integers(1, 4096)
+lists = st.lists(st.builds(Size, bucket_edges, bucket_edges), min_size=1, max_size=12)
+ladders = st.builds(
+    lambda multiple, step, limit: ladder(multiple * step, step, limit),
+    st.integers(1, 20),
+    st.sampled_from([8, 16, 64]),
+    st.floats(1, 5),
+)
+
+
+def place(buckets: Buckets, size: Size) -> Geometry:
+    """The geometry under the plainest rules: any enlargement, crop from the centre."""
+    geometry = Placement((buckets,)).assign(size)
+    assert geometry is not None
+    return geometry
+
+
+def place_many(buckets: Buckets, height: npt.ArrayLike, width: npt.ArrayLike) -> GeometryColumns:
+    return Placement((buckets,)).assign_many(height, width).columns
+
+
+def oracle(size: Size, buckets: Buckets) -> Size:
+    """The nearest bucket by looking at every one of them, in exact fractions.
+
+    |log r - log a| is compared by its exponential, which is max(r / a, a / r).
+    """
+    ratio = Fraction(size.width, size.height)
+
+    def rank(bucket: Size) -> tuple[Fraction, int, int]:
+        aspect = Fraction(bucket.width, bucket.height)
+        own_way = bucket.width if size.width >= size.height else bucket.height
+        return max(ratio / aspect, aspect / ratio), -bucket.height * bucket.width, -own_way
+
+    return min(buckets.sizes, key=rank)
+
+
+def transposed(geometry: Geometry) -> Geometry:
+    crop = geometry.crop
+    return Geometry(
+        geometry.original_size.transposed,
+        geometry.resized_size.transposed,
+        Crop(crop.left, crop.top, crop.width, crop.height),
+    )
+
+
+def assert_sound(geometry: Geometry) -> None:
+    original, resized, target = geometry.original_size, geometry.resized_size, geometry.target_size
+    crop = geometry.crop
+    assert resized.height >= target.height
+    assert resized.width >= target.width
+    assert resized.height == target.height or resized.width == target.width
+    scale = max(Fraction(target.height, original.height), Fraction(target.width, original.width))
+    assert abs(original.height * scale - resized.height) <= Fraction(1, 2)
+    assert abs(original.width * scale - resized.width) <= Fraction(1, 2)
+    assert 0 <= crop.top <= resized.height - crop.height
+    assert 0 <= crop.left <= resized.width - crop.width
+    assert resized.height - crop.height - 2 * crop.top in (0, 1)
+    assert resized.width - crop.width - 2 * crop.left in (0, 1)
+    left, upper, right, lower = geometry.source_box
+    assert 0 <= left < right <= original.width
+    assert 0 <= upper < lower <= original.height
+    assert 0 <= geometry.crop_loss < 1
+    assert max(resized) < 2**31
+
+
+@given(sizes, ladders)
+def test_B04_resized_covers_target_within_a_pixel_and_the_crop_lies_in_the_centre(
+    size: Size, buckets: Buckets
+) -> None:
+    assert_sound(place(buckets, size))
+
+
+@given(sizes, lists)
+def test_any_list_of_sizes_is_sound_and_agrees_with_brute_force(size: Size, targets: list[Size]) -> None:
+    buckets = Buckets(targets)
+    geometry = place(buckets, size)
+    assert_sound(geometry)
+    assert geometry.target_size == oracle(size, buckets)
+
+
+@given(sizes, ladders)
+def test_B06_transposing_an_image_transposes_its_geometry(size: Size, buckets: Buckets) -> None:
+    if size.height == size.width:
+        assert place(buckets, size).target_size == place(buckets, Size(1, 1)).target_size
+    else:
+        assert place(buckets, size.transposed) == transposed(place(buckets, size))
+
+
+@given(sizes, lists)
+def test_B06_transposing_commutes_for_any_mirror_symmetric_list(size: Size, targets: list[Size]) -> None:
+    buckets = Buckets([*targets, *(target.transposed for target in targets)])
+    if size.height != size.width:
+        assert place(buckets, size.transposed) == transposed(place(buckets, size))
+
+
+@given(st.lists(sizes, min_size=1, max_size=30), lists, st.randoms())
+def test_B06_neither_order_nor_other_images_nor_order_of_the_list_matter(
+    originals: list[Size], targets: list[Size], random: object
+) -> None:
+    alone = [place(Buckets(targets), size) for size in originals]
+    many = place_many(Buckets(reversed(targets)), [s.height for s in originals], [s.width for s in originals])
+    assert [many.one(index) for index in range(len(originals))] == alone
+
+
+def test_brute_force_agrees_on_10_000_images() -> None:
+    random = np.random.default_rng(7)
+    for buckets, count in ((ladder(1024, 64, 3.0), 8_000), (ladder(256, 16, 4.0), 2_000)):
+        height, width = random.integers(1, 40_000, (2, count))
+        many = place_many(buckets, height, width)
+        for index, (h, w) in enumerate(zip(height.tolist(), width.tolist(), strict=True)):
+            wanted = oracle(Size(h, w), buckets)
+            assert (many.target_height[index], many.target_width[index]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "targets", "wanted"),
+    [
+        (Size(100, 200), [Size(1024, 1024), Size(512, 2048)], Size(512, 2048)),
+        (Size(200, 100), [Size(1024, 1024), Size(2048, 512)], Size(2048, 512)),
+        (Size(100, 200), [Size(1024, 1024), Size(256, 1024)], Size(1024, 1024)),
+        (Size(100, 200), [Size(512, 512), Size(512, 2048)], Size(512, 2048)),
+        (Size(200, 100), [Size(512, 512), Size(2048, 512)], Size(2048, 512)),
+        (Size(200, 100), [Size(1024, 1024), Size(1024, 256)], Size(1024, 1024)),
+        (Size(50, 50), [Size(512, 1024), Size(1024, 512)], Size(512, 1024)),
+        (Size(50, 50), [Size(512, 1024), Size(1032, 516)], Size(1032, 516)),
+        (Size(1, 2), [Size(512, 1024), Size(1024, 2048)], Size(1024, 2048)),
+    ],
+)
+def test_ties_go_to_the_larger_area_then_to_the_images_own_orientation(
+    size: Size, targets: list[Size], wanted: Size
+) -> None:
+    assert place(Buckets(targets), size).target_size == wanted
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 32), st.sampled_from([8, 16, 32, 64]), st.floats(1, 4))
+def test_the_ladder_stays_within_budget_step_and_aspect_ratio(multiple: int, step: int, limit: float) -> None:
+    resolution = multiple * step
+    sizes = ladder(resolution, step, limit).sizes
+    assert Size(resolution, resolution) in sizes
+    assert {size.transposed for size in sizes} == set(sizes)
+    for size in sizes:
+        assert size.height % step == size.width % step == 0
+        assert size.height * size.width <= resolution**2
+        assert max(size) <= min(size) * Fraction(limit)
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [(Size(3000, 3072), "1024x1024"), (Size(48, 48), "1024x1024"), (Size(1, 60000), "576x1728")],
+)
+def test_B05_sizes_that_broke_other_ladders(size: Size, bucket: str) -> None:
+    assert place(ladder(1024, 64, 3.0), size).bucket == bucket
+
+
+def test_the_step_64_ladder_keeps_what_was_measured_on_the_population_of_PEERS() -> None:
+    losses, full = [], []
+    for seed in range(20):
+        random = np.random.default_rng(seed)
+        aspect = np.exp(random.uniform(np.log(0.4), np.log(2.5), 500))
+        pixels = np.exp(random.uniform(np.log(0.3e6), np.log(12e6), 500))
+        columns = place_many(ladder(1024, 64, 3.0), np.sqrt(pixels / aspect), np.sqrt(pixels * aspect))
+        counts = np.unique(columns.target_width, return_counts=True)[1]
+        losses.append(columns.crop_loss.mean())
+        full.append((counts // 4 * 4).sum() / 500)
+    assert max(losses) <= 0.0315
+    assert min(full) >= 0.92
+
+
+def test_the_largest_image_and_bucket_stay_within_the_tables_integers() -> None:
+    assert SCHEMAS["aspect_buckets"]["resized_width"] == pl.Int32
+    buckets = Buckets([Size(MAX_BUCKET_EDGE_PX, 1), Size(MAX_BUCKET_EDGE_PX, MAX_BUCKET_EDGE_PX)])
+    assert_sound(place(buckets, Size(1, MAX_IMAGE_EDGE_PX)))
+    assert_sound(place(buckets, Size(MAX_IMAGE_EDGE_PX, MAX_IMAGE_EDGE_PX - 1)))
+
+
+@pytest.mark.parametrize("size", [Size(0, 5), Size(5, 0), Size(-1, 5), Size(5, MAX_IMAGE_EDGE_PX + 1)])
+def test_B05_an_impossible_image_is_a_clear_error(size: Size) -> None:
+    with pytest.raises(BucketError, match=f"{size} pixels has no geometry"):
+        place(ladder(64, 8, 3.0), size)
+
+
+@pytest.mark.parametrize("targets", [[], [Size(0, 8)], [Size(8, MAX_BUCKET_EDGE_PX + 1)]])
+def test_impossible_buckets_are_clear_errors(targets: list[Size]) -> None:
+    with pytest.raises(BucketError):
+        Buckets(targets)
+
+
+@pytest.mark.parametrize(("resolution", "step", "limit"), [(1000, 64, 3.0), (64, 0, 3.0), (64, 8, 0.5)])
+def test_an_impossible_ladder_is_a_clear_error(resolution: int, step: int, limit: float) -> None:
+    with pytest.raises(BucketError):
+        ladder(resolution, step, limit)
+
+
+def test_B03_edges_that_the_model_cannot_divide_are_named() -> None:
+    assert latent_size(Size(576, 1728), 8) == Size(72, 216)
+    assert not_multiples([Size(64, 64), Size(64, 72), Size(72, 64)], 16) == [Size(64, 72), Size(72, 64)]
+    require_multiple([Size(64, 64)], 8)
+    with pytest.raises(BucketError, match="divisible by the model's 64, the first is 100x64"):
+        require_multiple([Size(100, 64)], 64)
+    with pytest.raises(BucketError):
+        latent_size(Size(100, 64), 8)
+
+
+@given(st.lists(sizes, min_size=1, max_size=5))
+def test_columns_say_what_single_images_say(originals: list[Size]) -> None:
+    many = place_many(ladder(64, 8, 3.0), [s.height for s in originals], [s.width for s in originals])
+    for index, _ in enumerate(originals):
+        one = many.one(index)
+        assert many.scale[index] == one.scale
+        assert many.crop_loss[index] == one.crop_loss
+        row = {name: int(column[index]) for name, column in vars(many).items()}
+        assert Geometry.from_row(row) == one

@@ -1,0 +1,145 @@
+"""Encoder, check, sampler and SDXL's conditions ask one function: change it, and all four change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.requests import Entries
+from pipeline.checks.findings import CheckContext
+from pipeline.images.geometry import Placed, Placement, ladder
+from pipeline.models.families import detect
+from pipeline.raw_images.stage import scan
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.tables import Tables
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.stage import sample_prompts
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.vae_latents import checks as vae_latents
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
+
+OTHER = (ladder(96, 16, 2.0),)
+_assign_many = Placement.assign_many
+
+
+def other_geometry(self: Placement, height: Any, width: Any, names: Any = None, focus: Any = None) -> Placed:
+    """Larger targets on a finer ladder, the crop at the top, whatever the recipe says."""
+    return _assign_many(replace(self, sets=OTHER, crop="top"), height, width, names, focus)
+
+
+@dataclass
+class Seen:
+    """What the four see of the geometry, each by sample."""
+
+    latents: dict[str, tuple[str, tuple[int, ...]]]
+    failing_checks: set[str]
+    batches: set[frozenset[str]]
+    time_ids: dict[str, tuple[float, ...]]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, photos: Path, tiny_sdxl: Path) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": photos}],
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "output",
+        "model": {"base": str(tiny_sdxl)},
+        "buckets": {"resolution": 64, "step": 64},
+        "training": {"steps": 5, "batch_size": 4, "gradient_accumulation": 1, "seed": 1},
+    }
+    return recipe_from_mapping("one", values)
+
+
+def cached(recipe: Recipe, launch: Any) -> Seen:
+    """Everything up to the first step, as the job does it, with real entries."""
+    tables = Tables(recipe.output_dir)
+
+    def keep(asset: str, result: Any) -> Any:
+        tables.write(asset, result.table)
+        tables.write_rejected(asset, result.rejected)
+        return result.table
+
+    raw = keep("raw_images", scan(recipe, tables, log=str))
+    valid = keep("validated_dataset", validate(recipe, raw, tables, log=str))
+    buckets = keep("aspect_buckets", assign_buckets(recipe, valid, log=str))
+    latents = keep("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=str))
+    text = keep("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=str))
+    entries = Entries(recipe)
+    inputs = training_inputs(recipe, entries, latents, text)
+    prompts = sample_prompts(recipe, entries, inputs)
+    order = TrainingOrder(recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), prompts)
+    return Seen(
+        latents={row["sample_id"]: _stored(entries, row) for row in latents.to_dicts()},
+        failing_checks=failing(recipe),
+        batches={
+            frozenset(slot.sample_id for slot in share)
+            for step in order.plan()
+            for micro in step.micro_batches
+            for share in micro
+        },
+        time_ids=_time_ids(order),
+    )
+
+
+def _stored(entries: Entries, row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    stored = entries.store.read_torch(entries.latent(row))["latent"]
+    return row["key"], tuple(stored.shape)
+
+
+def failing(recipe: Recipe) -> set[str]:
+    """Names of the closed gates of vae_latents over the tables as they are."""
+    found = vae_latents.run(CheckContext(recipe, Tables(recipe.output_dir)))
+    return {finding.name for finding in found if not finding.passed}
+
+
+def _time_ids(order: TrainingOrder) -> dict[str, tuple[float, ...]]:
+    """What SDXL's denoiser itself is told of each sample's size and crop."""
+    family = detect(order.base)
+    denoiser = family.load_denoiser("float32", "cpu")
+    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    told: dict[str, tuple[float, ...]] = {}
+    calls: list[torch.Tensor] = []
+    denoiser.register_forward_pre_hook(
+        lambda _, __, kwargs: calls.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
+    )
+    for step in order.plan():
+        for micro in step.micro_batches:
+            made = maker.make(step.step, micro[0])
+            with torch.no_grad():
+                family.predict(denoiser, made.latent, made.timesteps, made.conditions)
+            told |= dict(zip(made.sample_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
+    return told
+
+
+def test_L03_one_function_answers_encoder_check_sampler_and_conditions(
+    recipe: Recipe, launch_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = cached(recipe, launch_here)
+    assert before.failing_checks == set()
+    assert failing(recipe) == set()
+
+    monkeypatch.setattr(Placement, "assign_many", other_geometry)
+    assert "shape_uniformity" in failing(recipe), "the check does not ask the geometry"
+    after = cached(recipe, launch_here)
+    assert after.failing_checks == set()
+
+    assert before.latents.keys() == after.latents.keys() == after.time_ids.keys()
+    for sample, (key, shape) in after.latents.items():
+        assert key != before.latents[sample][0]
+        assert shape != before.latents[sample][1]
+        assert after.time_ids[sample][:2] == before.time_ids[sample][:2], "the original size has not changed"
+        assert after.time_ids[sample][4:] == tuple(8.0 * edge for edge in shape[1:])
+        assert after.time_ids[sample][2] == 0.0, "the crop lies at the top"
+    assert any(ids[2] > 0 for ids in before.time_ids.values()), "no sample can show where the crop lies"
+    assert after.batches != before.batches
+
+    monkeypatch.undo()
+    assert "shape_uniformity" in failing(recipe)

@@ -1,0 +1,221 @@
+"""The rules of placement: several resolutions, limits to enlarging, and where the crop lies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.images.geometry import Crop, Geometry, Placement, Size, ladder
+from pipeline.images.geometry.placement import CropRule, SmallRule
+
+edges = st.integers(1, 40_000)
+sizes = st.builds(Size, edges, edges)
+resolutions = st.lists(st.sampled_from([256, 512, 768, 1024]), min_size=1, max_size=3, unique=True)
+limits = st.one_of(st.none(), st.sampled_from([Fraction(1), Fraction(3, 2), Fraction(7, 3)]))
+ratios = st.sampled_from([1.0, 1.5, 2.0, 3.0, 4.25])
+
+
+def rules(
+    areas: list[int],
+    limit: Fraction | None,
+    ratio: float,
+    small: SmallRule = "own_bucket",
+    crop: CropRule = "centre",
+) -> Placement:
+    sets = tuple(ladder(each, 64, ratio) for each in sorted(areas))
+    return Placement(sets, limit, small, crop, crop_seed=3, step=64, max_aspect_ratio=Fraction(ratio))
+
+
+placements = st.builds(
+    rules, resolutions, limits, ratios, st.sampled_from(["own_bucket", "reject"]), st.just("centre")
+)
+
+
+def enlarged(size: Size, target: Size) -> Fraction:
+    return max(Fraction(target.height, size.height), Fraction(target.width, size.width))
+
+
+@given(sizes, resolutions, limits, ratios)
+def test_an_image_goes_to_the_largest_resolution_that_it_fills(
+    size: Size, areas: list[int], limit: Fraction | None, ratio: float
+) -> None:
+    """An independent rule: look at the nearest bucket of each resolution, from the largest down."""
+    nearest = []
+    for each in sorted(areas, reverse=True):
+        geometry = Placement((ladder(each, 64, ratio),)).assign(size)
+        assert geometry is not None
+        nearest.append(geometry.target_size)
+    most = limit or Fraction(1)
+    filled = [target for target in nearest if enlarged(size, target) <= most]
+    found = rules(areas, limit, ratio, small="reject").assign(size)
+    if filled:
+        assert found is not None
+        assert found.target_size == filled[0]
+    elif limit is None:
+        assert found is not None
+        assert found.target_size == nearest[-1]
+    else:
+        assert found is None
+
+
+@given(sizes, resolutions, st.sampled_from([Fraction(1), Fraction(3, 2)]), ratios)
+def test_no_image_is_enlarged_more_than_the_limit(
+    size: Size, areas: list[int], limit: Fraction, ratio: float
+) -> None:
+    geometry = rules(areas, limit, ratio).assign(size)
+    if geometry is None:
+        assert min(size) * limit < 64, "only what is smaller than a step has no bucket of its own"
+        return
+    target = geometry.target_size
+    assert enlarged(size, target) <= limit
+    assert target.height % 64 == target.width % 64 == 0
+    assert max(target) <= min(target) * Fraction(ratio)
+
+
+@given(sizes, resolutions, st.sampled_from([Fraction(1), Fraction(3, 2)]), ratios)
+def test_a_bucket_of_its_own_holds_as_much_of_a_small_image_as_steps_and_shape_allow(
+    size: Size, areas: list[int], limit: Fraction, ratio: float
+) -> None:
+    if rules(areas, limit, ratio, small="reject").assign(size) is not None:
+        return
+    geometry = rules(areas, limit, ratio).assign(size)
+    if geometry is None:
+        return
+    target = geometry.target_size
+    for grown in (Size(target.height + 64, target.width), Size(target.height, target.width + 64)):
+        too_long = max(grown) > min(grown) * Fraction(ratio)
+        assert too_long or enlarged(size, grown) > limit
+
+
+@given(sizes, placements)
+def test_B06_transposing_an_image_transposes_its_placement(size: Size, placement: Placement) -> None:
+    if size.height == size.width:
+        return
+    here, there = placement.assign(size), placement.assign(size.transposed)
+    if here is None or there is None:
+        assert here is there
+        return
+    crop = here.crop
+    assert there == Geometry(
+        here.original_size.transposed,
+        here.resized_size.transposed,
+        Crop(crop.left, crop.top, crop.width, crop.height),
+    )
+
+
+@given(st.lists(sizes, min_size=1, max_size=20), placements, st.sampled_from(["centre", "top", "random"]))
+def test_B06_other_images_do_not_matter(originals: list[Size], placement: Placement, crop: CropRule) -> None:
+    chosen = Placement(placement.sets, placement.upscale_limit, placement.small, crop, 5, 64)
+    names = [f"photos/{index}.jpg" for index in range(len(originals))]
+    many = chosen.assign_many([s.height for s in originals], [s.width for s in originals], names)
+    for index, size in enumerate(originals):
+        alone = chosen.assign(size, names[index])
+        assert many.too_small[index] == (alone is None)
+        assert alone is None or many.columns.one(index) == alone
+
+
+@given(sizes, st.text(max_size=20), st.integers(0, 2**63 - 1))
+def test_a_random_crop_lies_inside_and_is_the_same_each_time(size: Size, name: str, seed: int) -> None:
+    placement = Placement((ladder(512, 64, 3.0),), crop="random", crop_seed=seed)
+    geometry = placement.assign(size, name)
+    assert geometry is not None
+    assert geometry == placement.assign(size, name)
+    assert 0 <= geometry.crop.top <= geometry.resized_size.height - geometry.crop.height
+    assert 0 <= geometry.crop.left <= geometry.resized_size.width - geometry.crop.width
+
+
+def test_random_crops_use_every_place_alike_and_another_seed_other_places() -> None:
+    """A bucket of 64x64 and images resized to 67x64: four places, 4,000 names."""
+    names = [f"photos/{index}.jpg" for index in range(4000)]
+    placement = Placement((ladder(64, 64, 1.0),), crop="random")
+    tops = placement.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top
+    # Each place is drawn 1,000 times with a deviation of 27; 200 is beyond seven of them.
+    assert all(abs(count - 1000) < 200 for count in np.bincount(tops, minlength=4))
+    assert np.bincount(tops).size == 4
+    other = Placement((ladder(64, 64, 1.0),), crop="random", crop_seed=1)
+    assert (other.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top != tops).any()
+
+
+def test_a_top_crop_keeps_the_upper_part_and_the_middle_of_the_sides() -> None:
+    placement = Placement((ladder(64, 64, 1.0),), crop="top")
+    tall, wide = placement.assign(Size(100, 64)), placement.assign(Size(64, 100))
+    assert tall is not None
+    assert wide is not None
+    assert (tall.crop.top, tall.crop.left) == (0, 0)
+    assert (wide.crop.top, wide.crop.left) == (0, 18)
+
+
+@pytest.mark.parametrize(
+    ("size", "bucket"),
+    [
+        (Size(300, 300), "256x256"),
+        (Size(512, 512), "512x512"),
+        (Size(500, 500), "256x256"),
+        (Size(2000, 3000), "832x1216"),
+        (Size(100, 100), "256x256"),
+    ],
+)
+def test_several_resolutions_by_example(size: Size, bucket: str) -> None:
+    sets = tuple(ladder(each, 64, 3.0) for each in (256, 512, 1024))
+    geometry = Placement(sets).assign(size)
+    assert geometry is not None
+    assert geometry.bucket == bucket
+
+
+@given(st.lists(sizes, min_size=1, max_size=10), resolutions, limits, ratios)
+def test_with_each_an_image_is_a_sample_of_every_resolution_that_it_fills(
+    originals: list[Size], areas: list[int], limit: Fraction | None, ratio: float
+) -> None:
+    """Asked of one resolution after the other; what fills none is placed as without `each`."""
+    best = rules(areas, limit, ratio)
+    placed = replace(best, per_image="each").assign_many(*zip(*originals, strict=True))
+    assert list(placed.image) == sorted(placed.image)
+    for index, size in enumerate(originals):
+        rows = np.flatnonzero(placed.image == index)
+        found = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
+        alone = [rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)]
+        filled = list(dict.fromkeys(each for each in alone if each is not None))
+        assert found == (filled or [best.assign(size)])
+
+
+@given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
+def test_a_focus_is_as_near_to_the_middle_of_the_crop_as_the_image_allows(
+    size: Size, placement: Placement, down: float, across: float
+) -> None:
+    placed = replace(placement, crop="focus").assign_many(
+        [size.height], [size.width], None, ([down], [across])
+    )
+    geometry = placed.columns.one(0)
+    crop, resized = geometry.crop, geometry.resized_size
+    for share, begins, length, whole in (
+        (down, crop.top, crop.height, resized.height),
+        (across, crop.left, crop.width, resized.width),
+    ):
+        possible = {0, whole - length, begins - 1, begins + 1} & set(range(whole - length + 1))
+        off = abs(begins + length / 2 - share * whole)
+        assert all(off <= abs(other + length / 2 - share * whole) + 1 for other in possible)
+
+
+@given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
+def test_B06_a_turned_image_with_a_turned_focus_has_the_turned_crop(
+    size: Size, placement: Placement, down: float, across: float
+) -> None:
+    if size.height == size.width:
+        return
+    focused = replace(placement, crop="focus")
+    here = focused.assign_many([size.height], [size.width], None, ([down], [across])).columns.one(0)
+    there = focused.assign_many([size.width], [size.height], None, ([across], [down])).columns.one(0)
+    assert there.crop == Crop(here.crop.left, here.crop.top, here.crop.width, here.crop.height)
+
+
+@given(sizes, placements)
+def test_the_focus_of_an_image_without_one_is_its_middle(size: Size, placement: Placement) -> None:
+    middle = placement.assign(size)
+    assert replace(placement, crop="focus").assign(size) == middle
+    halves = replace(placement, crop="focus").assign_many([size.height], [size.width], None, ([0.5], [0.5]))
+    assert halves.too_small[0] if middle is None else halves.columns.one(0) == middle

@@ -1,0 +1,165 @@
+"""Every way to store a colour, against arithmetic of the test's own."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from PIL import Image, ImageCms
+
+from pipeline.images.colour import to_srgb
+from pipeline.images.decode import decode, read_header
+from pipeline.images.formats import ImageError
+from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
+from tests.profiles import (
+    DISPLAY_P3,
+    SRGB,
+    gamma_curve,
+    matrix_profile,
+    srgb_curve,
+    srgb_encoded,
+    srgb_of_p3,
+)
+
+
+@pytest.mark.parametrize("mode", ["L", "P", "1", "YCbCr", "CMYK", "LA", "RGBA"])
+def test_I11_modes_become_rgb(mode: str) -> None:
+    data = saved(Image.fromarray(pattern()).convert(mode), "TIFF" if mode in {"YCbCr", "CMYK"} else "PNG")
+    with Image.open(io.BytesIO(data)) as opened:
+        wanted = np.asarray(opened.convert("RGB")).astype(np.int64)
+    assert (decoded(data) == wanted).all()
+
+
+@pytest.mark.parametrize("mode", ["PA", "RGBa", "La", "HSV", "LAB"])
+def test_I11_modes_that_few_files_have_become_rgb(mode: str) -> None:
+    if mode == "LAB":
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        grey = Image.fromarray(pattern()).convert("L").convert("RGB")
+        image = ImageCms.profileToProfile(grey, srgb, lab, outputMode="LAB")
+        assert image is not None
+    else:
+        through = {"PA": "P", "RGBa": "RGBA", "La": "LA"}.get(mode, "RGB")
+        image = Image.fromarray(pattern()).convert(through).convert(mode)
+        grey = image.convert({"La": "LA", "RGBa": "RGBA"}.get(mode, "RGB")).convert("RGB")
+    pixels = np.asarray(to_srgb(image, WHITE)).astype(np.int64)
+    assert np.abs(pixels - np.asarray(grey)).max() <= 3
+
+
+def test_I11_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
+    levels = np.linspace(0, 65535, 960).astype(np.uint16).reshape(24, 40)
+    wanted = np.floor(levels.astype(np.float64) / 257 + 0.5)
+    for kind in ("PNG", "TIFF"):
+        pixels = decoded(saved(Image.fromarray(levels), kind))
+        assert (pixels == wanted[..., None]).all()
+
+
+@pytest.mark.parametrize(
+    ("levels", "white"),
+    [
+        (np.linspace(0, 1, 960, dtype=np.float32), 1.0),
+        (np.linspace(0.25, 255, 960, dtype=np.float32), 1.0),
+        (np.linspace(0, 65535, 960).astype(np.int32), 65535.0),
+        (np.linspace(0, 2**31 - 1, 960).astype(np.int32), 2.0**31 - 1),
+    ],
+)
+def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32], white: float) -> None:
+    white = 255.0 if levels.max() == 255 else white
+    pixels = decoded(saved(Image.fromarray(levels.reshape(24, 40)), "TIFF"))
+    wanted = np.floor(levels.astype(np.float64).reshape(24, 40) / white * 255 + 0.5)
+    assert (pixels[..., 0] == wanted).all()
+
+
+def test_I11_levels_that_are_no_numbers_are_refused() -> None:
+    levels = np.full((4, 4), np.nan, dtype=np.float32)
+    with pytest.raises(ImageError, match="not finite"):
+        decode(saved(Image.fromarray(levels), "TIFF"), WHITE)
+
+
+def blended(colours: Pixels, alpha: npt.NDArray[np.float64], background: tuple[int, int, int]) -> Pixels:
+    share = alpha[..., None] / 255
+    return (colours * share + np.array(background) * (1 - share)).round().astype(np.uint8)
+
+
+def test_I10_transparency_shows_the_background() -> None:
+    alpha = np.tile(np.linspace(0, 255, 40), (24, 1)).round()
+    rgba = np.dstack([pattern(), alpha]).astype(np.uint8)
+    pixels = decoded(saved(Image.fromarray(rgba, "RGBA")), (10, 200, 30))
+    assert np.abs(pixels - blended(pattern(), alpha, (10, 200, 30))).max() <= 1
+    assert (pixels[:, 0] == (10, 200, 30)).all()
+    assert (pixels[:, -1] == pattern()[:, -1]).all()
+
+
+def test_I10_grey_with_alpha_and_transparent_colours_show_the_background() -> None:
+    alpha = np.tile(np.linspace(0, 255, 40), (24, 1)).round()
+    grey = np.dstack([pattern()[..., 0], alpha]).astype(np.uint8)
+    pixels = decoded(saved(Image.fromarray(grey, "LA")), (10, 200, 30))
+    colours = np.repeat(grey[..., :1], 3, axis=-1)
+    assert np.abs(pixels - blended(colours, alpha, (10, 200, 30))).max() <= 1
+
+    keyed = np.zeros((2, 2, 3), np.uint8)
+    keyed[0, 0] = (1, 2, 3)
+    pixels = decoded(saved(Image.fromarray(keyed), transparency=(1, 2, 3)), (10, 200, 30))
+    assert pixels[0, 0].tolist() == [10, 200, 30]
+    assert pixels[1, 1].tolist() == [0, 0, 0]
+
+
+def test_I10_palettes_with_transparency_show_the_background() -> None:
+    image = Image.new("P", (2, 1))
+    image.putpalette([255, 0, 0, 0, 0, 255])
+    image.putdata([0, 1])
+    assert decoded(saved(image, transparency=0), (9, 8, 7)).tolist() == [[[9, 8, 7], [0, 0, 255]]]
+    some = saved(image, transparency=bytes([51, 255]))
+    assert np.abs(decoded(some, (0, 0, 0)) - [[[51, 0, 0], [0, 0, 255]]]).max() <= 1
+
+
+def test_I10_sixteen_bit_grey_with_a_transparent_level() -> None:
+    levels = np.array([[0, 257, 65535]], dtype=np.uint16)
+    pixels = decoded(saved(Image.fromarray(levels), transparency=257), (9, 8, 7))
+    assert pixels.tolist() == [[[0, 0, 0], [9, 8, 7], [255, 255, 255]]]
+
+
+def gamma_profile(gamma: float) -> bytes:
+    return matrix_profile(SRGB, gamma_curve(gamma))
+
+
+def test_I12_a_profile_is_converted_to_srgb_as_the_arithmetic_says() -> None:
+    """Greys of a gamma 1.8 profile: linear light is level ** 1.8, encoded again by the sRGB curve."""
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    data = saved(Image.fromarray(np.dstack([levels] * 3)), icc_profile=gamma_profile(1.8))
+    light = (levels / 255.0) ** (round(1.8 * 256) / 256)
+    assert np.abs(decoded(data) - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
+    assert read_header(data).notes == ("colour_profile",)
+
+
+def test_I12_display_p3_becomes_srgb_as_its_matrix_says() -> None:
+    """An even grid of 9 levels a channel, some outside of sRGB; one level is the converter's rounding."""
+    levels = np.linspace(0, 255, 9).round().astype(np.uint8)
+    grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(9, 81, 3)
+    data = saved(Image.fromarray(grid), icc_profile=matrix_profile(DISPLAY_P3, srgb_curve()))
+    wanted = srgb_of_p3(grid)
+    assert np.abs(decoded(data) - wanted).max() <= 1
+    assert np.abs(grid.astype(int) - wanted).max() > 20, "the two spaces differ"
+
+
+def test_I12_srgb_itself_changes_nothing() -> None:
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    data = saved(Image.fromarray(pattern()), icc_profile=profile)
+    assert (decoded(data) == pattern()).all()
+    assert read_header(data).notes == ()
+
+
+@pytest.mark.parametrize("profile", [b"no profile", b"\0" * 200])
+def test_I12_an_unusable_profile_is_ignored(profile: bytes) -> None:
+    assert (decoded(saved(Image.fromarray(pattern()), icc_profile=profile)) == pattern()).all()
+
+
+def test_I12_an_rgb_profile_fits_grey_images_and_no_cmyk() -> None:
+    profile = gamma_profile(1.8)
+    grey = pattern()[..., 0]
+    colours = decoded(saved(Image.fromarray(np.dstack([grey] * 3)), icc_profile=profile))
+    assert (decoded(saved(Image.fromarray(grey), icc_profile=profile)) == colours).all()
+    assert (colours[12] != grey[12, :, None]).all()
+    inks = Image.fromarray(pattern()).convert("CMYK")
+    assert (decoded(saved(inks, "TIFF", icc_profile=profile)) == np.asarray(inks.convert("RGB"))).all()

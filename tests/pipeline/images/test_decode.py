@@ -1,0 +1,323 @@
+"""Decoding: pixels against expectations made without the decoder, every failure as one error."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import struct
+import zlib
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import skimage
+from PIL import Image, ImageFile
+from PIL.PngImagePlugin import PngInfo
+
+from pipeline.images import formats as image_formats
+from pipeline.images.decode import (
+    decode,
+    hash_bytes,
+    load_pixels,
+    read_header,
+)
+from pipeline.images.formats import ImageError
+from pipeline.images.geometry import Buckets, Geometry, Placement, Size, ladder
+from pipeline.versions import PREPROCESSING_VERSION
+from tests.pipeline.pixels import WHITE, Pixels, decoded, pattern, saved
+
+PHOTOS = Path(skimage.__file__).parent / "data"
+
+# Pillow warns about damaged metadata; here warnings are errors, and an error would be a rejection.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+
+
+def place(buckets: Buckets, size: Size) -> Geometry:
+    geometry = Placement((buckets,)).assign(size)
+    assert geometry is not None
+    return geometry
+
+
+def with_orientation(orientation: int) -> bytes:
+    exif = Image.Exif()
+    exif[274] = orientation
+    return exif.tobytes()
+
+
+def upright(stored: Pixels, orientation: int) -> Pixels:
+    """What the EXIF standard says of the eight values, by array indexing."""
+    turned = {
+        1: stored,
+        2: stored[:, ::-1],
+        3: stored[::-1, ::-1],
+        4: stored[::-1],
+        5: stored.swapaxes(0, 1),
+        6: stored[::-1].swapaxes(0, 1),
+        7: stored[::-1, ::-1].swapaxes(0, 1),
+        8: stored[:, ::-1].swapaxes(0, 1),
+    }
+    return turned[orientation]
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("PNG", {}), ("TIFF", {}), ("WEBP", {"lossless": True}), ("JPEG", {"quality": 100, "subsampling": 0})],
+)
+def test_I09_header_and_pixels_agree_for_all_orientations(
+    kind: str, options: dict[str, object], orientation: int
+) -> None:
+    stored = pattern()
+    data = saved(Image.fromarray(stored), kind, exif=with_orientation(orientation), **options)
+    wanted = upright(stored, orientation)
+    header = read_header(data)
+    pixels = decoded(data)
+    assert header.size == Size(*wanted.shape[:2])
+    assert header.orientation == orientation
+    assert pixels.shape == wanted.shape
+    if kind == "JPEG":
+        assert np.abs(pixels - wanted).mean() < 4
+    else:
+        assert (pixels == wanted).all()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_I09_a_phones_heic_is_upright_by_header_and_by_pixels(orientation: int) -> None:
+    heif = pytest.importorskip("pillow_heif")
+    stored = np.kron(pattern(), np.ones((4, 4, 1), np.uint8))
+    made = heif.from_pillow(Image.fromarray(stored))
+    made.info["exif"] = with_orientation(orientation)
+    file = io.BytesIO()
+    made.save(file, quality=95, chroma=444)
+    wanted = upright(stored, orientation)
+    header, pixels = read_header(file.getvalue()), decoded(file.getvalue())
+    assert (header.format, header.size) == ("HEIF", Size(*wanted.shape[:2]))
+    assert pixels.shape == wanted.shape
+    assert np.abs(pixels - wanted).mean() < 4
+    with pytest.raises(ImageError, match=r"truncated|undecodable"):
+        decode(file.getvalue()[:-200], WHITE)
+
+
+def test_a_missing_plug_in_is_named_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nowhere = {
+        kind: plugin._replace(module="no_such_module") for kind, plugin in image_formats._PLUGINS.items()
+    }
+    monkeypatch.setattr(image_formats, "_PLUGINS", nowhere)
+    image_formats._plugged_in.cache_clear()
+    try:
+        with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as caught:
+            read_header(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
+    finally:
+        image_formats._plugged_in.cache_clear()
+    assert "pip install pillow-heif" in caught.value.fix
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def test_I09_orientation_behind_the_pixels_of_a_png_counts() -> None:
+    stored = pattern()
+    plain = saved(Image.fromarray(stored))
+    end = plain.index(b"IEND") - 4
+    late = plain[:end] + chunk(b"eXIf", with_orientation(6).removeprefix(b"Exif\0\0")) + plain[end:]
+    assert read_header(late).size == Size(40, 24)
+    assert (decoded(late) == upright(stored, 6)).all()
+
+
+def test_I09_orientation_in_xmp_counts() -> None:
+    info = PngInfo()
+    info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="8"/>')
+    data = saved(Image.fromarray(pattern()), pnginfo=info)
+    assert read_header(data).size == Size(40, 24)
+    assert (decoded(data) == upright(pattern(), 8)).all()
+
+
+def test_damaged_exif_does_not_cost_the_photograph() -> None:
+    data = saved(Image.fromarray(pattern()), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
+    assert read_header(data).orientation == 1
+    assert (decoded(data) == pattern()).all()
+
+
+def test_I13_the_first_frame_of_an_animation_is_taken() -> None:
+    frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
+    for kind in ("GIF", "WEBP", "PNG", "TIFF"):
+        options = {"lossless": True} if kind == "WEBP" else {}
+        data = saved(frames[0], kind, save_all=True, append_images=frames[1:], **options)
+        assert (decoded(data) == (255, 0, 0)).all(), kind
+        assert read_header(data).notes == ("animated",), kind
+
+
+def test_I03_the_first_bytes_decide() -> None:
+    assert read_header(saved(Image.fromarray(pattern()), "BMP")).format == "BMP"
+    assert read_header((PHOTOS / "rocket.jpg").read_bytes()).format == "JPEG"
+
+
+REFUSED = {
+    "empty_file": b"",
+    "not_an_image": b"hello, world: this is some text",
+    "plugin_missing": b"\xff\x0a" + bytes(40),
+    "undecodable": b"\x89PNG\r\n\x1a\n" + b"\xff" * 50,
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_I04_files_that_are_no_images_are_refused_with_their_reason(tmp_path: Path, reason: str) -> None:
+    path = tmp_path / "x.jpg"
+    path.write_bytes(REFUSED[reason])
+    for call in (lambda: read_header(path), lambda: decode(path, WHITE)):
+        with pytest.raises(ImageError) as caught:
+            call()
+        assert caught.value.reason == reason
+        assert caught.value.where == str(path)
+        assert caught.value.detail
+        assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("start", "word"),
+    [(b"<!DOCTYPE html><html>", "web page"), (b"\0" * 64, "zeros"), (b"\xff\x0a1234", "jxl")],
+)
+def test_what_a_file_is_instead_is_said(start: bytes, word: str) -> None:
+    with pytest.raises(ImageError, match=word):
+        read_header(start)
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
+def test_I01_truncated_files_are_found_by_decoding(kind: str) -> None:
+    with Image.open(PHOTOS / "chelsea.png") as photo:
+        data = saved(photo, kind)
+    with pytest.raises(ImageError) as caught:
+        decode(data[: len(data) * 2 // 3], WHITE)
+    assert caught.value.reason in {"truncated", "undecodable"}
+
+
+def test_I02_random_damage_raises_nothing_but_image_errors() -> None:
+    random = np.random.default_rng(3)
+    small = Image.fromarray(pattern())
+    for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF"):
+        whole = np.frombuffer(saved(small, kind, exif=with_orientation(6)), np.uint8)
+        for _ in range(60):
+            data = whole.copy()
+            data[random.integers(0, len(data), 4)] = random.integers(0, 256, 4)
+            with suppress(ImageError):
+                header = read_header(data.tobytes())
+                pixels = decode(data.tobytes(), WHITE)
+                assert Size(pixels.height, pixels.width) == header.size
+
+
+def test_I05_truncated_images_are_never_allowed() -> None:
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES
+    sources = Path(__file__).parents[3] / "pipeline"
+    setting = "LOAD_TRUNCATED_IMAGES ="
+    assert not [file for file in sources.rglob("*.py") if setting in file.read_text(encoding="utf-8")]
+
+
+def test_I14_a_bomb_is_refused_by_its_header() -> None:
+    head = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
+    bomb = (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    )
+    with pytest.raises(ImageError, match=r"2,500,000,000 pixels") as caught:
+        read_header(bomb)
+    assert caught.value.reason == "too_large"
+    with pytest.raises(ImageError, match="limit is 100"):
+        decode(saved(Image.fromarray(pattern())), WHITE, max_px=100)
+    with pytest.raises(ImageError, match="longer than 65,535"):
+        read_header(saved(Image.new("1", (65_536, 1))))
+
+
+def test_I15_a_huge_text_chunk_is_no_crash() -> None:
+    plain = saved(Image.fromarray(pattern()))
+    bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"x" * 80_000_000))
+    data = plain[:33] + bomb + plain[33:]
+    with pytest.raises(ImageError) as caught:
+        read_header(data)
+    assert caught.value.reason == "undecodable"
+
+
+def test_I20_a_file_that_went_or_changed_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.png"
+    data = saved(Image.fromarray(pattern()))
+    geometry = place(ladder(16, 8, 2.0), Size(24, 40))
+    with pytest.raises(ImageError) as caught:
+        load_pixels(path, geometry, WHITE, content_hash=hash_bytes(data))
+    assert caught.value.reason == "vanished"
+    path.write_bytes(data)
+    with pytest.raises(ImageError) as caught:
+        load_pixels(path, geometry, WHITE, content_hash=hash_bytes(b"another"))
+    assert caught.value.reason == "changed"
+    wrong = place(ladder(16, 8, 2.0), Size(24, 41))
+    with pytest.raises(ImageError) as caught:
+        load_pixels(path, wrong, WHITE, content_hash=hash_bytes(data))
+    assert caught.value.reason == "size_disagrees"
+
+
+@pytest.mark.parametrize("photo", ["chelsea.png", "rocket.jpg"])
+@pytest.mark.parametrize(("resolution", "step"), [(256, 64), (96, 8), (512, 64)])
+def test_B04_the_crop_of_the_source_is_what_resizing_all_and_cropping_gives(
+    photo: str, resolution: int, step: int
+) -> None:
+    path = PHOTOS / photo
+    whole = decode(path, WHITE)
+    geometry = place(ladder(resolution, step, 3.0), Size(whole.height, whole.width))
+    resized = whole.resize(
+        (geometry.resized_size.width, geometry.resized_size.height), Image.Resampling.BICUBIC
+    )
+    top, left, height, width = geometry.crop
+    wanted = np.asarray(resized)[top : top + height, left : left + width].astype(int)
+    pixels = load_pixels(path, geometry, WHITE, content_hash=hash_bytes(path.read_bytes()))
+    assert pixels.shape == (*geometry.target_size, 3)
+    assert pixels.dtype == np.uint8
+    assert np.abs(pixels - wanted).max() <= 1
+
+
+def test_I26_a_strip_is_resized_within_bounded_memory(tmp_path: Path) -> None:
+    """Covering 60000x1 whole at 576 px would take 34,560,000x576 pixels, 60 GB."""
+    path = tmp_path / "strip.png"
+    path.write_bytes(saved(Image.new("RGB", (60_000, 1), (1, 2, 3))))
+    geometry = place(ladder(1024, 64, 3.0), Size(1, 60_000))
+    pixels = load_pixels(path, geometry, WHITE, content_hash=hash_bytes(path.read_bytes()))
+    assert pixels.shape == (576, 1728, 3)
+    assert (pixels == (1, 2, 3)).all()
+
+
+GOLDEN = {1: "90b817bb7c23085d1869be82a40deebcd61e1eda163a077ae0d9123954aac288"}
+
+
+def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None:
+    """If this fails, the same file gives other pixels: raise PREPROCESSING_VERSION and add its digest."""
+    digest = hashlib.sha256()
+    alpha = np.dstack([pattern(48, 80), pattern(48, 80)[..., 0]])
+    levels = pattern(48, 80)[..., 0].astype(np.uint16) * 211
+    images = [Image.fromarray(pattern(48, 80)), Image.fromarray(alpha), Image.fromarray(levels)]
+    for index, image in enumerate(images):
+        path = tmp_path / f"{index}.png"
+        path.write_bytes(saved(image, exif=with_orientation(index + 5)))
+        for resolution in (32, 160):
+            geometry: Geometry = place(ladder(resolution, 8, 2.0), Size(80, 48))
+            content_hash = hash_bytes(path.read_bytes())
+            digest.update(load_pixels(path, geometry, (200, 100, 0), content_hash=content_hash).tobytes())
+    assert digest.hexdigest() == GOLDEN[PREPROCESSING_VERSION]
+
+
+def test_the_error_survives_a_process_boundary() -> None:
+    error = ImageError("truncated", "half of it", where="a.jpg", fix="copy it again")
+    back = pickle.loads(pickle.dumps(error))
+    assert (back.reason, back.detail, back.where, back.fix) == (
+        "truncated",
+        "half of it",
+        "a.jpg",
+        "copy it again",
+    )
+    assert str(back) == str(error)
+
+
+def test_I21_a_folder_named_like_an_image_is_unreadable(tmp_path: Path) -> None:
+    with pytest.raises(ImageError) as caught:
+        decode(tmp_path, WHITE)
+    assert caught.value.reason == "unreadable"

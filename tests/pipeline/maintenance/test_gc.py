@@ -1,0 +1,166 @@
+"""latentline gc: what nobody needs, and never anything else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.requests import Entries
+from pipeline.cache.users import forget, register
+from pipeline.errors import StoreError, TableError
+from pipeline.maintenance.gc import delete, survey
+from pipeline.storage.atomic import temp_name
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
+from tests.pipeline.cached_job import Job
+
+OLD_S = 1_000_000_000
+
+
+def age(job: Job) -> None:
+    """Every file of the cache becomes old."""
+    for path in job.recipe.cache_dir.rglob("*"):
+        os.utime(path, (OLD_S, OLD_S))
+
+
+def entries(job: Job) -> set[Path]:
+    return set(job.recipe.cache_dir.rglob("*.safetensors"))
+
+
+def places(job: Job, *paths: Path) -> set[str]:
+    """As a survey names them."""
+    return {path.relative_to(job.recipe.cache_dir).as_posix() for path in paths}
+
+
+def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
+    """An image and its caption go, and the job runs again; its two entries."""
+    gone = job.entry("vae_latents", f"photos/{name}.png"), job.entry("text_embeddings", f"photos/{name}.png")
+    for suffix in (".png", ".txt"):
+        (job.recipe.datasets[0].path / f"{name}{suffix}").unlink()
+    job.run()
+    return gone
+
+
+def test_a_cache_in_use_has_no_orphans_however_old(job: Job) -> None:
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    assert (found.entries, found.orphans, found.young, found.foreign) == (len(entries(job)), {}, 0, [])
+    assert found.entry_bytes == sum(path.stat().st_size for path in entries(job))
+    assert [user.output_dir for user in found.users] == [job.recipe.output_dir]
+    assert delete(job.recipe.cache_dir, found) == (0, 0)
+
+
+def test_L13_what_a_removed_sample_needed_is_an_orphan_after_the_grace_period(job: Job) -> None:
+    gone = drop_sample(job)
+    assert survey(job.recipe.cache_dir).young == 2, "within the grace period they are kept"
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    assert set(found.orphans) == places(job, *gone)
+    before = entries(job)
+    assert delete(job.recipe.cache_dir, found) == (2, sum(found.orphans.values()))
+    assert entries(job) == before - set(gone)
+    assert job.failing("vae_latents") == job.failing("text_embeddings") == {}
+
+
+def test_L13_the_empty_caption_and_sample_prompts_are_needed_without_a_row(job: Job) -> None:
+    named = {*job.tables.read("vae_latents")["key"], *job.tables.read("text_embeddings")["key"]}
+    without_row = {path for path in entries(job) if path.stem not in named}
+    assert without_row, "there is no entry without a row"
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_an_entry_that_another_project_needs_is_no_orphan(job: Job, tmp_path: Path) -> None:
+    latent, _ = drop_sample(job)
+    register(job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem])
+    age(job)
+    assert not places(job, latent) & set(survey(job.recipe.cache_dir).orphans)
+    forget(job.recipe.cache_dir, tmp_path / "elsewhere")
+    assert places(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
+
+
+def test_L13_an_output_folder_that_is_gone_or_not_mounted_still_counts(job: Job) -> None:
+    shutil.rmtree(job.recipe.output_dir)
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_a_table_is_believed_beside_the_registration(job: Job) -> None:
+    """A job that is running has registered other keys; its last tables still stand."""
+    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+
+
+def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_not(job: Job) -> None:
+    tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
+    entries = Entries(job.recipe)
+    inputs = training_inputs(job.recipe, entries, *tables)
+    order = TrainingOrder(job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text(""), ())
+    order.write()
+    run = order.folder
+    latent, text = drop_sample(job)
+    age(job)
+    assert survey(job.recipe.cache_dir).orphans == {}
+    (run / "finished.json").write_text("{}")
+    assert set(survey(job.recipe.cache_dir).orphans) == places(job, latent, text)
+
+
+def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> None:
+    latent, text = drop_sample(job)
+    age(job)
+    found = survey(job.recipe.cache_dir)
+    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[latent.stem])
+    assert delete(job.recipe.cache_dir, found)[0] == 1
+    assert latent.exists()
+    assert not text.exists()
+
+
+def test_I27_leftovers_of_writers_go_and_foreign_files_stay(job: Job) -> None:
+    root = job.recipe.cache_dir
+    leftovers = {folder / temp_name() for folder in (root, root / "outputs", root / "latents" / "ab")}
+    foreign = {
+        root / "render.tmp",
+        root / "latents" / "mine.tmp",
+        root / "latents" / "ab" / ".12-cd.tmp",
+        root / "text" / temp_name(),
+        root / "outputs" / "mine.tmp",
+        root / "photos" / temp_name(),
+        root / "photos" / "of mine.tmp",
+        root / "latents" / "mine.npz",
+        root / "notes.txt",
+        root / "photos" / "a.safetensors",
+    }
+    misplaced = root / "latents" / "zz" / ("0" * 64 + ".safetensors")
+    for path in leftovers | foreign | {misplaced}:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"123")
+    young = survey(root)
+    assert young.leftovers == {}, "a writer may be at work on them"
+    age(job)
+    found = survey(root)
+    assert set(found.leftovers) == places(job, *leftovers)
+    assert set(found.foreign) == places(job, *foreign, misplaced)
+    assert delete(root, found) == (len(leftovers), 3 * len(leftovers))
+    assert all(path.exists() for path in foreign | {misplaced})
+
+
+def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(job: Job) -> None:
+    age(job)
+    table = job.tables.path("vae_latents")
+    raw = table.read_bytes()
+    table.write_bytes(b"torn")
+    with pytest.raises(TableError, match="nobody knows"):
+        survey(job.recipe.cache_dir)
+    table.write_bytes(raw)
+    (path,) = (job.recipe.cache_dir / "outputs").glob("*.json")
+    path.write_text("torn")
+    with pytest.raises(StoreError, match="registration"):
+        survey(job.recipe.cache_dir)
+
+
+def test_an_empty_or_missing_cache_holds_nothing(tmp_path: Path) -> None:
+    assert survey(tmp_path / "none").entries == 0

@@ -1,0 +1,229 @@
+"""latentline plan: what it says is what the job then does."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.maintenance.plan import Forecast, forecast
+from pipeline.raw_images.stage import scan
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
+from tests.pipeline.cached_job import Job, recipe_of
+
+
+def plan(job: Job) -> Forecast:
+    return forecast(job.recipe, job.tables, log=str)
+
+
+def reasons(found: Forecast) -> dict[str, dict[str, list[str]]]:
+    return {"latents": dict(found.latents.reasons), "text": dict(found.text.reasons)}
+
+
+def run(job: Job) -> dict[str, dict[str, int]]:
+    """The whole cache job; what its two cache stages counted."""
+    raw = job.keep("raw_images", scan(job.recipe, job.tables, log=str)).table
+    valid = job.keep("validated_dataset", validate(job.recipe, raw, job.tables, log=str)).table
+    buckets = job.keep("aspect_buckets", assign_buckets(job.recipe, valid, log=str)).table
+    launch: dict[str, Any] = {"launch": job.launch, "log": str}
+    made = {
+        "latents": job.keep("vae_latents", cache_latents(job.recipe, buckets, job.tables, **launch)),
+        "text": job.keep("text_embeddings", cache_text(job.recipe, valid, job.tables, **launch)),
+    }
+    counters = ("encoded", "reused", "damaged")
+    return {kind: {name: result.report[name] for name in counters} for kind, result in made.items()}
+
+
+def agree(job: Job) -> Forecast:
+    """What is said, after the job has done just that."""
+    said = plan(job)
+    done = run(job)
+    for kind, expected in (("latents", said.latents), ("text", said.text)):
+        assert done[kind]["encoded"] == expected.to_make
+        assert done[kind]["reused"] == expected.there
+    assert plan(job).latents.to_make == plan(job).text.to_make == 0
+    return said
+
+
+def photo(job: Job, name: str = "cat.png") -> Path:
+    return job.recipe.datasets[0].path / name
+
+
+def edit(job: Job, name: str = "cat.png") -> None:
+    with Image.open(photo(job, name)) as image:
+        flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    flipped.save(photo(job, name))
+
+
+def add(job: Job) -> None:
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (90, 70, 3), dtype=np.uint8)).save(
+        photo(job, "new.png")
+    )
+    photo(job, "new.txt").write_text("something new")
+
+
+def rename(job: Job, stem: str = "cat") -> None:
+    for suffix in ("png", "txt"):
+        photo(job, f"{stem}.{suffix}").rename(photo(job, f"renamed.{suffix}"))
+
+
+def move(job: Job, stem: str = "cat") -> None:
+    photo(job, "below").mkdir()
+    for suffix in ("png", "txt"):
+        photo(job, f"{stem}.{suffix}").rename(photo(job, f"below/{stem}.{suffix}"))
+
+
+def remove(job: Job) -> None:
+    photo(job).unlink()
+    photo(job, "cat.txt").unlink()
+
+
+def recaption(job: Job) -> None:
+    photo(job, "cat.txt").write_text("another caption")
+
+
+def other_buckets(job: Job) -> None:
+    job.recipe = recipe_of(
+        photo(job).parents[1], job.recipe.model.base, buckets={"resolution": 48, "step": 16}
+    )
+
+
+def other_dtype(job: Job) -> None:
+    job.recipe = recipe_of(photo(job).parents[1], job.recipe.model.base, latents={"dtype": "float32"})
+
+
+def other_vae(job: Job) -> None:
+    folder = photo(job).parents[1] / "other model"
+    shutil.copytree(job.recipe.model.base, folder)
+    config = folder / "vae" / "config.json"
+    config.write_text(config.read_text().replace('"scaling_factor": 0.18215', '"scaling_factor": 0.2'))
+    job.recipe = recipe_of(photo(job).parents[1], folder)
+
+
+def damage(job: Job) -> None:
+    job.entry("vae_latents").write_bytes(b"torn")
+
+
+def lose(job: Job) -> None:
+    job.entry("text_embeddings").unlink()
+
+
+CAT, ALL = (
+    ["photos/cat.png"],
+    [f"photos/{name}.png" for name in ("astronaut", "camera", "cat", "coffee", "rocket")],
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "latents", "text"),
+    [
+        (add, {"new image": ["photos/new.png"]}, {"new caption": ["photos/new.png"]}),
+        (edit, {"image changed": CAT}, {}),
+        (remove, {}, {}),
+        (rename, {}, {}),
+        (move, {}, {}),
+        (recaption, {}, {"caption changed": CAT}),
+        (other_buckets, {"geometry changed": ALL}, {}),
+        (other_dtype, {"dtype changed": ALL}, {}),
+        (other_vae, {"VAE changed": ALL}, {}),
+        (damage, {"entry damaged": CAT}, {}),
+        (lose, {}, {"entry missing": CAT}),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_L04_each_reason_is_named_and_the_job_does_what_was_said(
+    job: Job, change: Callable[[Job], None], latents: dict[str, list[str]], text: dict[str, list[str]]
+) -> None:
+    change(job)
+    said = agree(job)
+    assert reasons(said) == {"latents": latents, "text": text}
+    gone = change in (remove, rename, move)
+    assert list(said.gone) == (CAT if gone else [])
+
+
+@pytest.mark.slow
+def test_L04_one_of_500_costs_what_it_must_and_the_plan_had_said_so(job: Job) -> None:
+    """Add, remove, edit, rename and move one: 1, 0, 1, 0 and 0 latents are encoded."""
+    for index in range(495):
+        levels = np.random.default_rng(index).integers(0, 256, (24, 40, 3), dtype=np.uint8)
+        Image.fromarray(levels).save(photo(job, f"{index:03}.png"))
+        photo(job, f"{index:03}.txt").write_text(f"picture {index % 7}")
+    assert agree(job).latents.to_make == 495
+    latents: list[int] = []
+    text: list[int] = []
+    changes = (
+        add,
+        remove,
+        partial(edit, name="007.png"),
+        partial(rename, stem="008"),
+        partial(move, stem="009"),
+    )
+    for change in changes:
+        change(job)
+        said = agree(job)
+        latents.append(said.latents.to_make)
+        text.append(said.text.to_make)
+    assert latents == [1, 0, 1, 0, 0]
+    assert text == [1, 0, 0, 0, 0]
+
+
+def test_nothing_is_written_and_nothing_made(job: Job) -> None:
+    add(job)
+    root = photo(job).parents[1]
+    before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
+    assert plan(job).latents.to_make == 1
+    assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
+
+
+def test_bytes_and_seconds_are_those_of_what_is_missing(job: Job) -> None:
+    assert plan(job).latents.seconds == 0
+    shutil.rmtree(job.recipe.cache_dir / "latents")
+    said = plan(job).latents
+    assert said.seconds is not None
+    assert said.seconds > 0
+    run(job)
+    assert said.num_bytes == sum(
+        path.stat().st_size for path in (job.recipe.cache_dir / "latents").rglob("*.safetensors")
+    )
+    shutil.rmtree(job.recipe.cache_dir)
+    assert plan(job).latents.seconds is None, "nothing was measured for this cache"
+
+
+def test_rejected_images_are_counted_by_reason(job: Job) -> None:
+    photo(job, "empty.png").write_bytes(b"")
+    photo(job, "empty.txt").write_text("nothing")
+    said = plan(job)
+    assert (said.samples, dict(said.rejected)) == (5, {"empty_file": 1})
+
+
+def test_gates_that_would_close_are_told_those_of_the_first_asset_alone(job: Job) -> None:
+    assert plan(job).closed == []
+    caption = photo(job, "cat.txt")
+    said = caption.read_text(encoding="utf-8")
+    caption.unlink()
+    closed = {gate.name: gate for gate in plan(job).closed}
+    assert set(closed) == {"captions_present", "rejected_fraction"}
+    assert {gate.asset for gate in closed.values()} == {"validated_dataset"}
+    assert "there is no cat.txt" in closed["captions_present"].summary
+    assert "write cat.txt" in closed["captions_present"].fix
+    caption.write_text(said, encoding="utf-8")
+    assert plan(job).closed == []
+    for each in list(photo(job).parent.iterdir()):
+        each.unlink()
+    assert [(gate.asset, gate.name) for gate in plan(job).closed] == [("raw_images", "images_found")]
+
+
+def test_a_plan_tells_no_numbers_of_the_last_run_as_its_own(job: Job) -> None:
+    photo(job).write_bytes(b"")
+    told: list[str] = []
+    forecast(job.recipe, job.tables, log=told.append)
+    assert not [line for line in told if "rejected" in line]

@@ -1,0 +1,62 @@
+"""A tiny model as a single file in its original layout, converted here and compared value by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from pipeline.models.convert.contents import read_contents
+from pipeline.models.convert.convert import Choices, Plan, convert, plan_conversion
+from pipeline.models.convert.job import read_order
+from pipeline.models.convert.worker.parts import convert_parts
+from pipeline.models.families.base import Family
+from pipeline.processes.launch import Meanwhile
+from tests.pipeline.models.convert.renaming import State, weights
+
+Originals = Callable[[Path], State]
+
+
+def convert_here(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    """A `Launch` without a process of its own."""
+    assert module == "pipeline.models.convert.worker"
+    convert_parts(read_order(order), lambda done, total, text: None)
+
+
+def as_file(path: Path, state: Mapping[str, torch.Tensor], *, prefix: str = "", **metadata: str) -> Path:
+    save_file({prefix + name: each.contiguous() for name, each in state.items()}, path, metadata or None)
+    return path
+
+
+def planned(file: Path, like: Path, choices: Choices | None = None) -> Plan:
+    chosen = choices or Choices(like=str(like))
+    return plan_conversion(read_contents(file), file.parent / "converted", chosen)
+
+
+def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch.dtype | None = None) -> None:
+    """Each component's tensors in `folder` are those of `model`, in `dtype` or as they are."""
+    for role in roles:
+        made, wanted = weights(folder / role), weights(model / role)
+        assert made.keys() == wanted.keys(), role
+        for name, tensor in wanted.items():
+            assert made[name].dtype == (dtype or tensor.dtype), (role, name)
+            assert torch.equal(made[name], tensor.to(made[name].dtype)), (role, name)
+        assert (folder / role / "config.json").read_bytes() == (model / role / "config.json").read_bytes()
+
+
+def prove_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> Family:
+    """What Latentline finds in the folder that is made of the file with `state`."""
+    file = as_file(model.parent / "single.safetensors", state, prefix=prefix)
+    plan = planned(file, model)
+    assert set(plan.parts) == set(roles)
+    family = convert(plan, launch=convert_here)
+    require_same(plan.folder, model, roles)
+    for role in plan.copied:
+        for copy in (plan.folder / role).iterdir():
+            assert copy.read_bytes() == (model / role / copy.name).read_bytes()
+    used = {role for role in family.components if (model / role).is_dir()}
+    assert {each.name for each in plan.folder.iterdir()} == used | {"model_index.json"}
+    assert not plan.building.exists()
+    return family

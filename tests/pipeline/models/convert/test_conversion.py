@@ -1,0 +1,217 @@
+"""Each layout that can be converted: the folder has the tensors of the model that the file was made of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from demo.tiny_models import TINY, make_tiny, make_tiny_sd3, make_tiny_sdxl
+from demo.tiny_models import sd3 as tiny_sd3_module
+from pipeline.errors import ModelError
+from pipeline.models.convert import convert as convert_module
+from pipeline.models.convert.convert import Choices, convert
+from tests.pipeline.models.convert import transformer_originals, unet_originals
+from tests.pipeline.models.convert.conversion_case import (
+    as_file,
+    convert_here,
+    planned,
+    prove_conversion,
+    require_same,
+)
+from tests.pipeline.models.convert.renaming import weights
+
+XL = ("unet", "vae", "text_encoder", "text_encoder_2")
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def xl_file(tmp_path: Path, tiny_sdxl: Path) -> Path:
+    return as_file(tmp_path / "single.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl))
+
+
+@pytest.mark.parametrize("version", [unet_originals.stable_diffusion, unet_originals.stable_diffusion_2])
+def test_stable_diffusion_with_either_text_encoder(model: Path, version) -> None:
+    make_tiny(model)
+    family = prove_conversion(model, version(model), ("unet", "vae", "text_encoder"))
+    assert family.name == "Stable Diffusion 1.x and 2.x"
+
+
+def test_stable_diffusion_xl(model: Path) -> None:
+    make_tiny_sdxl(model)
+    family = prove_conversion(model, unet_originals.stable_diffusion_xl(model), XL)
+    assert family.name == "Stable Diffusion XL"
+
+
+@pytest.mark.parametrize("dual_attention", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_stable_diffusion_3_with_all_its_encoders(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dual_attention: bool
+) -> None:
+    monkeypatch.setattr(tiny_sd3_module, "_PROJECTIONS", (32, 40))  # the first is none in the original code
+    make_tiny_sd3(model, dual_attention=dual_attention)
+    first = weights(model / "text_encoder")
+    first["text_projection.weight"] = torch.eye(32)
+    as_file(model / "text_encoder" / "model.safetensors", first, format="pt")
+    roles = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
+    family = prove_conversion(model, transformer_originals.stable_diffusion_3(model), roles)
+    assert family.prediction_type() == "flow"
+
+
+RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
+"""Kinds whose original names are not diffusers' own, each once."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        pytest.param(kind, prefix, marks=() if prefix and kind in RENAMED else pytest.mark.slow)
+        for kind in transformer_originals.TRANSFORMERS
+        for prefix in ("model.diffusion_model.", "")
+    ],
+)
+def test_a_transformer_alone_gets_its_other_parts_from_elsewhere(model: Path, kind: str, prefix: str) -> None:
+    TINY[kind](model)
+    state = transformer_originals.TRANSFORMERS[kind](model / "transformer")
+    family = prove_conversion(model, state, ("transformer",), prefix=prefix)
+    assert family.prediction_type() == "flow"
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
+)  # Chroma's own class asks for it
+@pytest.mark.parametrize("kind", ["FLUX.1 dev", "FLUX.1 schnell", "Chroma", "Lumina Image 2"])
+def test_a_transformer_that_diffusers_converts_at_its_published_width_only(
+    model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """A whole block or two of it: a gigabyte."""
+    TINY[kind](model)
+    wide(model, kind)
+    state = {"Lumina Image 2": transformer_originals.lumina2}.get(kind, transformer_originals.flux)(
+        model / "transformer"
+    )
+    prove_conversion(model, state, ("transformer",), prefix="model.diffusion_model.")
+
+
+def wide(model: Path, kind: str) -> None:
+    """Put a transformer of the published width, with few blocks, in place of the tiny one."""
+    from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel, Lumina2Transformer2DModel
+
+    few = {"num_layers": 1, "num_single_layers": 1}
+    made = {
+        "FLUX.1 dev": lambda: FluxTransformer2DModel(**few, guidance_embeds=True),
+        "FLUX.1 schnell": lambda: FluxTransformer2DModel(**few),
+        "Chroma": lambda: ChromaTransformer2DModel(**few),
+        "Lumina Image 2": lambda: Lumina2Transformer2DModel(num_layers=1),
+    }[kind]()
+    for file in (model / "transformer").iterdir():
+        file.unlink()
+    made.to(torch.bfloat16).save_pretrained(model / "transformer")
+
+
+@pytest.mark.parametrize(
+    ("stored", "written"),
+    [
+        ({"": torch.float16}, torch.float16),
+        ({"": torch.bfloat16}, torch.bfloat16),
+        ({"": torch.bfloat16, "out.": torch.float32}, torch.float32),
+        ({"": torch.bfloat16, "out.": torch.float16}, torch.float32),
+    ],
+)
+def test_the_number_format_is_kept_or_the_widest_of_several_taken(
+    tmp_path: Path, tiny_sdxl: Path, stored: dict[str, torch.dtype], written: torch.dtype
+) -> None:
+    state = {
+        name: tensor.to(next(dtype for start, dtype in reversed(stored.items()) if name.startswith(start)))
+        for name, tensor in unet_originals.unet(tiny_sdxl / "unet").items()
+    }
+    plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
+    convert(plan, launch=convert_here)
+    made = unet_originals.unet(plan.folder / "unet")
+    assert made.keys() == state.keys()
+    for name, tensor in made.items():
+        assert tensor.dtype == written
+        assert torch.equal(tensor, state[name].to(written))
+
+
+def test_a_unet_alone_gets_the_rest_from_elsewhere(tmp_path: Path, tiny_sdxl: Path) -> None:
+    plan = planned(
+        as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet")), tiny_sdxl
+    )
+    convert(plan, launch=convert_here)
+    require_same(plan.folder, tiny_sdxl, XL)
+
+
+def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: Path, tiny_sdxl: Path) -> None:
+    file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"), modelspec="1")
+    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
+    family = convert(plan, launch=convert_here)
+    assert [each.name for each in plan.folder.iterdir()] == ["unet"]
+    require_same(plan.folder, tiny_sdxl, ("unet",))
+    assert family.place("unet") == plan.folder / "unet"
+    assert all(each.is_file() for part in family.parts("denoiser") for each in part.contents)
+    plan.folder.rename(tmp_path / "parts")
+    with pytest.raises(ModelError, match="takes no schedule from elsewhere"):
+        planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True, prediction="v_prediction"))
+
+
+def test_L06_all_files_and_names_are_on_the_disk_before_the_folder_gets_its_name(
+    tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"))
+    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
+    synced: list[Path] = []
+    for name in ("sync_file", "sync_folder"):
+        wait = getattr(convert_module, name)
+        monkeypatch.setattr(convert_module, name, lambda path, wait=wait: (synced.append(path), wait(path)))
+    convert(plan, launch=convert_here)
+    made = {plan.building / path.relative_to(plan.folder) for path in plan.folder.rglob("*")}
+    assert set(synced) == made | {plan.building, plan.folder.parent}
+    assert synced[-1] == plan.folder.parent
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda state: state.pop("model.diffusion_model.middle_block.1.norm.weight"),
+            "lacks some of the weights",
+        ),
+        (
+            lambda state: state.update({"model.diffusion_model.input_blocks.99.0.op.bias": torch.zeros(3)}),
+            "values, and the unet takes",
+        ),
+        (
+            lambda state: state.update({"model.diffusion_model.out.2.bias": torch.zeros(5)}),
+            r"diffusers says: .*conv_out\.bias expected shape",
+        ),
+    ],
+    ids=["missing", "more", "other shape"],
+)
+def test_a_file_of_another_architecture_is_refused_and_leaves_nothing(
+    tmp_path: Path, tiny_sdxl: Path, change, said: str
+) -> None:
+    state = unet_originals.stable_diffusion_xl(tiny_sdxl)
+    change(state)
+    plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
+    with pytest.raises(ModelError, match=said):
+        convert(plan, launch=convert_here)
+    assert [each.name for each in tmp_path.iterdir()] == ["single.safetensors"]
+
+
+def test_what_is_like_another_family_is_refused_before_anything_is_written(
+    xl_file: Path, tiny_sd: Path
+) -> None:
+    with pytest.raises(ModelError, match="holds Stable Diffusion XL, and --like is Stable Diffusion 1"):
+        planned(xl_file, tiny_sd)
+
+
+def test_a_folder_that_exists_is_never_touched(xl_file: Path, tiny_sdxl: Path) -> None:
+    (xl_file.parent / "converted").mkdir()
+    with pytest.raises(ModelError, match="the folder exists"):
+        planned(xl_file, tiny_sdxl)

@@ -1,0 +1,66 @@
+"""What a checkpoint's noise schedule becomes: as the file says, or before that the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.models.convert.header import Header, Tensor
+from pipeline.models.convert.schedule import said_by, schedule_of
+
+EULER = {
+    "_class_name": "EulerDiscreteScheduler",
+    "prediction_type": "epsilon",
+    "timestep_spacing": "leading",
+    "beta_schedule": "scaled_linear",
+}
+PNDM = {"_class_name": "PNDMScheduler", "beta_schedule": "scaled_linear"}
+V768 = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
+ZERO = {"rescale_betas_zero_snr": True, "timestep_spacing": "trailing"}
+V = {"prediction_type": "v_prediction"}
+
+
+def header(*names: str, **metadata: str) -> Header:
+    return Header(Path("x.safetensors"), {name: Tensor("F32", (0,)) for name in names}, metadata)
+
+
+@pytest.mark.parametrize(
+    ("like", "found", "choices", "wanted", "source"),
+    [
+        (EULER, header(), (None, None), EULER, "--like"),
+        (EULER, header("v_pred"), (None, None), {**EULER, **V}, "the file"),
+        (EULER, header("v_pred", "ztsnr"), (None, None), {**EULER, **V, **ZERO}, "the file"),
+        (EULER, header(**{"modelspec.prediction_type": "v"}), (None, None), {**EULER, **V}, "the file"),
+        (EULER, header(**{"modelspec.prediction_type": "epsilon"}), (None, None), EULER, "the file"),
+        (EULER, header("v_pred", "ztsnr"), ("v_prediction", False), {**EULER, **V}, "--prediction"),
+        (EULER, header("v_pred"), ("epsilon", None), EULER, "--prediction"),
+        (EULER, header(), ("v_prediction", True), {**EULER, **V, **ZERO}, "--prediction"),
+        (V768, header(), (None, None), V768, "--like"),
+        (V768, header(), ("epsilon", None), {**V768, "prediction_type": "epsilon"}, "--prediction"),
+        (PNDM, header(), (None, None), {**PNDM, "prediction_type": "epsilon"}, "--like"),
+        (
+            PNDM,
+            header("v_pred", ss_zero_terminal_snr="True"),
+            (None, None),
+            {**PNDM, **V, **ZERO, "_class_name": "DDIMScheduler"},
+            "the file",
+        ),
+    ],
+)
+def test_the_configuration_follows_from_the_file_and_from_what_the_user_says(
+    like, found, choices, wanted, source
+) -> None:
+    prediction, zero_snr = choices
+    schedule = schedule_of(like, said_by(found), prediction=prediction, zero_snr=zero_snr)
+    assert schedule.config == wanted
+    assert schedule.prediction == wanted.get("prediction_type")
+    assert schedule.zero_snr is bool(wanted.get("rescale_betas_zero_snr"))
+    assert schedule.source == source
+
+
+def test_an_epsilon_model_of_a_model_whose_schedule_ends_in_noise_does_not_inherit_that() -> None:
+    like = {**EULER, **V, **ZERO}
+    assert schedule_of(like, said_by(header()), prediction=None, zero_snr=None).config == like
+    again = schedule_of(like, said_by(header()), prediction="epsilon", zero_snr=None)
+    assert (again.prediction, again.zero_snr) == ("epsilon", False)

@@ -1,0 +1,151 @@
+"""A checkpoint of a model with a UNet under the names of its original code, made from a diffusers folder.
+
+Written from what the original repositories call their modules, and not with diffusers' own conversion: the
+two must be each other's inverse.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from tests.pipeline.models.convert.renaming import State, below, config, fused, renamed, replaced, weights
+
+_RESIDUAL = {
+    "norm1": "in_layers.0",
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "norm2": "out_layers.0",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+_UNET_ENDS = {
+    "conv_in": "input_blocks.0.0",
+    "time_embedding.linear_1": "time_embed.0",
+    "time_embedding.linear_2": "time_embed.2",
+    "add_embedding.linear_1": "label_emb.0.0",
+    "add_embedding.linear_2": "label_emb.0.2",
+    "conv_norm_out": "out.0",
+    "conv_out": "out.2",
+}
+
+
+def unet(folder: Path) -> State:
+    """CompVis's and Stability AI's UNet."""
+    layers = config(folder)["layers_per_block"]
+    state = weights(folder)
+    up_with_attention = {
+        int(name.split(".")[1]) for name in state if re.match(r"up_blocks\.\d+\.attentions", name)
+    }
+
+    def name_of(name: str) -> str:
+        if found := re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", name):
+            way, level, kind, layer, rest = found.groups()
+            number = int(level) * (layers + 1) + int(layer)
+            block = f"input_blocks.{number + 1}" if way == "down" else f"output_blocks.{number}"
+            return f"{block}.0.{renamed(rest, _RESIDUAL)}" if kind == "resnets" else f"{block}.1.{rest}"
+        if found := re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", name):
+            kind, number, rest = found.groups()
+            if kind == "attentions":
+                return f"middle_block.1.{rest}"
+            return f"middle_block.{2 * int(number)}.{renamed(rest, _RESIDUAL)}"
+        if found := re.fullmatch(r"down_blocks\.(\d+)\.downsamplers\.0\.conv\.(.+)", name):
+            return f"input_blocks.{(int(found[1]) + 1) * (layers + 1)}.0.op.{found[2]}"
+        if found := re.fullmatch(r"up_blocks\.(\d+)\.upsamplers\.0\.conv\.(.+)", name):
+            level = int(found[1])
+            member = 2 if level in up_with_attention else 1
+            return f"output_blocks.{level * (layers + 1) + layers}.{member}.conv.{found[2]}"
+        return renamed(name, _UNET_ENDS)
+
+    return {name_of(name): tensor for name, tensor in state.items()}
+
+
+def vae(folder: Path) -> State:
+    """CompVis's autoencoder, whose attention is made of convolutions of one pixel."""
+    state = weights(folder)
+    levels = len(config(folder)["block_out_channels"])
+
+    def name_of(name: str) -> str:
+        def level(found: re.Match[str]) -> int:  # counted from the other end
+            return levels - 1 - int(found[1])
+
+        old = re.sub(r"down_blocks\.(\d+)\.resnets\.", r"down.\1.block.", name)
+        old = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", old)
+        old = re.sub(r"up_blocks\.(\d+)\.resnets", lambda found: f"up.{level(found)}.block", old)
+        old = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda found: f"up.{level(found)}.upsample", old)
+        old = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", old)
+        old = old.replace("conv_shortcut", "nin_shortcut").replace("conv_norm_out", "norm_out")
+        if "mid_block.attentions.0" in old:
+            old = old.replace("mid_block.attentions.0", "mid.attn_1").replace("to_out.0", "proj_out")
+            old = re.sub(r"to_([qkv])\.", r"\1.", old).replace("group_norm", "norm")
+        return old
+
+    return {
+        name_of(name): tensor[:, :, None, None] if "attentions" in name and tensor.ndim == 2 else tensor
+        for name, tensor in state.items()
+    }
+
+
+def clip(folder: Path) -> State:
+    """Transformers' CLIP, under the name `text_model` that it had when the models were published."""
+    state = weights(folder)
+    return {
+        name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
+        for name, tensor in state.items()
+    }
+
+
+def open_clip(folder: Path) -> State:
+    """OpenCLIP's text model: fused query, key and value, and a projection that is not a linear layer."""
+    state = {name.removeprefix("text_model."): tensor for name, tensor in clip(folder).items()}
+    layers = {name.split(".")[2] for name in state if name.startswith("encoder.layers.")}
+    for layer in layers:
+        attention = f"encoder.layers.{layer}.self_attn"
+        fused(state, [f"{attention}.{each}_proj" for each in "qkv"], f"{attention}.in_proj")
+    pairs = {
+        "encoder.layers.": "transformer.resblocks.",
+        "self_attn.in_proj.": "attn.in_proj_",
+        "self_attn": "attn",
+        "layer_norm1": "ln_1",
+        "layer_norm2": "ln_2",
+        "mlp.fc1": "mlp.c_fc",
+        "mlp.fc2": "mlp.c_proj",
+        "final_layer_norm": "ln_final",
+        "embeddings.token_embedding": "token_embedding",
+        "embeddings.position_embedding.weight": "positional_embedding",
+    }
+    made = {replaced(name, pairs): tensor for name, tensor in state.items()}
+    if "text_projection.weight" in made:
+        made["text_projection"] = made.pop("text_projection.weight").T
+    return made
+
+
+def stable_diffusion(folder: Path) -> State:
+    """A checkpoint of 1.x."""
+    return {
+        **below("model.diffusion_model.", unet(folder / "unet")),
+        **below("first_stage_model.", vae(folder / "vae")),
+        **below("cond_stage_model.transformer.", clip(folder / "text_encoder")),
+        "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(77)[None],
+        "alphas_cumprod": torch.linspace(1, 0, 1000),
+    }
+
+
+def stable_diffusion_2(folder: Path) -> State:
+    """A checkpoint of 2.x, whose text encoder is OpenCLIP's."""
+    return {
+        **below("model.diffusion_model.", unet(folder / "unet")),
+        **below("first_stage_model.", vae(folder / "vae")),
+        **below("cond_stage_model.model.", open_clip(folder / "text_encoder")),
+    }
+
+
+def stable_diffusion_xl(folder: Path) -> State:
+    return {
+        **below("model.diffusion_model.", unet(folder / "unet")),
+        **below("first_stage_model.", vae(folder / "vae")),
+        **below("conditioner.embedders.0.transformer.", clip(folder / "text_encoder")),
+        **below("conditioner.embedders.1.model.", open_clip(folder / "text_encoder_2")),
+    }

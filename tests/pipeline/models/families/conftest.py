@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pipeline.models.families.whole_job import Case, prove_case
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def prove(tmp_path: Path, photos: Path, launch_here: Any) -> Callable[[Case], None]:
+    """Takes a case through cache, training, files and back, and compares each step with diffusers."""
+    return lambda case: prove_case(case, tmp_path, photos, launch_here)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import ErnieImagePipeline
+
+from demo.tiny_models import make_tiny_ernie_image
+from demo.tiny_models.parts import write_json
+from pipeline.models.diffusers_folder import read_json
+from pipeline.models.families import detect
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+# diffusers' pipeline gives its scheduler a tensor; NumPy 2 warns of how torch makes an array of it.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+LAYERS = tuple(f"self_attention.{end}" for end in ("to_q", "to_k", "to_v", "to_out.0"))
+LAYERS += ("mlp.gate_proj", "mlp.up_proj", "mlp.linear_fc2")
+
+
+class ErnieImageCase(Case):
+    pipeline_class = ErnieImagePipeline
+    targets: ClassVar[list[str]] = list(LAYERS)
+    drawing: ClassVar[dict[str, Any]] = {"use_pe": False}
+
+    def make(self, folder: Path) -> None:
+        make_tiny_ernie_image(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        states = pipe.encode_prompt(caption, "cpu")[0]
+        return {"text_embedding": states[None], "text_mask": torch.ones(1, len(states))}
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """What becomes the raw latent again where the pipeline ends."""
+        raw = pipe.vae.encode(pixels).latent_dist.mean
+        patches = torch.nn.functional.pixel_unshuffle(raw, 2)
+        mean, variance = (each[:, None, None] for each in (pipe.vae.bn.running_mean, pipe.vae.bn.running_var))
+        return (patches - mean) / (variance + 1e-5).sqrt()
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """Each sample for itself, with its own tokens alone."""
+        answers = []
+        for index, text in enumerate(micro.conditions["text_embedding"]):
+            length = int(micro.conditions["text_mask"][index].sum())
+            time = micro.timesteps[index : index + 1]
+            lengths = torch.tensor([length])
+            answers.append(pipe.transformer(noisy[index][None], time, text[None, :length], lengths).sample)
+        return torch.cat(answers)
+
+    def kohya_keys(self) -> set[str]:
+        modules = [f"layers.{block}.{layer}" for block in range(2) for layer in LAYERS]
+        return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        return {f"diffusion_model.{module}" for module in modules}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(ErnieImageCase())
+
+
+def test_a_tokenizer_that_takes_any_number_of_tokens_is_given_a_limit(tmp_path: Path) -> None:
+    make_tiny_ernie_image(tmp_path)
+    assert detect(tmp_path).max_length() == 256
+    path = tmp_path / "tokenizer" / "tokenizer_config.json"
+    write_json(path, {**read_json(path), "model_max_length": 1000000000000000019884624838656})
+    family = detect(tmp_path)
+    assert family.text_shapes() == {"text_embedding": (2048, 48)}
+    assert family.load_text_encoders("float32", "cpu").tokenizer.model_max_length == 2048

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import FluxPipeline, FluxTransformer2DModel
+
+from demo.tiny_models import make_tiny_flux
+from pipeline.models.families import Family, detect
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.worker.adapter.lora import add_lora
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.layouts import layout_tensors
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
+DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
+
+
+class DevCase(Case):
+    pipeline_class = FluxPipeline
+    targets = (
+        r"transformer_blocks\.\d+\.(attn\.(to|add)_[qkv](_proj)?|attn\.to_out\.0|attn\.to_add_out"
+        r"|ff(_context)?\.net\.(0\.proj|2))|single_transformer_blocks\.\d+\.(attn\.to_[qkv]|proj_mlp|proj_out)"
+    )
+    guidance: float | None = 1.0
+
+    def make(self, folder: Path) -> None:
+        make_tiny_flux(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        embedding, pooled, _ = pipe.encode_prompt(caption, caption)
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """Tokens are rows of patches 2x2, channels first within one."""
+        batch, _, height, width = noisy.shape
+        patches = torch.nn.functional.unfold(noisy, 2, stride=2).transpose(1, 2)
+        ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]
+        text = micro.conditions["text_embedding"]
+        tokens = pipe.transformer(
+            patches,
+            text,
+            micro.conditions["pooled_text_embedding"],
+            micro.timesteps / 1000,
+            torch.tensor(ids),
+            torch.zeros(text.shape[1], 3),
+            None if self.guidance is None else torch.full((batch,), self.guidance),
+        ).sample
+        return torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2)
+
+    def kohya_keys(self) -> set[str]:
+        double = {f"lora_unet_double_blocks_{block}_{layer}" for block in range(2) for layer in DOUBLE}
+        single = {f"lora_unet_single_blocks_{block}_linear{layer}" for block in range(2) for layer in (1, 2)}
+        return double | single
+
+
+class SchnellCase(DevCase):
+    previewing: ClassVar[dict[str, Any]] = {"max_sequence_length": 256}
+
+    guidance = None
+
+    def make(self, folder: Path) -> None:
+        make_tiny_flux(folder, schnell=True)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        embedding, pooled, _ = pipe.encode_prompt(caption, caption, max_sequence_length=256)
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+
+def test_the_whole_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(DevCase())
+
+
+def test_the_whole_job_of_schnell_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(SchnellCase())
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+    folder = tmp_path_factory.mktemp("base")
+    make_tiny_flux(folder)
+    return detect(folder)
+
+
+def test_what_the_configurations_say(family: Family, tmp_path: Path) -> None:
+    make_tiny_flux(tmp_path, schnell=True)
+    schnell = detect(tmp_path)
+    assert family.size_multiple() == 16
+    assert (family.max_length(), schnell.max_length()) == (512, 256)
+    assert (family.modelspec_architecture(), schnell.modelspec_architecture()) == (
+        "flux-1-dev",
+        "flux-1-schnell",
+    )
+
+
+def test_a_larger_picture_gets_more_noise_from_dev_and_not_from_schnell(
+    family: Family, tmp_path: Path
+) -> None:
+    make_tiny_flux(tmp_path, schnell=True)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    for each, expected in ((family, (622.459, 759.511)), (detect(tmp_path), (500.0, 500.0))):
+        scheduler = each.load_noise_scheduler()
+        got = [each.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
+        assert got == pytest.approx(expected, abs=0.01)
+
+
+def test_kohyas_layout_of_the_published_width_is_read_by_diffusers(family: Family, tmp_path: Path) -> None:
+    """Its converter knows only that width, which no tiny model has: here without base weights."""
+    with torch.device("meta"):
+        sizes = {"num_layers": 1, "num_single_layers": 1}
+        real: Any = FluxTransformer2DModel(**sizes)
+    add_lora(real, LoraSettings(rank=2, alpha=3.0), targets=family.lora_targets(), seed=1)
+    exporter = Exporter(family, "demo", {})
+    modules = exporter.modules(real)
+    random = torch.Generator().manual_seed(1)
+    state = {
+        f"{module.name}.lora_{side}.weight": torch.randn(shape, generator=random)
+        for module in modules
+        for side, shape in zip("AB", module.shapes("diffusers").values(), strict=True)
+    }
+    assert len(modules) == 12 + 5
+    converted = FluxPipeline.lora_state_dict(layout_tensors("kohya", modules, state, {}))
+    assert set(converted) == {f"transformer.{name}" for name in state}
+    for module in modules:
+        down, up = (converted[f"transformer.{module.name}.lora_{side}.weight"] for side in "AB")
+        probe = torch.randn(down.shape[1], generator=random)  # of the product, which would be large
+        own_down, own_up = (state[f"{module.name}.lora_{side}.weight"] for side in "AB")
+        expected = 1.5 * own_up @ (own_down @ probe)
+        torch.testing.assert_close(up @ (down @ probe), expected, rtol=1e-5, atol=1e-3)

@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
+
+from demo.tiny_models import make_tiny_lumina2
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.worker.adapter.lora import add_lora
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.layouts import layout_tensors
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+ORIGINAL = ("attention_qkv", "attention_out", "feed_forward_w1", "feed_forward_w2", "feed_forward_w3")
+BLOCKS = ("layers_0", "layers_1", "noise_refiner_0", "context_refiner_0")
+
+
+class Lumina2Case(Case):
+    pipeline_class = Lumina2Pipeline
+    targets: ClassVar[list[str]] = [
+        *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
+        *(f"feed_forward.linear_{number}" for number in (1, 2, 3)),
+    ]
+
+    def make(self, folder: Path) -> None:
+        make_tiny_lumina2(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        embedding, mask, empty, empty_mask = pipe.encode_prompt(caption)
+        if not caption:  # what pictures are guided away from
+            embedding, mask = empty, empty_mask
+        return {"text_embedding": embedding, "text_mask": mask}
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """Each sample for itself, with its own tokens alone."""
+        answers = []
+        for index, text in enumerate(micro.conditions["text_embedding"]):
+            length = int(micro.conditions["text_mask"][index].sum())
+            time = 1 - micro.timesteps[index : index + 1] / 1000
+            mask = torch.ones(1, length, dtype=torch.int64)
+            answers.append(-pipe.transformer(noisy[index][None], time, text[None, :length], mask).sample)
+        return torch.cat(answers)
+
+    def kohya_keys(self) -> set[str]:
+        return {f"lora_unet_{block}_{layer}" for block in BLOCKS for layer in ORIGINAL}
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        return self.kohya_keys()
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(Lumina2Case())
+
+
+def test_its_fused_layers_of_the_published_width_are_read_by_diffusers(tmp_path: Path) -> None:
+    """Its converter knows only that width, and not kohya's names: those are put into the original's."""
+    make_tiny_lumina2(tmp_path)
+    family = detect(tmp_path)
+    with torch.device("meta"):
+        real: Any = Lumina2Transformer2DModel(num_layers=0, num_refiner_layers=1)
+    del real.noise_refiner
+    add_lora(real, LoraSettings(rank=2, alpha=2.0), targets=family.lora_targets(), seed=1)
+    modules = Exporter(family, "demo", {}).modules(real)
+    random = torch.Generator().manual_seed(1)
+    state = {
+        f"{module.name}.lora_{side}.weight": torch.randn(shape, generator=random)
+        for module in modules
+        for side, shape in zip("AB", module.shapes("diffusers").values(), strict=True)
+    }
+    original = {
+        key.replace("lora_unet_context_refiner_0_", "diffusion_model.context_refiner.0.")
+        .replace("attention_", "attention.")
+        .replace("feed_forward_", "feed_forward.")
+        .replace("lora_down", "lora_A")
+        .replace("lora_up", "lora_B"): tensor
+        for key, tensor in layout_tensors("kohya", modules, state, {}).items()
+        if not key.endswith(".alpha")
+    }
+    converted = Lumina2Pipeline.lora_state_dict(original)
+    assert set(converted) == {f"transformer.{name}" for name in state}
+    for module in modules:
+        down, up = (converted[f"transformer.{module.name}.lora_{side}.weight"] for side in "AB")
+        own_down, own_up = (state[f"{module.name}.lora_{side}.weight"] for side in "AB")
+        probe = torch.randn(down.shape[1], generator=random)
+        torch.testing.assert_close(up @ (down @ probe), own_up @ (own_down @ probe), rtol=1e-5, atol=1e-3)

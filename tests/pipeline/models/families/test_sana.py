@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import SanaPipeline
+
+from demo.tiny_models import make_tiny_sana
+from pipeline.models.families import detect
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+# diffusers' solver makes an array of a tensor in a way that numpy 2 calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class SanaCase(Case):
+    pipeline_class = SanaPipeline
+    targets: ClassVar[list[str]] = list(LAYERS)
+    drawing: ClassVar[dict[str, Any]] = {"use_resolution_binning": False}
+
+    def make(self, folder: Path) -> None:
+        make_tiny_sana(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        """What the pipeline itself is given when it draws."""
+        told: list[Any] = []
+        encode = pipe.encode_prompt
+
+        def listening(*args: Any, **given: Any) -> Any:
+            told.append(encode(*args, **given))
+            raise StopIteration
+
+        pipe.encode_prompt = listening
+        try:
+            pipe(caption, height=64, width=64, num_inference_steps=1, **self.drawing)
+        except StopIteration:
+            embedding, mask, empty, empty_mask = told[0]
+        finally:
+            del pipe.encode_prompt
+        if not caption:  # what pictures are guided away from
+            embedding, mask = empty, empty_mask
+        return {"text_embedding": embedding, "text_mask": mask}
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return pipe.vae.encode(pixels).latent * pipe.vae.config.scaling_factor
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        text, mask = micro.conditions["text_embedding"], micro.conditions["text_mask"]
+        times = micro.timesteps
+        return pipe.transformer(noisy, text, times, encoder_attention_mask=mask).sample
+
+    def kohya_keys(self) -> set[str]:
+        modules = [
+            f"transformer_blocks.{block}.attn{number}.{layer}"
+            for block in range(2)
+            for number in (1, 2)
+            for layer in LAYERS
+        ]
+        return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(SanaCase())
+
+
+def test_the_shift_is_the_one_of_the_base_models_solver(tmp_path: Path) -> None:
+    make_tiny_sana(tmp_path)
+    family = detect(tmp_path)
+    half = torch.tensor([0.5], dtype=torch.float64)
+    assert family.timesteps(family.load_noise_scheduler(), half, (32, 2, 2)).item() == 750.0
+    assert family.timestep_facts()["flow_shift"] == 3.0
+
+
+def test_what_a_caption_loses_is_counted_behind_the_instruction(tmp_path: Path) -> None:
+    make_tiny_sana(tmp_path)
+    family = detect(tmp_path)
+    encoders = family.load_text_encoders("float32", "cpu")
+    caption = "cat" + " cat" * 305
+    whole = family.encode_caption(encoders, caption)
+    assert family.max_length() == len(whole.tensors["text_embedding"]) == 300
+    assert whole.num_cut > 0
+    assert family.encode_caption(encoders, caption[: whole.cut_from]).num_cut == 0
+    same, less = (
+        family.encode_caption(encoders, caption[: (whole.cut_from or 0) - letters]).tensors["text_embedding"]
+        for letters in (0, 4)
+    )
+    assert torch.equal(same, whole.tensors["text_embedding"])
+    assert not torch.equal(less, whole.tensors["text_embedding"])

@@ -1,0 +1,254 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+
+from demo.tiny_models import make_tiny
+from pipeline.errors import BucketError, FamilyError
+from pipeline.images.geometry import Size
+from pipeline.models.families import Family, Layer, detect
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+ATTENTIONS = {
+    "down_blocks.0.attentions.0": "input_blocks.1.1",
+    "mid_block.attentions.0": "middle_block.1",
+    "up_blocks.1.attentions.0": "output_blocks.2.1",
+    "up_blocks.1.attentions.1": "output_blocks.3.1",
+}
+"""The tiny UNet's, by CompVis's numbers."""
+
+LAYERS = [
+    f"transformer_blocks.0.{attention}.{layer}"
+    for attention in ("attn1", "attn2")
+    for layer in ("to_q", "to_k", "to_v", "to_out.0")
+]
+
+
+class StableDiffusionCase(Case):
+    pipeline_class = StableDiffusionPipeline
+    targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
+
+    def make(self, folder: Path) -> None:
+        make_tiny(folder)
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        return super().pipeline(folder, safety_checker=None, **parts)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        return {"text_embedding": pipe.encode_prompt(caption, "cpu", 1, False)[0]}
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        return micro.noise
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        return pipe.unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+
+    def kohya_keys(self) -> set[str]:
+        return {f"lora_unet_{block}_{layer}".replace(".", "_") for block in ATTENTIONS for layer in LAYERS}
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        assert modules == {f"{block}.{layer}" for block in ATTENTIONS for layer in LAYERS}
+        return {f"diffusion_model.{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS}
+
+
+class VPredictionCase(StableDiffusionCase):
+    """As Stable Diffusion 2.1 at 768 pixels."""
+
+    def make(self, folder: Path) -> None:
+        make_tiny(folder, prediction_type="v_prediction")
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
+
+
+@pytest.mark.parametrize("case", [StableDiffusionCase, VPredictionCase])
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None], case: type[Case]
+) -> None:
+    prove(case())
+
+
+@pytest.fixture
+def family(tiny_sd: Path) -> Family:
+    return detect(tiny_sd)
+
+
+@pytest.fixture
+def v_family(tiny_sd: Path, tmp_path: Path) -> Family:
+    folder = shutil.copytree(tiny_sd, tmp_path / "v")
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "v_prediction"}))
+    return detect(folder)
+
+
+def test_what_the_configurations_say_is_known_without_torch(tiny_sd: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from pipeline.models.families import detect\n"
+        "from pipeline.images.geometry import Size\n"
+        "f = detect(Path(sys.argv[1]))\n"
+        "print(f.latent_shape(Size(64, 96)), f.text_shapes(), f.max_length(), f.prediction_type(),\n"
+        "      f.size_multiple(), f.modelspec_architecture(),\n"
+        "      [len(f.parts(use)) for use in ('latents', 'text', 'denoiser')],\n"
+        "      'torch' in sys.modules, 'diffusers' in sys.modules, 'transformers' in sys.modules)"
+    )
+    root = str(Path(__file__).parents[4])
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tiny_sd)], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == (
+        "(4, 8, 12) {'text_embedding': (77, 32)} 77 epsilon 8 stable-diffusion-v1 [1, 2, 2] False False False"
+    )
+
+
+def test_B03_a_size_the_vae_cannot_divide_is_an_error(family: Family) -> None:
+    with pytest.raises(BucketError):
+        family.latent_shape(Size(60, 64))
+
+
+def test_posterior_and_scaling_are_those_of_diffusers(family: Family, tiny_sd: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    pixels = torch.rand(2, 3, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    posterior = family.posterior(family.load_vae("float32", "cpu"), pixels)
+    vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
+    with torch.no_grad():
+        expected = vae.encode(pixels).latent_dist
+    torch.testing.assert_close(posterior.mean, expected.mean, rtol=0, atol=0)
+    torch.testing.assert_close(posterior.std, expected.std, rtol=0, atol=0)
+    assert posterior.mean.shape == (2, 4, 8, 6)
+    assert torch.equal(family.normalise(posterior.mean), posterior.mean * 0.18215)
+
+
+def test_a_shift_is_taken_off_before_the_scaling(tiny_sd: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_sd, tmp_path / "shifted")
+    path = folder / "vae" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "shift_factor": 0.5, "scaling_factor": 2.0}))
+    assert torch.equal(detect(folder).normalise(torch.tensor([1.0, 0.5])), torch.tensor([1.0, 0.0]))
+
+
+def _formula(family: Family, latent, noise, timestep: int):
+    """Signal and noise rates of the scaled linear schedule, in float64, by hand."""
+    betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+    signal = np.cumprod(1 - betas)[timestep]
+    return signal**0.5, (1 - signal) ** 0.5
+
+
+@pytest.mark.parametrize("kind", ["family", "v_family"])
+def test_noise_and_target_follow_the_formulas(kind: str, request: pytest.FixtureRequest) -> None:
+    family: Family = request.getfixturevalue(kind)
+    scheduler = family.load_noise_scheduler()
+    generator = torch.Generator().manual_seed(2)
+    latent, noise = (torch.randn(1, 4, 8, 8, generator=generator) for _ in range(2))
+    for timestep in (0, 321, 999):
+        a, s = _formula(family, latent, noise, timestep)
+        times = torch.tensor([timestep])
+        torch.testing.assert_close(
+            family.add_noise(scheduler, latent, noise, times), a * latent + s * noise, rtol=0, atol=1e-5
+        )
+        expected = noise if kind == "family" else a * noise - s * latent
+        torch.testing.assert_close(
+            family.target(scheduler, latent, noise, times), expected, rtol=0, atol=1e-5
+        )
+
+
+def test_uniform_numbers_become_each_timestep_equally(family: Family) -> None:
+    scheduler = family.load_noise_scheduler()
+    uniform = torch.arange(4000, dtype=torch.float64) / 4000
+    timesteps = family.timesteps(scheduler, uniform, (4, 8, 8))
+    assert timesteps.dtype == torch.int64
+    assert torch.equal(torch.bincount(timesteps), torch.full((1000,), 4))
+
+
+def test_a_prediction_is_the_unet_called_by_hand(family: Family) -> None:
+    unet = family.load_denoiser("float32", "cpu")
+    noisy, text = torch.ones(2, 4, 8, 8), torch.ones(2, 77, 32)
+    times = torch.tensor([5, 900])
+    with torch.no_grad():
+        predicted = family.predict(unet, noisy, times, {"text_embedding": text})
+        assert torch.equal(predicted, unet(noisy, times, text, return_dict=False)[0])
+    assert predicted.shape == noisy.shape
+    assert not any(parameter.requires_grad for parameter in unet.parameters())
+
+
+def test_a_picture_is_that_of_the_whole_pipeline(family: Family, tiny_sd: Path) -> None:
+    encoders = family.load_text_encoders("float32", "cpu")
+    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    drawn = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
+    whole = StableDiffusionPipeline.from_pretrained(tiny_sd)
+    expected = whole(
+        "a cat", height=64, width=64, num_inference_steps=2, generator=torch.Generator().manual_seed(7)
+    ).images[0]
+    assert np.array_equal(np.asarray(drawn), np.asarray(expected))
+    assert drawn.size == (64, 64)
+    assert np.asarray(drawn).std() > 1
+
+
+def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: Family) -> None:
+    unet = family.load_denoiser("float32", "cpu")
+    modules = [name for name, _ in unet.named_modules() if name.endswith(tuple(family.lora_targets()))]
+    assert len(modules) == 4 * 8
+    assert len({family.kohya_layer(name).key for name in modules}) == len(modules)
+    assert len({family.comfyui_key(name) for name in modules}) == len(modules)
+    name = "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_out.0"
+    assert family.kohya_layer(name) == Layer(
+        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn2_to_out_0", (name,)
+    )
+
+
+@pytest.mark.parametrize(
+    ("module", "original"),
+    [
+        ("down_blocks.0.attentions.0", "input_blocks.1.1"),
+        ("down_blocks.0.attentions.1", "input_blocks.2.1"),
+        ("down_blocks.1.attentions.0", "input_blocks.4.1"),
+        ("down_blocks.2.attentions.1", "input_blocks.8.1"),
+        ("mid_block.attentions.0", "middle_block.1"),
+        ("up_blocks.1.attentions.0", "output_blocks.3.1"),
+        ("up_blocks.1.attentions.2", "output_blocks.5.1"),
+        ("up_blocks.3.attentions.2", "output_blocks.11.1"),
+    ],
+)
+def test_comfyui_keys_are_the_blocks_of_the_published_unet(
+    tiny_sd: Path, tmp_path: Path, module: str, original: str
+) -> None:
+    """The published models have two layers a level; the pairs are those of CompVis's v1-inference.yaml."""
+    folder = shutil.copytree(tiny_sd, tmp_path / "wide")
+    path = folder / "unet" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "layers_per_block": 2}))
+    key = detect(folder).comfyui_key(f"{module}.transformer_blocks.0.attn1.to_q")
+    assert key == f"diffusion_model.{original}.transformer_blocks.0.attn1.to_q"
+
+
+def test_a_module_without_an_original_name_is_an_error(family: Family) -> None:
+    with pytest.raises(FamilyError, match="conv_in"):
+        family.comfyui_key("conv_in")
+
+
+def test_a_prediction_type_that_cannot_be_trained_is_an_error(tiny_sd: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_sd, tmp_path / "sample")
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
+    with pytest.raises(FamilyError, match="sample"):
+        detect(folder).prediction_type()

@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipeline
+
+from demo.tiny_models import make_tiny_sdxl
+from pipeline.errors import FamilyError
+from pipeline.images.geometry import Size
+from pipeline.models.families import Family, detect
+from pipeline.models.fingerprints import Fingerprints
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
+from tests.pipeline.models.families.whole_job import Case
+
+# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def family(tiny_sdxl: Path) -> Family:
+    return detect(tiny_sdxl)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_sdxl: Path) -> Any:
+    pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, add_watermarker=False)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def drawn(pipeline: Any) -> np.ndarray[Any, Any]:
+    rng = torch.Generator().manual_seed(1)
+    kwargs = {"height": 64, "width": 64, "num_inference_steps": 2, "generator": rng, "output_type": "np"}
+    return pipeline("a cat", **kwargs).images[0]
+
+
+class StableDiffusionXLCase(SizedUNetCase):
+    pipeline_class = StableDiffusionXLPipeline
+
+    def make(self, folder: Path) -> None:
+        make_tiny_sdxl(folder)
+
+    def pooled_width(self, pipe: Any) -> int:
+        return pipe.text_encoder_2.config.projection_dim
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
+        signal = torch.tensor(np.cumprod(1 - betas))[micro.timesteps].float()[:, None, None, None]
+        return signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+
+    def kohya_keys(self) -> set[str]:
+        originals = [f"{block}.{layer}" for block in ATTENTIONS.values() for layer in LAYERS]
+        return {f"lora_unet_{name.replace('.', '_')}" for name in originals}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(StableDiffusionXLCase())
+
+
+class HalfCase(StableDiffusionXLCase):
+    """As many models are published: of each component there are weights named fp16 and no others."""
+
+    def make(self, folder: Path) -> None:
+        make_tiny_sdxl(folder.parent / "whole")
+        pipe = StableDiffusionXLPipeline.from_pretrained(folder.parent / "whole", dtype=torch.float16)
+        pipe.save_pretrained(folder, variant="fp16")
+        weights = [*folder.glob("*/*.safetensors"), *folder.glob("*/*.bin")]
+        assert len(weights) == 4
+        assert all(path.name.endswith(".fp16.safetensors") for path in weights)
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        return super().pipeline(folder, variant="fp16", dtype=torch.float32, **parts)
+
+
+@pytest.mark.slow
+def test_the_whole_job_equals_diffusers_where_all_weights_are_of_a_variant(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(HalfCase())
+
+
+def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprint_under_either_name(
+    family: Family, tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(tiny_sdxl, tmp_path / "other")
+    pipe = StableDiffusionXLPipeline.from_pretrained(other)
+    for role, size in (("unet", "2MB"), ("text_encoder", "30KB")):
+        for path in (other / role).glob("*.safetensors"):
+            path.unlink()
+        getattr(pipe, role).save_pretrained(other / role, variant="bf16", max_shard_size=size)
+        assert len(list((other / role).glob("*.bf16-0000?-of-*.safetensors"))) > 1
+    vae = other / "vae" / "diffusion_pytorch_model.safetensors"
+    vae.rename(vae.with_suffix(".fp16.safetensors"))
+    changed, hashes = detect(other), Fingerprints(tmp_path)
+    for role in ("unet", "text_encoder", "vae"):
+        expected, got = (
+            each.load_component(role, "float32", "cpu").state_dict() for each in (family, changed)
+        )
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert hashes.of(changed.parts("latents")) == hashes.of(family.parts("latents"))
+
+
+class ChannelCase(StableDiffusionXLCase):
+    """With a VAE as Playground 2.5's: each channel of its latents has a mean and a deviation."""
+
+    known: ClassVar[dict[str, Any]] = {
+        "latents_mean": [-1.6, 0.8, 0.2, -0.4],
+        "latents_std": [8.4, 5.9, 6.6, 5.3],
+        "scaling_factor": 0.5,
+    }
+
+    def make(self, folder: Path) -> None:
+        super().make(folder)
+        path = folder / "vae" / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **self.known}))
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        mean, std = (
+            torch.tensor(self.known[name])[:, None, None] for name in ("latents_mean", "latents_std")
+        )
+        return (pipe.vae.encode(pixels).latent_dist.mean - mean) / std * 0.5
+
+
+@pytest.mark.slow
+def test_the_whole_job_equals_diffusers_where_each_channel_has_a_mean_and_a_deviation(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(ChannelCase())
+
+
+def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_give_other_keys(
+    family: Family, tmp_path: Path
+) -> None:
+    ChannelCase().make(tmp_path)
+    changed = detect(tmp_path)
+    assert changed.method_of_latents() != family.method_of_latents() == family.latent_method
+    vae, draw = changed.load_vae("float32", "cpu"), torch.Generator().manual_seed(1)
+    pixels = torch.rand(1, 3, 64, 64, generator=draw) * 2 - 1
+    posterior = changed.posterior(vae, pixels)
+    raw = posterior.mean + posterior.std * torch.randn(1, 4, 8, 8, generator=draw.manual_seed(2))
+    latent = changed.normalise(raw)
+    pipe: Any = StableDiffusionXLImg2ImgPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    told = {"generator": draw.manual_seed(2), "add_noise": False, "dtype": torch.float32, "device": "cpu"}
+    with torch.no_grad():
+        expected = pipe.prepare_latents(pixels, None, 1, 1, **told)
+    torch.testing.assert_close(latent, expected, rtol=0, atol=1e-5)
+    pipe = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    size = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
+    picture = pipe("a cat", **size, callback_on_step_end=lambda *_: {"latents": latent}).images
+    decoded = (changed.decode(vae, latent) / 2 + 0.5).clamp(0, 1)
+    assert decoded.std() > 0.01
+    torch.testing.assert_close(decoded, picture, rtol=0, atol=1e-5)
+
+
+def test_a_picture_is_that_of_the_whole_pipeline(family: Family, whole: Any) -> None:
+    encoders = family.load_text_encoders("float32", "cpu")
+    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    np.testing.assert_allclose(np.asarray(own) / 255, drawn(whole), atol=0.6 / 255)
+
+
+def test_what_a_caption_loses_is_counted(family: Family) -> None:
+    encoders = family.load_text_encoders("float32", "cpu")
+    encoded = family.encode_caption(encoders, "cat " * 80)
+    assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (82, 5, 4 * 75)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"_class_name": "EDMEulerScheduler"}, "EDMEuler"), ({"prediction_type": "sample"}, "sample")],
+)
+def test_a_schedule_that_cannot_be_trained_is_an_error(
+    tiny_sdxl: Path, tmp_path: Path, change: dict[str, str], said: str
+) -> None:
+    folder = shutil.copytree(tiny_sdxl, tmp_path / "other")
+    path = folder / "scheduler" / "scheduler_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(FamilyError, match=said):
+        detect(folder).prediction_type()
+
+
+def test_a_module_that_kohya_has_no_name_for_is_an_error(family: Family) -> None:
+    with pytest.raises(FamilyError, match="no name in the original"):
+        family.kohya_layer("add_embedding.linear_1")
+
+
+def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
+    family: Family, tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    unet: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings(rank=2, alpha=2.0, modules=("*.time_emb_proj", "*.conv_shortcut"), conv_rank=2)
+    add_lora(unet, settings, targets=family.lora_targets(), seed=1)
+    for weight in trainable_weights(unet):
+        torch.nn.init.normal_(weight.data, generator=torch.Generator().manual_seed(weight.numel()))
+    exporter = Exporter(family, "demo", {})
+    assert [file.max_error for file in exporter.export(unet, tmp_path)] == [0.0] * 3
+    keys = {module.kohya for module in exporter.modules(unet)}
+    assert {
+        "lora_unet_input_blocks_1_0_in_layers_2",
+        "lora_unet_input_blocks_2_0_out_layers_3",
+        "lora_unet_input_blocks_3_0_op",
+        "lora_unet_input_blocks_4_0_skip_connection",
+        "lora_unet_input_blocks_4_0_emb_layers_1",
+        "lora_unet_middle_block_2_in_layers_2",
+        "lora_unet_output_blocks_2_2_conv",
+    } <= keys
+
+
+def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
+    told: list[torch.Tensor] = []
+
+    class Listening(torch.nn.Module):
+        def forward(self, noisy: torch.Tensor, times: Any, **given: Any) -> Any:
+            told.append(given["added_cond_kwargs"]["time_ids"])
+            return SimpleNamespace(sample=noisy)
+
+    sizes = {"original_size_hw": [[3001, 4099]], "crop_top_left": [[257, 0]], "target_size_hw": [[1024, 960]]}
+    conditions = {name: torch.tensor(size) for name, size in sizes.items()}
+    conditions |= {
+        "text_embedding": torch.ones(1, 77, 72).bfloat16(),
+        "pooled_text_embedding": torch.ones(1, 48).bfloat16(),
+    }
+    family.predict(Listening(), torch.ones(1, 4, 8, 8), torch.tensor([5]), conditions)
+    assert told[0].dtype == torch.float32
+    assert told[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
+
+
+def test_detection_goes_by_the_pipeline_class_and_an_unknown_one_lists_the_families(
+    tiny_sdxl: Path, tmp_path: Path
+) -> None:
+    assert detect(tiny_sdxl).name == "Stable Diffusion XL"
+    (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NobodysPipeline"}))
+    with pytest.raises(FamilyError, match="NobodysPipeline") as caught:
+        detect(tmp_path)
+    assert "StableDiffusionXLPipeline" in caught.value.fix
+    assert "StableDiffusionPipeline" in caught.value.fix

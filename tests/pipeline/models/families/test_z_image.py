@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from diffusers import ZImagePipeline
+
+from demo.tiny_models import make_tiny_z_image
+from pipeline.models.families import detect
+from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.whole_job import Case
+
+LAYERS = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
+LAYERS += tuple(f"feed_forward.w{number}" for number in (1, 2, 3))
+BLOCKS = ("layers.0", "layers.1", "noise_refiner.0", "context_refiner.0")
+
+
+class ZImageCase(Case):
+    pipeline_class = ZImagePipeline
+    targets: ClassVar[list[str]] = list(LAYERS)
+
+    def make(self, folder: Path) -> None:
+        make_tiny_z_image(folder)
+
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        embedding = pipe.encode_prompt(caption, do_classifier_free_guidance=False)[0][0]
+        stored, mask = torch.zeros(1, 512, embedding.shape[1]), torch.zeros(1, 512)
+        stored[0, : len(embedding)] = embedding
+        mask[0, : len(embedding)] = 1
+        return {"text_embedding": stored, "text_mask": mask}
+
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """Each sample for itself."""
+        answers = []
+        for index, text in enumerate(micro.conditions["text_embedding"]):
+            length = int(micro.conditions["text_mask"][index].sum())
+            time = (1000 - micro.timesteps[index : index + 1]) / 1000
+            sample = pipe.transformer([noisy[index][:, None]], time, [text[:length]]).sample[0]
+            answers.append(-sample[:, 0])
+        return torch.stack(answers)
+
+    def kohya_keys(self) -> set[str]:
+        return {f"lora_unet_{block}_{layer}".replace(".", "_") for block in BLOCKS for layer in LAYERS}
+
+
+def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+    prove: Callable[[Case], None],
+) -> None:
+    prove(ZImageCase())
+
+
+@pytest.mark.parametrize("words", [3, 600])
+def test_what_a_caption_loses_is_counted_inside_of_the_template(tmp_path: Path, words: int) -> None:
+    make_tiny_z_image(tmp_path)
+    family = detect(tmp_path)
+    encoders = family.load_text_encoders("float32", "cpu")
+    caption = " cat" * words
+    encoded = family.encode_caption(encoders, caption)
+    frame = family.encode_caption(encoders, "").num_tokens
+    assert encoded.num_tokens == words + frame
+    assert encoded.num_cut == max(0, words + frame - 512)
+    before = len(encoders.tokenizer("<|im_start|>user\n").input_ids)
+    assert encoded.cut_from == (4 * (512 - before) if words == 600 else None)

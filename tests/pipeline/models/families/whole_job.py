@@ -1,0 +1,351 @@
+"""The whole job of one family, compared with diffusers at each step.
+
+A family's test file gives a `Case`: what diffusers' pipeline makes of the same things, called by hand.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import numpy as np
+import torch
+
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.requests import Entries
+from pipeline.images.decode import load_pixels
+from pipeline.images.geometry import Geometry, Size
+from pipeline.models.families import Family, detect
+from pipeline.models.families.diffusers_family import DiffusersFamily
+from pipeline.processes.launch import Meanwhile
+from pipeline.raw_images.stage import scan
+from pipeline.recipe import recipe_from_mapping
+from pipeline.storage.tables import Tables
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.trained_lora.export.lora_files import read_lora_file
+from pipeline.trained_lora.job import read_order
+from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.validated_dataset.stage import validate
+
+ENDS = ("lora_down.weight", "lora_up.weight", "alpha")
+TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
+
+
+class Case(ABC):
+    """What a family should come to."""
+
+    pipeline_class: ClassVar[Any]
+    """Of diffusers."""
+
+    targets: ClassVar[list[str] | str]
+    """Modules to adapt, as peft takes them."""
+
+    drawing: ClassVar[dict[str, Any]] = {}
+    """Arguments of the pipeline that a plain picture takes beside its prompt."""
+
+    previewing: ClassVar[dict[str, Any]] = {}
+    """Arguments that its preview takes beside the family's guidance."""
+
+    @abstractmethod
+    def make(self, folder: Path) -> None:
+        """Write the tiny model."""
+
+    def pipeline(self, folder: Path, **parts: Any) -> Any:
+        """The whole of it, as anyone would load it."""
+        return self.pipeline_class.from_pretrained(folder, **parts)
+
+    @abstractmethod
+    def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
+        """What the pipeline tells its denoiser of a caption, by the names of the entries."""
+
+    def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
+        """What the pipeline's image-to-image twin makes of pixels (1, 3, H, W) in [-1, 1]."""
+        config = pipe.vae.config
+        return (pipe.vae.encode(pixels).latent_dist.mean - config.shift_factor) * config.scaling_factor
+
+    def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
+        """By the paper's formula."""
+        sigma = (micro.timesteps / 1000)[:, None, None, None]
+        return sigma * micro.noise + (1 - sigma) * micro.latent
+
+    def target(self, micro: MicroInput) -> torch.Tensor:
+        """By the paper's formula."""
+        return micro.noise - micro.latent
+
+    @abstractmethod
+    def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
+        """The pipeline's denoiser called by hand, packed and unpacked without its own functions."""
+
+    @abstractmethod
+    def kohya_keys(self) -> set[str]:
+        """Keys of kohya's layers, without their endings."""
+
+    def comfyui_keys(self, modules: set[str]) -> set[str]:
+        """Keys of ComfyUI's layers for the denoiser's modules; it translates diffusers' names itself."""
+        return {f"transformer.{module}" for module in modules}
+
+
+class Here:
+    """Runs both kinds of worker in this process."""
+
+    def __init__(self, encode: Any) -> None:
+        self.encode = encode
+        self.orders: list[Path] = []
+
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+        from pipeline.encoding.fill import WORKERS
+
+        if module in WORKERS.values():
+            self.encode(module, order, meanwhile)
+        else:
+            self.orders.append(order)
+            assert train(read_order(order), self, StopRequest())
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
+    """The whole job in `folder`; raises where it differs from diffusers."""
+    base = folder / "base"
+    case.make(base)
+    recipe = recipe_from_mapping("demo", settings(folder, photos, base))
+    tables, launch = Tables(recipe.output_dir), Here(encode)
+    entries, order = whole_job(recipe, tables, launch)
+    pipe = case.pipeline(base)
+    pipe.set_progress_bar_config(disable=True)
+    for row in tables.read("vae_latents").to_dicts():
+        check_latent(case, row, photos, entries, pipe)
+    check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, pipe)
+    for caption in [*tables.read("text_embeddings")["caption"], ""]:
+        check_text(case, caption, entries, pipe)
+    family = cast("DiffusersFamily", detect(base))
+    check_cut(family)
+    check_step(case, order, family, pipe)
+    check_lengths(order, family)
+    check_drawing(case, family, pipe)
+    assert json.loads((order.folder / "result.json").read_text())["warnings"] == []
+    drawn_at_0_and_2 = 2 * len(order.prompts)
+    assert len(list((order.folder / "samples").glob("*.png"))) == drawn_at_0_and_2 > 0
+    check_files(case, recipe.output_dir / "lora", pipe, family)
+
+
+def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
+    return {
+        "datasets": [{"name": "photos", "path": photos}],
+        "cache_dir": folder / "cache",
+        "output_dir": folder / "output",
+        "model": {"base": str(base)},
+        "buckets": {"resolution": 64, "step": 32},
+        "latents": {"dtype": "float32", "posterior": "mean"},
+        "text": {"dtype": "float32", "caption_dropout": 0.0},
+        "training": {
+            "steps": 2,
+            "batch_size": 2,
+            "learning_rate": 1e-1,
+            "sample_every": 2,
+            "seed": 7,
+            "sample_prompts": ["a cat"],
+            "lora": {"rank": 4, "alpha": 2.0},
+        },
+    }
+
+
+def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[Entries, Any]:
+    def kept(asset: str, result: Any) -> Any:
+        tables.write(asset, result.table)
+        tables.write_rejected(asset, result.rejected)
+        return result.table
+
+    log = launch.info
+    raw = kept("raw_images", scan(recipe, tables, log=log))
+    valid = kept("validated_dataset", validate(recipe, raw, tables, log=log))
+    buckets = kept("aspect_buckets", assign_buckets(recipe, valid, log=log))
+    latents = kept("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=log))
+    text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
+    assert len(latents) == len(text) == 5
+    train_lora(recipe, latents, text, launch=launch, log=log)
+    return Entries(recipe), read_order(launch.orders[0])
+
+
+def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries, pipe: Any) -> None:
+    file = photos / row["path"]
+    image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
+    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255).contiguous()
+    assert tuple(pixels.shape[2:]) == image.shape[:2]
+    with torch.no_grad():
+        expected = case.latent(pipe, pixels)
+    stored = entries.store.read_torch(entries.latent(row))["latent"]
+    assert stored.std() > 0.1
+    torch.testing.assert_close(stored, expected[0], **TOLERANCE)
+
+
+def check_decoding(case: Case, row: dict[str, Any], entries: Entries, pipe: Any) -> None:
+    """A latent of the store becomes the picture that the pipeline draws where its last step ends in it."""
+    family = entries.family
+    latent = entries.store.read_torch(entries.latent(row))["latent"][None]
+    height, width = Geometry.from_row(row).target_size
+
+    def replaced(pipe: Any, step: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
+        tokens = given["latents"]
+        if tokens.ndim == 4:
+            return {"latents": latent}
+        if tokens.ndim == 5:  # frames, and channels last
+            return {"latents": latent.movedim(1, -1)[:, None]}
+        edge = round((tokens.shape[2] / latent.shape[1]) ** 0.5)  # of a patch, packed channels first
+        return {"latents": torch.nn.functional.unfold(latent, edge, stride=edge).transpose(1, 2)}
+
+    size = {"height": height, "width": width, "num_inference_steps": 1}
+    given = {**size, **case.drawing, "callback_on_step_end": replaced, "output_type": "pt"}
+    expected = pipe(prompt="a cat", **given, return_dict=False)[0]
+    decoded = family.decode(family.load_vae("float32", "cpu"), latent)
+    assert decoded.shape == (1, 3, height, width)
+    assert decoded.std() > 0.01
+    torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), expected, **TOLERANCE)
+    raw = family.denormalise(latent)
+    torch.testing.assert_close(family.normalise(raw), latent, **TOLERANCE)
+
+
+def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
+    stored = entries.store.read_torch(entries.text(caption))
+    with torch.no_grad():
+        expected = case.embed(pipe, caption)
+    if entries.family.text_padding == "masked":
+        length = int(expected["text_mask"].sum())
+        assert len(stored["text_embedding"]) == length < entries.family.max_length()
+        expected |= {name: expected[name][:, :length] for name in ("text_embedding", "text_mask")}
+    conditions = entries.family.stack_texts([stored])
+    assert set(conditions) == set(expected)
+    for name, tensor in conditions.items():
+        torch.testing.assert_close(tensor, expected[name].float(), **TOLERANCE)
+
+
+def check_cut(family: DiffusersFamily) -> None:
+    """What a caption is said to lose makes no difference, and the word before it does."""
+    encoders = family.load_text_encoders("float32", "cpu")
+    caption = "cat " * (family.max_length() + 20)
+    encoded = family.encode_caption(encoders, caption)
+    cut = encoded.cut_from
+    assert cut is not None
+    kept, lost = caption[:cut], caption[cut:]
+    assert 0 < encoded.num_cut <= encoded.num_tokens - lost.count("cat") // 2
+    before, word, rest = kept.rpartition("cat")
+    for other, same in ((kept + lost.replace("cat", "cup"), True), (before + "cup" + rest + lost, False)):
+        assert word == "cat"
+        assert len(other) == len(caption)
+        tensors = family.encode_caption(encoders, other).tensors
+        assert all(torch.equal(tensors[name], encoded.tensors[name]) for name in tensors) == same
+
+
+def check_drawing(case: Case, family: DiffusersFamily, pipe: Any) -> None:
+    """A preview is the picture that the whole pipeline draws of the same words."""
+    encoders = family.load_text_encoders("float32", "cpu")
+    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    expected = drawn(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
+    np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
+
+
+def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
+    """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    micro = maker.make(0, next(iter(order.plan())).micro_batches[0][0])
+    with torch.no_grad():
+        noisy = case.noisy(pipe, micro)
+        expected = case.predict(pipe, noisy, micro)
+        got = family.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
+        losses = engine.losses(micro, engine.denoiser)
+    assert got.shape == micro.latent.shape
+    assert got.std() > 1e-3
+    torch.testing.assert_close(got, expected, **TOLERANCE)
+    by_hand = ((expected - case.target(micro)) ** 2).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(losses, by_hand, **TOLERANCE)
+    check_checkpointing(family, engine, micro)
+
+
+def check_lengths(order: Any, family: DiffusersFamily) -> None:
+    """A short caption, a long one and none in one batch get the answers that each gets alone."""
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    one = next(iter(order.plan())).micro_batches[0][0][0]
+    micro = maker.make(0, (one,) * 3)
+    encoders = family.load_text_encoders("float32", "cpu")
+    texts = [family.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
+    lengths = {len(text["text_embedding"]) for text in texts}
+    assert (len(lengths) == 1) == (family.text_padding == "stored")
+    sizes = {name: micro.conditions[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")}
+    with torch.no_grad():
+        together = family.predict(
+            engine.denoiser, micro.latent, micro.timesteps, family.stack_texts(texts) | sizes
+        )
+        for at, text in enumerate(texts):
+            alone = family.stack_texts([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
+            its = slice(at, at + 1)
+            answer = family.predict(engine.denoiser, micro.latent[its], micro.timesteps[its], alone)
+            torch.testing.assert_close(together[its], answer, **TOLERANCE)
+
+
+def check_checkpointing(family: Family, engine: Engine, micro: MicroInput) -> None:
+    """Activations computed a second time give the same gradients, to the bit."""
+    found: list[list[torch.Tensor]] = []
+    for again in (False, True):
+        if again:
+            family.recompute_activations(engine.denoiser)
+        engine.losses(micro, engine.denoiser).sum().backward()
+        found.append([weight.grad for weight in engine.weights if weight.grad is not None])
+        for weight in engine.weights:
+            weight.grad = None
+    assert len(found[0]) == len(found[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert any(bool(gradient.any()) for gradient in found[0])
+
+
+def check_files(case: Case, lora: Path, pipe: Any, family: Family) -> None:
+    plain = drawn(case, pipe)
+    own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
+    golden = golden_keys(case, pipe, family.denoiser_name)
+    assert set(own) == golden
+    modules = {key.split(".", 1)[1].rsplit(".lora_", 1)[0] for key in golden}
+    comfyui = read_lora_file(lora / "demo_comfyui.safetensors").tensors
+    assert set(comfyui) == {f"{key}.{end}" for key in case.comfyui_keys(modules) for end in ENDS}
+    kohya = read_lora_file(lora / "demo_kohya.safetensors").tensors
+    assert set(kohya) == {f"{key}.{end}" for key in case.kohya_keys() for end in ENDS}
+    pipe.load_lora_weights(lora)
+    adapted = drawn(case, pipe)
+    pipe.unload_lora_weights()
+    assert np.abs(adapted - plain).max() > 0.01
+    if family.kohya_loads():
+        pipe.load_lora_weights(lora, weight_name="demo_kohya.safetensors")
+        again = drawn(case, pipe)
+        pipe.unload_lora_weights()
+        np.testing.assert_allclose(again, adapted, atol=1e-4)
+
+
+def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
+    """Keys of diffusers' layout as peft and diffusers' own saving name them."""
+    from peft import LoraConfig, get_peft_model_state_dict
+    from peft.tuners.lora import LoraLayer
+
+    denoiser = getattr(pipe, component)
+    denoiser.add_adapter(LoraConfig(r=1, target_modules=case.targets), adapter_name="golden")
+    assert any(isinstance(module, LoraLayer) for module in denoiser.modules())
+    state = get_peft_model_state_dict(denoiser, adapter_name="golden")
+    keys = set(case.pipeline_class.pack_weights(state, component))
+    denoiser.unload_lora()
+    return keys
+
+
+def drawn(case: Case, pipe: Any, **options: Any) -> np.ndarray[Any, Any]:
+    generator = torch.Generator().manual_seed(1)
+    size = {"height": 64, "width": 64, "num_inference_steps": 2}
+    given = {**size, **case.drawing, **options}
+    return pipe(prompt="a cat", **given, generator=generator, output_type="np", return_dict=False)[0][0]

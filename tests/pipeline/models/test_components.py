@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, StableDiffusionPipeline
+
+from demo.tiny_models import make_tiny
+from pipeline.cache.requests import Entries
+from pipeline.encoding.jobs import Order, read_order, write_order
+from pipeline.errors import ModelError
+from pipeline.models.components import local_components, resolve_components
+from pipeline.models.families import detect
+from pipeline.models.families.sd import StableDiffusion
+from pipeline.models.hub import component_files
+from pipeline.models.resolve import resolve_base, wanted_files
+from pipeline.recipe import recipe_from_mapping
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora.provenance import shareable
+from tests.pipeline.model_recipe import recipe
+from tests.pipeline.models.families.whole_job import Here, settings, whole_job
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """A model with other weights in each part."""
+    make_tiny(tmp_path / "other", seed=1)
+    return tmp_path / "other"
+
+
+def test_a_part_is_a_folder_of_its_own_or_lies_in_a_model_under_its_name(
+    tmp_path: Path, tiny_sd: Path, other: Path
+) -> None:
+    for named in (other, other / "vae"):
+        asked = recipe(tmp_path, tiny_sd, components={"vae": str(named)})
+        assert resolve_components(asked) == local_components(asked) == {"vae": other / "vae"}
+        assert resolve_base(asked) == tiny_sd
+
+
+def test_another_vae_makes_other_latents_and_keeps_the_captions_entries(
+    tmp_path: Path, tiny_sd: Path, other: Path
+) -> None:
+    plain, changed = (
+        Entries(recipe(tmp_path, tiny_sd, components=components)) for components in ({}, {"vae": str(other)})
+    )
+    same = Entries(
+        recipe(tmp_path, tiny_sd, components={"vae": str(shutil.copytree(tiny_sd, tmp_path / "copy"))})
+    )
+    assert changed.fingerprint("latents") != plain.fingerprint("latents")
+    assert same.fingerprint("latents") == plain.fingerprint("latents")
+    assert changed.text("a cat") == plain.text("a cat")
+    assert changed.fingerprint("denoiser") == plain.fingerprint("denoiser")
+
+
+def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_base_model(
+    tmp_path: Path, photos: Path, tiny_sd: Path, other: Path, launch_here: Any
+) -> None:
+    base = shutil.copytree(tiny_sd, tmp_path / "base")
+    shutil.rmtree(base / "vae")
+    values = settings(tmp_path, photos, base)
+    values["model"]["components"] = {"vae": str(other)}
+    asked = recipe_from_mapping("demo", values)
+    tables, launch = Tables(asked.output_dir), Here(launch_here)
+    entries, order = whole_job(asked, tables, launch)
+    assert order.elsewhere == {"vae": other / "vae"}
+    row = tables.read("vae_latents").row(0, named=True)
+    latent = entries.store.read_torch(entries.latent(row))["latent"]
+    vae = AutoencoderKL.from_pretrained(other / "vae")
+    family = detect(order.base, order.elsewhere)
+    with torch.no_grad():
+        expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
+    torch.testing.assert_close(family.decode(family.load_vae("float32", "cpu"), latent[None]), expected)
+    pipe = StableDiffusionPipeline.from_pretrained(base, vae=vae, safety_checker=None)
+    pipe.load_lora_weights(asked.output_dir / "lora")
+    assert list((order.folder / "samples").glob("*.png"))
+
+
+def test_the_encoding_process_is_told_where_the_parts_lie(tmp_path: Path) -> None:
+    order = Order("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
+    assert read_order(write_order(order, tmp_path)).elsewhere == order.elsewhere
+
+
+@pytest.mark.parametrize(
+    ("components", "message"),
+    [
+        ({"vea": "x/y"}, r"(?s)no component vea.*sample.*model\.components\.vea.*tokenizer, text_encoder"),
+        ({"scheduler": "x/y"}, "no component scheduler"),
+        ({"vae": "./no/such"}, r"(?s)\./no/such does not exist.*model\.components\.vae.*owner/name"),
+        (
+            {"vae": "someone/absent"},
+            r"(?s)someone/absent is neither.*set .*components\.vae to the fol",
+        ),
+    ],
+)
+def test_what_cannot_be_is_an_error_that_names_the_key(
+    tmp_path: Path, tiny_sd: Path, hub: Path, components: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        resolve_base(recipe(tmp_path, tiny_sd, components=components))
+
+
+@pytest.mark.parametrize("lost", ["config.json", "diffusion_pytorch_model.safetensors"])
+def test_a_part_that_lacks_a_file_is_an_error_that_names_its_folder(
+    tmp_path: Path, tiny_sd: Path, other: Path, lost: str
+) -> None:
+    (other / "vae" / lost).unlink()
+    with pytest.raises(ModelError, match=str(other / "vae")):
+        resolve_base(recipe(tmp_path, tiny_sd, components={"vae": str(other)}))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Hub cache, and no network."""
+    cache = tmp_path / "hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return cache
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_snapshot_of_a_hub_id_is_used_without_the_network(
+    tmp_path: Path, tiny_sd: Path, other: Path, hub: Path, inside: bool
+) -> None:
+    root = hub / "models--someone--parts"
+    (root / "refs").mkdir(parents=True)
+    (root / "refs" / "v2").write_text("0123abc")
+    snapshot = shutil.copytree(other if inside else other / "vae", root / "snapshots" / "0123abc")
+    found = resolve_components(recipe(tmp_path, tiny_sd, components={"vae": "someone/parts@v2"}))
+    assert found == {"vae": snapshot / "vae" if inside else snapshot}
+
+
+def test_only_the_files_of_the_part_are_downloaded() -> None:
+    files = [
+        *(".gitattributes", "config.json", "README.md", "original/model.safetensors", "sub/config.json"),
+        *("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "model.bin"),
+        *("model.fp16.safetensors", "tokenizer.json"),
+    ]
+    weights = ["model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]
+    assert component_files(files, "") == [*weights, "config.json", "tokenizer.json"]
+    assert component_files(files, "sub") == ["sub/config.json"]
+    kept = wanted_files(
+        StableDiffusion, ["model_index.json", "vae/config.json", "unet/config.json"], without={"vae"}
+    )
+    assert kept == ["model_index.json", "unet/config.json"]
+
+
+def test_what_is_shared_of_a_recipe_names_no_folder_of_this_machine(tmp_path: Path, tiny_sd: Path) -> None:
+    shared = shareable(
+        recipe(tmp_path, tiny_sd, components={"vae": str(tmp_path / "secret" / "vae"), "unet": "a/b"})
+    )
+    assert shared["model"]["components"] == {"vae": "vae", "unet": "a/b"}

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import (
+    read_json,
+    require_whole,
+    tokenizer_files,
+    weight_files,
+    weight_variant,
+)
+
+
+def touch(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_bytes(b"x")
+
+
+def test_safetensors_are_preferred_and_variants_are_taken_only_where_there_are_no_others(
+    tmp_path: Path,
+) -> None:
+    def taken() -> tuple[str | None, list[str]]:
+        return weight_variant(tmp_path), [path.name for path in weight_files(tmp_path)]
+
+    touch(tmp_path, "model.non_ema.safetensors", "model.bf16.safetensors")
+    assert taken() == ("bf16", ["model.bf16.safetensors"])
+    touch(tmp_path, "model.fp16.safetensors", "model.fp16.bin")
+    assert taken() == ("fp16", ["model.fp16.safetensors"])
+    touch(tmp_path, "pytorch_model.bin")
+    assert taken() == (None, ["pytorch_model.bin"])
+    touch(tmp_path, "model.safetensors")
+    assert taken() == (None, ["model.safetensors"])
+
+
+def test_shards_of_a_variant_come_with_their_index(tmp_path: Path) -> None:
+    shards = [f"model.fp16-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    name = "model.safetensors.index.fp16.json"
+    (tmp_path / name).write_text(json.dumps({"weight_map": {"a": shards[1], "b": shards[0]}}))
+    touch(tmp_path, *shards)
+    assert [path.name for path in weight_files(tmp_path)] == [name, *shards]
+    (tmp_path / shards[1]).unlink()
+    with pytest.raises(ModelError, match=shards[1]):
+        weight_files(tmp_path)
+
+
+def test_shards_come_with_their_index_and_each_must_be_there(tmp_path: Path) -> None:
+    shards = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    index = {"weight_map": {"a": shards[1], "b": shards[0], "c": shards[1]}}
+    name = "diffusion_pytorch_model.safetensors.index.json"
+    (tmp_path / name).write_text(json.dumps(index))
+    touch(tmp_path, *shards)
+    assert [path.name for path in weight_files(tmp_path)] == [name, *shards]
+    (tmp_path / shards[0]).unlink()
+    with pytest.raises(ModelError, match=shards[0]):
+        weight_files(tmp_path)
+
+
+def test_a_component_without_weights_and_a_tokenizer_without_vocabulary_are_errors(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no weights"):
+        weight_files(tmp_path)
+    touch(tmp_path, "tokenizer_config.json")
+    with pytest.raises(ModelError, match="vocabulary"):
+        tokenizer_files(tmp_path)
+    touch(tmp_path, "vocab.json", "merges.txt")
+    configs, contents = tokenizer_files(tmp_path)
+    assert [path.name for path in (*configs, *contents)] == [
+        "tokenizer_config.json",
+        "vocab.json",
+        "merges.txt",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "\x80"])
+def test_a_configuration_that_is_no_json_object_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json"):
+        read_json(path)
+
+
+def test_a_weight_file_that_was_cut_short_is_found_by_its_header(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(3, 5), "b": torch.ones(7)}, file, metadata={"format": "pt"})
+    require_whole(file)
+    whole = file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    for data in (whole[:-1], whole[:header], whole + b"\0"):
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match=f"it has {len(data):,} of {len(whole):,} bytes"):
+            require_whole(file)
+    for data in (whole[: header // 2], whole[:5], b"", b"<!DOCTYPE html>" * 9, b"\x02" + bytes(7) + b"[]"):
+        file.write_bytes(data)
+        with pytest.raises(ModelError, match=f"it has {len(data)} bytes") as caught:
+            require_whole(file)
+        assert (caught.value.where, caught.value.fix) == (str(file), "download the model again")

@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pipeline.cache.keys import LatentInputs, TextInputs, latent_key, text_key
+from pipeline.errors import ModelError
+from pipeline.images.geometry import Crop, Size
+from pipeline.models.fingerprints import Fingerprints, ModelPart
+
+LATENT = LatentInputs(
+    content_hash="aa",
+    resized_size=Size(64, 80),
+    crop=Crop(0, 8, 64, 64),
+    flip=False,
+    background=(255, 255, 255),
+    preprocessing_version=1,
+    vae="vv",
+    method="m, 1",
+    posterior="sample",
+    compute_dtype="float32",
+    dtype="float16",
+)
+TEXT = TextInputs(
+    "a cat", encoders="ee", method="t, 1", max_length=77, compute_dtype="float32", dtype="float16"
+)
+
+OTHER_LATENT = {
+    "content_hash": "ab",
+    "resized_size": Size(80, 64),
+    "crop": Crop(8, 0, 64, 64),
+    "flip": True,
+    "background": (255, 255, 254),
+    "preprocessing_version": 2,
+    "vae": "vw",
+    "method": "m, 2",
+    "posterior": "mean",
+    "compute_dtype": "bfloat16",
+    "dtype": "float32",
+}
+OTHER_TEXT = {
+    "caption": "a cat ",
+    "encoders": "ef",
+    "method": "t, 2",
+    "max_length": 225,
+    "compute_dtype": "bfloat16",
+    "dtype": "float32",
+}
+
+
+def test_L04_each_input_of_a_latent_changes_its_key() -> None:
+    assert set(OTHER_LATENT) == {field.name for field in dataclasses.fields(LatentInputs)}
+    keys = {latent_key(dataclasses.replace(LATENT, **{name: value})) for name, value in OTHER_LATENT.items()}
+    assert len(keys | {latent_key(LATENT)}) == len(OTHER_LATENT) + 1
+
+
+def test_T01_each_input_of_a_text_embedding_changes_its_key() -> None:
+    assert set(OTHER_TEXT) == {field.name for field in dataclasses.fields(TextInputs)}
+    keys = {text_key(dataclasses.replace(TEXT, **{name: value})) for name, value in OTHER_TEXT.items()}
+    assert len(keys | {text_key(TEXT)}) == len(OTHER_TEXT) + 1
+
+
+def test_keys_are_those_of_earlier_versions() -> None:
+    """A change here makes every cache of every user new: it must be meant."""
+    assert latent_key(LATENT) == "b54d104602e6102860a170260f4e1bfc716f51b67588bc0606c64f28c156e292"
+    assert text_key(TEXT) == "ee39bd6501607929f3a2bcd8c4ee3495afabd710086e0e45221f8e3e9fe68fd3"
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> ModelPart:
+    folder = tmp_path / "model" / "vae"
+    folder.mkdir(parents=True)
+    config = {"_class_name": "AutoencoderKL", "scaling_factor": 0.18, "_name_or_path": "me/mine"}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "weights.safetensors").write_bytes(b"12345")
+    old(folder / "weights.safetensors")
+    return ModelPart("vae", (folder / "config.json",), (folder / "weights.safetensors",))
+
+
+def old(path: Path) -> None:
+    os.utime(path, ns=(1, 1))
+
+
+def fingerprint(tmp_path: Path, part: ModelPart) -> str:
+    return Fingerprints(tmp_path / "cache").of([part])
+
+
+def test_L04_T01_weights_and_settings_of_a_model_change_its_fingerprint(
+    tmp_path: Path, part: ModelPart
+) -> None:
+    seen = {fingerprint(tmp_path, part)}
+    part.contents[0].write_bytes(b"12346")
+    seen.add(fingerprint(tmp_path, part))
+    config = json.loads(part.configs[0].read_text())
+    part.configs[0].write_text(json.dumps({**config, "scaling_factor": 0.19}))
+    seen.add(fingerprint(tmp_path, part))
+    part.configs[0].write_text(json.dumps({**config, "_class_name": "AutoencoderTiny"}))
+    seen.add(fingerprint(tmp_path, part))
+    seen.add(fingerprint(tmp_path, dataclasses.replace(part, role="decoder")))
+    assert len(seen) == 5
+
+
+def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Path, part: ModelPart) -> None:
+    before = fingerprint(tmp_path, part)
+    config = json.loads(part.configs[0].read_text())
+    changed = {**config, "_name_or_path": "other", "_diffusers_version": "9", "transformers_version": "1"}
+    part.configs[0].write_text(json.dumps(dict(reversed(changed.items())), indent=7))
+    moved = part.configs[0].parent.parent.rename(tmp_path / "elsewhere") / "vae"
+    part = ModelPart("vae", (moved / "config.json",), (moved / "weights.safetensors",))
+    assert fingerprint(tmp_path / "other cache", part) == before
+
+
+def test_an_unchanged_file_is_not_hashed_twice_and_the_memory_is_no_entry(
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
+    before = fingerprint(tmp_path, part)
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was read again"))
+    assert fingerprint(tmp_path, part) == before
+    (memory,) = (tmp_path / "cache").iterdir()
+    assert memory.suffix != ".safetensors"
+
+
+def test_a_file_changed_within_one_tick_of_being_hashed_is_not_remembered(
+    tmp_path: Path, part: ModelPart
+) -> None:
+    """Its change time is a moment ago, so it could change again without its stat changing."""
+    fingerprint(tmp_path, part)
+    assert time.time_ns() - part.contents[0].stat().st_ctime_ns < 60e9
+    assert not (tmp_path / "cache" / "fingerprints.json").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": ["a"]}'])
+def test_a_damaged_memory_counts_as_empty(tmp_path: Path, part: ModelPart, text: str) -> None:
+    before = fingerprint(tmp_path, part)
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    (tmp_path / "cache" / "fingerprints.json").write_text(text)
+    assert fingerprint(tmp_path, part) == before
+
+
+def test_a_hub_blobs_own_hash_serves_and_equals_that_of_a_local_file(
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import hashlib
+
+    local = fingerprint(tmp_path, part)
+    blob = tmp_path / "hub" / "blobs" / hashlib.sha256(b"12345").hexdigest()
+    snapshot = tmp_path / "hub" / "snapshots" / "main" / "weights.safetensors"
+    for path in (blob, snapshot):
+        path.parent.mkdir(parents=True)
+    blob.write_bytes(b"12345")
+    snapshot.symlink_to(blob)
+    monkeypatch.setattr("hashlib.file_digest", lambda *_: pytest.fail("it was read"))
+    hub = dataclasses.replace(part, contents=(snapshot,))
+    assert Fingerprints(tmp_path / "cache").of([hub]) == local
+
+
+def test_a_missing_model_file_is_an_error_that_names_it(tmp_path: Path, part: ModelPart) -> None:
+    part.contents[0].unlink()
+    with pytest.raises(ModelError, match=r"weights\.safetensors"):
+        fingerprint(tmp_path, part)
+
+
+def test_an_infinite_setting_as_solvers_have_it_is_a_setting(tmp_path: Path, part: ModelPart) -> None:
+    found = set()
+    for value in ("-Infinity", "Infinity", "-5.1"):
+        part.configs[0].write_text(f'{{"lambda_min_clipped": {value}}}')
+        found.add(fingerprint(tmp_path, part))
+    assert len(found) == 3

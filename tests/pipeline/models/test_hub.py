@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import hf_xet
+import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HTTPError
+
+from pipeline.errors import ModelError
+from pipeline.models.hub import refusals_told
+
+
+@pytest.fixture
+def closed() -> Iterator[str]:
+    """An address where every connection is refused."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and never listens
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+
+
+def ask(address: str, folder: Path) -> None:
+    HfApi(endpoint=address).model_info("someone/tiny")
+
+
+def download_large(address: str, folder: Path) -> None:
+    hub = {"endpoint": address, "token": "none", "token_expiry_unix_secs": 9_999_999_999}
+    with hf_xet.XetSession().new_file_download_group(**hub) as group:
+        group.start_download_file(hf_xet.XetFileInfo("0" * 64, 1000), str(folder / "file"))
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"), [(ask, HTTPError), (download_large, RuntimeError)], ids=["hub", "xet"]
+)
+def test_a_refused_connection_is_an_error_with_where_and_fix(
+    tmp_path: Path,
+    closed: str,
+    request_: Callable[[str, Path], None],
+    error: type[Exception],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
+    told = "someone/tiny is neither a local folder nor could it be downloaded"
+    with pytest.raises(ModelError, match=told) as caught, refusals_told("someone/tiny", "x.yaml, model.base"):
+        request_(closed, tmp_path)
+    assert isinstance(caught.value.__cause__, error)
+    assert caught.value.where == "x.yaml, model.base"
+    assert caught.value.fix is not None
+    assert "check the spelling, the network" in caught.value.fix
+
+
+@pytest.mark.slow
+def test_a_base_model_of_which_only_the_index_is_here_is_an_error_where_the_hub_refuses(
+    tmp_path: Path, tiny_sd: Path, closed: str
+) -> None:
+    root = tmp_path / "hub" / "models--someone--tiny"
+    snapshot = root / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text("0123abc")
+    (snapshot / "model_index.json").write_bytes((tiny_sd / "model_index.json").read_bytes())
+    code = "import sys; from pathlib import Path; from tests.pipeline.model_recipe import recipe\n"
+    code += "from pipeline.errors import ModelError; from pipeline.models.resolve import resolve_base\n"
+    code += (
+        "try: resolve_base(recipe(Path(sys.argv[1]), 'someone/tiny'))\nexcept ModelError as err: print(err)"
+    )
+    env = {**os.environ, "HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    told = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=Path(__file__).parents[3],
+        env={**env, "HF_HUB_OFFLINE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "someone/tiny is neither a local folder nor could it be downloaded" in told
+    assert "Connection refused" in told

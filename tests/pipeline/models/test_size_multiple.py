@@ -1,0 +1,109 @@
+"""Sizes that a base model cannot have are found when recipes are loaded."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from demo.tiny_models import make_tiny_flux
+from pipeline.errors import RecipeError
+from pipeline.models.size_multiple import local_family, require_divisible
+from pipeline.recipe import Recipe, load_recipes
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose edges are multiples of 16."""
+    folder = tmp_path_factory.mktemp("base") / "flux"
+    make_tiny_flux(folder)
+    return folder
+
+
+def recipes(folder: Path, base: Path | str, **buckets: str) -> list[Recipe]:
+    for name, settings in buckets.items():
+        (folder / f"{name}.yaml").write_text(
+            f"datasets: [{{name: d, path: {folder}/photos}}]\noutput_dir: {folder}/{name}\n"
+            f"cache_dir: {folder}/cache\nmodel:\n  base: {base}\nbuckets:\n  {settings}\n",
+            encoding="utf-8",
+        )
+    return load_recipes(folder)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "key"),
+    [
+        ("{resolution: 64, step: 8}", "buckets.step"),
+        ("{sizes: [64x64, 64x72]}", "buckets.sizes"),
+        ("{sizes: [64x64], step: 8, upscale: never}", "buckets.step"),
+    ],
+    ids=["ladder", "sizes", "small images' own buckets"],
+)
+def test_B03_edges_that_the_model_cannot_divide_are_refused_with_line_and_multiple(
+    tmp_path: Path, flux: Path, buckets: str, key: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        require_divisible(recipes(tmp_path, flux, one=buckets))
+    assert caught.value.where == f"{tmp_path / 'one.yaml'}:7, {key}"
+    assert "16" in caught.value.what
+    assert "16" in caught.value.fix
+
+
+@pytest.mark.parametrize(
+    "buckets",
+    [
+        "{resolution: 64, step: 16}",
+        "{sizes: [64x64, 48x80], step: 8}",
+        "{resolution: 64, step: 16, upscale: never}",
+    ],
+)
+def test_sizes_that_the_model_can_divide_pass(tmp_path: Path, flux: Path, buckets: str) -> None:
+    require_divisible(recipes(tmp_path, flux, one=buckets))
+
+
+def test_every_recipe_that_is_wrong_is_listed(tmp_path: Path, flux: Path) -> None:
+    wrong = "{resolution: 64, step: 8}"
+    made = recipes(tmp_path, flux, one=wrong, good="{resolution: 64, step: 16}", two=wrong)
+    with pytest.raises(RecipeError) as caught:
+        require_divisible(made)
+    assert "2 mistakes" in caught.value.what
+    assert "one.yaml" in caught.value.what
+    assert "two.yaml" in caught.value.what
+
+
+@pytest.mark.parametrize("base", ["nobody/nothing", "models/none"])
+def test_a_model_that_is_not_here_yet_is_not_asked(tmp_path: Path, base: str) -> None:
+    made = recipes(tmp_path, base, one="{resolution: 64, step: 8}")
+    assert local_family(made[0]) is None
+    require_divisible(made)
+
+
+def test_a_folder_of_another_pipeline_is_left_to_the_job_that_names_the_families(tmp_path: Path) -> None:
+    (tmp_path / "video").mkdir()
+    (tmp_path / "video" / "model_index.json").write_text('{"_class_name": "VideoPipeline"}')
+    require_divisible(recipes(tmp_path, tmp_path / "video", one="{resolution: 64, step: 8}"))
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["-c", "from pipeline.cli.main import main; main()", "validate", "one"],
+        ["-c", "import assets.definitions"],
+    ],
+    ids=["latentline validate", "definitions"],
+)
+def test_B03_command_and_definitions_refuse_them(tmp_path: Path, flux: Path, command: list[str]) -> None:
+    recipes(tmp_path, flux, one="{resolution: 64, step: 8}")
+    environment: dict[str, Any] = {**os.environ, "LATENTLINE_CONFIGS": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "one.yaml:7, buckets.step" in done.stderr
+    assert "multiple of 16" in done.stderr

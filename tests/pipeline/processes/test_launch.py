@@ -1,0 +1,160 @@
+"""The command line of a launch, and what a failed one is reported as."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipeline.errors import LaunchError, StoreError, TrainingError
+from pipeline.processes.launch import (
+    CPU_THREADS_PER_PROCESS,
+    OUTPUT_TAIL_LINES,
+    LocalLaunch,
+    describe_status,
+    launch_command,
+    launch_environment,
+    launch_error,
+)
+from pipeline.recipe import AccelerateSettings
+
+
+def value(command: list[str], option: str) -> str:
+    return command[command.index(option) + 1]
+
+
+def test_one_process_is_no_multi_gpu_launch_and_two_are() -> None:
+    one = launch_command(AccelerateSettings(), "pipeline.trained_lora.worker", Path("order.json"))
+    two = launch_command(AccelerateSettings(num_processes=2, mixed_precision="bf16"), "m", Path("o"))
+    assert "--multi_gpu" not in one
+    assert "--multi_gpu" in two
+    assert (value(two, "--num_processes"), value(two, "--mixed_precision")) == ("2", "bf16")
+    assert one[-3:] == ["-m", "pipeline.trained_lora.worker", "order.json"]
+
+
+def test_one_process_that_needs_nothing_of_accelerate_is_started_as_it_is() -> None:
+    module = "pipeline.vae_latents.worker"
+    one = launch_command(AccelerateSettings(), module, Path("order.json"))
+    two = launch_command(AccelerateSettings(num_processes=2), module, Path("order.json"))
+    assert one == [sys.executable, "-m", module, "order.json"]
+    assert two[:3] == [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
+
+
+def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
+    command = launch_command(AccelerateSettings(), "m", Path("o"))
+    assert Path(value(command, "--config_file")).is_file()
+
+
+@pytest.mark.parametrize("asked", [None, 7])
+def test_threads_are_two_unless_the_recipe_says_otherwise_since_they_decide_the_last_bits(
+    tmp_path: Path, asked: int | None
+) -> None:
+    settings = AccelerateSettings() if asked is None else AccelerateSettings(cpu_threads=asked)
+    threads = str(asked or CPU_THREADS_PER_PROCESS)
+    assert value(launch_command(settings, "m", Path("o")), "--num_cpu_threads_per_process") == threads
+    variables = launch_environment(settings, tmp_path / "e")
+    assert variables["OMP_NUM_THREADS"] == threads, "of a process that accelerate does not start"
+    said = "from pipeline.processes.launch import cpu_threads; print(cpu_threads())"
+    ran = subprocess.run(
+        [sys.executable, "-c", said], env=variables, capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == threads
+
+
+def test_a_launched_process_knows_its_parent_and_finds_the_project(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    variables = launch_environment(AccelerateSettings(), tmp_path / "error.json")
+    root = Path(__file__).resolve().parents[3]
+    assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    assert variables["LATENTLINE_PARENT_PID"] == str(os.getpid())
+
+
+SLOW_ENTRY = """
+import pathlib, sys, time
+here = pathlib.Path(sys.argv[1]).parent
+(here / "started").touch()
+while not (here / "go").exists():
+    time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("pipeline.processes.launch.ALONE", ("slow_entry",))
+    return tmp_path / "order.json"
+
+
+def processes_of(order: Path) -> list[psutil.Process]:
+    return [each for each in psutil.Process().children() if str(order) in each.cmdline()]
+
+
+def test_what_is_to_be_done_meanwhile_is_done_beside_the_process(order: Path) -> None:
+    def meanwhile() -> None:
+        while not (order.parent / "started").exists():
+            time.sleep(0.01)
+        (order.parent / "go").touch()
+
+    LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+    assert processes_of(order) == []
+
+
+def test_an_error_of_what_is_done_meanwhile_ends_the_process_and_comes_out(order: Path) -> None:
+    def meanwhile() -> None:
+        assert len(processes_of(order)) == 1
+        raise StoreError("no room", where="here", fix="make some")
+
+    with pytest.raises(StoreError, match="no room"):
+        LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+    assert processes_of(order) == []
+
+
+def test_the_error_that_a_process_left_is_the_one_reported(tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    file.write_text(json.dumps({"kind": "TrainingError", "what": "a", "where": "b", "fix": "c"}), "utf-8")
+    error = launch_error("m", 1, output=["noise"], error_file=file)
+    assert isinstance(error, TrainingError)
+    assert (error.what, error.where, error.fix) == ("a", "b", "c")
+
+
+def test_otherwise_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
+    lines = [f"line {number}" for number in range(OUTPUT_TAIL_LINES + 5)]
+    error = launch_error("m", 7, output=lines, error_file=tmp_path / "none")
+    assert isinstance(error, LaunchError)
+    assert error.what == "m ended with exit status 7: line 24"
+    assert "line 4\n" not in error.where
+    assert "line 5\n" in error.where
+    assert error.fix.startswith("mend what it says")
+
+
+def test_of_a_traceback_only_its_error_is_quoted(tmp_path: Path) -> None:
+    trace = [
+        "loading",
+        "Traceback (most recent call last):",
+        '  File "a.py", line 1, in f',
+        "    1 / 0",
+        "E: zero",
+    ]
+    error = launch_error("m", 1, output=trace, error_file=tmp_path / "none")
+    assert error.what == "m ended with exit status 1: E: zero"
+    assert error.where.splitlines()[1:] == ["loading", "E: zero"]
+
+
+@pytest.mark.parametrize(
+    ("status", "words"), [(1, "with exit status 1"), (-9, "by signal SIGKILL"), (143, "by signal SIGTERM")]
+)
+def test_a_status_is_told_in_words(status: int, words: str) -> None:
+    assert describe_status(status) == words
+
+
+def test_a_process_that_was_killed_is_explained_by_memory(tmp_path: Path) -> None:
+    assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix

@@ -1,0 +1,86 @@
+"""What entry modules say outside of Dagster; under Dagster: tests/resources/test_launcher.py."""
+
+from __future__ import annotations
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+
+import pipeline.processes.pipes
+from pipeline.errors import TrainingError
+from pipeline.processes.pipes import Reporter, rank, reporter
+from pipeline.reporting.terminal import Bar
+
+
+@pytest.fixture(autouse=True)
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test process must not ask to be ended with the shell that started it."""
+    monkeypatch.setattr(pipeline.processes.pipes, "end_with_parent", lambda: None)
+
+
+def test_without_dagster_lines_go_to_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with reporter() as report:
+        report.info("3 images")
+    assert capsys.readouterr() == ("", "3 images\n")
+
+
+def test_O09_progress_is_throttled_but_the_first_and_the_last_line_come() -> None:
+    said: list[str] = []
+    report = Reporter(said.append)
+    for done in range(1, 1001):
+        report.progress(done, 1000, "images")
+    assert said == ["1/1000 images", "1000/1000 images"]
+
+
+def test_with_a_bar_progress_is_drawn_and_only_its_end_is_said(tmp_path: Path) -> None:
+    said: list[str] = []
+    drawn = tmp_path / "terminal"
+    report = Reporter(said.append, Bar(drawn.open("w", encoding="utf-8")))
+    for done in range(1, 41):
+        report.progress(done, 40, "latents encoded")
+    report.close()
+    assert said == ["40/40 latents encoded"]
+    assert "1/40" in drawn.read_text(encoding="utf-8")
+
+
+def test_an_error_ends_the_process_without_a_traceback_and_is_left_for_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LATENTLINE_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as left, reporter():
+        raise TrainingError("loss is NaN", where="step 3", fix="lower the learning rate")
+    assert left.value.code == 1
+    assert capsys.readouterr().err == (
+        "TrainingError: loss is NaN\n  where: step 3\n  fix:   lower the learning rate\n"
+    )
+    parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
+    assert parts["kind"] == "TrainingError"
+    assert parts["where"] == "step 3"
+
+
+def test_a_full_disk_is_left_for_the_launcher_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LATENTLINE_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit) as left, reporter():
+        raise OSError(errno.ENOSPC, "No space left on device", "/out/step-00000002")
+    assert left.value.code == 1
+    assert "Traceback" in capsys.readouterr().err
+    parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
+    assert (parts["kind"], parts["what"]) == ("SystemRefusalError", "the disk is full (ENOSPC)")
+    assert parts["where"] == "/out/step-00000002"
+
+
+def test_an_exit_status_passes_through() -> None:
+    with pytest.raises(SystemExit) as left, reporter():
+        raise SystemExit(143)
+    assert left.value.code == 143
+
+
+def test_the_rank_comes_from_the_launch_and_is_0_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    assert rank() == 0
+    monkeypatch.setenv("RANK", "3")
+    assert rank() == 3

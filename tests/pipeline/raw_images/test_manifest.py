@@ -1,0 +1,399 @@
+"""Listings: tables of images, in three formats, whose paths may be anybody's."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.errors import DatasetError
+from pipeline.raw_images.manifest import walk_listing
+from pipeline.raw_images.manifest_file import read_listing
+from pipeline.raw_images.stage import scan
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.sources import source_at
+from pipeline.storage.tables import Tables
+from pipeline.validated_dataset.stage import validate
+from tests.elsewhere import in_bucket
+from tests.pipeline.conftest import picture
+
+ROWS = [
+    {"path": "a.png", "caption": "a cat", "other": "a small cat", "score": 7},
+    {"path": "sub/b.png", "caption": "a dog", "other": None, "score": 3},
+    {"path": "./c.png", "caption": "  ", "other": "a bird", "score": 9},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "photos"
+    (root / "sub").mkdir(parents=True)
+    for index, row in enumerate(ROWS):
+        (root / str(row["path"])).write_bytes(picture(index))
+    return root
+
+
+def write(folder: Path, kind: str, rows: list[dict[str, Any]] | None = None) -> Path:
+    path, table = folder / f"list.{kind}", pl.DataFrame(ROWS if rows is None else rows)
+    {"csv": table.write_csv, "parquet": table.write_parquet, "jsonl": table.write_ndjson}[kind](path)
+    return path
+
+
+def recipe(listing: Path, buckets: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+    root = listing.parent.parent
+    dataset = {"name": "d", "path": listing, "captions": {"from": "column"}, **settings}
+    values = {"datasets": [dataset], "output_dir": root / "out", "cache_dir": root / "cache"}
+    sections = {"model": {"base": "a/b"}, "buckets": buckets or {}}
+    return recipe_from_mapping("r", {**values, **sections})
+
+
+def focused(listing: Path, columns: tuple[str, str]) -> Recipe:
+    """Crops around the point that the columns say."""
+    buckets = {"resolution": 48, "step": 8, "max_aspect_ratio": 1.0, "crop": "focus"}
+    captions = {"from": "fixed", "text": "a photo"}
+    return recipe(listing, buckets=buckets, captions=captions, focus_columns=columns)
+
+
+def run(recipe: Recipe) -> tuple[pl.DataFrame, dict[str, str]]:
+    """Kept rows, and reasons by path."""
+    tables = Tables(recipe.output_dir)
+    raw = scan(recipe, tables, log=str)
+    valid = validate(recipe, raw.table, tables, log=str)
+    rejected = pl.concat([raw.rejected, valid.rejected])
+    assert valid.report["in"] == valid.report["kept"] + valid.report["rejected"]
+    return valid.table, dict(rejected.select("path", "reason").iter_rows())
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_each_format_gives_the_same_samples(folder: Path, kind: str) -> None:
+    kept, reasons = run(recipe(write(folder, kind)))
+    assert kept.select("sample_id", "caption", "caption_from").rows() == [
+        ("d/a.png", "a cat", "column"),
+        ("d/sub/b.png", "a dog", "column"),
+    ]
+    assert reasons == {"c.png": "caption_empty"}
+
+
+def test_several_columns_are_variants_and_empty_ones_are_none(folder: Path) -> None:
+    columns = {"from": "column", "columns": ["caption", "other"]}
+    kept, reasons = run(recipe(write(folder, "csv"), captions=columns))
+    assert dict(kept.select("path", "caption").iter_rows()) == {
+        "a.png": "a cat",
+        "sub/b.png": "a dog",
+        "c.png": "a bird",
+    }
+    more = {path: json.loads(text) for path, text in kept.select("path", "more_captions").iter_rows()}
+    assert more == {"a.png": ["a small cat"], "sub/b.png": [], "c.png": []}
+    assert reasons == {}
+
+
+def test_images_may_lie_elsewhere_and_paths_in_another_column(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "lists").mkdir()
+    listing = tmp_path / "lists" / "mine.jsonl"
+    listing.write_text(json.dumps({"file": "a.png", "caption": "a cat"}) + "\n", encoding="utf-8")
+    kept, _ = run(recipe(listing, images=folder, path_column="file"))
+    assert kept["sample_id"].to_list() == ["d/a.png"]
+
+
+def test_only_listed_images_are_found_and_sidecars_work_too(folder: Path) -> None:
+    (folder / "a.txt").write_text("from the file")
+    kept, _ = run(recipe(write(folder, "csv", ROWS[:1]), captions={}))
+    assert kept.select("path", "caption").rows() == [("a.png", "from the file")]
+
+
+def test_filters_use_the_listings_columns(folder: Path) -> None:
+    kept, reasons = run(recipe(write(folder, "parquet"), filters={"where": "score > 5"}))
+    assert kept["path"].to_list() == ["a.png"]
+    assert reasons == {"sub/b.png": "filter_where", "c.png": "caption_empty"}
+
+
+def test_I25_hostile_paths_are_rejected_each_with_its_reason(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(picture(9))
+    (folder / "link.png").symlink_to(secret)
+    (folder / "way").symlink_to(tmp_path, target_is_directory=True)
+    (folder / "inside.png").symlink_to(folder / "a.png")
+    os.mkfifo(folder / "pipe.png")
+    paths = {
+        "/etc/passwd": "outside_dataset",
+        "../secret.png": "outside_dataset",
+        "sub/../../other.png": "outside_dataset",
+        "..": "outside_dataset",
+        "link.png": "outside_dataset",
+        "way/secret.png": "outside_dataset",
+        "pipe.png": "special_file",
+        "sub": "special_file",
+        "gone.png": "not_found",
+        "a.png/b.png": "not_found",
+        "x" * 5000: "not_found",
+        "new\nline.png": "not_found",
+        "null\0.png": "not_found",
+    }
+    rows = [{"path": path, "caption": "x"} for path in [*paths, "inside.png", "a.png"]]
+    kept, reasons = run(recipe(write(folder, "parquet", rows), duplicates="keep_all"))
+    assert kept["path"].to_list() == ["a.png", "inside.png"]
+    assert reasons == paths
+
+
+def test_rows_that_repeat_or_name_nothing_are_counted(folder: Path) -> None:
+    rows = [{"path": path} for path in ("a.png", "./a.png", "sub/../a.png", None, "", "sub/b.png")]
+    settings = recipe(write(folder, "jsonl", rows), captions={}).datasets[0]
+    walk = walk_listing(settings, source_at(settings.root))
+    assert sorted(found.path for found in walk.images) == ["a.png", "sub/b.png"]
+    assert walk.passed_over == {"listed_twice": 2, "rows_without_path": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what"),
+    [
+        ("list.csv", b"path\n\xff\xfe\n", "cannot be read"),
+        ("list.jsonl", b"{not json", "cannot be read"),
+        ("list.parquet", b"PAR1 broken", "cannot be read"),
+        ("list.csv", b"file,caption\na.png,x\n", "no column 'path'"),
+        ("list.csv", b"path,text\na.png,x\n", "no column 'caption'"),
+    ],
+)
+def test_a_listing_that_cannot_be_used_is_an_error_that_names_it(
+    folder: Path, name: str, content: bytes, what: str
+) -> None:
+    listing = folder / name
+    listing.write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        scan(recipe(listing), Tables(folder.parent / "out"), log=str)
+    assert what in caught.value.what
+    assert caught.value.where == str(listing)
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "what", "fix"),
+    [
+        ("a.csv", b"path;caption\na.png;x\n", "'path;caption'", "separate its columns by commas, not by ';'"),
+        ("a.csv", b"path\tcaption\na.png\tx\n", "no column", r"not by '\t'"),
+        ("a.csv", b"a.png,a cat\nb.png,x\n", "no column 'path'", "names into its first line"),
+        (
+            "a.csv",
+            b"path,caption\na.png,x\nb.png,a, b\n",
+            "line 3 has 3 fields, the heading 2",
+            "double quotes",
+        ),
+        (
+            "a.csv",
+            b"path,caption\na.png,caf\xe9\n",
+            "byte 0xe9 in line 2 is no UTF-8",
+            "save the file as UTF-8",
+        ),
+        ("a.csv", b"", "cannot be read", "write the file anew"),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": "x"}\n{oops\n',
+            "line 2 is no JSON",
+            "one JSON object a line",
+        ),
+        pytest.param("a.jsonl", b"[" * 200_000, "line 1 is no JSON", "one JSON object a line", id="deep"),
+        ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is no JSON object", "one JSON object a line"),
+        (
+            "a.jsonl",
+            b'{"file_name": "a.png", "text": "x"}\n',
+            "no column 'path'",
+            "what holds the paths, and ",
+        ),
+        ("a.jsonl", b'{"path": ["a.png"], "caption": "x"}\n', "'path' holds List", "a column of text"),
+        (
+            "a.jsonl",
+            b'{"path": "a.png", "caption": {"en": "x"}}\n',
+            "'caption' holds Struct",
+            "columns of text",
+        ),
+    ],
+)
+def test_a_listing_of_another_form_is_told_by_line_and_with_what_to_write(
+    folder: Path, name: str, content: bytes, what: str, fix: str
+) -> None:
+    (folder / name).write_bytes(content)
+    with pytest.raises(DatasetError) as caught:
+        run(recipe(folder / name))
+    assert what in caught.value.what
+    assert fix in caught.value.fix
+    assert "truncate_ragged_lines" not in str(caught.value)
+
+
+def test_numbers_as_captions_and_names_in_a_csv_stay_as_they_are_written(folder: Path) -> None:
+    (folder / "007").write_bytes(picture(7))
+    (folder / "a.csv").write_text("path,caption\n007,0010\n", encoding="utf-8")
+    kept, reasons = run(recipe(folder / "a.csv"))
+    assert kept.select("path", "caption").rows() == [("007", "0010")]
+    assert reasons == {}
+
+
+def all_captions(kept: pl.DataFrame) -> dict[str, list[str]]:
+    return {row["path"]: [row["caption"], *json.loads(row["more_captions"])] for row in kept.to_dicts()}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_of_lists_holds_several_captions_an_image(folder: Path, kind: str) -> None:
+    rows = [
+        {"path": "a.png", "caption": ["a cat", "", None, "a small cat"]},
+        {"path": "sub/b.png", "caption": ["a dog"]},
+        {"path": "c.png", "caption": []},
+    ]
+    kept, reasons = run(recipe(write(folder, kind, rows)))
+    assert all_captions(kept) == {"a.png": ["a cat", "a small cat"], "sub/b.png": ["a dog"]}
+    assert reasons == {"c.png": "caption_empty"}
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_an_image_in_several_rows_has_the_captions_of_all_that_are_chosen(folder: Path, kind: str) -> None:
+    more = [
+        {"path": "./a.png", "caption": "a tabby", "other": None, "score": 8},
+        {"path": "a.png", "caption": "a cat", "other": None, "score": 9},
+        {"path": "a.png", "caption": "badly put", "other": None, "score": 1},
+    ]
+    listing = write(folder, kind, [*ROWS, *more])
+    kept, _ = run(recipe(listing))
+    assert all_captions(kept)["a.png"] == ["a cat", "a tabby", "badly put"]
+    kept, _ = run(recipe(listing, filters={"where": "score > 2"}))
+    assert all_captions(kept) == {"a.png": ["a cat", "a tabby"], "sub/b.png": ["a dog"]}
+
+
+def test_whole_paths_below_the_datasets_folder_are_taken(folder: Path) -> None:
+    rows = [{**row, "path": str(folder / str(row["path"]))} for row in ROWS]
+    kept, _ = run(recipe(write(folder, "csv", rows)))
+    assert kept["sample_id"].to_list() == ["d/a.png", "d/sub/b.png"]
+    beside = [{"path": f"{folder}-other/a.png", "caption": "x"}]
+    _, reasons = run(recipe(write(folder, "csv", beside)))
+    assert list(reasons.values()) == ["outside_dataset"]
+
+
+def test_paths_with_backslashes_are_told_to_have_slashes(folder: Path) -> None:
+    listing = write(folder, "csv", [{"path": r".\sub\b.png", "caption": "x"}])
+    used = recipe(listing)
+    (problem,) = walk_listing(used.datasets[0], source_at(folder)).problems
+    assert problem.fix == "write / in its paths, not \\"
+
+
+def test_C03_captions_that_the_listing_could_have_are_told_of(folder: Path) -> None:
+    used = recipe(write(folder, "csv"), captions={})
+    tables = Tables(used.output_dir)
+    rejected = validate(used, scan(used, tables, log=str).table, tables, log=str).rejected
+    assert all("captions: {from: column" in fix for fix in rejected["fix"])
+
+
+def test_a_listing_that_is_not_there_is_an_error(folder: Path) -> None:
+    with pytest.raises(DatasetError, match="cannot be read"):
+        scan(recipe(folder / "none.csv"), Tables(folder.parent / "out"), log=str)
+
+
+def test_an_unchanged_listing_reads_no_image_again(folder: Path, settled: Any) -> None:
+    used = recipe(write(folder, "csv"))
+    tables = Tables(used.output_dir)
+    tables.write("raw_images", scan(used, tables, log=str).table)
+    settled()
+    assert scan(used, tables, log=str).report["read"] == 0
+
+
+def test_a_focus_from_the_listing_decides_the_crop(folder: Path) -> None:
+    focuses = [(0.0, 0.0), (1.0, None), (None, None)]
+    rows = [row | {"x": x, "y": y} for row, (x, y) in zip(ROWS, focuses, strict=True)]
+    listing = write(folder, "parquet", rows)
+    made = focused(listing, ("x", "y"))
+    kept, rejected = run(made)
+    assert rejected == {}
+    table = assign_buckets(made, kept, log=str).table
+    over = {row["path"]: (row["resized_width"] - 48, row["crop_left"]) for row in table.to_dicts()}
+    assert all(more > 1 for more, _ in over.values()), "each overlaps its bucket to the right"
+    assert {path: left for path, (_, left) in over.items()} == {
+        "a.png": 0,
+        "sub/b.png": over["sub/b.png"][0],
+        "c.png": over["c.png"][0] // 2,
+    }
+
+
+def test_of_an_image_in_several_rows_the_focus_is_that_of_the_first_that_is_chosen(folder: Path) -> None:
+    focuses = [(0.1, 0.2, 3), (2.0, 2.0, 1), (0.3, 0.4, 7), (0.5, 0.6, 8)]
+    rows = [ROWS[0] | {"x": x, "y": y, "score": score} for x, y, score in focuses]
+    listing = write(folder, "csv", rows)
+    settings = {
+        "captions": {"from": "fixed", "text": "a"},
+        "focus_columns": ("x", "y"),
+        "buckets": {"crop": "focus"},
+    }
+    for where, focus in (("score > 1", (0.1, 0.2)), ("score > 5", (0.3, 0.4))):
+        kept, rejected = run(recipe(listing, filters={"where": where}, **settings))
+        assert rejected == {}
+        assert kept.select("focus_x", "focus_y").rows() == [focus]
+
+
+@pytest.mark.parametrize("wrong", [1.01, -0.5, float("nan")])
+def test_a_focus_outside_of_the_image_is_rejected(folder: Path, wrong: float) -> None:
+    listing = write(folder, "parquet", [ROWS[0] | {"x": 0.5, "y": wrong}])
+    kept, rejected = run(focused(listing, ("x", "y")))
+    assert len(kept) == 0
+    assert rejected == {"a.png": "focus_outside"}
+
+
+def test_focus_columns_that_cannot_be_used_are_an_error_that_names_them(folder: Path) -> None:
+    listing = write(folder, "csv", [ROWS[0] | {"x": "left", "y": 0.5}])
+    with pytest.raises(DatasetError, match="'x' holds String that are no numbers") as raised:
+        run(focused(listing, ("x", "y")))
+    assert raised.value.where == str(listing)
+    with pytest.raises(DatasetError, match="no column 'z'"):
+        run(focused(listing, ("x", "z")))
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
+def test_C06_rows_removed_and_reordered_leave_each_image_its_caption(folder: Path, kind: str) -> None:
+    kept, _ = run(recipe(write(folder, kind)))
+    captions = dict(kept.select("path", "caption").rows())
+    assert len(captions) == 2
+    kept, _ = run(recipe(write(folder, kind, ROWS[:0:-1])))
+    assert dict(kept.select("path", "caption").rows()) == {"sub/b.png": captions["sub/b.png"]}
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_a_listing_in_a_bucket_names_images_there_or_elsewhere(folder: Path, kind: str, s3: str) -> None:
+    del s3
+    rows = [*ROWS, {"path": "../out.png"}, {"path": "gone.png"}]
+    here = write(folder, kind, rows)
+    kept, reasons = run(recipe(here, captions={"from": "column", "columns": ["other"]}))
+    address = in_bucket(folder).address
+    settings = {"captions": {"from": "column", "columns": ["other"]}}
+    for number, (path, images) in enumerate(
+        [(f"{address}/list.{kind}", None), (here, address), (f"{address}/list.{kind}", folder)]
+    ):
+        place = folder.parent / f"out-{number}"
+        there = recipe(here, path=path, images=images, **settings).model_copy(update={"output_dir": place})
+        found, refused = run(there)
+        columns = ["sample_id", "content_hash", "caption", "more_captions"]
+        assert found.select(columns).equals(kept.select(columns))
+        assert refused == reasons
+
+
+def test_whole_addresses_below_the_datasets_are_taken_and_others_lead_out(folder: Path, s3: str) -> None:
+    del s3
+    write(folder, "csv")
+    address = in_bucket(folder).address
+    inside = {f"{address}/a.png": "d/a.png", f"{address}//sub/../sub/b.png": "d/sub/b.png"}
+    outside = [f"{address}-other/a.png", f"{address}/../a.png", "https://example.org/a.png"]
+    listing = write(folder, "jsonl", [{"path": path, "caption": "x"} for path in [*inside, *outside]])
+    kept, reasons = run(recipe(listing, images=address))
+    assert kept["sample_id"].to_list() == list(inside.values())
+    assert reasons == dict.fromkeys(outside, "outside_dataset")
+    _, reasons = run(recipe(listing))
+    assert reasons == dict.fromkeys([*inside, *outside], "outside_dataset")
+
+
+def test_a_listing_in_a_bucket_that_cannot_be_read_says_so(folder: Path, s3: str) -> None:
+    del s3
+    (folder / "bad.csv").write_bytes(b"path\n\xff\xfe\n")
+    address = in_bucket(folder).address
+    for name in ("bad.csv", "none.csv"):
+        settings = recipe(folder / "x.csv", path=f"{address}/{name}").datasets[0]
+        with pytest.raises(DatasetError, match="the listing cannot be read") as caught:
+            read_listing(settings)
+        assert caught.value.where == f"{address}/{name}"

@@ -1,0 +1,195 @@
+"""A dataset that lies elsewhere is read as the same files in a folder of this machine are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import polars as pl
+import pytest
+
+from pipeline.checks.findings import CheckContext
+from pipeline.errors import DatasetError
+from pipeline.raw_images import checks as raw_images
+from pipeline.validated_dataset import checks as validated_dataset
+from pipeline.validated_dataset.report import write_dataset_report
+from tests.elsewhere import Elsewhere, in_archive, in_bucket, web_server
+from tests.pipeline.conftest import Folder
+
+BACKENDS = ("zip", "tar", "tar.gz", "dir", "memory", "web", "s3", "zip on s3")
+
+
+@pytest.fixture
+def filled(folder: Folder) -> Folder:
+    folder.add("a b.png", caption="one")
+    folder.add("sub/üc.png", caption="two")
+    folder.add("sub/deep/d.jpg", folder.picture(5, kind="JPEG"), caption="three")
+    folder.add("plain", folder.picture(6), caption=None).with_name("plain.txt").write_text("four")
+    folder.add(".hidden.png", caption=None)
+    folder.add("__MACOSX/a.png", caption=None)
+    folder.add("broken.jpg", b"\xff\xd8\xff and no more")
+    folder.add("empty.png", b"")
+    folder.add("lonely.npz", b"cache", caption=None)
+    return folder
+
+
+@pytest.fixture(params=BACKENDS)
+def there(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[Elsewhere]:
+    kind = request.param
+    if "s3" in kind:
+        request.getfixturevalue("s3")
+    if kind == "web":
+        with web_server(filled.root.parent) as url:
+            yield Elsewhere(f"{url}/data/", lambda: None, quote)
+    elif kind == "dir":
+        yield Elsewhere(f"dir://data::{tmp_path}", lambda: None)
+    elif kind in ("s3", "memory"):
+        yield in_bucket(filled.root, kind)
+    elif kind == "zip on s3":
+        archive = tmp_path / "archive" / "a.zip"
+        archive.parent.mkdir()
+        local = in_archive(filled.root, archive)
+        bucket = in_bucket(archive.parent)
+
+        def publish() -> None:
+            local.publish()
+            bucket.publish()
+
+        yield Elsewhere(f"zip://photos::{bucket.address}/a.zip", publish)
+    else:
+        yield in_archive(filled.root, tmp_path / f"a.{kind}")
+
+
+@pytest.fixture
+def moved(filled: Folder, there: Elsewhere, tmp_path: Path) -> Folder:
+    """The same dataset, read from there."""
+    return Folder(there.address, tmp_path / "elsewhere")
+
+
+def told(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
+    """All that a run says of the dataset, but for where it lies and when it was made."""
+    report, result = folder.scan().report, folder.validate()
+    kept = result.table.select("sample_id", "content_hash", "height", "width", "caption", "caption_from")
+    rejected = folder.tables.read_rejected().select("sample_id", "stage", "reason", "content_hash")
+    return {
+        "kept": sorted((quoted(row[0]), *row[1:-1], quoted(row[-1])) for row in kept.rows()),
+        "rejected": sorted((quoted(row[0]), *row[1:]) for row in rejected.rows()),
+        "passed_over": report["passed_over"],
+        "checks": {
+            finding.name: (finding.passed, finding.numbers)
+            for stage in (raw_images, validated_dataset)
+            for finding in stage.run(CheckContext(folder.recipe, folder.tables))
+        },
+    }
+
+
+def test_what_is_read_elsewhere_is_what_is_read_here(filled: Folder, moved: Folder, there: Elsewhere) -> None:
+    here = told(filled, lambda name: there.quote(name).replace("sidecar%3A", "sidecar:"))
+    assert len(here["kept"]) == 4
+    assert told(moved) == here
+    pictures = [
+        write_dataset_report(
+            each.recipe,
+            each.tables.read("validated_dataset"),
+            each.tables.read_rejected(),
+            log=each.log.append,
+        )
+        for each in (filled, moved)
+    ]
+    for name in ("kept.jpg", "rejected.jpg"):
+        one, other = ((folder / name).read_bytes() for folder in pictures)
+        assert one == other or there.quote is quote  # another order of names there
+
+
+@pytest.mark.usefixtures("settled_everywhere")
+def test_an_unchanged_file_elsewhere_is_not_read_again_and_a_changed_one_is(
+    filled: Folder, moved: Folder, there: Elsewhere
+) -> None:
+    moved.ingest()
+    again = moved.scan().report
+    assert (again["read"], again["unchanged"], again["rejected_unchanged"]) == (0, 4, 2)
+    assert moved.validate().report["decoded"] == 0
+    filled.add("a b.png", filled.picture(99, 30, 50), caption="other words")
+    (filled.root / "sub/deep/d.jpg").unlink()
+    there.publish()
+    changed = moved.scan()
+    assert changed.report["unchanged"] == 2
+    kept = moved.validate()
+    assert kept.report["decoded"] == 1
+    assert dict(kept.table.select("path", "caption").rows()) == {
+        there.quote("a b.png"): "other words",
+        there.quote("sub/üc.png"): "two",
+        "plain": "four",
+    }
+    assert kept.table.filter(pl.col("caption") == "other words")["height"].item() == 30
+    filled.add("sub/üc.png", filled.picture(98))
+    there.publish()
+    (gone,) = moved.validate().rejected.rows(named=True)
+    assert (gone["path"], gone["reason"]) == (there.quote("sub/üc.png"), "changed")
+
+
+@pytest.mark.usefixtures("settled_everywhere")
+def test_files_of_another_address_are_read_although_names_sizes_and_times_are_the_same(
+    folder: Folder, tmp_path: Path
+) -> None:
+    """As of two folders of one server that tells no versions, when the recipe's path changes."""
+    for seed, name in enumerate(("one", "two")):
+        folder.root = tmp_path / name
+        path = folder.add("a.bmp", folder.picture(seed, kind="BMP"), caption=f"of {seed}")
+        for file in (path, path.with_suffix(".txt")):
+            os.utime(file, ns=(10**18, 10**18))
+    moved = Folder(f"dir://one::{tmp_path}", tmp_path / "elsewhere")
+    before = moved.ingest().table
+    assert moved.scan().report["read"] == 0
+    moved.root = f"dir://two::{tmp_path}"
+    after = moved.ingest().table
+    assert moved.tables.read("raw_images")["content_hash"].item() != before["content_hash"].item()
+    assert after["caption"].to_list() == ["of 1"]
+
+
+@pytest.fixture
+def settled_everywhere(settled: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    settled()
+    monkeypatch.setattr("pipeline.validated_dataset.stage.CLOCK_GRANULARITY_NS", -(10**18))
+
+
+def refused(address: object, tmp_path: Path) -> DatasetError:
+    with pytest.raises(DatasetError) as caught:
+        Folder(address, tmp_path / "out").scan()
+    assert str(address).split("::")[0].rstrip("/") in caught.value.where
+    return caught.value
+
+
+def test_a_missing_package_is_named(tmp_path: Path) -> None:
+    for address, package in (("gs://bucket/x", "gcsfs"), ("zip://x::abfs://c/a.zip", "adlfs")):
+        error = refused(address, tmp_path)
+        assert "package that is not installed" in error.what
+        assert error.fix == f"pip install {package}"
+
+
+@pytest.mark.usefixtures("s3")
+def test_an_address_without_anything_says_so(tmp_path: Path) -> None:
+    archive = in_archive(tmp_path, tmp_path / "a.zip").address.partition("::")[2]
+    bucket = in_bucket(tmp_path).address
+    for address in (
+        "s3://no-such-bucket-1/photos",
+        f"{bucket}/nothing",
+        "memory://nothing/there",
+        f"zip://nothing::{archive}",
+        f"zip://x::{tmp_path}/none.zip",
+        f"dir://nothing::{tmp_path}",
+    ):
+        assert "there is nothing at this address" in refused(address, tmp_path).what
+    assert "it is a file" in refused(f"{bucket}/a.zip", tmp_path).what
+    assert "BadZipFile" in refused(f"zip://x::{__file__}", tmp_path).what
+
+
+def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    with web_server(tmp_path) as url:
+        pass
+    error = refused(f"{url}/photos", tmp_path)
+    assert "Cannot connect to host 127.0.0.1" in error.what
+    assert "its service answers" in error.fix

@@ -1,0 +1,168 @@
+"""What a validation finds out is trusted by the next one, as long as nothing that decided it has changed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import polars as pl
+import pytest
+
+from pipeline.raw_images import scan_index as known
+from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
+from pipeline.storage.source import LocalSource
+from pipeline.validated_dataset import stage
+from tests.pipeline.conftest import Folder
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Paths whose captions were read, in order."""
+    paths: list[str] = []
+    caption_of = stage.caption_of
+
+    def counted(settings: Any, source: Any, path: str, listed: Any, **values: Any) -> Any:
+        paths.append(path)
+        return caption_of(settings, source, path, listed, **values)
+
+    monkeypatch.setattr(stage, "caption_of", counted)
+    return paths
+
+
+@pytest.fixture
+def settled(settled: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    settled()
+    monkeypatch.setattr(stage, "CLOCK_GRANULARITY_NS", -(10**18))
+
+
+@pytest.fixture
+def filled(folder: Folder) -> Folder:
+    for name in ("a.png", "sub/b.png", "c.png"):
+        folder.add(name, caption=f"of {name}")
+    return folder
+
+
+def captions(folder: Folder) -> dict[str, str]:
+    return dict(folder.ingest().table.select("path", "caption").rows())
+
+
+@pytest.mark.usefixtures("settled")
+def test_an_unchanged_caption_is_not_read_again(filled: Folder, read: list[str]) -> None:
+    first = filled.ingest()
+    assert read == ["a.png", "c.png", "sub/b.png"]
+    again = filled.ingest()
+    assert len(read) == 3
+    assert again.table.equals(first.table)
+    assert {**again.report, "seconds": 0} == {**first.report, "seconds": 0, "decoded": 0, "known": 3}
+
+
+@pytest.mark.usefixtures("settled")
+def test_L01_a_caption_edited_to_the_same_size_and_time_is_read_again(
+    filled: Folder, read: list[str]
+) -> None:
+    filled.ingest()
+    caption = filled.root / "a.txt"
+    stat = caption.stat()
+    caption.write_text("of A.PNG")
+    os.utime(caption, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert captions(filled)["a.png"] == "of A.PNG"
+    assert read[3:] == ["a.png"]
+
+
+def test_a_caption_as_new_as_the_clock_can_tell_is_read_again(filled: Folder, read: list[str]) -> None:
+    assert CLOCK_GRANULARITY_NS > 0
+    filled.ingest()
+    filled.ingest()
+    assert read == ["a.png", "c.png", "sub/b.png"] * 2
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("change", [{"prefix": "new "}, {"from": "filename"}, {"suffix": ".cap"}], ids=str)
+def test_other_settings_read_every_caption_again(
+    filled: Folder, read: list[str], change: dict[str, Any]
+) -> None:
+    for name in ("a", "sub/b", "c"):
+        (filled.root / f"{name}.cap").write_text(f"other {name}")
+    before = captions(filled)
+    filled.captions = change
+    after = captions(filled)
+    assert len(read) == 6
+    assert all(after[path] != caption for path, caption in before.items())
+    assert captions(filled) == after
+    assert len(read) == 6
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_caption_that_is_gone_is_missed_and_one_of_another_image_is_not_taken(filled: Folder) -> None:
+    filled.ingest()
+    (filled.root / "a.txt").unlink()
+    result = filled.ingest()
+    assert dict(result.rejected.select("path", "reason").rows()) == {"a.png": "caption_missing"}
+    (filled.root / "c.txt").rename(filled.root / "a.txt")
+    result = filled.ingest()
+    assert dict(result.rejected.select("path", "reason").rows()) == {"c.png": "caption_missing"}
+    assert dict(result.table.select("path", "caption").rows())["a.png"] == "of c.png"
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_moved_dataset_is_read_again(filled: Folder, read: list[str]) -> None:
+    before = captions(filled)
+    moved = filled.root.rename(filled.root.with_name("elsewhere"))
+    filled.root = moved
+    assert captions(filled) == before
+    assert len(read) == 6
+
+
+@pytest.mark.usefixtures("settled")
+def test_of_a_dataset_without_any_good_image_the_verdicts_are_kept_too(folder: Folder) -> None:
+    folder.add("bad.png", folder.picture()[:-30])
+    first, again = folder.ingest(), folder.ingest()
+    assert (first.report["decoded"], again.report["decoded"]) == (1, 0)
+    assert again.rejected.equals(first.rejected)
+
+
+@pytest.mark.usefixtures("settled")
+@pytest.mark.parametrize("damage", [b"", b"PAR1 no table", None])
+def test_damaged_indexes_are_as_good_as_none(filled: Folder, read: list[str], damage: bytes | None) -> None:
+    first = filled.ingest()
+    for file in sorted((filled.tables.folder / "known").iterdir()):
+        if damage is None:
+            pl.DataFrame({"other": [1]}).write_parquet(file)
+        else:
+            file.write_bytes(damage)
+    again = filled.ingest()
+    assert again.table.equals(first.table)
+    assert again.report["decoded"] == 3
+    assert len(read) == 6
+
+
+@pytest.mark.usefixtures("settled")
+def test_an_image_that_changes_after_the_scan_is_seen_although_its_caption_is_known(filled: Folder) -> None:
+    filled.ingest()
+    filled.scan()
+    (filled.root / "a.png").write_bytes(b"changed")
+    assert dict(filled.validate().rejected.select("path", "reason").rows()) == {"a.png": "changed"}
+
+
+class SlowSource(LocalSource):
+    """A folder on a slow disk."""
+
+    def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+        time.sleep(0.1)
+        return super().stats(paths)
+
+
+def test_comparing_many_files_says_how_far_it_is(filled: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
+    monkeypatch.setattr(known, "_AT_ONCE", 1)
+    raw = filled.scan().table
+    (filled.root / "c.png").unlink()
+    said: list[str] = []
+    same = known.same_files({"d": SlowSource(filled.root)}, raw, log=said.append)
+    assert same.to_list() == [True, False, True]
+    assert said
+    assert all(line.startswith("files compared: ") and " of 3 " in line for line in said)

@@ -1,0 +1,302 @@
+"""The scan: rows, rejections, what is read again and what is not, and that sources stay as they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.images.decode import MAX_IMAGE_PX, hash_bytes
+
+Settled = Callable[[], None]
+
+
+def reasons(result: Any) -> dict[str, str]:
+    return dict(result.rejected.select("sample_id", "reason").rows())
+
+
+def test_each_image_has_its_size_hash_and_stat(folder: Any) -> None:
+    path = folder.add("sub/a.png", folder.picture(1, 30, 50))
+    (row,) = folder.scan().table.rows(named=True)
+    assert (row["sample_id"], row["dataset"], row["path"]) == ("d/sub/a.png", "d", "sub/a.png")
+    assert (row["height"], row["width"], row["channels"], row["mode"]) == (30, 50, 3, "RGB")
+    assert row["content_hash"] == hash_bytes(path.read_bytes())
+    assert (row["file_bytes"], row["mtime_ns"]) == (path.stat().st_size, path.stat().st_mtime_ns)
+    assert (row["format"], row["orientation"], row["notes"]) == ("PNG", 1, "")
+
+
+def test_what_is_no_image_is_rejected_with_reason_and_fix_and_the_rest_goes_on(folder: Any) -> None:
+    folder.add("good.png")
+    folder.add("empty.jpg", b"")
+    folder.add("words.jpg", b"these are only words")
+    folder.add("page.jpg", b"<!DOCTYPE html><html></html>")
+    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))
+    result = folder.scan()
+    assert reasons(result) == {
+        "d/empty.jpg": "empty_file",
+        "d/words.jpg": "not_an_image",
+        "d/page.jpg": "not_an_image",
+        "d/phone.jxl": "plugin_missing",
+    }
+    assert all(result.rejected["fix"].str.len_chars() > 5)
+    report = result.report
+    assert (report["in"], report["kept"], report["rejected"], report["samples"]) == (5, 1, 4, 1)
+    assert report["rejected_by_reason"]["not_an_image"] == 2
+
+
+def test_I14_the_pixel_limit_is_the_recipes_and_holds_for_known_files_too(
+    folder: Any, settled: Settled
+) -> None:
+    assert folder.recipe.checks.max_image_pixels == MAX_IMAGE_PX
+    folder.add("small.png", folder.picture(1, 10, 10))
+    folder.add("large.png", folder.picture(2, 40, 50))
+    assert folder.scan().report["kept"] == 2
+    settled()
+    folder.checks = {"max_image_pixels": 1999}
+    lowered = folder.scan()
+    assert reasons(lowered) == {"d/large.png": "too_large"}
+    assert "set checks.max_image_pixels to 2000" in lowered.rejected["fix"].item()
+    folder.checks = {"max_image_pixels": 2000}
+    assert folder.scan().report["kept"] == 2
+
+
+def test_files_that_have_not_changed_are_not_read_again(folder: Any, settled: Settled) -> None:
+    for index in range(4):
+        folder.add(f"{index}.png", folder.picture(index))
+    first = folder.scan()
+    assert (first.report["read"], first.report["unchanged"]) == (4, 0)
+    settled()
+    again = folder.scan()
+    assert (again.report["read"], again.report["unchanged"]) == (0, 4)
+    assert again.table.equals(first.table)
+
+
+def test_a_file_changed_shortly_before_the_scan_is_read_again(folder: Any) -> None:
+    """As git's racy entries: within the clock's granularity a second change leaves the same stat."""
+    folder.add("a.png")
+    folder.scan()
+    assert folder.scan().report["read"] == 1
+
+
+def test_edited_in_place_with_the_same_size_and_time_is_noticed(folder: Any, settled: Settled) -> None:
+    path = folder.add("a.bmp", folder.picture(1, kind="BMP"))
+    before = folder.scan().table["content_hash"][0]
+    settled()
+    stat = path.stat()
+    path.write_bytes(folder.picture(2, kind="BMP"))
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert path.stat().st_size == stat.st_size
+    result = folder.scan()
+    assert result.report["read"] == 1
+    assert result.table["content_hash"][0] != before
+
+
+def test_a_moved_file_and_a_new_decoder_are_read_again(
+    folder: Any, settled: Settled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = folder.add("a.png")
+    folder.scan()
+    settled()
+    path.rename(folder.root / "b.png")
+    assert folder.scan().report["read"] == 1
+    assert folder.scan().report["read"] == 0
+    monkeypatch.setattr("pipeline.images.decode.DECODER", "another")
+    assert folder.scan().report["read"] == 1
+
+
+def test_I18_files_dated_by_a_broken_clock_are_taken_and_known_again(folder: Any, settled: Settled) -> None:
+    """From 2262 on the nanoseconds do not fit into a column."""
+    named = {"a.png": folder.add("a.png"), "é.png": folder.add("é.png"), "sub/b": folder.add("sub/b")}
+    link = folder.root / "link.png"
+    link.symlink_to(folder.add("../beside.png"))
+    link.with_suffix(".txt").write_text("a caption")
+    date_ns = 10_500_000_000 * 10**9  # September 2302
+    for path in (*named.values(), *folder.root.rglob("*.txt"), link):
+        os.utime(path, ns=(date_ns, date_ns))
+    if link.stat().st_mtime_ns != date_ns:
+        pytest.skip("this file system knows no such date")
+    assert folder.ingest().report["kept"] == 4
+    settled()
+    again = folder.scan().report
+    assert (again["read"], again["unchanged"]) == (0, 4)
+    assert folder.validate().report["kept"] == 4
+    listing = folder.root.with_name("all.csv")
+    listing.write_text("path\na.png\nsub/b\n", encoding="utf-8")
+    folder.dataset = {"path": str(listing), "images": str(folder.root)}
+    assert folder.scan().report["unchanged"] == 2
+
+
+def test_I23_a_repaired_image_is_looked_at_again(folder: Any, settled: Settled) -> None:
+    path = folder.add("a.png", b"")
+    assert len(folder.scan().rejected) == 1
+    settled()
+    path.write_bytes(folder.picture())
+    result = folder.scan()
+    assert (len(result.table), len(result.rejected)) == (1, 0)
+
+
+def test_I17_names_in_two_unicode_forms_collide_and_one_is_kept(folder: Any) -> None:
+    composed, decomposed = "caf\u00e9.png", "cafe\u0301.png"
+    folder.add(composed, folder.picture(1))
+    folder.add(decomposed, folder.picture(2))
+    result = folder.scan()
+    assert result.table["sample_id"].to_list() == [f"d/{composed}"]
+    (kept,) = result.table.rows(named=True)
+    (row,) = result.rejected.rows(named=True)
+    assert row["reason"] == "name_collision"
+    assert (kept["path"], row["path"]) == (composed, decomposed)
+    assert row["sample_id"] != kept["sample_id"]
+    assert (folder.root / kept["path"]).is_file()
+    assert result.report["in"] == 2
+
+
+def test_I17_the_id_is_composed_and_the_path_reopens_the_file(folder: Any) -> None:
+    folder.add("o\u0308de/cafe\u0301.png")
+    (row,) = folder.scan().table.rows(named=True)
+    assert row["sample_id"] == "d/\u00f6de/caf\u00e9.png"
+    assert (folder.root / row["path"]).is_file()
+
+
+@pytest.mark.parametrize(
+    "name", ["a b'\"c.png", "new\nline.png", "\U0001f600.png", "x" * 251 + ".png", "a.b.c.png"]
+)
+def test_I18_odd_names_are_handled(folder: Any, name: str) -> None:
+    folder.add(name, caption=None)
+    result = folder.scan()
+    assert result.table["sample_id"].to_list() == [f"d/{name}"]
+
+
+def test_I18_names_that_are_no_utf8_are_rejected_with_their_bytes(folder: Any) -> None:
+    names = [b"caf\xe9.png", b"caf\xe8.png", b"caf\\xe9.png"]
+    for name in names:
+        try:
+            folder.add(os.fsdecode(name), folder.picture(), caption=None)
+        except OSError:
+            pytest.skip("this file system takes UTF-8 names only")
+    result = folder.scan()
+    assert result.table["path"].to_list() == ["caf\\xe9.png"]
+    assert result.rejected["reason"].to_list() == ["name_undecodable"] * 2
+    assert "b'caf\\xe9.png'" in "".join(result.rejected["detail"])
+
+
+def test_I16_underscores_dots_and_equal_stems_are_distinct_samples(folder: Any) -> None:
+    for name in ("a/x.png", "b/x.png", "a.b.jpg", "a.c.jpg", "x.jpg", "x.png", "x_1_2.png"):
+        folder.add(name)
+    assert len(folder.scan().table) == 7
+
+
+def test_C09_captions_without_image_are_counted_and_named(folder: Any) -> None:
+    folder.add("a.png")
+    folder.add("broken.png", b"")
+    (folder.root / "lonely.txt").write_text("x")
+    report = folder.scan().report
+    assert report["captions_without_image"] == 1
+    assert report["named"]["captions_without_image"] == ["d/lonely.txt"]
+
+
+def test_C09_a_caption_is_not_alone_beside_a_rejected_image_or_one_without_a_suffix(folder: Any) -> None:
+    shutil.copy(folder.add("a.png"), folder.root / "scraped")
+    (folder.root / "empty.png").touch()
+    (folder.root / "gone.png").symlink_to(folder.root / "nowhere.png")
+    for name in ("a", "scraped", "empty", "gone", "A", "sub"):
+        (folder.root / f"{name}.txt").write_text("x")
+    (folder.root / "sub").mkdir()
+    shutil.copy(folder.root / "a.txt", folder.root / "sub" / "a.txt")
+    report = folder.scan().report
+    assert report["named"]["captions_without_image"] == ["d/A.txt", "d/sub.txt", "d/sub/a.txt"]
+    assert report["passed_over"]["captions"] == 7
+
+
+def test_a_missing_dataset_is_a_clear_error(folder: Any) -> None:
+    folder.root.rmdir()
+    with pytest.raises(DatasetError, match=r"datasets\[\].path"):
+        folder.scan()
+
+
+def test_I22_nothing_in_the_dataset_changes_even_when_it_is_read_only(folder: Any) -> None:
+    folder.add("sub/a.png")
+    folder.add("b.png", b"")
+
+    def state(root: Path) -> list[tuple[str, int, int, int]]:
+        paths = [root, *sorted(root.rglob("*"))]
+        stats = [(str(path), path.stat()) for path in paths]
+        return [(name, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size) for name, stat in stats]
+
+    for path in (folder.root / "sub", folder.root):
+        path.chmod(0o500)
+    before = state(folder.root)
+    folder.scan()
+    folder.validate()
+    after = state(folder.root)
+    for path in (folder.root, folder.root / "sub"):
+        path.chmod(0o700)
+    assert after == before
+
+
+def test_two_datasets_may_hold_the_same_names(folder: Any, tmp_path: Path) -> None:
+    folder.add("a.png")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.png").write_bytes(folder.picture(9))
+    settings = [
+        *folder.recipe.datasets,
+        folder.recipe.datasets[0].model_copy(update={"name": "e", "path": other}),
+    ]
+    recipe = folder.recipe.model_copy(update={"datasets": tuple(settings)})
+    from pipeline.raw_images.stage import scan
+
+    assert scan(recipe, folder.tables, log=folder.log.append).table["sample_id"].to_list() == [
+        "d/a.png",
+        "e/a.png",
+    ]
+
+
+def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: Any, settled: Settled) -> None:
+    folder.add("good.png")
+    folder.add("empty.jpg", b"")
+    folder.add("words.jpg", b"these are only words")
+    folder.add("cut.png", folder.picture()[:30])
+    folder.add("large.png", folder.picture(2, 40, 50))
+    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))  # a plug-in may come
+    folder.checks = {"max_image_pixels": 1999}
+    first = folder.scan()
+    assert len(first.rejected) == 5
+    settled()
+    again = folder.scan()
+    assert again.rejected.equals(first.rejected)
+    assert (again.report["read"], again.report["rejected_unchanged"]) == (1, 4)
+    folder.add("words.jpg", folder.picture(3))  # repaired
+    (folder.root / "empty.jpg").rename(folder.root / "moved.jpg")
+    folder.checks = {"max_image_pixels": 2000}
+    repaired = folder.scan()
+    assert sorted(repaired.table["path"]) == ["good.png", "large.png", "words.jpg"]
+    assert reasons(repaired) == {
+        "d/cut.png": "undecodable",
+        "d/moved.jpg": "empty_file",
+        "d/phone.jxl": "plugin_missing",
+    }
+
+
+def test_a_file_that_was_rejected_shortly_after_it_changed_is_read_again(folder: Any) -> None:
+    folder.add("words.jpg", b"these are only words")
+    folder.scan()
+    report = folder.scan().report
+    assert (report["read"], report["rejected_unchanged"]) == (1, 0)
+
+
+def test_what_is_remembered_of_rejected_files_and_is_damaged_is_found_out_anew(
+    folder: Any, settled: Settled
+) -> None:
+    folder.add("words.jpg", b"these are only words")
+    first = folder.scan()
+    settled()
+    for damage in (b"PAR1 and nothing more", b""):
+        (folder.output_dir / "tables" / "known" / "refused.parquet").write_bytes(damage)
+        again = folder.scan()
+        assert again.report["read"] == 1
+        assert again.rejected.equals(first.rejected)

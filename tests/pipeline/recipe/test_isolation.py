@@ -1,0 +1,208 @@
+"""Datasets, cache_dir and output_dir lie apart, or the error names both paths; nothing is written."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import PathIsolationError
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.isolation import check_isolation, require_isolation
+from pipeline.storage.addresses import Url
+from pipeline.storage.isolation.identity import identify
+
+
+def recipe_of(data: Path | str, cache: Path | str, output: Path | str, *more: Path | str) -> Recipe:
+    datasets = [{"name": f"photos{index}", "path": path} for index, path in enumerate([data, *more])]
+    values = {"datasets": datasets, "cache_dir": cache, "output_dir": output, "model": {"base": "owner/name"}}
+    return recipe_from_mapping("x", values)
+
+
+def relations(recipe: Recipe) -> list[tuple[str, str, str]]:
+    return [(c.first.label, c.relation, c.second.label) for c in check_isolation(recipe)]
+
+
+def listing(folder: Path) -> list[tuple[str, int, int]]:
+    paths = [folder, *sorted(folder.rglob("*"))]
+    return [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in paths]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    (tmp_path / "data" / "sub").mkdir(parents=True)
+    (tmp_path / "data" / "a.png").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("data")
+    return tmp_path
+
+
+def test_folders_beside_one_another_are_apart_also_before_they_exist(home: Path):
+    assert relations(recipe_of(home / "data", home / "cache", home / "out")) == []
+    assert relations(recipe_of(home / "none", home / "x/cache", home / "x/out")) == []
+    require_isolation(recipe_of(home / "data", home / "data-cache", home / "data.out"))
+
+
+@pytest.mark.parametrize(
+    ("cache", "relation"),
+    [
+        ("data", "same"),
+        ("data/", "same"),
+        ("data/.", "same"),
+        ("data/sub/..", "same"),
+        ("other/../data", "same"),
+        ("link", "same"),
+        ("link/sub/../", "same"),
+        ("data/sub", "inside"),
+        ("data/not/yet/there", "inside"),
+        ("link/cache", "inside"),
+        ("link/sub/../cache", "inside"),
+        (".", "contains"),
+        ("data/..", "contains"),
+        ("", "contains"),
+    ],
+)
+def test_L01_a_cache_that_is_in_or_around_the_dataset_is_refused_by_any_spelling(
+    home: Path, cache: str, relation: str
+):
+    before = listing(home)
+    recipe = recipe_of(home / "data", f"{home}/{cache}", home.parent / "out")
+    assert relations(recipe) == [("cache_dir", relation, "dataset photos0")]
+    with pytest.raises(PathIsolationError):
+        require_isolation(recipe)
+    assert listing(home) == before
+
+
+def test_L01_the_error_names_both_paths_as_written_and_as_they_are(home: Path):
+    with pytest.raises(PathIsolationError) as caught:
+        require_isolation(recipe_of(f"{home}/link", f"{home}/data/../data/cache", home / "out"))
+    error = caught.value
+    assert error.what == "cache_dir lies inside dataset photos0"
+    assert f"cache_dir: {home}/data/../data/cache, which is {home}/data/cache" in error.where
+    assert f"datasets[0].path: {home}/link, which is {home}/data" in error.where
+    assert "cache_dir" in error.fix
+
+
+def test_L01_output_and_every_dataset_are_compared_too(home: Path):
+    recipe = recipe_of(home / "other", home / "out/cache", home / "out", home / "out/data", home / "out")
+    assert relations(recipe) == [
+        ("cache_dir", "inside", "dataset photos2"),
+        ("output_dir", "contains", "dataset photos1"),
+        ("output_dir", "same", "dataset photos2"),
+        ("cache_dir", "inside", "output_dir"),
+    ]
+
+
+def test_two_datasets_may_contain_one_another(home: Path):
+    assert (
+        relations(recipe_of(home / "data", home / "cache", home / "out", home / "data/sub", home / "data"))
+        == []
+    )
+
+
+def test_I19_a_link_inside_the_dataset_that_leads_into_the_cache_is_refused(home: Path):
+    (home / "data" / "sub" / "x").symlink_to("../../cache/latents")
+    recipe = recipe_of(home / "data", home / "cache", home / "out")
+    assert relations(recipe) == [("dataset photos0", "link", "cache_dir")]
+    with pytest.raises(PathIsolationError, match="a link in dataset photos0 leads into cache_dir") as caught:
+        require_isolation(recipe)
+    assert f"link: {home}/data/sub/x, which is {home}/cache/latents" in caught.value.where
+
+
+def test_a_link_in_the_cache_that_leads_into_a_dataset_is_refused(home: Path):
+    (home / "cache").mkdir()
+    (home / "cache" / "latents").symlink_to("../data")
+    recipe = recipe_of(home / "data", home / "cache", home / "out")
+    assert relations(recipe) == [("cache_dir", "link", "dataset photos0")]
+
+
+def test_a_dataset_made_of_links_into_the_cache_names_the_first_few(home: Path):
+    for index in range(40):
+        (home / "data" / f"{index}.png").symlink_to(f"../cache/{index}.png")
+    assert len(check_isolation(recipe_of(home / "data", home / "cache", home / "out"))) == 10
+
+
+def test_L01_the_same_folder_by_a_bind_mount_is_refused(home: Path, bind: Callable[[Path, Path], None]):
+    point = home / "mounted"
+    point.mkdir()
+    bind(home / "data", point)
+    assert relations(recipe_of(home / "data", point, home / "out")) == [
+        ("cache_dir", "same", "dataset photos0")
+    ]
+    recipe = recipe_of(home / "data", point / "sub" / "cache", home / "out")
+    assert relations(recipe) == [("cache_dir", "inside", "dataset photos0")]
+
+
+def test_L01_a_bind_mount_of_a_folder_inside_the_dataset_is_refused(
+    home: Path, bind: Callable[[Path, Path], None]
+):
+    point = home / "mounted"
+    point.mkdir()
+    bind(home / "data" / "sub", point)
+    recipe = recipe_of(home / "data", point / "cache", home / "out")
+    assert relations(recipe) == [("cache_dir", "inside", "dataset photos0")]
+    assert relations(recipe_of(point, home / "data", home / "out")) == [
+        ("cache_dir", "contains", "dataset photos0")
+    ]
+
+
+def test_I18_names_that_no_terminal_can_show_are_escaped_in_the_error(home: Path):
+    odd = home / "data" / os.fsdecode(b"x\xe9\n")
+    odd.symlink_to("../cache")
+    with pytest.raises(PathIsolationError) as caught:
+        require_isolation(recipe_of(home / "data", home / "cache", home / "out"))
+    assert "x\\udce9\\n'" in str(caught.value)
+    assert str(caught.value).encode("utf-8")
+
+
+FOLDERS = st.lists(st.sampled_from(["a", "b", "c", "..", "link"]), min_size=1, max_size=4).map("/".join)
+SWAPPED = {"same": "same", "inside": "contains", "contains": "inside"}
+
+
+@given(one=FOLDERS, other=FOLDERS)
+def test_L01_isolation_is_symmetric(tmp_path_factory: pytest.TempPathFactory, one: str, other: str):
+    home = tmp_path_factory.getbasetemp() / "symmetric" / "deep" / "down" / "below"
+    (home / "a" / "b").mkdir(parents=True, exist_ok=True)
+    if not (home / "link").is_symlink():
+        (home / "link").symlink_to("a/b")
+    away = tmp_path_factory.getbasetemp() / "away"
+    forth = relations(recipe_of(f"{home}/{one}", f"{home}/{other}", away))
+    back = relations(recipe_of(f"{home}/{other}", f"{home}/{one}", away))
+    direct = [relation for _, relation, _ in forth if relation != "link"]
+    assert [SWAPPED[relation] for relation in direct] == [r for _, r, _ in back if r != "link"]
+
+
+@pytest.mark.parametrize(
+    ("data", "cache", "relation"),
+    [
+        ("zip://photos::{home}/cache/a.zip", "cache", "contains"),
+        ("dir://sub::{home}/data", "data/cache", "inside"),
+        ("dir://sub::file://{home}/link", "data/cache", "inside"),
+        ("dir://::{home}/cache", "cache", "same"),
+        ("file://{home}/data", "data/sub", "inside"),
+        ("local://{home}/cache/..", "cache", "inside"),
+    ],
+)
+def test_L01_an_address_that_lies_on_this_machine_is_compared_as_the_path_it_is(
+    home: Path, data: str, cache: str, relation: str
+):
+    recipe = recipe_of(data.format(home=home), home / cache, home / "out")
+    assert ("cache_dir", relation, "dataset photos0") in relations(recipe)
+    with pytest.raises(PathIsolationError) as caught:
+        require_isolation(recipe)
+    assert str(recipe.datasets[0].path) in caught.value.where
+
+
+def test_an_address_elsewhere_lies_apart_from_every_folder(home: Path):
+    for data in ("s3://bucket/photos", "zip://x::https://host/a.zip", "memory://cache"):
+        assert relations(recipe_of(data, home / "cache", home / "out")) == []
+
+
+def test_addresses_are_one_place_by_any_of_their_spellings():
+    same = [("s3://b/x", "s3a://B/x/"), ("https://h/x", "http://user:word@h/x"), ("gs://b//x", "gcs://b/./x")]
+    for one, other in same:
+        assert identify(Url(one)).same(identify(Url(other)))
+    assert identify(Url("zip://in::s3://b/x/a.zip")).inside(identify(Url("s3://b/x")))
+    assert not identify(Url("s3://b/xy")).inside(identify(Url("s3://b/x")))
+    assert not identify(Url("s3://b/x")).same(identify(Url("gs://b/x")))

@@ -1,0 +1,118 @@
+"""Sheets and charts: what is shown, and that it stays small."""
+
+from __future__ import annotations
+
+import io
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.reporting.pictures import (
+    LABEL_PX,
+    THUMBNAIL_PX,
+    Shown,
+    Strip,
+    chart,
+    jpeg,
+    png,
+    sheet,
+    thumbnail,
+)
+from pipeline.storage.source import LocalSource, SourceFile
+
+
+def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[int, int] = (80, 40)) -> Path:
+    Image.new("RGB", size, colour).save(path)
+    return path
+
+
+def test_a_thumbnail_keeps_the_box_as_it_is_and_darkens_the_rest(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png")
+    small = np.asarray(thumbnail(Shown(path, (40, 80), (20.0, 0.0, 60.0, 40.0))))
+    assert small.shape == (45, 90, 3)
+    assert (small[:, 24:66] == (200, 120, 40)).all()
+    assert (small[:, :21].max(axis=(0, 1)) < 100).all()
+    assert (small[:, 69:].max(axis=(0, 1)) < 100).all()
+
+
+def test_a_thumbnail_without_a_box_is_the_whole_image(tmp_path: Path) -> None:
+    small = np.asarray(thumbnail(Shown(save(tmp_path / "a.png"), (40, 80))))
+    assert (small == (200, 120, 40)).all()
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x89PNG\r\n\x1a\n broken"])
+def test_I20_an_image_that_cannot_be_read_any_more_is_a_grey_frame(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    path = tmp_path / "gone.png"
+    if content is not None:
+        path.write_bytes(content)
+    small = np.asarray(thumbnail(Shown(path, (40, 80), (0.0, 0.0, 40.0, 40.0))))
+    assert small.shape == (45, 90, 3)
+    assert (small == 211).all()
+
+
+def test_an_extreme_image_still_has_a_thumbnail(tmp_path: Path) -> None:
+    path = save(tmp_path / "line.png", size=(6000, 1))
+    small = thumbnail(Shown(path, (1, 6000), (2999.0, 0.0, 3001.0, 1.0)))
+    assert small.size == (90, 1)
+
+
+def test_a_sheet_has_a_line_a_strip_and_its_images_in_order(tmp_path: Path) -> None:
+    red, blue = save(tmp_path / "r.png", (250, 0, 0)), save(tmp_path / "b.png", (0, 0, 250))
+    strips = [
+        Strip("two", [Shown(red, (40, 80)), Shown(blue, (40, 80))]),
+        Strip("one", [Shown(blue, (40, 80))]),
+    ]
+    picture = np.asarray(Image.open(io.BytesIO(sheet(strips, log=print))).convert("RGB"), dtype=int)
+    assert picture.shape == (2 * THUMBNAIL_PX, LABEL_PX + 2 * THUMBNAIL_PX, 3)
+    centres = [
+        picture[THUMBNAIL_PX // 2, LABEL_PX + THUMBNAIL_PX // 2],
+        picture[THUMBNAIL_PX // 2, LABEL_PX + 3 * THUMBNAIL_PX // 2],
+        picture[3 * THUMBNAIL_PX // 2, LABEL_PX + THUMBNAIL_PX // 2],
+        picture[3 * THUMBNAIL_PX // 2, LABEL_PX + 3 * THUMBNAIL_PX // 2],
+    ]
+    assert np.abs(np.array(centres) - [(250, 0, 0), (0, 0, 250), (0, 0, 250), (255, 255, 255)]).max() < 12
+    assert picture[:THUMBNAIL_PX, :LABEL_PX].min() < 100, "the label is missing"
+
+
+def test_a_jpeg_gives_up_quality_then_size_to_stay_small() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
+    picture = Image.fromarray(noise)
+    sizes = {limit: jpeg(picture, limit) for limit in (200_000, 70_000, 5_000)}
+    assert all(len(data) <= limit for limit, data in sizes.items())
+    shapes = [Image.open(io.BytesIO(data)).size for data in sizes.values()]
+    assert shapes[0] == (400, 400)
+    assert shapes[2][0] < 200
+
+
+def test_a_chart_is_a_png_of_the_size_asked_for() -> None:
+    figure, axes = chart(480, 300)
+    axes.plot([0, 1, 2], [3, 1, 2])
+    data = png(figure)
+    picture = Image.open(io.BytesIO(data))
+    assert (picture.format, picture.size) == ("PNG", (480, 300))
+    assert len(data) < 30_000
+
+
+class SlowSource(LocalSource):
+    """A folder on a slow disk."""
+
+    def read(self, path: str) -> bytes:
+        time.sleep(0.2)
+        return super().read(path)
+
+
+def test_thumbnails_that_take_long_say_how_far_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
+    Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
+    said: list[str] = []
+    shown = [Shown(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
+    assert sheet([Strip("slow", shown)], log=said.append).startswith(b"\xff\xd8")
+    assert said
+    assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in said)

@@ -1,0 +1,64 @@
+"""A run in a few lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.reporting.summary import CheckSeen, RunSeen, summary
+
+REPORTS = {
+    "raw_images": {"in": 1200, "kept": 1190, "rejected": 10, "rejected_by_reason": {"undecodable": 10}},
+    "validated_dataset": {
+        "in": 1190,
+        "kept": 1189,
+        "rejected": 1,
+        "rejected_by_reason": {"caption_empty": 1},
+    },
+    "aspect_buckets": {"in": 1189, "kept": 1189, "rejected": 0, "num_buckets": 7},
+    "vae_latents": {"in": 1189, "kept": 1188, "rejected": 1, "encoded": 1100, "reused": 88, "failed": 1},
+    "text_embeddings": {"kept": 1188, "encoded": 5, "reused": 1184, "failed": 0},
+    "trained_lora": {
+        "steps": 2000,
+        "launched": True,
+        "resumed_from": 500,
+        "first_loss": 0.25,
+        "last_loss": 0.125,
+    },
+}
+
+CHECKS = [
+    CheckSeen("raw_images", "images_found", passed=True, gate=True, closes=False, text="1,200 images"),
+    CheckSeen("raw_images", "oddities", passed=False, gate=False, closes=False, text="2 wrong suffixes"),
+    CheckSeen("validated_dataset", "captions_present", passed=False, gate=True, closes=False, text="1 lacks"),
+]
+
+
+def test_a_whole_run_is_the_funnel_the_caches_the_gates_the_loss_and_the_place() -> None:
+    text = summary(RunSeen("flowers", Path("/out"), REPORTS, CHECKS))
+    assert text.splitlines() == [
+        "  images    1,200 found, 12 rejected (undecodable 10, caption_empty 1), 1,188 kept",
+        "  buckets   7",
+        "  latents   1,100 encoded, 88 reused, 1 failed",
+        "  captions  5 encoded, 1,184 reused",
+        "  gates     1 passed, 2 warnings",
+        "  warning   raw_images, oddities: 2 wrong suffixes",
+        "  warning   validated_dataset, captions_present: 1 lacks",
+        "  training  2,000 steps, loss 0.2500 at first, 0.1250 at last; resumed from step 500",
+        "  LoRA      /out/lora",
+    ]
+
+
+def test_of_what_the_run_did_not_do_nothing_is_said() -> None:
+    closed = CheckSeen("raw_images", "images_found", passed=False, gate=True, closes=True, text="none")
+    text = summary(RunSeen("flowers", Path("/out"), {"raw_images": REPORTS["raw_images"]}, [closed]))
+    assert text.splitlines() == [
+        "  images  1,200 found, 10 rejected (undecodable 10), 1,190 kept",
+        "  gates   0 passed, 1 closed, 0 warnings",
+    ]
+    assert summary(RunSeen("flowers", Path("/out"), {}, [])) == ""
+
+
+def test_a_run_found_finished_says_so() -> None:
+    trained = {"steps": 1, "launched": False, "resumed_from": 500, "first_loss": None, "last_loss": None}
+    text = summary(RunSeen("flowers", Path("/out"), {"trained_lora": trained}, []))
+    assert text.splitlines()[0] == "  training  1 step; finished before and unchanged"

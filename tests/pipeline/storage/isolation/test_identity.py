@@ -1,0 +1,151 @@
+"""A path has the identities of what it stands for, by any spelling."""
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.storage.isolation import identity
+from pipeline.storage.isolation.identity import Identified, folds_case, identify, mount_table, parse_mounts
+
+NAMES = st.sampled_from(["a", "b", "A", "link", ".", ".."])
+SPELLINGS = st.lists(NAMES, max_size=5).map("/".join)
+
+
+def relation(one: Identified, other: Identified) -> str:
+    if one.same(other):
+        return "same"
+    if one.inside(other):
+        return "inside"
+    return "contains" if other.inside(one) else "apart"
+
+
+MIRRORED = {"same": "same", "inside": "contains", "contains": "inside", "apart": "apart"}
+
+
+@pytest.fixture(scope="module")
+def tree():
+    """Folders a/b and b/a, links between them, and names that do not exist."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        for made in ("a/b", "b/a"):
+            (root / made).mkdir(parents=True)
+        (root / "link").symlink_to("a")
+        (root / "a" / "link").symlink_to("../b")
+        (root / "b" / "link").symlink_to(root)
+        yield root
+
+
+@given(one=SPELLINGS, other=SPELLINGS)
+def test_L01_relations_agree_with_real_paths_and_are_symmetric(tree: Path, one: str, other: str):
+    first, second = identify(f"{tree}/{one}"), identify(f"{tree}/{other}/")
+    real, other_real = Path(os.path.realpath(f"{tree}/{one}")), Path(os.path.realpath(f"{tree}/{other}"))
+    expected = "apart"
+    if real == other_real:
+        expected = "same"
+    elif real.is_relative_to(other_real):
+        expected = "inside"
+    elif other_real.is_relative_to(real):
+        expected = "contains"
+    assert relation(first, second) == expected
+    assert relation(second, first) == MIRRORED[expected]
+
+
+@given(spelling=SPELLINGS, detours=st.lists(st.sampled_from(["", ".", "a/..", "link/.."]), max_size=3))
+def test_L01_detours_and_trailing_slashes_change_nothing(tree: Path, spelling: str, detours: list[str]):
+    # b/link leads to the root, so "link/.." after it would leave the tree: detours come first, from the root.
+    plain = [detour for detour in detours if detour != "link/.."]
+    detoured = identify("/".join([str(tree), *plain, spelling, ""]))
+    assert relation(detoured, identify(f"{tree}/{spelling}")) == "same"
+
+
+def test_L01_a_link_to_a_folder_that_does_not_exist_yet_is_seen_through(tmp_path: Path):
+    (tmp_path / "link").symlink_to("later/cache")
+    assert identify(tmp_path / "link").inside(identify(tmp_path / "later"))
+
+
+def test_I19_a_link_that_leads_to_itself_ends(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    loop = identify(tmp_path / "loop" / "below")
+    assert loop.inside(identify(tmp_path))
+
+
+def test_a_folder_that_cannot_be_read_is_told_by_its_name(tmp_path: Path):
+    assert identify("/proc/1/nothing/x").inside(identify("/proc/1/nothing"))
+    assert not identify(tmp_path / "a").same(identify(tmp_path / "b"))
+
+
+def test_L01_names_of_folders_to_come_are_folded_where_the_file_system_folds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    upper, lower = tmp_path / "Cache" / "X", tmp_path / "cache"
+    assert not identify(upper).inside(identify(lower))
+    monkeypatch.setattr(identity, "folds_case", lambda _folder: True)
+    assert identify(upper).inside(identify(lower))
+    assert identify(tmp_path / "Caf\u00e9").same(identify(tmp_path / "CAFE\u0301"))
+
+
+def test_a_file_system_that_tells_case_is_recognised_and_nothing_is_written(tmp_path: Path):
+    (tmp_path / "Aa").touch()
+    if (tmp_path / "aA").exists():
+        pytest.skip("this file system folds case")
+    before = tmp_path.stat().st_mtime_ns
+    assert not folds_case(tmp_path)
+    assert tmp_path.stat().st_mtime_ns == before
+    assert [path.name for path in tmp_path.iterdir()] == ["Aa"]
+
+
+def test_a_link_or_hard_link_of_swapped_case_is_no_sign_of_folding(tmp_path: Path):
+    folder = tmp_path / "Folder"
+    folder.mkdir()
+    (tmp_path / "fOLDER").symlink_to("Folder")
+    assert not folds_case(folder)
+    (folder / "a.txt").write_text("x", encoding="utf-8")
+    os.link(folder / "a.txt", folder / "A.TXT")
+    assert not folds_case(folder)
+
+
+def test_a_mount_table_is_read_with_its_escapes_and_the_last_mount_of_a_point_counts():
+    text = (
+        "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
+        "41 27 0:40 / /mnt/a\\040b rw - tmpfs tmpfs rw\n"
+        "42 27 254:0 /data/photos /mnt/a\\040b rw,relatime shared:3 - ext4 /dev/vda rw\n"
+        "43 27 8:1 / /mnt/usb rw - vfat /dev/sda1 rw\n"
+    )
+    mounts = parse_mounts(text)
+    assert set(mounts) == {"/", "/mnt/a b", "/mnt/usb"}
+    assert (mounts["/mnt/a b"].device, mounts["/mnt/a b"].place) == ("254:0", "/data/photos")
+    assert mounts["/mnt/usb"].kind == "vfat"
+
+
+def test_L01_bind_mounts_of_folders_above_are_seen_by_the_mount_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As a container sees it: two mounts, one of a folder inside the other's, neither path telling so."""
+    for name in ("data", "cache", "other"):
+        (tmp_path / name).mkdir()
+    lines = [
+        "27 1 254:0 / / rw - ext4 /dev/vda rw",
+        f"41 27 254:0 /home/photos {tmp_path}/data rw - ext4 /dev/vda rw",
+        f"42 27 254:0 /home/photos/sub/cache {tmp_path}/cache rw - ext4 /dev/vda rw",
+        f"43 27 254:1 /home/photos/sub {tmp_path}/other rw - ext4 /dev/vdb rw",
+    ]
+    table = tmp_path / "mountinfo"
+    table.write_text("\n".join(lines), encoding="utf-8")
+    monkeypatch.setattr(identity, "MOUNT_TABLE", table)
+    data = identify(tmp_path / "data")
+    assert identify(tmp_path / "cache").inside(data)
+    assert identify(tmp_path / "cache" / "not" / "there").inside(data)
+    assert identify(tmp_path / "data" / "sub" / "cache").same(identify(tmp_path / "cache"))
+    assert not identify(tmp_path / "other").inside(data)
+
+
+def test_without_a_mount_table_identities_are_by_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(identity, "MOUNT_TABLE", tmp_path / "absent")
+    assert mount_table() == {}
+    (tmp_path / "link").symlink_to(".")
+    assert identify(tmp_path / "link").same(identify(tmp_path))
+    assert identify(tmp_path / "x" / "y").inside(identify(tmp_path / "x"))

@@ -1,0 +1,45 @@
+"""Files appear whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_bytes, write_text, write_through
+
+
+def test_a_file_is_written_with_its_parent_folders(tmp_path: Path) -> None:
+    write_text(tmp_path / "a" / "b" / "ü.json", "né")
+    assert (tmp_path / "a" / "b" / "ü.json").read_bytes() == "né".encode()
+
+
+def test_L06_a_failed_write_leaves_the_old_file_and_no_temp_file(tmp_path: Path) -> None:
+    path = tmp_path / "table.parquet"
+    write_bytes(path, b"old")
+
+    def fail(file: object) -> None:
+        raise RuntimeError("disk on fire")
+
+    with pytest.raises(RuntimeError, match="disk on fire"):
+        write_through(path, fail)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["table.parquet"]
+    assert path.read_bytes() == b"old"
+
+
+def test_while_a_file_is_written_only_a_temp_file_with_the_temp_suffix_is_seen(tmp_path: Path) -> None:
+    path = tmp_path / "entry.safetensors"
+    seen: list[str] = []
+
+    def look(file: object) -> None:
+        seen.extend(entry.name for entry in tmp_path.iterdir())
+
+    write_through(path, look)
+    assert len(seen) == 1
+    assert seen[0].endswith(TEMP_SUFFIX)
+    assert is_temp_name(seen[0])
+    assert not any(map(is_temp_name, ("render.tmp", ".render.tmp", ".12-ab.tmp", f"a{seen[0]}")))
+
+
+def test_I18_a_name_at_the_file_systems_limit_can_be_written(tmp_path: Path) -> None:
+    path = tmp_path / ("n" * 255)
+    write_bytes(path, b"x")
+    assert path.read_bytes() == b"x"

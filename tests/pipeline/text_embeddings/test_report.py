@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from PIL import Image
+
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.text_embeddings.report import TOKENS_FILE, write_caption_report
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
+        "output_dir": tmp_path / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping("flowers", values)
+
+
+def table(tokens: list[int], cut: list[int]) -> pl.DataFrame:
+    return pl.DataFrame(
+        {"num_tokens": tokens, "num_cut": cut}, schema=dict.fromkeys(("num_tokens", "num_cut"), pl.Int32)
+    )
+
+
+def coloured(data: bytes, red: int, green: int, blue: int) -> int:
+    pixels = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"), dtype=int)
+    return int((np.abs(pixels - (red, green, blue)).max(axis=2) < 30).sum())
+
+
+def test_lengths_are_drawn_and_a_limit_only_where_a_caption_is_cut(recipe: Recipe) -> None:
+    folder = write_caption_report(recipe, table([5, 5, 9, 77], [0, 0, 0, 0]))
+    whole = (folder / TOKENS_FILE).read_bytes()
+    assert coloured(whole, 31, 119, 180) > 100
+    assert coloured(whole, 214, 39, 40) == 0
+    write_caption_report(recipe, table([5, 5, 9, 90], [0, 0, 0, 13]))
+    cut = (folder / TOKENS_FILE).read_bytes()
+    assert coloured(cut, 214, 39, 40) > 50
+    assert max(len(whole), len(cut)) < 66_000
+
+
+def test_it_is_drawn_anew_only_when_a_count_has_changed(recipe: Recipe) -> None:
+    file = write_caption_report(recipe, table([5, 9], [0, 0])) / TOKENS_FILE
+    file.write_bytes(b"kept")
+    write_caption_report(recipe, table([9, 5], [0, 0]))
+    assert file.read_bytes() == b"kept"
+    write_caption_report(recipe, table([9, 6], [0, 0]))
+    assert file.read_bytes() != b"kept"
+    write_caption_report(recipe, table([], []))
+    assert not file.exists()

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from pipeline.cache.requests import Entries
+from pipeline.errors import LaunchError, ModelError
+from pipeline.reporting.reports import StageResult
+from pipeline.text_embeddings.stage import cache_text, wanted_captions
+
+
+def cached(cache, launch) -> StageResult:
+    result = cache_text(cache.recipe, cache.captions(), cache.tables, launch=launch, log=lambda _: None)
+    return cache.keep("text_embeddings", result)
+
+
+def counts(result: StageResult) -> dict[str, int]:
+    return {name: result.report[name] for name in ("encoded", "reused", "removed", "failed")}
+
+
+def set_caption(cache, name: str, caption: str) -> None:
+    (cache.photos / f"{name}.txt").write_text(caption, encoding="utf-8")
+
+
+def test_embeddings_are_those_of_the_pipelines_encode_prompt(cache, launch_here, tiny_sd) -> None:
+    from diffusers import StableDiffusionPipeline
+
+    cache = cache.with_settings(text={"dtype": "float32"})
+    set_caption(cache, "cat", "a cat, " * 60 + "the end")
+    cached(cache, launch_here)
+    pipe = StableDiffusionPipeline.from_pretrained(tiny_sd)
+    entries = Entries(cache.recipe)
+    for caption in ["", *cache.captions()["caption"]]:
+        expected, _ = pipe.encode_prompt(caption, "cpu", 1, do_classifier_free_guidance=False)
+        stored = entries.store.read_torch(entries.text(caption))["text_embedding"]
+        assert stored.shape == (77, 32)
+        torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-6)
+
+
+def test_embeddings_are_those_of_the_encoder_on_ids_made_by_hand(cache, launch_here, tiny_sd) -> None:
+    """Start, the bytes and words of the caption, end, and the end mark up to 77 tokens."""
+    from transformers import CLIPTextModel
+
+    cache = cache.with_settings(text={"dtype": "float32"})
+    set_caption(cache, "cat", "a photo")
+    cached(cache, launch_here)
+    ids = json.loads((tiny_sd / "tokenizer" / "vocab.json").read_text(encoding="utf-8"))
+    tokens = ["<|startoftext|>", "a</w>", "photo</w>"]
+    tokens += ["<|endoftext|>"] * (77 - len(tokens))
+    encoder = CLIPTextModel.from_pretrained(tiny_sd / "text_encoder")
+    with torch.no_grad():
+        expected = encoder(torch.tensor([[ids[token] for token in tokens]])).last_hidden_state[0]
+    entries = Entries(cache.recipe)
+    stored = entries.store.read_torch(entries.text("a photo"))["text_embedding"]
+    torch.testing.assert_close(stored, expected, rtol=0, atol=1e-6)
+
+
+def test_T02_T03_each_caption_once_and_always_the_empty_one_and_the_sample_prompts(
+    cache, launch_here
+) -> None:
+    cache = cache.with_settings(training={"sample_prompts": ["a moon", "a moon"]})
+    set_caption(cache, "cat", (cache.photos / "rocket.txt").read_text(encoding="utf-8"))
+    result = cached(cache, launch_here)
+    assert counts(result) == {"encoded": 6, "reused": 0, "removed": 0, "failed": 0}
+    assert result.report["samples"] == 5
+    entries = Entries(cache.recipe)
+    for caption in ("", "a moon"):
+        assert entries.store.check(entries.text(caption)).valid
+
+
+def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_size(cache, launch_here) -> None:
+    rows = pl.concat(
+        cache.captions().with_columns(pl.col("sample_id") + f"-{copy:03}") for copy in range(200)
+    )
+    result = cache_text(cache.recipe, rows, cache.tables, launch=launch_here, log=lambda _: None)
+    assert len(result.table) == 1000
+    assert result.table["key"].n_unique() == 5
+    files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
+    foreseen = Entries(cache.recipe).text_rows(wanted_captions(cache.recipe, rows["caption"]))["num_bytes"]
+    assert len(files) == len(foreseen) == 6
+    assert sum(file.stat().st_size for file in files) == foreseen.sum() == result.report["bytes"]
+
+
+def test_a_second_run_encodes_nothing_and_an_edited_caption_one(cache, launch_here, forbidden_launch) -> None:
+    cached(cache, launch_here)
+    again = cached(cache, forbidden_launch)
+    assert counts(again) == {"encoded": 0, "reused": 6, "removed": 0, "failed": 0}
+    set_caption(cache, "cat", "another cat")
+    assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 5, "removed": 1, "failed": 0}
+
+
+def test_the_wanted_captions_do_not_depend_on_the_order_of_the_rows(cache) -> None:
+    captions = cache.captions()["caption"].to_list()
+    wanted = wanted_captions(cache.recipe, captions).to_list()
+    assert wanted == sorted({*captions, ""})
+    assert wanted == wanted_captions(cache.recipe, captions[::-1]).to_list()
+
+
+def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(cache, launch_here) -> None:
+    caption = "Ünïcode 日本 " + "the cat " * 80
+    set_caption(cache, "cat", caption)
+    result = cached(cache, launch_here)
+    rows = {row["sample_id"]: row for row in result.table.to_dicts()}
+    row = rows["photos/cat.png"]
+    entries = Entries(cache.recipe)
+    metadata = entries.store.check(entries.text(row["caption"])).metadata
+    assert metadata is not None
+    kept, tail = row["caption"][: metadata["cut_from"]], row["caption"][metadata["cut_from"] :]
+    assert row["num_tokens"] - 77 == row["num_cut"] > 0
+    assert result.report["captions_cut"] == 1
+    assert tail.startswith(("the", "cat"))
+    cache.recipe.output_dir.mkdir(exist_ok=True)
+    set_caption(cache, "rocket", kept.strip())
+    rows = {row["sample_id"]: row for row in cached(cache, launch_here).table.to_dicts()}
+    assert (rows["photos/rocket.png"]["num_tokens"], rows["photos/rocket.png"]["num_cut"]) == (77, 0)
+    names = ("photos/cat.png", "photos/rocket.png")
+    same = [entries.store.read(entries.text(rows[name]["caption"]))["text_embedding"] for name in names]
+    assert np.array_equal(*same)
+
+
+def test_token_counts_survive_where_the_entry_is_trusted_and_where_the_table_is_lost(
+    cache, launch_here, forbidden_launch
+) -> None:
+    first = cached(cache, launch_here).table
+    assert cached(cache, forbidden_launch).table.equals(first)
+    cache.tables.path("text_embeddings").unlink()
+    assert cached(cache, forbidden_launch).table.equals(first)
+
+
+def test_a_very_long_caption_still_fits_an_entrys_header(cache, launch_here) -> None:
+    set_caption(cache, "cat", "日" * 20_000)
+    assert cached(cache, launch_here).report["failed"] == 0
+
+
+def test_an_encoder_that_answers_nan_is_an_error_that_names_the_caption_and_the_model(
+    cache, launch_here, tmp_path: Path
+) -> None:
+    import shutil
+
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(cache.recipe.model.base, folder)
+    file = folder / "text_encoder" / "model.safetensors"
+    weights = load_file(file)
+    name = next(name for name in weights if name.endswith("final_layer_norm.weight"))
+    weights[name] = weights[name] * float("nan")
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(ModelError, match="not finite") as caught:
+        cached(cache.with_settings(model={"base": str(folder)}), launch_here)
+    assert str(folder) in str(caught.value)
+
+
+def test_text_encoders_that_do_not_fit_say_what_takes_less(
+    cache, launch_here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each caption needs more than any machine has; the allocator itself refuses."""
+    needs = "pipeline.models.families.diffusers_family.DiffusersFamily.encode_caption"
+    monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
+    with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as caught:
+        cached(cache, launch_here)
+    assert "text.compute_dtype: bfloat16" in caught.value.fix
+    assert "on cpu" in caught.value.where
+
+
+def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
+    cached(cache, launch_here)
+    recipe_file = cache.recipe.output_dir / "recipe.json"
+    recipe_file.write_text(cache.recipe.model_dump_json())
+    captions = cache.recipe.output_dir / "captions.parquet"
+    cache.captions().write_parquet(captions)
+    code = (
+        "import sys, pathlib, polars\n"
+        "from pipeline.recipe import Recipe\n"
+        "from pipeline.storage.tables import Tables\n"
+        "from pipeline.text_embeddings.stage import cache_text\n"
+        "recipe = Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text())\n"
+        "captions = polars.read_parquet(sys.argv[2])\n"
+        "result = cache_text(recipe, captions, Tables(recipe.output_dir), launch=None, log=print)\n"
+        "assert result.report['reused'] == 6, result.report\n"
+        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe_file), str(captions)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_rows_are_joined_by_sample_and_not_by_position(cache, launch_here) -> None:
+    cached(cache, launch_here)
+    shuffled = cache.captions().sample(fraction=1.0, shuffle=True, seed=3)
+    result = cache_text(cache.recipe, shuffled, cache.tables, launch=launch_here, log=lambda _: None)
+    entries = Entries(cache.recipe)
+    captions = dict(cache.captions().select("sample_id", "caption").iter_rows())
+    assert [entries.text(captions[name]).key for name in result.table["sample_id"]] == result.table[
+        "key"
+    ].to_list()
+    assert result.table["sample_id"].is_sorted()
+    assert isinstance(result.rejected, pl.DataFrame)

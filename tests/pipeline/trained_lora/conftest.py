@@ -1,0 +1,222 @@
+"""A small project with a complete cache, made without the stages that fill it: training alone is tested."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+
+from demo.tiny_models import make_tiny
+from pipeline.cache.requests import Entries, stat_columns
+from pipeline.cache.store import EntrySpec
+from pipeline.images.geometry import Placement, Size, ladder
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.tables import SCHEMAS, Tables, frame
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.stage import sample_prompts
+
+SIZES = {"64x64": 5, "32x96": 3}
+"""Samples by bucket: with batches of 2 both have a partial one."""
+
+
+PLACEMENT = Placement((ladder(64, 32, 3.0),))
+
+
+@dataclass
+class Project:
+    """A recipe whose cache is complete, and its tables."""
+
+    recipe: Recipe
+    latents: pl.DataFrame
+    text: pl.DataFrame
+
+    def order(self, run: str = "0123456789abcdef") -> TrainingOrder:
+        entries = Entries(self.recipe)
+        inputs = training_inputs(self.recipe, entries, self.latents, self.text)
+        prompts = sample_prompts(self.recipe, entries, inputs)
+        return TrainingOrder(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
+
+    def changed(
+        self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any
+    ) -> Project:
+        """The same cache under another recipe: other training settings, another output folder."""
+        settings = self.recipe.training.model_copy(update=training)
+        launched = {"num_processes": num_processes, "mixed_precision": mixed_precision}
+        accelerate = self.recipe.accelerate.model_copy(update=launched)
+        update = {
+            "training": settings,
+            "accelerate": accelerate,
+            "output_dir": self.recipe.output_dir.with_name(output),
+        }
+        recipe = self.recipe.model_copy(update=update)
+        other = Project(recipe, self.latents, self.text)
+        write_tables(other)
+        return other
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Several test processes that each use every core mostly wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def any_precision() -> Iterator[None]:
+    """Accelerate keeps precision for the life of a process; a launched one has one precision only."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="session")
+def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dict[str, Path]:
+    """Folders of tiny base models: Stable Diffusion's by prediction type, and Stable Diffusion XL's."""
+    folder = tmp_path_factory.mktemp("bases")
+    for kind in ("epsilon", "v_prediction"):
+        make_tiny(folder / kind, prediction_type=kind)
+    return {"sdxl": tiny_sdxl, **{kind: folder / kind for kind in ("epsilon", "v_prediction")}}
+
+
+@pytest.fixture
+def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., Project]:
+    """Makes a project below the test's own folder; keyword arguments are settings of `training`.
+
+    Its samples go to its datasets in turns.
+    """
+
+    def make(
+        *,
+        prediction: str = "epsilon",
+        sizes: dict[str, int] | None = None,
+        dropout: float = 0.25,
+        datasets: dict[str, dict[str, Any]] | None = None,
+        **training: Any,
+    ) -> Project:
+        settings = {"steps": 6, "batch_size": 2, "gradient_accumulation": 2, "seed": 7, "learning_rate": 1e-2}
+        settings |= {
+            "sample_every": 0,
+            "checkpoint_every": 100,
+            "lora": {"rank": 4, "alpha": 2.0},
+            **training,
+        }
+        values = {
+            "datasets": [
+                {"name": name, "path": tmp_path / name, **settings}
+                for name, settings in (datasets or {"photos": {}}).items()
+            ],
+            "cache_dir": tmp_path / "cache",
+            "output_dir": tmp_path / "output",
+            "model": {"base": str(tiny_bases[prediction])},
+            "buckets": {"resolution": 64, "step": 32},
+            "text": {"caption_dropout": dropout},
+            "training": settings,
+        }
+        recipe = recipe_from_mapping("demo", values)
+        latents, text = fill_cache(recipe, sizes or SIZES)
+        project = Project(recipe, latents, text)
+        write_tables(project)
+        return project
+
+    return make
+
+
+def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """Random latents and text embeddings for every sample and the empty caption; the two tables."""
+    entries = Entries(recipe)
+    latents: list[dict[str, Any]] = []
+    text: list[dict[str, Any]] = []
+    for caption in ("", *recipe.training.sample_prompts):
+        put(entries, entries.text(caption))
+    for bucket, number in sizes.items():
+        for index in range(number):
+            dataset = recipe.datasets[index % len(recipe.datasets)].name
+            row = geometry_row(bucket, index, dataset)
+            ids = {name: row[name] for name in ("sample_id", "dataset", "path")}
+            spec = entries.latent(row)
+            channels, height, width = spec.tensors["latent"].shape
+            shape = {
+                "latent_channels": channels,
+                "latent_height": height,
+                "latent_width": width,
+                "flipped": False,
+            }
+            latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
+            caption = f"photograph {index} of {bucket}"
+            spec = entries.text(caption)
+            length = next(iter(spec.tensors.values())).shape[0]
+            counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
+            text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
+    return frame("vae_latents", latents), frame("text_embeddings", text)
+
+
+def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
+    """One sample whose geometry is what its bucket's name says, with a few rows cropped away."""
+    height, width = (int(edge) for edge in bucket.split("x"))
+    geometry = PLACEMENT.assign(Size(2 * height + 8, 2 * width))
+    assert geometry is not None
+    assert geometry.bucket == bucket
+    path = f"{bucket}-{index}.jpg"
+    return {
+        "sample_id": f"{dataset}/{path}",
+        "dataset": dataset,
+        "path": path,
+        "content_hash": hashlib.sha256(path.encode()).hexdigest(),
+        "duplicate_group": hashlib.sha256(path.encode()).hexdigest(),
+        "height": geometry.original_size.height,
+        "width": geometry.original_size.width,
+        "bucket": bucket,
+        "resized_height": geometry.resized_size.height,
+        "resized_width": geometry.resized_size.width,
+        "crop_top": geometry.crop.top,
+        "crop_left": geometry.crop.left,
+        "target_height": height,
+        "target_width": width,
+    }
+
+
+def put(entries: Entries, spec: EntrySpec) -> dict[str, Any]:
+    """Write random values as the entry; the table's columns that tell of it."""
+    rng = np.random.default_rng(int(spec.key[:8], 16))
+    arrays = {
+        name: rng.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in spec.tensors.items()
+    }
+    entries.store.write(spec, arrays, {"made_by": "a test"})
+    stat = entries.store.check(spec).stat
+    assert stat is not None
+    dtype = next(iter(spec.tensors.values())).dtype
+    return {"key": spec.key, "dtype": dtype, **stat_columns(stat)}
+
+
+def write_tables(project: Project) -> None:
+    """All tables up to the two caches, as the stages would have left them."""
+    tables = Tables(project.recipe.output_dir)
+    seen = {"channels": 3, "file_bytes": 10_000}
+    images = [as_row("raw_images", {**row, **seen}) for row in project.latents.to_dicts()]
+    tables.write("raw_images", frame("raw_images", images).unique("sample_id"))
+    captions = dict(project.text.select("sample_id", "caption").iter_rows())
+    rows = [
+        {**row, "caption": captions[row["sample_id"]], "more_captions": "[]"}
+        for row in project.latents.to_dicts()
+    ]
+    for asset in ("validated_dataset", "aspect_buckets"):
+        tables.write(asset, frame(asset, [as_row(asset, row) for row in rows]))
+    tables.write("vae_latents", project.latents)
+    tables.write("text_embeddings", project.text)
+
+
+def as_row(asset: str, known: dict[str, Any]) -> dict[str, Any]:
+    """A row of `asset`: what is known, and something of the right type where training does not look."""
+    columns = SCHEMAS[asset].items()
+    return {name: known.get(name, "" if kind == pl.String else 0) for name, kind in columns}

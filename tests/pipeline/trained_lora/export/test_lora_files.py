@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from pipeline.trained_lora.export.lora_files import LoraModule, factors
+
+QUERY = LoraModule(
+    name="block.to_q",
+    diffusers="transformer.block.to_q",
+    kohya="lora_unet_block_qkv",
+    comfyui="transformer.block.to_q",
+    in_features=5,
+    out_features=6,
+    rank=2,
+    alpha=4.0,
+    kohya_part=1,
+    kohya_outs=(3, 6, 4),
+)
+
+
+def test_a_part_of_a_layer_lies_on_the_diagonal_of_its_matrices() -> None:
+    assert QUERY.shapes("kohya") == {
+        "lora_unet_block_qkv.lora_down.weight": (6, 5),
+        "lora_unet_block_qkv.lora_up.weight": (13, 6),
+        "lora_unet_block_qkv.alpha": (),
+    }
+    down, up = np.arange(30).reshape(6, 5), np.arange(78).reshape(13, 6)
+    tensors = {"lora_unet_block_qkv.lora_down.weight": down, "lora_unet_block_qkv.lora_up.weight": up}
+    own_down, own_up = factors(tensors, QUERY, "kohya")
+    assert np.array_equal(own_down, down[2:4])
+    assert np.array_equal(own_up, up[3:9, 2:4])
+
+
+def test_stacking_is_kohyas_alone_and_a_layer_of_its_own_is_the_whole() -> None:
+    for layout in ("diffusers", "comfyui"):
+        shapes = list(QUERY.shapes(layout).values())
+        assert shapes[:2] == [(2, 5), (6, 2)]
+    alone = replace(QUERY, kohya_part=0, kohya_outs=())
+    assert list(alone.shapes("kohya").values()) == [(2, 5), (6, 2), ()]
+
+
+def test_a_module_is_the_same_after_json() -> None:
+    assert LoraModule.from_json({**QUERY.as_json(), "kohya_outs": [3, 6, 4]}) == QUERY

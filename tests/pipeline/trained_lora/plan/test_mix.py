@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import accumulate
+from typing import NamedTuple
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.plan.mix import Exhausted, Mix
+from pipeline.trained_lora.plan.plan import PlanSettings, TrainingPlan
+from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+
+SETTINGS = PlanSettings(40, 2, 1, 1, 0.25, 7)
+
+WEIGHTED: tuple[Exhausted, ...] = ("leave", "end_epoch", "repeat")
+
+
+def dataset(
+    name: str, number: int, buckets: Iterable[str] = ("64x64",), repeats: int = 1
+) -> list[PlanSample]:
+    buckets = list(buckets)
+    return [
+        PlanSample(f"{name}/{index:03}", buckets[index % len(buckets)], repeats, dataset=name)
+        for index in range(number)
+    ]
+
+
+class Draw(NamedTuple):
+    due: float
+    sample_id: str
+    occurrence: int
+
+
+class Mixed:
+    """A mix that names its samples."""
+
+    def __init__(self, samples: list[PlanSample], weights: dict[str, float], exhausted: Exhausted) -> None:
+        self.samples = PlanSamples.of(samples)
+        self.mix = Mix(self.samples, 7, weights, exhausted)
+
+    def draws(self, epoch: int) -> dict[str, list[Draw]]:
+        return {
+            bucket: [
+                Draw(due, self.samples[place].sample_id, occurrence)
+                for due, place, occurrence in zip(
+                    draws.due.tolist(), draws.places.tolist(), draws.occurrences.tolist(), strict=True
+                )
+            ]
+            for bucket, draws in self.mix.draws(epoch).items()
+        }
+
+    def in_order(self, epoch: int) -> list[Draw]:
+        return sorted((draw for bucket in self.draws(epoch).values() for draw in bucket), key=lambda d: d.due)
+
+
+def plan_of(samples: Iterable[PlanSample], shape: PlanSettings) -> TrainingPlan:
+    return TrainingPlan(PlanSamples.of(samples), shape)
+
+
+@st.composite
+def mixes(draw: st.DrawFn) -> tuple[list[PlanSample], dict[str, float]]:
+    samples = list[PlanSample]()
+    weights = dict[str, float]()
+    for name in "abc"[: draw(st.integers(1, 3))]:
+        buckets = draw(st.lists(st.sampled_from(["64x64", "64x128"]), min_size=1, max_size=2))
+        samples += dataset(name, draw(st.integers(1, 12)), buckets, draw(st.integers(1, 3)))
+        weights[name] = draw(st.floats(0.05, 20))
+    return samples, weights
+
+
+@given(mixes(), st.sampled_from(WEIGHTED), st.integers(0, 3))
+def test_sizes_are_those_of_the_draws_and_no_draw_stands_twice(
+    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
+) -> None:
+    mixed = Mixed(*made, exhausted)
+    draws = mixed.draws(epoch)
+    assert {bucket: len(of) for bucket, of in draws.items()} == mixed.mix.sizes(epoch)
+    flat = [(draw.sample_id, draw.occurrence) for of in draws.values() for draw in of]
+    assert len(set(flat)) == len(flat) >= 1
+    bucket_of = {sample.sample_id: sample.bucket for sample in made[0]}
+    assert all(bucket_of[draw.sample_id] == bucket for bucket, of in draws.items() for draw in of)
+
+
+@given(mixes())
+def test_with_leave_an_epoch_is_everything_once_whatever_the_weights(
+    made: tuple[list[PlanSample], dict[str, float]],
+) -> None:
+    samples, weights = made
+    seen = Counter(draw.sample_id for draw in Mixed(samples, weights, "leave").in_order(2))
+    assert seen == Counter({sample.sample_id: sample.repeats for sample in samples})
+
+
+@given(mixes(), st.sampled_from(["end_epoch", "repeat"]))
+def test_in_the_long_run_datasets_have_their_weights_and_their_samples_equal_shares(
+    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted
+) -> None:
+    samples, weights = made
+    mixed = Mixed(samples, weights, exhausted)
+    seen = Counter[str]()
+    for epoch in range(8):
+        drawn = Counter(draw.sample_id for of in mixed.draws(epoch).values() for draw in of)
+        seen += drawn
+        per_epoch = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
+        rounds = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
+        done = {name: per_epoch[name] / rounds[name] for name in weights}
+        if exhausted == "end_epoch":
+            assert max(done.values()) == 1
+        else:
+            assert min(done.values()) == 1
+    total = sum(seen.values())
+    for name in weights:
+        own = {s.sample_id: seen[s.sample_id] for s in samples if s.dataset == name}
+        repeats = next(s.repeats for s in samples if s.dataset == name)
+        assert max(own.values()) - min(own.values()) <= repeats
+        # Each epoch begins and ends a dataset's share at a whole draw; all of them together do so once.
+        assert abs(sum(own.values()) - total * weights[name] / sum(weights.values())) <= len(weights)
+
+
+@pytest.mark.parametrize("exhausted", WEIGHTED)
+def test_at_every_moment_the_datasets_stand_in_proportion_to_their_weights(exhausted: Exhausted) -> None:
+    mixed = Mixed(dataset("a", 30) + dataset("b", 90), {"a": 3, "b": 1}, exhausted)
+    order = [draw.sample_id[0] for draw in mixed.in_order(0)]
+    for number, of_a in enumerate(accumulate(name == "a" for name in order[:40]), start=1):
+        assert abs(of_a - number * 3 / 4) <= 1
+    if exhausted == "leave":
+        assert set(order[40:]) == {"b"}
+        assert len(order) == 120
+    elif exhausted == "end_epoch":
+        assert Counter(order) == {"a": 30, "b": 10}
+    else:
+        assert Counter(order) == {"a": 270, "b": 90}
+
+
+@given(mixes(), st.sampled_from(WEIGHTED), st.sampled_from(["partial", "repeat", "drop"]), st.data())
+def test_R01_R02_R03_a_weighted_plan_is_exact_and_any_suffix_is_the_same(
+    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, policy: str, data: st.DataObject
+) -> None:
+    samples, weights = made
+    accumulation, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30))
+    shape = replace(SETTINGS, steps=steps, gradient_accumulation=accumulation, weights=weights)
+    shape = replace(shape, exhausted=exhausted, underfilled=policy)
+    try:
+        plan = plan_of(samples, shape)
+    except TrainingError:
+        assert policy == "drop", "no bucket fills a batch in one of the epochs"
+        return
+    whole = list(plan.iterate())
+    assert [step for step, _ in whole] == list(range(steps)) == list(range(len(plan)))
+    cut = data.draw(st.integers(0, steps))
+    assert list(plan_of(reversed(samples), shape).iterate(cut)) == whole[cut:]
+    epochs = [batch.epoch for _, batch in whole]
+    assert epochs == sorted(epochs)
+    assert plan.num_epochs == epochs[-1] + 1
+    seen = Counter(slot.sample_id for _, batch in whole for slot in batch.slots())
+    times = dict(zip(plan.samples, plan.times_seen().tolist(), strict=True))
+    assert Counter({sample.sample_id: number for sample, number in times.items()}) == seen
+    for _, batch in whole:
+        assert (
+            sum(slot.weight for m in batch.micro_batches for share in m for slot in share)
+            == batch.num_samples
+        )
+        assert 1 <= len(batch.micro_batches) <= accumulation
+
+
+@given(mixes(), st.sampled_from(WEIGHTED), st.integers(1, 4))
+def test_so_many_epochs_are_so_many_whole_ones(
+    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epochs: int
+) -> None:
+    samples, weights = made
+    shape = replace(SETTINGS, weights=weights, exhausted=exhausted)
+    steps = TrainingPlan.steps_in(PlanSamples.of(samples), shape, epochs)
+    longer = plan_of(samples, replace(shape, steps=steps + 1))
+    assert [longer[steps - 1].epoch, longer[steps].epoch] == [epochs - 1, epochs]
+    assert plan_of(samples, replace(shape, steps=steps)).numbers()["epochs"] == epochs
+
+
+def test_a_plan_of_weights_holds_them_in_each_stretch_of_steps() -> None:
+    samples = dataset("a", 40, ["64x64", "64x128"]) + dataset("b", 400, ["64x64", "64x128"])
+    plan = plan_of(samples, replace(SETTINGS, steps=200, weights={"a": 1, "b": 1}, exhausted="repeat"))
+    for start in range(0, 200, 20):
+        names = Counter(slot.sample_id[0] for step in plan[start : start + 20] for slot in step.slots())
+        assert 17 <= names["a"] <= 23

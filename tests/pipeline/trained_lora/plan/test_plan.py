@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.plan.epochs import Underfilled
+from pipeline.trained_lora.plan.plan import PlanSettings, Slot, StepPlan, TrainingPlan
+from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+
+
+def settings_of(
+    steps: int = 12,
+    batch: int = 2,
+    accumulation: int = 1,
+    ranks: int = 1,
+    dropout: float = 0.25,
+    seed: int = 7,
+) -> PlanSettings:
+    return PlanSettings(steps, batch, accumulation, ranks, dropout, seed)
+
+
+def plan_of(samples: Iterable[PlanSample], shape: PlanSettings) -> TrainingPlan:
+    return TrainingPlan(PlanSamples.of(samples), shape)
+
+
+def times_seen(plan: TrainingPlan) -> dict[str, int]:
+    return {
+        each.sample_id: times for each, times in zip(plan.samples, plan.times_seen().tolist(), strict=True)
+    }
+
+
+def samples_of(sizes: dict[str, int], repeats: int = 1) -> list[PlanSample]:
+    return [PlanSample(f"{b}/{i:03}", b, repeats) for b, size in sizes.items() for i in range(size)]
+
+
+buckets = st.dictionaries(st.sampled_from(["64x64", "64x128", "128x64"]), st.integers(1, 9), min_size=1)
+shapes = st.builds(
+    settings_of,
+    steps=st.integers(1, 25),
+    batch=st.integers(1, 4),
+    accumulation=st.integers(1, 4),
+    ranks=st.sampled_from([1, 2, 4]),
+    dropout=st.floats(0, 1),
+    seed=st.integers(0, 2**63),
+)
+
+
+@st.composite
+def samples_with_repeats(draw: st.DrawFn) -> list[PlanSample]:
+    return [PlanSample(s.sample_id, s.bucket, draw(st.integers(1, 3))) for s in samples_of(draw(buckets))]
+
+
+def epoch_slots(plan: TrainingPlan, epoch: int) -> list[Slot]:
+    first = epoch * plan.steps_per_epoch
+    return [slot for step in plan[first : first + plan.steps_per_epoch] for slot in step.slots()]
+
+
+@given(samples_with_repeats(), shapes)
+def test_B01_B07_each_epoch_sees_every_sample_as_often_as_its_repeats_say(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    probe = plan_of(samples, shape)
+    plan = plan_of(samples, settings_of(2 * probe.steps_per_epoch, *_shape(shape)))
+    for epoch in (0, 1):
+        seen = Counter(slot.sample_id for slot in epoch_slots(plan, epoch))
+        assert seen == Counter({sample.sample_id: sample.repeats for sample in samples})
+        assert {slot.epoch for slot in epoch_slots(plan, epoch)} == {epoch}
+    assert times_seen(plan) == {sample.sample_id: 2 * sample.repeats for sample in samples}
+
+
+def _shape(shape: PlanSettings) -> tuple[int, int, int, float, int]:
+    return (
+        shape.batch_size,
+        shape.gradient_accumulation,
+        shape.num_processes,
+        shape.caption_dropout,
+        shape.seed,
+    )
+
+
+@given(samples_with_repeats(), shapes)
+def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    bucket_of = {sample.sample_id: sample.bucket for sample in samples}
+    for step in plan_of(samples, shape):
+        assert 1 <= len(step.micro_batches) <= shape.gradient_accumulation
+        for micro in step.micro_batches:
+            assert len(micro) == shape.num_processes
+            assert all(1 <= len(share) <= shape.batch_size for share in micro)
+            assert len({bucket_of[slot.sample_id] for share in micro for slot in share}) == 1
+            empty = [share for share in micro if all(slot.weight == 0.0 for slot in share)]
+            assert all(len(share) == 1 for share in empty)
+
+
+@given(samples_with_repeats(), shapes)
+def test_R03_the_plan_is_exact_and_weighs_samples_not_batches(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    plan = plan_of(samples, shape)
+    steps = list(plan)
+    assert len(steps) == len(plan) == shape.steps
+    for step in steps:
+        weights = [slot.weight for micro in step.micro_batches for share in micro for slot in share]
+        assert sum(weights) == step.num_samples >= 1
+        assert [slot.index for slot in step.slots()] == list(range(step.num_samples))
+
+
+@given(samples_with_repeats(), shapes, st.data())
+def test_R01_R02_iterating_from_any_step_gives_the_same_suffix_of_step_and_batch(
+    samples: list[PlanSample], shape: PlanSettings, data: st.DataObject
+) -> None:
+    whole = list(plan_of(samples, shape).iterate())
+    cut = data.draw(st.integers(0, shape.steps))
+    fresh = plan_of(reversed(samples), shape)
+    assert list(fresh.iterate(cut)) == whole[cut:]
+    assert all(isinstance(step, int) and isinstance(batch, StepPlan) for step, batch in whole)
+    assert [step for step, _ in whole] == list(range(shape.steps))
+
+
+@given(samples_with_repeats(), st.integers(1, 3), st.integers(0, 9))
+def test_world_sizes_1_2_and_4_with_one_global_batch_size_give_the_same_global_batches(
+    samples: list[PlanSample], accumulation: int, seed: int
+) -> None:
+    def batches(ranks: int) -> list[list[Slot]]:
+        shape = settings_of(9, 4 // ranks, accumulation, ranks, seed=seed)
+        return [step.slots() for step in plan_of(samples, shape)]
+
+    assert batches(1) == batches(2) == batches(4)
+
+
+def test_accumulation_of_one_bucket_splits_the_batch_of_one_large_step() -> None:
+    samples = samples_of({"64x64": 11})
+    large = plan_of(samples, settings_of(4, batch=8))
+    windows = plan_of(samples, settings_of(4, batch=2, accumulation=4))
+    assert [step.slots() for step in large] == [step.slots() for step in windows]
+    assert [step.num_samples for step in windows] == [8, 3, 8, 3]
+    assert [len(step.micro_batches) for step in windows] == [4, 2, 4, 2]
+
+
+def test_B02_the_samples_of_the_partial_micro_batch_change_with_the_epoch() -> None:
+    plan = plan_of(samples_of({"64x64": 9}), settings_of(60, batch=4))
+    last = {plan[epoch * 3 + 2].slots()[0].sample_id for epoch in range(20)}
+    assert len(last) > 4
+
+
+def test_a_rank_without_a_sample_gets_a_stand_in_of_weight_zero() -> None:
+    plan = plan_of(samples_of({"64x64": 1}), settings_of(1, batch=2, ranks=2))
+    (micro,) = plan[0].micro_batches
+    assert [[slot.weight for slot in share] for share in micro] == [[1.0], [0.0]]
+    assert plan[0].num_samples == 1
+
+
+@pytest.mark.parametrize(("dropout", "low", "high"), [(0.0, 0, 0), (0.1, 60, 140), (1.0, 1000, 1000)])
+def test_T02_caption_dropout_is_the_share_asked_for(dropout: float, low: int, high: int) -> None:
+    # 1000 independent draws of 0.1 have a standard deviation of 9.5: 40 is more than four of them.
+    plan = plan_of(samples_of({"64x64": 100}), settings_of(500, batch=2, dropout=dropout))
+    dropped = sum(slot.drop_caption for step in plan for slot in step.slots())
+    assert low <= dropped <= high
+
+
+def test_caption_dropout_depends_on_sample_and_epoch_not_on_the_batching() -> None:
+    samples = samples_of({"64x64": 7, "64x128": 5}, repeats=2)
+
+    def choices(batch: int, accumulation: int, ranks: int) -> dict[tuple[str, int, int], bool]:
+        plan = plan_of(samples, settings_of(200, batch, accumulation, ranks, dropout=0.5))
+        slots = [slot for epoch in (0, 1, 2) for slot in epoch_slots(plan, epoch)]
+        return {(slot.sample_id, slot.epoch, slot.occurrence): slot.drop_caption for slot in slots}
+
+    assert choices(1, 1, 1) == choices(3, 2, 2) == choices(4, 1, 4)
+
+
+def test_another_seed_is_another_order() -> None:
+    samples = samples_of({"64x64": 12})
+    orders = [[s.slots() for s in plan_of(samples, settings_of(6, seed=seed))] for seed in (1, 2)]
+    assert orders[0] != orders[1]
+
+
+def test_the_order_is_fixed_for_ever_because_resumed_runs_rely_on_it() -> None:
+    plan = plan_of(samples_of({"a": 3, "b": 2}), settings_of(4, seed=42, dropout=0.5))
+    got = [[(slot.sample_id, slot.drop_caption) for slot in step.slots()] for step in plan]
+    assert got == GOLDEN
+
+
+GOLDEN: list[list[tuple[str, bool]]] = [
+    [("a/001", True), ("a/000", False)],
+    [("a/002", True)],
+    [("b/001", True), ("b/000", False)],
+    [("a/002", False), ("a/001", True)],
+]
+
+
+@pytest.mark.parametrize(
+    ("samples", "shape", "what"),
+    [
+        ([], settings_of(), "no sample"),
+        (samples_of({"a": 1}) * 2, settings_of(), "twice"),
+        (samples_of({"a": 1}), settings_of(steps=0), "below 1"),
+        (samples_of({"a": 1}, repeats=0), settings_of(), "below 1"),
+        (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
+    ],
+)
+def test_unusable_inputs_are_refused(samples: list[PlanSample], shape: PlanSettings, what: str) -> None:
+    with pytest.raises(TrainingError, match=what):
+        plan_of(samples, shape)
+
+
+def test_an_index_beyond_the_plan_is_an_index_error() -> None:
+    plan = plan_of(samples_of({"a": 3}), settings_of(4))
+    assert plan[-1] == plan[3]
+    for index in (4, -5):
+        with pytest.raises(IndexError, match="plan of 4 steps"):
+            plan[index]
+
+
+policies = st.sampled_from(["repeat", "drop"])
+
+
+@given(samples_with_repeats(), shapes, policies)
+def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
+    samples: list[PlanSample], shape: PlanSettings, policy: Underfilled
+) -> None:
+    capacity = shape.batch_size * shape.num_processes
+    sizes = Counter[str]()
+    for sample in samples:
+        sizes[sample.bucket] += sample.repeats
+    if policy == "drop" and max(sizes.values()) < capacity:
+        with pytest.raises(TrainingError, match="no bucket fills a batch"):
+            plan_of(samples, replace(shape, underfilled=policy))
+        return
+    plan = plan_of(samples, replace(shape, underfilled=policy))
+    bucket_of = {sample.sample_id: sample.bucket for sample in samples}
+    for _, step in plan.iterate():
+        for micro in step.micro_batches:
+            slots = [slot for share in micro for slot in share]
+            assert len(slots) == capacity
+            assert all(slot.weight == 1.0 for slot in slots)
+            assert len({bucket_of[slot.sample_id] for slot in slots}) == 1
+
+
+@given(samples_with_repeats(), shapes)
+def test_with_repeat_an_epoch_sees_each_sample_and_fills_up_evenly(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    probe = plan_of(samples, replace(shape, underfilled="repeat"))
+    plan = plan_of(samples, replace(probe.settings, steps=probe.steps_per_epoch))
+    slots = epoch_slots(plan, 0)
+    assert len({(slot.sample_id, slot.occurrence) for slot in slots}) == len(slots)
+    seen = Counter(slot.sample_id for slot in slots)
+    assert seen == Counter(times_seen(plan))
+    for bucket in {sample.bucket for sample in samples}:
+        turns = [seen[s.sample_id] / s.repeats for s in samples if s.bucket == bucket]
+        assert min(turns) >= 1
+        assert max(turns) - min(turns) <= 1
+
+
+@given(samples_with_repeats(), shapes)
+def test_B02_what_is_dropped_is_listed_and_rotates(samples: list[PlanSample], shape: PlanSettings) -> None:
+    """Over as many epochs as a bucket has draws each draw is dropped the same number of times."""
+    capacity = shape.batch_size * shape.num_processes
+    sizes = Counter[str]()
+    for sample in samples:
+        sizes[sample.bucket] += sample.repeats
+    if max(sizes.values()) < capacity:
+        return
+    probe = plan_of(samples, replace(shape, underfilled="drop"))
+    epochs = math.lcm(*sizes.values())
+    if epochs * probe.steps_per_epoch > 2000:
+        return
+    plan = plan_of(samples, replace(probe.settings, steps=epochs * probe.steps_per_epoch))
+    everything = Counter({sample.sample_id: sample.repeats for sample in samples})
+    dropped = Counter[str]()
+    for epoch in range(epochs):
+        left_out = plan.dropped(epoch)
+        seen = Counter(slot.sample_id for slot in epoch_slots(plan, epoch))
+        assert seen + Counter(left_out) == everything
+        dropped.update(left_out)
+    for sample in samples:
+        size = sizes[sample.bucket]
+        assert dropped[sample.sample_id] == sample.repeats * epochs * (size % capacity) / size
+
+
+def test_nothing_is_dropped_unless_asked_for() -> None:
+    plan = plan_of(samples_of({"64x64": 5}), settings_of(batch=2))
+    assert plan.dropped(0) == {}
+    assert plan.numbers()["dropped_per_epoch"] == 0
+    dropping = replace(settings_of(batch=2), underfilled="drop")
+    assert plan_of(samples_of({"64x64": 5}), dropping).dropped(0)
+
+
+def with_choices(samples: list[PlanSample]) -> list[PlanSample]:
+    return [replace(sample, variants=3, views=2) for sample in samples]
+
+
+@given(samples_with_repeats(), shapes)
+def test_variants_and_views_are_drawn_for_sample_and_epoch_and_change_nothing_else(
+    samples: list[PlanSample], shape: PlanSettings
+) -> None:
+    plain, rich = plan_of(samples, shape), plan_of(with_choices(samples), shape)
+    for before, after in zip(plain, rich, strict=True):
+        assert [replace(slot, variant=0, view=0) for slot in after.slots()] == before.slots()
+    one_by_one = plan_of(with_choices(samples), replace(shape, batch_size=1, gradient_accumulation=1))
+    drawn = {(s.sample_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
+    for slot in epoch_slots(rich, 0):
+        if (slot.sample_id, slot.epoch, slot.occurrence) in drawn:
+            assert drawn[slot.sample_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
+
+
+def test_every_variant_and_view_has_its_share_and_they_are_drawn_apart() -> None:
+    samples = [PlanSample(f"a/{number:03}", "64x64", variants=3, views=2) for number in range(100)]
+    counts = Counter(
+        (slot.variant, slot.view, slot.drop_caption)
+        for step in plan_of(samples, settings_of(600, batch=2, dropout=0.5))
+        for slot in step.slots()
+    )
+    # 1200 draws in 12 equal classes: 100 each, with a standard deviation of 9.6; 40 is more than four.
+    assert len(counts) == 12
+    assert all(60 <= number <= 140 for number in counts.values())

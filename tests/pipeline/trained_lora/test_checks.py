@@ -1,0 +1,276 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from pipeline.checks.findings import CheckContext, Finding
+from pipeline.recipe import recipe_from_mapping
+from pipeline.recipe.gates import SPECS
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.lora_files import ADAPTER_METADATA_KEY, LAYOUTS, LoraModule, layout_file
+from pipeline.trained_lora.run_folder import RunLayout, run_folder
+
+MODULES = [
+    LoraModule(
+        name=f"{name}.to_q",
+        diffusers=f"unet.{name}.to_q",
+        kohya=f"lora_unet_{name}_to_q",
+        comfyui=f"diffusion_model.{name}.to_q",
+        in_features=6,
+        out_features=5,
+        rank=4,
+        alpha=2.0,
+    )
+    for name in ("left", "right")
+]
+METADATA = {ADAPTER_METADATA_KEY: json.dumps({"unet.r": 4, "unet.lora_alpha": 2.0})}
+
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+
+class Result:
+    """A finished run of 3 steps and its published files, written by hand."""
+
+    def __init__(self, folder: Path) -> None:
+        values = {
+            "datasets": [{"name": "photos", "path": folder / "photos"}],
+            "cache_dir": folder / "cache",
+            "output_dir": folder / "output",
+            "model": {"base": "models/tiny"},
+            "training": {"steps": 3, "lora": {"rank": 4, "alpha": 2.0}},
+        }
+        self.recipe = recipe_from_mapping("demo", values)
+        self.lora = self.recipe.output_dir / "lora"
+        self.layout = RunLayout(run_folder(self.recipe.output_dir, "abc"))
+        self.lora.mkdir(parents=True)
+        self.layout.metrics.parent.mkdir(parents=True)
+        self.output_change = 0.25
+        self.trend: dict[str, float] | None = {"first": 1.1, "last": 0.9, "error": 0.05}
+        self.metrics = [{"step": step, "loss": 0.5} for step in range(3)]
+        rng = np.random.default_rng(1)
+        self.factors = {
+            module.name: (
+                rng.standard_normal((4, 6)).astype(np.float32),
+                rng.standard_normal((5, 4)).astype(np.float32),
+            )
+            for module in MODULES
+        }
+        for layout in LAYOUTS:
+            self.write(layout, self.tensors(layout))
+        self.record()
+
+    def tensors(self, layout: Any) -> Tensors:
+        tensors: Tensors = {}
+        for module in MODULES:
+            down, up, alpha = module.keys(layout)
+            tensors[down], tensors[up] = self.factors[module.name]
+            if alpha is not None:
+                tensors[alpha] = np.array(module.alpha, dtype=np.float32)
+        return tensors
+
+    def path(self, layout: Any) -> Path:
+        return self.lora / layout_file(layout, "demo")
+
+    def write(self, layout: Any, tensors: Tensors, metadata: dict[str, str] = METADATA) -> None:
+        save_file(tensors, self.path(layout), metadata=metadata)
+
+    def record(self, steps: int = 3) -> None:
+        """Note the files as they lie there, as the launching process does."""
+        files = [
+            {
+                "name": self.path(layout).name,
+                "max_error": 0.0,
+                "sha256": hashlib.sha256(self.path(layout).read_bytes()).hexdigest(),
+            }
+            for layout in LAYOUTS
+        ]
+        finished = {"steps": steps, "modules": [module.as_json() for module in MODULES], "files": files}
+        finished |= {"output_change": self.output_change, "loss_trend": self.trend}
+        self.layout.finished.write_text(json.dumps(finished))
+        (self.lora / "provenance.json").write_text(json.dumps({"run": "abc"}))
+        self.write_metrics()
+
+    def write_metrics(self) -> None:
+        self.layout.metrics.write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
+
+    def findings(self) -> dict[str, Finding]:
+        found = trained_lora.run(CheckContext(self.recipe, Tables(self.recipe.output_dir)))
+        assert [finding.name for finding in found] == [spec.name for spec in SPECS["trained_lora"]]
+        return {finding.name: finding for finding in found}
+
+    def failed(self) -> set[str]:
+        return {name for name, finding in self.findings().items() if not finding.passed}
+
+
+@pytest.fixture
+def result(tmp_path: Path) -> Result:
+    return Result(tmp_path)
+
+
+WARNINGS = {"loss_fell", "validation_loss", "modules_touched"}
+
+
+def test_a_good_result_passes_and_three_of_its_checks_only_warn(result: Result) -> None:
+    assert result.failed() == set()
+    severities = {name: finding.severity for name, finding in result.findings().items()}
+    assert severities == {name: "warn" if name in WARNINGS else "error" for name in severities}
+    assert result.findings()["reload_equals"].numbers[result.path("kohya").name] == 0.0
+
+
+def test_R05_a_loss_that_is_no_number_is_named_by_its_step(result: Result) -> None:
+    result.metrics[1]["loss"] = float("nan")
+    result.write_metrics()
+    finding = result.findings()["loss_finite"]
+    assert not finding.passed
+    assert finding.rows == [{"step": 1, "loss": "nan"}]
+
+
+def test_a_run_without_metrics_is_no_proof_of_a_finite_loss(result: Result) -> None:
+    result.metrics = []
+    result.write_metrics()
+    assert result.failed() == {"loss_finite", "plan_completed"}
+
+
+def test_a_step_that_is_missing_closes_plan_completed(result: Result) -> None:
+    del result.metrics[1]
+    result.write_metrics()
+    assert result.findings()["plan_completed"].rows == [{"step": 1}]
+    assert result.failed() == {"plan_completed"}
+
+
+def test_a_run_of_fewer_steps_than_asked_closes_plan_completed(result: Result) -> None:
+    result.record(steps=2)
+    assert result.failed() == {"plan_completed"}
+
+
+def test_R06_an_adapter_of_zeros_is_refused(result: Result) -> None:
+    for name, (down, up) in result.factors.items():
+        result.factors[name] = (down, np.zeros_like(up))
+    for layout in LAYOUTS:
+        result.write(layout, result.tensors(layout))
+    result.record()
+    assert result.failed() == {"adapter_not_zero", "modules_touched"}
+
+
+def test_one_module_that_does_nothing_is_a_warning_with_its_name(result: Result) -> None:
+    down, up = result.factors["left.to_q"]
+    result.factors["left.to_q"] = (down, np.zeros_like(up))
+    for layout in LAYOUTS:
+        result.write(layout, result.tensors(layout))
+    result.record()
+    assert result.failed() == {"modules_touched"}
+    assert result.findings()["modules_touched"].rows == [{"module": "left.to_q"}]
+
+
+@pytest.mark.parametrize("change", [0.0, float("nan"), float("inf")])
+def test_R06_an_adapter_that_leaves_the_model_s_answer_as_it_was_is_refused(
+    result: Result, change: float
+) -> None:
+    result.output_change = change
+    result.record()
+    assert result.failed() == {"output_changed"}
+
+
+def test_a_loss_that_did_not_fall_is_a_warning_once_there_are_enough_steps(result: Result) -> None:
+    result.trend = {"first": 0.9, "last": 0.95, "error": 0.05}
+    result.record()
+    assert result.failed() == set()
+    values = result.recipe.training.model_copy(update={"steps": 50})
+    result.recipe = result.recipe.model_copy(update={"training": values})
+    result.metrics = [{"step": step, "loss": 0.5} for step in range(50)]
+    result.record(steps=50)
+    assert result.failed() == {"loss_fell"}
+    assert "0.900 to 0.950" in result.findings()["loss_fell"].summary
+
+
+def test_a_validation_loss_that_rose_is_a_warning_that_names_the_best_step(result: Result) -> None:
+    def measured(*losses: float) -> set[str]:
+        lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses)]
+        result.layout.validation.write_text("".join(lines))
+        return result.failed()
+
+    assert measured(0.5, 0.4, 0.402) == set()
+    assert measured(0.5, 0.4, 0.45) == {"validation_loss"}
+    assert "0.4000 at step 1" in result.findings()["validation_loss"].summary
+    assert measured(0.5, 0.4, 0.45, 0.39) == set()
+
+
+def change_value(result: Result, layout: Any) -> None:
+    tensors = {key: value.copy() for key, value in result.tensors(layout).items()}
+    tensors[MODULES[0].keys(layout)[1]][0, 0] += 0.5
+    result.write(layout, tensors)
+
+
+def change_scale(result: Result, layout: Any) -> None:
+    tensors = result.tensors(layout)
+    alpha = MODULES[0].keys(layout)[2]
+    if alpha is not None:
+        tensors[alpha] = np.array(3.0, dtype=np.float32)
+        result.write(layout, tensors)
+    else:
+        adapter = json.dumps({"unet.r": 4, "unet.lora_alpha": 3.0})
+        result.write(layout, tensors, {ADAPTER_METADATA_KEY: adapter})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("change", [change_value, change_scale])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_R06_a_file_that_holds_other_numbers_or_another_scale_is_refused(
+    result: Result, layout: Any, change: Callable[[Result, Any], None], recorded: bool
+) -> None:
+    change(result, layout)
+    if recorded:
+        result.record()
+    finding = result.findings()["reload_equals"]
+    assert not finding.passed
+    named = {row["file"] for row in finding.rows}
+    if recorded and layout == "diffusers" and change is change_value:
+        # The others are compared with the diffusers layout, and cannot tell which of the two is wrong.
+        assert named == {result.path("kohya").name, result.path("comfyui").name}
+    else:
+        assert result.path(layout).name in named
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_key_that_is_missing_is_named(result: Result, layout: Any) -> None:
+    tensors = result.tensors(layout)
+    missing = MODULES[1].keys(layout)[0]
+    del tensors[missing]
+    result.write(layout, tensors)
+    result.record()
+    finding = result.findings()["shape_uniformity"]
+    assert [(row["file"], row["key"], row["shape"]) for row in finding.rows] == [
+        (result.path(layout).name, missing, "None")
+    ]
+    assert "file_size_outliers" in result.failed()
+
+
+def test_another_rank_than_asked_is_refused(result: Result) -> None:
+    for name, (down, up) in result.factors.items():
+        result.factors[name] = (down[:2], up[:, :2])
+    for layout in LAYOUTS:
+        result.write(layout, result.tensors(layout))
+    result.record()
+    assert {"shape_uniformity", "file_size_outliers"} <= result.failed()
+
+
+def test_a_file_that_was_cut_short_or_taken_away_closes_every_gate(result: Result) -> None:
+    path = result.path("kohya")
+    path.write_bytes(path.read_bytes()[:-10])
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
+    path.unlink()
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
+    assert str(path) in result.findings()["reload_equals"].rows[0]["where"]
+
+
+def test_no_run_at_all_closes_every_gate(result: Result) -> None:
+    (result.lora / "provenance.json").unlink()
+    assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}

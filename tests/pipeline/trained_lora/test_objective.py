@@ -1,0 +1,93 @@
+"""What is asked of the model: refused where it has no meaning, and equal to the papers' formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from torch.nn.functional import huber_loss
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import TrainingSettings
+from pipeline.trained_lora.objective import require_objective
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+    from pipeline.models.families import Prediction
+
+
+@pytest.mark.parametrize(
+    ("training", "prediction", "key"),
+    [
+        ({"noise": {"zero_terminal_snr": True}}, "epsilon", "training.noise.zero_terminal_snr"),
+        ({"noise": {"zero_terminal_snr": True}}, "flow", "training.noise.zero_terminal_snr"),
+        ({"noise": {"offset": 0.1}}, "flow", "training.noise.offset"),
+        ({"loss": {"weighting": "min_snr"}}, "flow", "training.loss.weighting"),
+        ({"timesteps": {"shift": 3.0}}, "epsilon", "training.timesteps.shift"),
+    ],
+    ids=str,
+)
+def test_what_has_no_meaning_for_a_model_is_refused_by_key(
+    training: dict[str, Any], prediction: Prediction, key: str
+) -> None:
+    settings = TrainingSettings.model_validate(training)
+    with pytest.raises(TrainingError) as caught:
+        require_objective(settings, prediction)
+    assert caught.value.where == key
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "flow"])
+def test_plain_settings_go_with_every_model(prediction: Prediction) -> None:
+    require_objective(TrainingSettings(), prediction)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"loss": {"weighting": "min_snr", "gamma": 3.0}},
+        {"loss": {"weighting": "soft_min_snr"}},
+        {"loss": {"weighting": "debiased"}},
+        {"loss": {"kind": "huber", "delta": 0.2}},
+        {"noise": {"offset": 0.2, "input_perturbation": 0.3}},
+    ],
+    ids=str,
+)
+def test_the_losses_of_a_batch_equal_the_papers_formulas_on_diffusers_parts(
+    make_project: Callable[..., Project], prediction: str, training: dict[str, Any]
+) -> None:
+    order = make_project(prediction=prediction, gradient_accumulation=1, **training).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    micro = MicroBatchMaker(order, family, engine.scheduler).make(0, order.plan()[0].micro_batches[0][0])
+    with torch.no_grad():
+        found = engine.losses(micro, engine.denoiser)
+
+        unet = UNet2DConditionModel.from_pretrained(order.base / "unet")
+        alphas = DDPMScheduler.from_pretrained(order.base / "scheduler").alphas_cumprod[micro.timesteps]
+        signal = alphas.view(-1, 1, 1, 1)
+        noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.input_noise
+        velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
+        goal = micro.noise if prediction == "epsilon" else velocity
+        answer = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+
+    loss = training.get("loss", {})
+    errors = (answer - goal) ** 2
+    if loss.get("kind") == "huber":
+        errors = huber_loss(answer, goal, delta=0.2, reduction="none")
+    snr = alphas / (1 - alphas)
+    to_latent = {"epsilon": snr, "v_prediction": snr + 1}[prediction]
+    weights = {
+        None: torch.ones_like(snr),
+        "min_snr": torch.minimum(snr, torch.full_like(snr, 3.0)) / to_latent,
+        "soft_min_snr": (5 * snr / (snr + 5)) / to_latent,
+        "debiased": snr.sqrt() / to_latent,
+    }[loss.get("weighting")]
+    torch.testing.assert_close(found, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import polars as pl
+import pytest
+from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
+
+from pipeline.cache.requests import Entries
+from pipeline.cli.main import latentline
+from pipeline.errors import TrainingError
+from pipeline.storage.tables import frame
+from pipeline.trained_lora import provenance as module
+from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, read_provenance
+from pipeline.trained_lora.fingerprint import run_facts
+from pipeline.trained_lora.lora_search import TABLE_FILE, caption_hash, found_in
+from pipeline.trained_lora.provenance import provenance, shareable
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def trained_on(*rows: tuple[str, str, str]) -> pl.DataFrame:
+    """A table of trained_lora: sample, content of its image, and split; two captions each."""
+    values: list[dict[str, Any]] = []
+    for name, content, split in rows:
+        captions = " ".join(caption_hash(f"{content} {number}") for number in (1, 2))
+        text = {"dataset": "photos", "path": name, "bucket": "64x64", "latent_keys": "l", "text_keys": "t"}
+        image = {"content_hash": sha256(content), "height": 64, "width": 64, "caption_hashes": captions}
+        values.append({"sample_id": f"photos/{name}", **text, **image, "split": split, "times_seen": 3})
+    return frame("trained_lora", values)
+
+
+TABLE = trained_on(("a.png", "rose", "train"), ("b.png", "oak", "train"), ("c.png", "fern", "validation"))
+
+
+def record_of(project: Project, table: pl.DataFrame = TABLE) -> dict[str, Any]:
+    order, entries = project.order(), Entries(project.recipe)
+    return provenance(project.recipe, entries, run_facts(project.recipe, entries, order.inputs), table)
+
+
+def write_lora(folder: Path, record: dict[str, Any], *, table: bool = True) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / "pytorch_lora_weights.safetensors"
+    save_file({"a": np.zeros(1, np.float32)}, path, metadata={PROVENANCE_KEY: json.dumps(record)})
+    if table:
+        TABLE.write_parquet(folder / TABLE_FILE)
+    return path
+
+
+@pytest.fixture
+def lora(make_project: Callable[..., Project], tmp_path: Path) -> Path:
+    return write_lora(tmp_path / "lora", record_of(make_project()))
+
+
+def call(*arguments: object) -> Result:
+    return CliRunner().invoke(latentline, ["provenance", *map(str, arguments)])
+
+
+def test_the_record_names_recipe_model_tables_packages_and_every_hash_and_no_one_s_folders(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+    record = record_of(project)
+    assert json.loads(json.dumps(record)) == record
+    assert record["samples"]["images"] == sorted([sha256("rose"), sha256("oak")])
+    assert len(record["samples"]["captions"]) == 4
+    assert len(record["model"]["fingerprints"]["text"]) == 64
+    assert record["tables_sha256"]["aspect_buckets"] is not None
+    assert record["recipe"]["training"]["steps"] == 6
+    assert str(project.recipe.output_dir.parent) not in json.dumps(record)
+    assert record == record_of(project)
+
+
+def test_paths_inside_of_the_project_stay_relative_and_others_are_cut_to_their_name(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project = make_project()
+    assert shareable(project.recipe)["datasets"][0]["path"] == "photos"
+    monkeypatch.setattr(module, "project_root", lambda: tmp_path.parent)
+    assert shareable(project.recipe)["datasets"][0]["path"] == f"{tmp_path.name}/photos"
+
+
+def test_of_very_many_samples_only_a_digest_stands_in_the_files(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    project = make_project()
+    few = record_of(project)
+    monkeypatch.setattr(module, "MAX_LISTED", 1)
+    many = record_of(project)
+    assert set(many["samples"]) == {"number", "sha256"}
+    assert many["samples"]["sha256"] == few["samples"]["sha256"]
+    other = record_of(project, trained_on(("a.png", "rose", "train"), ("b.png", "elm", "train")))
+    assert other["samples"]["sha256"] != few["samples"]["sha256"]
+    image = tmp_path / "found.png"
+    image.write_bytes(b"rose")
+    path = write_lora(tmp_path / "lora", many)
+    assert found_in(many, path, image) == ["sample photos/a.png, seen 3 times"]
+    (path.parent / TABLE_FILE).unlink()
+    with pytest.raises(TrainingError, match="2 samples by a digest only"):
+        found_in(many, path, image)
+
+
+def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_folder(lora: Path) -> None:
+    done = call(lora)
+    assert done.exit_code == 0
+    assert call(lora.parent).output == call(lora.parent.parent).output == done.output
+    for said in (
+        "recipe",
+        "demo",
+        "base model",
+        "epsilon",
+        "sha256 of denoiser",
+        "table vae_latents",
+        "torch",
+    ):
+        assert said in done.output
+    assert json.loads(call(lora, "--json").output) == read_provenance(lora)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("rose", ["one of the images", "sample photos/a.png, seen 3 times"]),
+        ("oak 2", ["one of the captions", "sample photos/b.png"]),
+        ("\ufeffoak 2\n", ["one of the captions", "sample photos/b.png"]),
+    ],
+)
+def test_any_image_or_caption_can_be_looked_up(
+    lora: Path, tmp_path: Path, content: str, said: list[str]
+) -> None:
+    wanted = tmp_path / "wanted"
+    wanted.write_text(content, encoding="utf-8")
+    done = call(lora, "--find", wanted)
+    assert done.exit_code == 0
+    assert all(each in done.output for each in said)
+
+
+@pytest.mark.parametrize("content", [b"fern", b"elm", b"\xff\x00"])
+def test_what_was_not_trained_on_is_said_not_to_be_there(lora: Path, tmp_path: Path, content: bytes) -> None:
+    wanted = tmp_path / "wanted"
+    wanted.write_bytes(content)
+    done = call(lora, "--find", wanted)
+    assert done.exit_code == 1
+    assert "is not among what it was trained on" in done.output
+
+
+def test_a_file_of_somebody_else_s_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "other.safetensors"
+    save_file({"a": np.zeros(1, np.float32)}, path)
+    with pytest.raises(TrainingError, match="holds no provenance record"):
+        read_provenance(path)
+    path.write_bytes(b"torn")
+    with pytest.raises(TrainingError, match="no LoRA file can be read"):
+        read_provenance(path)

@@ -1,0 +1,168 @@
+"""Samples of several captions and several latents, from the tables to the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from pipeline.cache.requests import Entries
+from pipeline.cache.store import Store, TensorSpec
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.storage.needed_columns import NEEDED
+from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.samples import TrainingInputs, tensors_json
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.noise import make_noise_scheduler
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def flipped_too(latents: pl.DataFrame) -> pl.DataFrame:
+    rows = [latents.with_columns(flipped=pl.lit(flag)) for flag in (True, False)]
+    return pl.concat(rows)
+
+
+def test_T07_every_caption_of_a_sample_is_a_variant_in_their_own_order(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+    second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
+    text = pl.concat([second, project.text])
+    inputs = training_inputs(project.recipe, Entries(project.recipe), project.latents, text)
+    assert len(inputs) == 8
+    for item in inputs:
+        first, other = item.variants
+        assert other.caption == f"another {first.caption}"
+        assert first.entry.key != other.entry.key
+
+
+def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    latents = project.latents.with_columns(
+        resized_width=pl.col("target_width") + 10, crop_left=pl.lit(3, pl.Int32)
+    )
+    entries = Entries(project.recipe)
+    inputs = training_inputs(project.recipe, entries, flipped_too(latents), project.text)
+    assert len(inputs) == 8
+    for item in inputs:
+        assert [view.crop_top_left for view in item.views] == [(2, 3), (2, 7)]
+        assert item.views[1].entry.key != item.views[0].entry.key
+
+
+def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable[..., Project]) -> None:
+    inputs = make_project().order().inputs
+    for number, item in enumerate(inputs):
+        assert inputs.number_of(item.sample_id) == number
+        assert inputs.named(item.sample_id) == item
+        assert inputs[number - len(inputs)] == item
+    for name in ("", "photos/64x64-", "~"):
+        with pytest.raises(KeyError):
+            inputs.named(name)
+
+
+def test_the_needed_columns_suffice_in_any_order_and_in_any_chunks(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
+    entries, whole = Entries(project.recipe), project.order().inputs
+    latents, text = (
+        pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
+        for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
+    )
+    assert training_inputs(project.recipe, entries, latents, text) == whole
+    parts = [pl.concat([rows[:3], rows[3:]], rechunk=False) for rows in (project.latents, project.text)]
+    assert training_inputs(project.recipe, entries, *parts) == whole
+
+
+def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    gone = project.latents["sample_id"].min()
+    text = project.text.filter(pl.col("sample_id") != gone)
+    with pytest.raises(TrainingError) as caught:
+        training_inputs(project.recipe, Entries(project.recipe), project.latents, text)
+    assert caught.value.where == gone
+
+
+def with_views_and_variants(project: Project) -> TrainingOrder:
+    """Two captions and two latents each; those of variant 1 and of the mirror are all ones."""
+    entries = Entries(project.recipe)
+    second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
+    text = pl.concat([second, project.text])
+    inputs = training_inputs(project.recipe, entries, flipped_too(project.latents), text)
+    for item in inputs:
+        for spec in (item.views[1].entry, item.variants[1].entry):
+            ones = {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in spec.tensors.items()}
+            entries.store.write(spec, ones, {"made_by": "a test"})
+    return TrainingOrder(project.recipe, entries.model_folder, "run", inputs, entries.text(""), prompts=())
+
+
+def maker_of(order: TrainingOrder) -> MicroBatchMaker:
+    family = detect(order.base)
+    return MicroBatchMaker(order, family, make_noise_scheduler(family, order.recipe.training))
+
+
+def test_a_batch_holds_the_variant_and_the_view_that_the_plan_drew(
+    make_project: Callable[..., Project],
+) -> None:
+    order = with_views_and_variants(make_project(dropout=0.0, steps=30))
+    assert read_order(order.write()) == order
+    maker, seen = maker_of(order), set[tuple[int, int]]()
+    for step, batch in order.plan().iterate():
+        for micro in batch.micro_batches:
+            made = maker.make(step, micro[0])
+            for at, slot in enumerate(micro[0]):
+                seen.add((slot.variant, slot.view))
+                assert bool((made.latent[at] == 1).all()) == (slot.view == 1)
+                assert bool((made.conditions["text_embedding"][at] == 1).all()) == (slot.variant == 1)
+    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
+
+
+def test_of_moments_a_draw_is_made_for_each_epoch_and_the_same_again(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=12, sizes={"64x64": 2}, batch_size=2, gradient_accumulation=1)
+    order, store = project.order(), Store(project.recipe.cache_dir)
+    shape = (4, 8, 8)
+    moments = {name: TensorSpec("float32", shape) for name in ("mean", "std")}
+    inputs = TrainingInputs(order.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments))))
+    for item in inputs:
+        spec = item.views[0].entry
+        store.path(spec).unlink()
+        store.write(spec, {"mean": np.full(shape, 5, "f4"), "std": np.full(shape, 0.5, "f4")}, {})
+    order = TrainingOrder(order.recipe, order.base, order.run, inputs, order.empty_text, order.prompts)
+    drawn = [maker_of(order).make(step, batch.micro_batches[0][0]) for step, batch in order.plan().iterate()]
+    again = maker_of(order).make(3, order.plan()[3].micro_batches[0][0])
+    assert torch.equal(again.latent, drawn[3].latent)
+    values = torch.stack([micro.latent for micro in drawn])
+    assert not torch.equal(values[0], values[1])
+    # 6144 draws: their mean is within 5 standard errors of 5, their spread within 5 of 0.5.
+    assert abs(float(values.mean()) - 5) < 5 * 0.5 / 6144**0.5
+    assert abs(float(values.std()) - 0.5) < 5 * 0.5 / (2 * 6144) ** 0.5
+
+
+def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
+    order = project.order()
+    held_out = {item.sample_id for item in order.inputs.held_out}
+    # 200 draws of 0.2 have a standard deviation of 5.7: 20 is more than three of them.
+    assert 20 <= len(held_out) <= 60
+    assert len(order.inputs.trained) + len(held_out) == 200
+    assert not held_out & {sample.sample_id for sample in order.plan().samples}
+    assert {item.sample_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
+    fewer = project.latents.sample(fraction=0.5, seed=1)
+    again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
+    kept = set(fewer["sample_id"])
+    assert {item.sample_id for item in again if item.held_out} == held_out & kept
+    copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
+    same = training_inputs(project.recipe, Entries(project.recipe), copies, project.text)
+    assert len({item.held_out for item in same}) == 1

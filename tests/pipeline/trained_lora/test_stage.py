@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+import pytest
+from safetensors.torch import load_file
+
+from pipeline.cache.requests import Entries
+from pipeline.cache.store import Store
+from pipeline.checks.findings import CheckContext
+from pipeline.errors import GateClosedError, LaunchError, TrainingError
+from pipeline.storage.tables import Tables, frame, validated
+from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.lora_files import read_provenance
+from pipeline.trained_lora.job import read_order
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+    from pipeline.reporting.reports import StageResult
+
+FILES = [
+    "demo_comfyui.safetensors",
+    "demo_kohya.safetensors",
+    "provenance.json",
+    "pytorch_lora_weights.safetensors",
+]
+
+
+class Here:
+    """A launch that runs the training in this process, and counts; it can be told to die."""
+
+    def __init__(self) -> None:
+        self.launched: list[Path] = []
+        self.dies_after: int | None = None
+
+    def __call__(self, module: str, order: Path) -> None:
+        assert module == "pipeline.trained_lora.worker"
+        self.launched.append(order)
+        self._stop = StopRequest()
+        if not train(read_order(order), self, self._stop):
+            raise LaunchError("stopped", where=module, fix="start again")
+
+    def info(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        if self.dies_after is not None and done >= self.dies_after:
+            self._stop.request()
+
+
+def run(project: Project, launch: Here, log: list[str] | None = None) -> StageResult:
+    say = (log if log is not None else []).append
+    return train_lora(project.recipe, project.latents, project.text, launch=launch, log=say)
+
+
+def runs(project: Project) -> list[Path]:
+    return sorted((project.recipe.output_dir / "runs").iterdir())
+
+
+def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    result = run(project, launch)
+    lora = project.recipe.output_dir / "lora"
+    assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
+    table = validated("trained_lora", result.table, "the result")
+    assert table["times_seen"].sum() == sum(
+        step.num_samples for step in read_order(launch.launched[0]).plan()
+    )
+    assert result.report["samples"] == 8
+    assert result.report["launched"]
+    assert result.report["startup_seconds"] >= 0
+    finished = json.loads((runs(project)[0] / "finished.json").read_text())
+    assert finished["started_at_s"] <= finished["ended_at_s"]
+    record = json.loads((lora / "provenance.json").read_text())
+    assert record["run"] == runs(project)[0].name == result.report["run"]
+    assert set(record["packages"]) >= {"torch", "diffusers", "peft"}
+    assert len(record["model"]["fingerprints"]["denoiser"]) == 64
+    assert record["tables_sha256"]["vae_latents"] is not None
+    assert pl.read_parquet(lora / "samples.parquet").equals(table)
+    for name in FILES:
+        if name.endswith(".safetensors"):
+            inside = read_provenance(lora / name)
+            assert inside == {key: value for key, value in record.items() if key in inside}
+            assert inside["samples"]["images"] == sorted(set(table["content_hash"]))
+            assert str(project.recipe.output_dir.parent) not in json.dumps(inside)
+    assert read_provenance(lora)["samples"]["number"] == 8
+    card = (lora / "README.md").read_text()
+    assert 'base_model: "epsilon"' in card
+    assert "samples.jpg" not in card
+    assert not (lora / "samples.jpg").exists()
+
+
+def test_with_pictures_the_card_shows_them_and_without_them_they_are_taken_away(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(sample_every=6, sample_prompts=["a `red` cat"]), Here()
+    run(project, launch)
+    lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
+    assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
+    assert "1. `a 'red' cat`" in (lora / "README.md").read_text()
+    assert {path.name for path in report.iterdir()} == {"loss.png", "samples.jpg", "sample_losses.parquet"}
+    run(project.changed("output", sample_every=0, seed=8), launch)
+    assert not (lora / "samples.jpg").exists()
+    assert not (report / "samples.jpg").exists()
+
+
+def test_a_finished_run_is_not_repeated_and_one_damaged_file_is_made_again(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch, log = make_project(), Here(), list[str]()
+    first = run(project, launch)
+    second = run(project, launch, log)
+    assert len(launch.launched) == 1
+    assert not second.report["launched"]
+    assert any("nothing is launched" in line for line in log)
+    assert second.table.equals(first.table)
+    kept = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    (runs(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
+    third = run(project, launch)
+    assert len(launch.launched) == 2
+    assert third.report["resumed_from"] == 6
+    again = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(again[name].equal(kept[name]) for name in kept)
+
+
+def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = make_project()
+    run(project, Here())
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(project.recipe.model_dump_json())
+    script = f"""
+import sys
+from pathlib import Path
+from pipeline.recipe import Recipe
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora.stage import train_lora
+from pipeline.checks.findings import CheckContext
+from pipeline.trained_lora import checks
+recipe = Recipe.model_validate_json(Path({str(recipe)!r}).read_text())
+tables = Tables(recipe.output_dir)
+launch = lambda module, order: sys.exit("launched")
+latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
+result = train_lora(recipe, latents, text, launch=launch, log=print)
+tables.write("trained_lora", result.table)
+assert all(finding.passed for finding in trained_lora.run(CheckContext(recipe, tables)))
+heavy = {{"torch", "diffusers", "transformers", "accelerate", "peft"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_R11_another_setting_is_another_run_beside_the_old_one_and_the_log_says_what_differs(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch, log = make_project(), Here(), list[str]()
+    run(project, launch)
+    old = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())["run"]
+    other = project.changed("output", learning_rate=2e-2)
+    run(other, launch, log)
+    assert len(runs(project)) == 2
+    assert any("optimizer.learning_rate 0.01 -> 0.02" in line and old in line for line in log)
+    back = run(project, launch)
+    assert len(launch.launched) == 2
+    assert back.report["run"] == old
+    record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
+    assert record["run"] == old
+
+
+@pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}])
+def test_how_often_one_looks_does_not_make_another_run(
+    make_project: Callable[..., Project], update: dict[str, Any]
+) -> None:
+    project, launch = make_project(), Here()
+    run(project, launch)
+    assert not run(project.changed("output", **update), launch).report["launched"]
+
+
+def test_more_steps_go_on_from_a_run_whose_schedule_does_not_depend_on_them(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    run(project, launch)
+    longer = run(project.changed("output", steps=9), launch)
+    assert longer.report["resumed_from"] == 6
+    assert len(runs(project)) == 1
+    shorter = run(project, launch)
+    assert shorter.report["resumed_from"] == 6
+    assert shorter.report["steps"] == 6
+
+
+def test_epochs_are_counted_in_steps_and_the_gate_knows_how_many_there_should_be(
+    make_project: Callable[..., Project],
+) -> None:
+    weighted = {"photos": {"weight": 3.0}, "studio": {"weight": 1.0}}
+    project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
+    launch = Here()
+    result = run(project, launch)
+    plan = read_order(launch.launched[0]).plan()
+    assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
+    assert result.report["steps"] == len(plan)
+    assert completed(project)
+    other = project.changed("output", epochs=3)
+    assert not completed(other)
+    assert run(other, launch).report["resumed_from"] == len(plan)
+    assert completed(other)
+    assert not completed(project)
+    in_steps = project.changed("output", epochs=None, steps=len(plan))
+    assert run(in_steps, launch).report["run"] == result.report["run"]
+    assert completed(in_steps)
+    run(project, launch)
+    assert completed(project)
+
+
+def completed(project: Project) -> bool:
+    context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
+    return next(each.passed for each in trained_lora.run(context) if each.name == "plan_completed")
+
+
+def test_decay_that_takes_more_steps_than_the_epochs_have_is_refused(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=None, epochs=2, lr_scheduler="wsd", decay_steps=30)
+    with pytest.raises(TrainingError, match="2 epochs are 6 steps"):
+        run(project, Here())
+
+
+def test_R12_an_interrupted_run_goes_on_when_it_is_started_again(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    launch.dies_after = 2
+    with pytest.raises(LaunchError):
+        run(project, launch)
+    assert not (project.recipe.output_dir / "lora").exists()
+    launch.dies_after = None
+    assert run(project, launch).report["resumed_from"] == 3
+    assert len(read_metrics(RunLayout(runs(project)[0]).metrics, 6)) == 6
+
+
+def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Callable[..., Project]) -> None:
+    project, launch = make_project(), Here()
+    row = project.latents.row(0, named=True)
+    path = Store(project.recipe.cache_dir).path(Entries(project.recipe).latent(row))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(GateClosedError) as caught:
+        run(project, launch)
+    assert "vae_latents" in caught.value.where
+    assert launch.launched == []
+
+
+def test_O10_B09_training_alone_refuses_more_processes_than_a_bucket_fills(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    buckets = project.recipe.buckets.model_copy(update={"underfilled": "drop"})
+    project.recipe = project.recipe.model_copy(update={"buckets": buckets})
+    changed = project.changed("output", num_processes=2)
+    with pytest.raises(
+        GateClosedError, match="1 bucket with 3 samples does not fill a batch of 2 on 2"
+    ) as caught:
+        run(changed, launch)
+    assert "aspect_buckets" in caught.value.where
+    assert launch.launched == []
+
+
+def test_O10_training_alone_refuses_what_the_dataset_s_own_gate_refused_and_needs_no_dataset(
+    make_project: Callable[..., Project],
+) -> None:
+    project, launch = make_project(), Here()
+    tables = Tables(project.recipe.output_dir)
+    assert not project.recipe.datasets[0].path.exists()
+    why = {
+        "stage": "validated_dataset",
+        "reason": "caption_missing",
+        "detail": "no caption",
+        "fix": "write it",
+    }
+    row = {"sample_id": "photos/bare.jpg", "dataset": "photos", "path": "bare.jpg", "content_hash": "ab"}
+    tables.write_rejected("validated_dataset", frame("rejected", [{**row, **why}]))
+    with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as caught:
+        run(project, launch)
+    assert "validated_dataset" in caught.value.where
+    assert launch.launched == []
+    checks = project.recipe.checks.model_copy(
+        update={"allow": ("captions_present", "conservation"), "max_rejected_fraction": 0.5}
+    )
+    project.recipe = project.recipe.model_copy(update={"checks": checks})
+    run(project, launch)
+    assert len(launch.launched) == 1
+
+
+def test_a_sample_without_a_text_embedding_is_refused(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    project.text = project.text.head(3)
+    with pytest.raises(TrainingError, match="5 samples have no text embedding"):
+        run(project, Here())
+
+
+def test_a_launch_that_leaves_nothing_is_an_error(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    with pytest.raises(TrainingError, match="without a usable result"):
+        train_lora(project.recipe, project.latents, project.text, launch=lambda *_: None, log=print)
+    assert Tables(project.recipe.output_dir).path("vae_latents").is_file()

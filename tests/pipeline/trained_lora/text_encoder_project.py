@@ -1,0 +1,44 @@
+"""A project that trains text encoders too, and its engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.worker.engine import Engine
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj")
+
+
+def settings(**text: Any) -> LoraSettings:
+    return LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, "text_encoders": text}))
+
+
+def project_of(
+    make_project: Callable[..., Project], prediction: str = "epsilon", text: Any = None, **training: Any
+) -> Project:
+    """With text encoders to train."""
+    lora = {"rank": 4, "alpha": 2.0, "text_encoders": {} if text is None else text}
+    return make_project(prediction=prediction, lora=lora, **training)
+
+
+def engine_of(order: TrainingOrder) -> Engine:
+    return Engine(order, detect(order.base))
+
+
+def loosened(engine: Engine) -> Engine:
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in engine.weights:
+            weight.copy_(weight + 0.2 * torch.randn(weight.shape, generator=rng))
+    return engine

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.worker.adapter.lora import (
+    adapter_state,
+    add_lora,
+    delta_weights,
+    load_adapter_state,
+    lora_modules,
+    trainable_weights,
+)
+
+
+def adapted(base: Path, *, seed: int = 1, targets: list[str] | None = None, dtype: str = "float32") -> Any:
+    family = detect(base)
+    denoiser = cast("Any", family.load_denoiser(dtype, "cpu"))
+    add_lora(denoiser, LoraSettings(rank=4, alpha=2.0), targets=targets or family.lora_targets(), seed=seed)
+    return denoiser
+
+
+def test_a_fresh_adapter_is_zero_float32_and_all_that_is_trained(tiny_bases: dict[str, Path]) -> None:
+    denoiser = adapted(tiny_bases["epsilon"], dtype="bfloat16")
+    weights = trainable_weights(denoiser)
+    modules = dict(lora_modules(denoiser))
+    assert len(weights) == 2 * len(modules) == 64
+    assert {weight.dtype for weight in weights} == {torch.float32}
+    assert all(not delta.any() for delta in delta_weights(denoiser).values())
+    assert all("attn" in name for name in modules)
+
+
+def test_the_seed_alone_decides_the_first_weights(tiny_bases: dict[str, Path]) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    one, same, other = (adapter_state(adapted(tiny_bases["epsilon"], seed=seed)) for seed in (1, 1, 2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert any(not torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_state_goes_back_where_it_came_from(tiny_bases: dict[str, Path]) -> None:
+    denoiser = adapted(tiny_bases["epsilon"])
+    state = {name: torch.randn_like(weight) for name, weight in adapter_state(denoiser).items()}
+    load_adapter_state(denoiser, state)
+    assert all(torch.equal(weight, state[name]) for name, weight in adapter_state(denoiser).items())
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    expected = 0.5 * state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"]
+    torch.testing.assert_close(delta_weights(denoiser)[name], expected)
+
+
+def test_a_state_of_another_adapter_is_refused(tiny_bases: dict[str, Path]) -> None:
+    denoiser = adapted(tiny_bases["epsilon"])
+    state = adapter_state(denoiser)
+    del state[min(state)]
+    with pytest.raises(TrainingError, match="1 weight is not as this adapter has them"):
+        load_adapter_state(denoiser, state)
+
+
+def test_targets_that_do_not_exist_are_named(tiny_bases: dict[str, Path]) -> None:
+    with pytest.raises(TrainingError) as caught:
+        adapted(tiny_bases["epsilon"], targets=["no_such_module"])
+    assert "no_such_module" in caught.value.what

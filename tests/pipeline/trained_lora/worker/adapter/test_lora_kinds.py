@@ -1,0 +1,385 @@
+"""Every kind of adapter: what its files make of the base model, by their readers' own rules, was trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+from peft.tuners.lokr.layer import factorization
+from safetensors.torch import load_file
+
+from demo.tiny_models import TINY, make_tiny_sd3
+from pipeline.checks.findings import CheckContext
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings
+from pipeline.recipe.lora import lokr_shapes
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
+from pipeline.trained_lora.export.metadata import header_metadata
+from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.trained_lora.plan.plan import Slot
+from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.layouts import describe_modules
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
+pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
+
+Tensors = dict[str, torch.Tensor]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "patterns": {"modules": ["*.attn2.to_?", "mid_block.*.ff.net.2"]},
+    "attention": {"targets": "attention"},
+    "blocks": {"targets": "blocks", "init": "gaussian"},
+    "ranks": {"ranks": [{"modules": "*.attn2.*", "rank": 8}, {"modules": "mid_*", "rank": 2, "alpha": 6.0}]},
+    "rslora": {"rslora": True, "ranks": [{"modules": "*.to_k", "rank": 9, "alpha": 3.0}]},
+    "locon": {"conv_rank": 4},
+    "locon of other alphas": {"conv_rank": 2, "conv_alpha": 3.0, "modules": ["*.conv_shortcut", "*.proj_in"]},
+    "locon dora": {"conv_rank": 3, "dora": True},
+    "loha": {"kind": "loha", "ranks": [{"modules": "*.attn2.*", "rank": 2}]},
+    "loha of convolutions": {"kind": "loha", "conv_rank": 3, "targets": "blocks"},
+    "lokr": {"kind": "lokr", "lokr_factor": 4, "rank": 2, "ranks": [{"modules": "*.attn2.*", "rank": 9}]},
+    "lokr of convolutions": {"kind": "lokr", "conv_rank": 3, "targets": "blocks", "rank": 3},
+    "pissa": {"init": "pissa", "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
+    "olora": {"init": "olora"},
+    "olora of convolutions": {"init": "olora", "conv_rank": 3, "targets": "blocks", "rslora": True},
+    "dora": {"dora": True},
+    "dora ranks rslora": {"dora": True, "rslora": True, "ranks": [{"modules": "*.attn2.*", "rank": 3}]},
+}
+
+
+class Loose:
+    """An engine whose adapter is far from zero, and the files of it."""
+
+    def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
+        settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
+        self.order = project.changed("kind", lora=settings).order()
+        family = detect(self.order.base)
+        self.denoiser: Any = Engine(self.order, family).denoiser.eval()
+        loosen(self.denoiser)
+        self.exporter = Exporter(family, "demo", header_metadata(self.order, family))
+        self.files = self.exporter.export(self.denoiser, folder)
+        self.folder = folder
+
+
+def loosen(denoiser: Any) -> None:
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, weight in denoiser.named_parameters():
+            if weight.requires_grad:
+                change = 0.2 * torch.randn(weight.shape, generator=rng)
+                change = change * 2 if "hada" in name or "lokr" in name else change
+                weight.copy_(weight * (1 + change) if "magnitude" in name else change)
+
+
+def answer(unet: Any) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(5)
+    noisy, text = torch.randn(2, 4, 8, 8, generator=rng), torch.randn(2, 77, 32, generator=rng)
+    with torch.no_grad():
+        return unet(noisy, torch.tensor([5, 700]), text).sample
+
+
+def loaded(base: Path, folder: Path, name: str | None = None) -> Any:
+    pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None)
+    pipe.load_lora_weights(folder, **({"weight_name": name} if name else {}))
+    return pipe.unet.eval()
+
+
+def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: bool) -> torch.Tensor:
+    """The weight with a file's layer in it, by the reader's formula, written down anew.
+
+    With DoRA ComfyUI's `weight_decompose` divides by the base row's length, LyCORIS's
+    `apply_weight_decompose` by the adapted one's.
+    """
+    down, up = tensors[f"{key}.lora_down.weight"], tensors[f"{key}.lora_up.weight"]
+    change = (up.flatten(1) @ down.flatten(1)).reshape(weight.shape)
+    adapted = weight + change * (tensors[f"{key}.alpha"].item() / down.shape[0])
+    if f"{key}.dora_scale" not in tensors:
+        return adapted
+    lengths = (weight if base_rows else adapted).flatten(1).norm(dim=1)
+    return adapted * (tensors[f"{key}.dora_scale"].flatten() / lengths).reshape(-1, *[1] * (weight.ndim - 1))
+
+
+def merged(loose: Loose, layout: Any) -> Any:
+    """The base model with the file's weights in it."""
+    unet = UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval()
+    tensors = load_file(loose.folder / layout_file(layout, "demo"))
+    for module in loose.exporter.modules(loose.denoiser):
+        key = module.kohya if layout == "kohya" else module.comfyui
+        weight = unet.get_submodule(module.name).weight.data
+        weight.copy_(by_formula(weight, tensors, key, base_rows=layout == "comfyui"))
+    return unet
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_R06_every_file_makes_the_trained_model_of_the_base_model(
+    make_project: Callable[..., Project], tmp_path: Path, kind: str
+) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
+    expected = answer(loose.denoiser)
+    plain = answer(UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval())
+    assert (expected - plain).abs().max() > 0.05
+    torch.testing.assert_close(answer(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
+    for layout in ("kohya", "comfyui"):
+        torch.testing.assert_close(answer(merged(loose, layout)), expected, rtol=0, atol=1e-4)
+    if kind in {
+        "patterns",
+        "attention",
+        "blocks",
+        "locon",
+    }:  # it knows lengths of none, and one alpha
+        kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
+        torch.testing.assert_close(answer(kohya), expected, rtol=0, atol=1e-4)
+
+
+def test_ranks_and_scales_are_those_asked_for(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["ranks"])
+    sizes = {module.name: (module.rank, module.alpha) for module in loose.exporter.modules(loose.denoiser)}
+    attn2 = {size for name, size in sizes.items() if ".attn2." in name}
+    assert attn2 == {(8, 4.0)}  # the first pattern that fits, alpha in proportion
+    assert {size for name, size in sizes.items() if "mid" in name and ".attn1." in name} == {(2, 6.0)}
+    assert {size for name, size in sizes.items() if "mid" not in name and ".attn1." in name} == {(4, 2.0)}
+    roots = Loose(make_project(), tmp_path / "roots", KINDS["rslora"])
+    scales = {name: module.scaling["default"] for name, module in lora_modules(roots.denoiser)}
+    assert {scale for name, scale in scales.items() if name.endswith("to_k")} == {3.0 / 9**0.5}
+    assert {scale for name, scale in scales.items() if name.endswith("to_q")} == {2.0 / 4**0.5}
+
+
+class Here:
+    """A launch in this process that can be stopped after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.stop_after = stop_after
+
+    def __call__(self, module: str, order: Path) -> None:
+        self.stop = StopRequest()
+        self.finished = train(read_order(order), self, self.stop)
+        if not self.finished:
+            raise InterruptedError
+
+    def info(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        if self.stop_after is not None and done + 1 >= self.stop_after:
+            self.stop.request()
+
+
+def test_a_loha_is_the_product_of_two_products_and_its_files_a_lora_of_rank_times_rank(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["loha"])
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+    layer = loose.denoiser.get_submodule(name)
+    a, b, c, d = (getattr(layer, f"hada_w{side}")["default"] for side in ("1_a", "1_b", "2_a", "2_b"))
+    expected = layer.get_base_layer().weight + 2.0 / 4 * (a @ b) * (c @ d)
+    torch.testing.assert_close(effective(layer), expected.detach(), rtol=0, atol=1e-6)
+    ranks = {module.rank for module in loose.exporter.modules(loose.denoiser)}
+    assert ranks == {16, 4}
+    assert sum(weight.numel() for weight in (a, b, c, d)) < 16 * (b.shape[1] + len(a))
+
+
+def test_a_lokr_is_a_kronecker_product_and_its_files_the_lora_of_the_ranks_product(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    loose = Loose(make_project(), tmp_path / "lora", KINDS["lokr"])
+    block = "mid_block.attentions.0.transformer_blocks.0"
+    low, whole = (loose.denoiser.get_submodule(f"{block}.{name}.to_q") for name in ("attn1", "attn2"))
+    left, a, b = (getattr(low, f"lokr_{side}")["default"] for side in ("w1", "w2_a", "w2_b"))
+    expected = low.get_base_layer().weight + 2.0 / 2 * torch.kron(left, a @ b)
+    torch.testing.assert_close(effective(low), expected.detach(), rtol=0, atol=1e-6)
+    left, right = whole.lokr_w1["default"], whole.lokr_w2["default"]
+    expected = whole.get_base_layer().weight + 2.0 / 2 * torch.kron(left, right)
+    torch.testing.assert_close(effective(whole), expected.detach(), rtol=0, atol=1e-6)
+    ranks = {module.name: module.rank for module in loose.exporter.modules(loose.denoiser)}
+    assert ranks[f"{block}.attn1.to_q"] == 4 * 2
+    assert ranks[f"{block}.attn2.to_q"] == 4 * min(right.shape)
+
+
+@pytest.mark.parametrize("factor", [2, 8, 16, 100])
+def test_a_lokr_splits_every_length_as_peft_does(factor: int) -> None:
+    for length in range(1, 700):
+        (left, _), (right, columns) = lokr_shapes((length, 1, 3, 3), factor)
+        assert (left, right) == factorization(length, factor)
+        assert columns == 9
+
+
+@pytest.mark.parametrize("kind", ["dora ranks rslora", "loha", "lokr", "pissa", "olora"])
+def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
+    make_project: Callable[..., Project], kind: str
+) -> None:
+    lora = {"rank": 4, "alpha": 2.0, **KINDS[kind], "targets": "blocks"}
+    plain = kind == "dora ranks rslora"
+    if plain:
+        lora["dropout"] = 0.2
+    cuts = (1, 3) if plain else (2,)
+    project = make_project(lora=lora, gradient_accumulation=1, steps=2 + 2 * len(cuts))
+
+    def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
+        for stop in stops:
+            with pytest.raises(InterruptedError):
+                train_lora(which.recipe, which.latents, which.text, launch=Here(stop), log=print)
+        train_lora(which.recipe, which.latents, which.text, launch=Here(), log=print)
+        found = (which.recipe.output_dir / "lora").glob("*.safetensors")
+        return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in found}
+
+    whole = files(project)
+    findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
+    assert [finding.name for finding in findings if not finding.passed] == []
+    assert files(project.changed("cut"), *cuts) == whole
+    if kind == "loha":
+        said = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
+    elif kind == "lokr":
+        said = {"trained_as": {"algo": "lokr", "dim": 2, "alpha": 2.0, "factor": 4}}
+    elif kind in ("pissa", "olora"):
+        said = {"init": kind}
+    else:
+        said = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
+        undropped = project.recipe.training.lora.model_copy(update={"dropout": 0.0})
+        assert files(project.changed("undropped", lora=undropped)) != whole
+    header = read_lora_file(project.recipe.output_dir / "lora" / "demo_kohya.safetensors").metadata
+    assert json.loads(header["ss_network_args"]) == said
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_R06_of_an_adapter_that_still_is_the_part_it_began_as_the_gates_say_that_it_does_nothing(
+    make_project: Callable[..., Project], init: str
+) -> None:
+    lora = {"rank": 4, "alpha": 2.0, "init": init}
+    project = make_project(lora=lora, gradient_accumulation=1, steps=1, learning_rate=1e-60)
+    train_lora(project.recipe, project.latents, project.text, launch=Here(), log=print)
+    found = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
+    closed = {finding.name for finding in found if not finding.passed}
+    assert {"adapter_not_zero", "modules_touched", "output_changed"} <= closed
+    assert "reload_equals" not in closed
+
+
+@pytest.mark.usefixtures("any_precision")
+@pytest.mark.parametrize("lora", [{"init": "pissa"}, {"init": "olora"}, {}], ids=str)
+def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_part_does_not(
+    make_project: Callable[..., Project], lora: dict[str, Any]
+) -> None:
+    """Autocast keeps the weights that it has cast, whatever they are changed to meanwhile."""
+    project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
+    order = project.changed("half", mixed_precision="bf16").order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    micro = maker.make_fixed((slot,), [0.5])
+    assert engine.output_change(micro) == 0.0
+    loosen(engine.denoiser)
+    assert engine.output_change(micro) > 0.01
+
+
+def engine_error(order: TrainingOrder) -> TrainingError:
+    with pytest.raises(TrainingError) as caught:
+        Engine(order, detect(order.base))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"modules": ["*.attn7.*"]}, "no layer takes an adapter"),
+        ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* fits no layer"),
+        ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* fits no layer"),
+    ],
+)
+def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
+    make_project: Callable[..., Project], lora: dict[str, Any], said: str
+) -> None:
+    error = engine_error(make_project(lora={"rank": 4, **lora}).order())
+    assert said in error.what
+    assert ".to_" in error.fix
+
+
+def effective(module: Any) -> torch.Tensor:
+    """What an adapted linear layer multiplies with, from its answers to the unit vectors."""
+    plain = module.get_base_layer()
+    with torch.no_grad():
+        answers = module.eval()(torch.eye(plain.in_features))
+    return (answers if plain.bias is None else answers - plain.bias).T
+
+
+@pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Lumina Image 2"])
+@pytest.mark.parametrize(
+    "lora",
+    [
+        {"dora": True, "rslora": True},
+        {"ranks": [{"modules": "*", "rank": 3}]},
+        {"kind": "loha", "rank": 2},
+        {"kind": "lokr", "rank": 2, "lokr_factor": 2},
+    ],
+)
+def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
+    tmp_path: Path, kind: str, lora: dict[str, Any]
+) -> None:
+    TINY[kind](tmp_path / "base")
+    family = detect(tmp_path / "base")
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    loosen(denoiser)
+    exporter = Exporter(family, "demo", {})
+    exporter.export(denoiser, tmp_path / "lora")
+    for layout in ("kohya", "comfyui"):
+        tensors = load_file(tmp_path / "lora" / layout_file(layout, "demo"))
+        for module in exporter.modules(denoiser):
+            key = module.kohya if layout == "kohya" else module.comfyui
+            parts = family.kohya_layer(module.name).modules if key == module.kohya else (module.name,)
+            layers = [denoiser.get_submodule(part) for part in parts]
+            weight = torch.cat([layer.get_base_layer().weight.detach() for layer in layers])
+            expected = torch.cat([effective(layer) for layer in layers])
+            assert not torch.allclose(expected, weight, atol=1e-2)
+            found = by_formula(weight, tensors, key, base_rows=layout == "comfyui")
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp_path: Path) -> None:
+    """The weights of bitsandbytes' nf4 are columns of bytes, each of two numbers."""
+    make_tiny_sd3(tmp_path)
+    family = detect(tmp_path)
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.attn.to_q"]}')
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    plain = describe_modules(family, denoiser)
+    assert all(len(module.kohya_outs) == 3 for module in plain), "parts without an adapter are among them"
+    for name, layer in denoiser.named_modules():
+        if type(layer) is torch.nn.Linear and "lora_" not in name:
+            packed = torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8)
+            layer.weight = torch.nn.Parameter(packed, requires_grad=False)
+    assert describe_modules(family, denoiser) == plain
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs every part"),
+        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "several ranks or alphas"),
+    ],
+)
+def test_what_kohyas_fused_layers_cannot_hold_is_refused(
+    tmp_path: Path, lora: dict[str, Any], said: str
+) -> None:
+    make_tiny_sd3(tmp_path)
+    family = detect(tmp_path)
+    denoiser: Any = family.load_denoiser("float32", "cpu")
+    settings = LoraSettings.model_validate_json(json.dumps(lora))
+    add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
+    with pytest.raises(TrainingError, match=said):
+        describe_modules(family, denoiser)

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from torch import nn
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings
+from pipeline.trained_lora.worker.adapter.lora import add_lora, delta_weights, lora_modules, trainable_weights
+from pipeline.trained_lora.worker.adapter.svd_init import begin_as_part, largest_singular
+
+SETTINGS = {"rank": 4, "alpha": 2.0}
+
+
+def begun(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tuple[Any, Any]:
+    """A denoiser that begins so, and one without an adapter."""
+    family = detect(base)
+    denoiser: Any = family.load_denoiser(dtype, "cpu")
+    plain = copy.deepcopy(denoiser)
+    lora = LoraSettings(init=init, **{**SETTINGS, **settings})
+    add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
+    begin_as_part(denoiser, lora, seed=1)
+    return denoiser, plain
+
+
+def weight_of(layer: Any, adapter: str = "default") -> torch.Tensor:
+    return layer.scaling[adapter] * (layer.lora_B[adapter].weight @ layer.lora_A[adapter].weight)
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_it_begins_as_peft_begins_and_the_model_is_still_the_base_model(
+    tiny_bases: dict[str, Path], init: Any
+) -> None:
+    denoiser, plain = begun(tiny_bases["epsilon"], init)
+    modules = dict(lora_modules(denoiser))
+    for name, module in modules.items():
+        layer = cast("Any", module)
+        peft = nn.Sequential(copy.deepcopy(plain.get_submodule(name)))
+        config = LoraConfig(r=4, lora_alpha=2, target_modules=["0"], init_lora_weights=init)
+        theirs: Any = cast("Any", inject_adapter_in_model(config, peft))[0]
+        torch.testing.assert_close(weight_of(layer), weight_of(theirs), rtol=0, atol=1e-5)
+        assert weight_of(layer).abs().max() > 1e-3
+        ours = layer.base_layer.weight + weight_of(layer, "at_start")  # what peft leaves of the base weight
+        torch.testing.assert_close(ours, theirs.base_layer.weight, rtol=0, atol=1e-5)
+        assert torch.equal(layer.base_layer.weight, plain.get_submodule(name).weight)
+    assert max(float(delta.abs().max()) for delta in delta_weights(denoiser).values()) < 1e-6
+    assert len(trainable_weights(denoiser)) == 2 * len(modules)
+    noisy, text = torch.randn(2, 4, 8, 8), torch.randn(2, 77, 32)
+    with torch.no_grad():
+        answers = [unet.eval()(noisy, torch.tensor([5, 700]), text).sample for unet in (denoiser, plain)]
+    torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=1e-4)
+
+
+def test_of_half_precision_weights_no_base_weight_is_rounded(tiny_bases: dict[str, Path]) -> None:
+    denoiser, plain = begun(tiny_bases["epsilon"], "pissa", "bfloat16")
+    for name, module in lora_modules(denoiser):
+        assert torch.equal(cast("Any", module).base_layer.weight, plain.get_submodule(name).weight)
+    assert {weight.dtype for weight in trainable_weights(denoiser)} == {torch.float32}
+
+
+def test_a_rank_that_a_module_does_not_have_is_refused(tiny_bases: dict[str, Path]) -> None:
+    with pytest.raises(TrainingError, match=r"init: pissa of rank 33 is more than .* has, 32"):
+        begun(tiny_bases["epsilon"], "pissa", rank=33)
+
+
+@pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)])
+def test_the_largest_singular_values_are_those_of_a_whole_decomposition(shape: tuple[int, int]) -> None:
+    random = torch.Generator().manual_seed(2)
+    weight = torch.randn(shape, generator=random) / shape[1] ** 0.5
+    weight += torch.randn(shape[0], 6, generator=random) @ torch.randn(6, shape[1], generator=random) / 10
+    left, values, right = largest_singular(weight, 6, seed=1)
+    whole_left, whole_values, whole_right = torch.linalg.svd(weight, full_matrices=False)
+    torch.testing.assert_close(values, whole_values[:6], rtol=1e-4, atol=0)
+    expected = whole_left[:, :6] * whole_values[:6] @ whole_right[:6]
+    torch.testing.assert_close(left * values @ right, expected, rtol=0, atol=1e-3)

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from pipeline.cache.requests import Entries
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import LoraSettings, recipe_from_mapping
+from pipeline.recipe.load import project_root
+from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
+from pipeline.trained_lora.fingerprint import run_facts
+from pipeline.trained_lora.worker.adapter.lora import adapter_state, delta_weights
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export import Exporter
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+KINDS = {"plain": {}, "dora": {"dora": True}, "locon": {"conv_rank": 2}}
+
+
+def settings(**lora: Any) -> LoraSettings:
+    path = lora.pop("start_from", None)
+    return LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora})).model_copy(
+        update={"start_from": path}
+    )
+
+
+def engine(project: Project, **lora: Any) -> Engine:
+    order = project.changed("started", lora=settings(**lora)).order()
+    return Engine(order, detect(order.base))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return KINDS[request.param]
+
+
+def files(project: Project, folder: Path, **lora: Any) -> Engine:
+    """The engine whose adapter the files in `folder` are of."""
+    made = engine(project, **lora)
+    rng = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in made.weights:
+            weight.copy_(weight + 0.2 * torch.rand(weight.shape, generator=rng))
+    Exporter(detect(project.order().base), "demo", {}).export(made.denoiser, folder)
+    return made
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_training_begins_with_what_a_file_of_any_layout_does(
+    make_project: Callable[..., Project], tmp_path: Path, kind: dict[str, Any], layout: Any
+) -> None:
+    project = make_project()
+    made = files(project, tmp_path / "lora", **kind)
+    started = engine(project, start_from=tmp_path / "lora" / layout_file(layout, "demo"), **kind)
+    expected, found = adapter_state(made.denoiser), adapter_state(started.denoiser)
+    assert set(found) == set(expected)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+
+
+def test_another_alpha_is_put_into_the_weights_and_half_precision_is_read(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = make_project()
+    made = files(project, tmp_path / "lora")
+    path = tmp_path / "lora" / layout_file("kohya", "demo")
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    started = engine(project, start_from=path, alpha=16.0)
+    expected = delta_weights(made.denoiser)
+    for name, delta in delta_weights(started.denoiser).items():
+        torch.testing.assert_close(
+            delta, expected[name], rtol=0, atol=0.02 * float(expected[name].abs().max())
+        )
+    bare = tmp_path / "bare.safetensors"
+    save_file(load_file(tmp_path / "lora" / layout_file("diffusers", "demo")), bare)
+    unscaled = delta_weights(engine(project, start_from=bare).denoiser)
+    for name, delta in unscaled.items():  # a file of diffusers' that says no alpha adds its factors' product
+        torch.testing.assert_close(delta, 2 * expected[name])
+
+
+def test_a_file_of_another_adapter_is_refused_with_what_differs(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = make_project()
+    files(project, tmp_path / "lora", **KINDS["locon"])
+    path = tmp_path / "lora" / layout_file("comfyui", "demo")
+    for lora, said in (
+        ({}, "in_layers.2.lora_down.weight: nothing asked"),
+        ({"conv_rank": 3}, "(3, 32, 3, 3) asked, (2, 32, 3, 3) found"),
+        ({"conv_rank": 2, "targets": "blocks"}, "asked, nothing found"),
+    ):
+        with pytest.raises(TrainingError) as caught:
+            engine(project, start_from=path, **lora)
+        assert said in caught.value.where
+        assert "read as comfyui" in caught.value.what
+    path.write_bytes(b"no such thing")
+    with pytest.raises(TrainingError, match="cannot be read"):
+        engine(project, start_from=path)
+
+
+def test_the_files_bytes_decide_the_run_and_not_its_path(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = make_project()
+    for name, text in (("a", "1"), ("b", "1"), ("c", "2")):
+        (tmp_path / name).write_text(text)
+
+    def facts(path: Path | None) -> Any:
+        changed = project.changed("facts", lora=settings(start_from=path))
+        return run_facts(changed.recipe, Entries(changed.recipe), changed.order().inputs)
+
+    assert facts(tmp_path / "a") == facts(tmp_path / "b")
+    assert len({json.dumps(facts(path)) for path in (None, tmp_path / "a", tmp_path / "c")}) == 3
+    with pytest.raises(TrainingError, match="cannot be read"):
+        facts(tmp_path / "absent")
+
+
+def test_its_path_is_relative_to_the_project_root(tmp_path: Path) -> None:
+    values = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
+    recipe = recipe_from_mapping(
+        "x", {**values, "training": {"lora": {"start_from": "outputs/x.safetensors"}}}
+    )
+    assert recipe.training.lora.start_from == project_root() / "outputs" / "x.safetensors"

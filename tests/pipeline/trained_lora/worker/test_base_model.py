@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe.locate import dotted
+from pipeline.recipe.mistakes import find_mistakes
+from pipeline.trained_lora.worker.base_model import quantization
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from tests.pipeline.trained_lora.worker.test_loop import outcome, run_until
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+
+
+def made(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
+    order = project.changed("-".join(["made", *training]), **training).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    with torch.no_grad():
+        for number, weight in enumerate(engine.weights):
+            torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(number))
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    return engine, maker.make(0, next(iter(order.plan())).micro_batches[0][0])
+
+
+def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    """(losses, gradients of all weights, bytes that the forward pass kept for the backward pass)."""
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        losses = engine.losses(micro, engine.denoiser)
+    held = sum(kept.values())
+    losses.sum().backward()
+    return losses.detach(), [weight.grad for weight in engine.weights if weight.grad is not None], held
+
+
+def test_gradient_checkpointing_keeps_less_and_changes_no_bit(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    losses, expected, held = gradients(*made(project))
+    again, found, held_less = gradients(*made(project, gradient_checkpointing=True))
+    assert torch.equal(again, losses)
+    assert len(found) == len(expected) == 64
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert held_less < 0.7 * held
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_give_the_same_gradients(make_project: Callable[..., Project]) -> None:
+    project = make_project()
+    losses, expected, _ = gradients(*made(project))
+    engine, micro = made(project, compile=True)
+    assert any(module._compiled_call_impl is not None for module in engine.denoiser.modules())
+    again, found, _ = gradients(engine, micro)
+    torch.testing.assert_close(again, losses, rtol=1e-4, atol=1e-6)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_blocks_that_are_traced_for_the_compiler_give_the_same_gradients(
+    make_project: Callable[..., Project],
+) -> None:
+    """As the slow test, without C++: what `compile` traces runs as it was traced."""
+    project = make_project(
+        sizes={"64x64": 2}, lora={"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.to_q"]}
+    )
+    losses, expected, _ = gradients(*made(project))
+    engine, micro = made(project, compile=True)
+    compiled = [module for module in engine.denoiser.modules() if module._compiled_call_impl is not None]
+    assert {type(module).__name__ for module in compiled} == {"BasicTransformerBlock"}
+    denoiser: Any = engine.denoiser
+    denoiser.compile_repeated_blocks(backend="eager")
+    again, found, _ = gradients(engine, micro)
+    torch.testing.assert_close(again, losses)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "fix"),
+    [("nf4", "needs a GPU", "int8_torchao"), ("int8", "needs a GPU", "fp8_torchao")],
+)
+def test_what_needs_a_gpu_says_so(kind: str, said: str, fix: str) -> None:
+    with pytest.raises(TrainingError, match=said) as caught:
+        quantization(kind, "float32", "cpu")
+    assert fix in caught.value.fix
+
+
+@pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
+def test_what_needs_a_package_names_it(make_project: Callable[..., Project]) -> None:
+    with pytest.raises(TrainingError, match="int8_torchao needs torchao") as caught:
+        made(make_project(), quantize="int8_torchao")
+    assert "pip install torchao" in caught.value.fix
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["int8_torchao", "fp8_torchao"])
+def test_packed_weights_answer_almost_the_same_train_and_export(
+    make_project: Callable[..., Project], tmp_path: Path, kind: str
+) -> None:
+    project = make_project()
+    losses, expected, _ = gradients(*made(project))
+    engine, micro = made(project, quantize=kind)
+    plain, _ = made(project)
+    assert _bytes(engine) < 0.6 * _bytes(plain)
+    again, found, _ = gradients(engine, micro)
+    torch.testing.assert_close(again, losses, rtol=0.1, atol=0.0)
+    assert not torch.equal(again, losses)
+    for one, other in zip(found, expected, strict=True):
+        assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.98
+    exported = Exporter(detect(project.order().base), "demo", {}).export(engine.denoiser, tmp_path)
+    assert max(file.max_error for file in exported) < 1e-6
+
+
+@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.filterwarnings("ignore")
+def test_a_run_with_packed_weights_draws_and_resumes_bit_for_bit(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(quantize="int8_torchao", sample_every=3, sample_prompts=["photograph 0 of 64x64"])
+    whole, cut = project.changed("whole").order(), project.changed("cut").order()
+    assert run_until(whole)[0]
+    assert not run_until(cut, stop_after=3)[0]
+    assert run_until(cut)[0]
+    assert len(list((whole.folder / "samples").glob("*.png"))) == 3
+    assert outcome(cut) == outcome(whole)
+
+
+def _bytes(engine: Engine) -> int:
+    """Of the linear layers' frozen weights."""
+    total = 0
+    for name, weight in engine.denoiser.named_parameters():
+        if "base_layer.weight" in name:
+            packed: Any = getattr(weight, "__tensor_flatten__", None)
+            parts = [getattr(weight, part) for part in packed()[0]] if packed else [weight]
+            total += sum(part.numel() * part.element_size() for part in parts)
+    return total
+
+
+ADAPTERS_OF_PLAIN_WEIGHTS: list[dict[str, Any]] = [
+    {"dora": True},
+    {"kind": "loha"},
+    {"kind": "lokr"},
+    {"init": "pissa"},
+    {"init": "olora"},
+]
+
+
+@pytest.mark.parametrize("lora", ADAPTERS_OF_PLAIN_WEIGHTS)
+def test_adapters_that_packed_weights_do_not_suit_are_refused(lora: dict[str, Any]) -> None:
+    smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
+    found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
+    assert [dotted(each.path) for each in found] == ["training.quantize"]

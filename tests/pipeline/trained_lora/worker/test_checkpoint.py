@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.worker.checkpoint import (
+    ADAPTER_FILE,
+    MARKER,
+    OPTIMIZER_FILE,
+    TrainingState,
+    checkpoint_path,
+    load_checkpoint,
+    newest_checkpoint,
+    remove_leftovers,
+    save_checkpoint,
+)
+
+
+def state_of(step: int) -> TrainingState:
+    moments = {
+        "optimizer": {"state": {0: {"exp_avg": torch.full((3,), float(step))}}},
+        "schedule": {"last": step},
+    }
+    return TrainingState(step, {"a.lora_A.weight": torch.full((2, 3), float(step))}, moments)
+
+
+def saved(folder: Path, *steps: int) -> None:
+    for step in steps:
+        save_checkpoint(folder, "run", state_of(step))
+
+
+def test_a_checkpoint_reads_back_as_it_was_saved(tmp_path: Path) -> None:
+    saved(tmp_path, 7)
+    state = load_checkpoint(tmp_path / "step-00000007", "run")
+    assert state.step == 7
+    assert torch.equal(state.adapter["a.lora_A.weight"], torch.full((2, 3), 7.0))
+    assert torch.equal(state.optimizer["optimizer"]["state"][0]["exp_avg"], torch.full((3,), 7.0))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000007"]
+
+
+@pytest.mark.parametrize("name", [ADAPTER_FILE, OPTIMIZER_FILE, MARKER])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
+def test_R07_the_newest_valid_checkpoint_is_taken_and_a_damaged_one_is_named(
+    tmp_path: Path, name: str, damage: str
+) -> None:
+    saved(tmp_path, 2, 4)
+    file = tmp_path / "step-00000004" / name
+    content = bytearray(file.read_bytes())
+    if damage == "gone":
+        file.unlink()
+    else:
+        content[len(content) // 2] ^= 1
+        file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
+    log: list[str] = []
+    found = newest_checkpoint(tmp_path, "run", last_step=10, log=log.append)
+    assert found is not None
+    assert found.step == 2
+    assert len(log) == 1
+    assert "step-00000004" in log[0]
+
+
+def test_R07_half_written_folders_are_not_looked_at_and_removed(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002-1-abcd.tmp")
+    assert newest_checkpoint(tmp_path, "run", last_step=10, log=pytest.fail) is None
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_s_checkpoint_is_not_taken(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    with pytest.raises(TrainingError, match="belongs to run run, not to other"):
+        load_checkpoint(checkpoint_path(tmp_path, 2), "other")
+
+
+def test_a_checkpoint_beyond_the_plan_is_left_for_a_longer_one(tmp_path: Path) -> None:
+    saved(tmp_path, 2, 4)
+    found = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+    (tmp_path / "step-00000002" / MARKER).write_text("torn")
+    saved(tmp_path, 2)
+    assert load_checkpoint(checkpoint_path(tmp_path, 2), "run").step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 2)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match="No space left"):
+        saved(tmp_path, 2)
+    assert load_checkpoint(checkpoint_path(tmp_path, 2), "run").step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from demo.tiny_models import TINY
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.recipe import AccelerateSettings
+from pipeline.trained_lora.worker.distributed import exchange_trained_only, launched_accelerator
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A group of one process: what torch asks of a model to be trained by several is asked of one, too."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def exchanging(model: nn.Module, accelerator: Any) -> nn.Module:
+    """As accelerate makes it."""
+    return DistributedDataParallel(model, **accelerator.ddp_handler.to_kwargs())
+
+
+def accelerator() -> Any:
+    return launched_accelerator(AccelerateSettings(), all_learn=True)
+
+
+class Packed(Tensor):
+    """A weight that knows its shape, and nothing that a process could send."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> Packed:
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)  # pyright: ignore
+
+    def __repr__(self, **_: object) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return "Packed()"
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "detach" in str(function):
+            return cls(*args[0].shape)
+        raise NotImplementedError(f"{function} of a packed weight")
+
+
+@pytest.mark.usefixtures("alone")
+def test_packed_weights_are_sent_to_no_other_process() -> None:
+    model = nn.Linear(3, 3, bias=False)
+    model.base = nn.Linear(3, 3, bias=False)
+    model.base.weight = nn.Parameter(Packed(3, 3), requires_grad=False)
+    model.register_buffer("table", cast("Any", Packed(2)))
+    with pytest.raises(NotImplementedError, match="of a packed weight"):
+        exchanging(model, accelerator())
+    exchange_trained_only(model)
+    trained = exchanging(model, accelerator())
+    trained(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_whose_last_text_layers_answer_nobody_trains_with_several_processes(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """The text that leaves the last block of Qwen-Image is not looked at; `targets: blocks` adapts it too."""
+    TINY["Qwen-Image"](tmp_path / "qwen")
+    tiny_bases["qwen"] = tmp_path / "qwen"
+    lora = {"rank": 4, "targets": "blocks"}
+    order = make_project(prediction="qwen", gradient_accumulation=1, lora=lora).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    engine._model = exchanging(engine.denoiser, engine.accelerator)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    for batch in order.plan()[:3]:
+        inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+        engine.step(batch, iter(inputs), stop=False)
+
+
+def test_processes_wait_for_hours_while_one_exports_or_draws() -> None:
+    assert accelerator().init_handler.to_kwargs()["timeout"] >= timedelta(hours=6)
+
+
+def test_another_number_of_processes_than_the_recipe_s_is_an_error() -> None:
+    with pytest.raises(TrainingError, match="1 process runs, the recipe asks for 2"):
+        launched_accelerator(AccelerateSettings(num_processes=2), all_learn=True)

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.recipe import TrainingSettings
+from pipeline.trained_lora.worker.ema import Averaging
+from pipeline.trained_lora.worker.optimizers import make_optimizer
+
+
+def setting_of(**values: Any) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Averaging]:
+    settings = TrainingSettings(learning_rate=0.1, **values)
+    weights = [torch.nn.Parameter(torch.linspace(-1, 1, 6))]
+    optimizer = make_optimizer(weights, settings)
+    return weights, optimizer, Averaging(weights, optimizer, settings)
+
+
+def train(
+    weights: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, averaging: Averaging, steps: int
+) -> list[torch.Tensor]:
+    seen = [weights[0].detach().clone()]
+    for step in range(steps):
+        ((weights[0] - step) ** 2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        averaging.stepped()
+        seen.append(weights[0].detach().clone())
+    return seen
+
+
+def test_the_moving_average_follows_its_formula() -> None:
+    weights, optimizer, averaging = setting_of(ema_decay=0.3)
+    seen = train(weights, optimizer, averaging, 6)
+    shadow = seen[0]
+    for step, weight in enumerate(seen[1:]):
+        decay = 0.0 if step == 0 else min(0.3, (1 + step) / (10 + step))
+        shadow = decay * shadow + (1 - decay) * weight
+    with averaging.result():
+        torch.testing.assert_close(weights[0].data, shadow)
+    assert torch.equal(weights[0].data, seen[-1])
+
+
+@pytest.mark.parametrize("values", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)
+def test_looking_at_the_result_changes_nothing_even_when_it_fails(values: dict[str, Any]) -> None:
+    weights, optimizer, averaging = setting_of(**values)
+    seen = train(weights, optimizer, averaging, 4)
+
+    def look() -> None:
+        with averaging.result():
+            assert not torch.equal(weights[0].data, seen[-1])
+            raise RuntimeError("while looking")
+
+    with pytest.raises(RuntimeError, match="while looking"):
+        look()
+    assert torch.equal(weights[0].data, seen[-1])
+    others, other_optimizer, other = setting_of(**values)
+    train(others, other_optimizer, other, 4)
+    for _ in range(2):
+        for one, its_optimizer in ((weights, optimizer), (others, other_optimizer)):
+            (one[0] ** 2).sum().backward()
+            its_optimizer.step()
+            its_optimizer.zero_grad()
+    assert torch.equal(weights[0].data, others[0].data)
+
+
+def test_without_an_average_the_result_is_the_weights() -> None:
+    weights, optimizer, averaging = setting_of()
+    seen = train(weights, optimizer, averaging, 2)
+    with averaging.result():
+        assert torch.equal(weights[0].data, seen[-1])
+    assert averaging.state() == {}

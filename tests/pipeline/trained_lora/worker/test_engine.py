@@ -1,0 +1,233 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from diffusers import DDPMScheduler, UNet2DConditionModel
+from peft import LoraConfig
+
+from pipeline.cache.store import Store
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.engine import Engine, StepOutcome
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def engine_of(order: TrainingOrder) -> Engine:
+    return Engine(order, detect(order.base))
+
+
+def inputs_of(order: TrainingOrder, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
+    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+
+
+def gradients(order: TrainingOrder, step: int) -> dict[str, torch.Tensor]:
+    """The gradients of one step, caught before the optimizer would use and clear them."""
+    engine = engine_of(order)
+    batch = order.plan()[step]
+    for _, micro in inputs_of(order, engine, batch):
+        engine._backward(micro, batch.num_samples, last=True)
+    named = engine.denoiser.named_parameters()
+    return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
+    make_project: Callable[..., Project], prediction: str
+) -> None:
+    project = make_project(prediction=prediction, gradient_accumulation=1, steps=3, max_grad_norm=0.05)
+    order = project.order()
+    engine = engine_of(order)
+    batch = order.plan()[0]
+    inputs = inputs_of(order, engine, batch)
+    micro = inputs[0][1]
+    before = adapter_state(engine.denoiser)
+    outcome = engine.step(batch, iter(inputs), stop=False)
+
+    unet = UNet2DConditionModel.from_pretrained(order.base / "unet")
+    unet.requires_grad_(False)
+    targets = ["to_q", "to_k", "to_v", "to_out.0"]
+    unet.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=targets))
+    weights = {name: weight for name, weight in unet.named_parameters() if weight.requires_grad}
+    with torch.no_grad():
+        for name, weight in weights.items():
+            weight.copy_(before[name.replace(".default.", ".")])
+    ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
+    signal = ddpm.alphas_cumprod[micro.timesteps].view(-1, 1, 1, 1)
+    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+    velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
+    goal = micro.noise if prediction == "epsilon" else velocity
+    answer = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+    loss = ((answer - goal) ** 2).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(weights.values(), 0.05)
+    torch.optim.AdamW(weights.values(), lr=1e-2).step()
+
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    after = adapter_state(engine.denoiser)
+    for name, weight in weights.items():
+        torch.testing.assert_close(after[name.replace(".default.", ".")], weight.data, rtol=1e-4, atol=1e-6)
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_R03_four_windows_of_two_give_the_gradient_of_one_batch_of_eight_with_a_partial_last_window(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(sizes={"64x64": 11}, steps=2, batch_size=8, gradient_accumulation=1)
+    windows = project.changed("windows", batch_size=2, gradient_accumulation=4).order()
+    large = project.order()
+    assert [step.num_samples for step in large.plan()] == [8, 3]
+    for step in (0, 1):
+        one, many = gradients(large, step), gradients(windows, step)
+        assert set(one) == set(many)
+        assert any(bool(gradient.abs().max() > 0) for gradient in one.values())
+        for name, gradient in one.items():
+            torch.testing.assert_close(many[name], gradient, rtol=1e-3, atol=1e-7)
+
+
+def test_a_stand_in_of_weight_zero_leaves_the_gradient_alone(make_project: Callable[..., Project]) -> None:
+    order = make_project(sizes={"64x64": 1}, steps=1).order()
+    engine = engine_of(order)
+    batch = order.plan()[0]
+    ((_, micro),) = inputs_of(order, engine, batch)
+    engine._backward(micro, 1, last=True)
+    alone = [weight.grad.clone() for weight in engine.weights if weight.grad is not None]
+    engine._backward(MicroInput(**{**vars(micro), "weights": torch.zeros(1)}), 1, last=True)
+    both = [weight.grad for weight in engine.weights if weight.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+
+
+def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weights(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(steps=2, gradient_accumulation=1).order()
+    engine = engine_of(order)
+    batch = order.plan()[0]
+    ((_, micro),) = inputs_of(order, engine, batch)
+    micro.latent[1] = math.nan
+    before = adapter_state(engine.denoiser)
+    with pytest.raises(TrainingError, match="loss of step 0 is nan") as caught:
+        engine.step(batch, iter([(batch, micro)]), stop=False)
+    assert micro.sample_ids[1] in caught.value.where
+    assert micro.sample_ids[0] not in caught.value.where
+    after = adapter_state(engine.denoiser)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def in_fp16(order: TrainingOrder) -> Engine:
+    """An engine whose losses are scaled as with fp16, which accelerate lets no CPU have."""
+    engine = engine_of(order)
+    accelerator = engine.accelerator
+    accelerator.scaler = torch.amp.GradScaler("cpu")
+    engine._optimizer = AcceleratedOptimizer(engine._optimizer.optimizer, scaler=accelerator.scaler)
+    accelerator._optimizers[:] = [engine._optimizer]
+    accelerator.native_amp, accelerator.state._mixed_precision = True, "fp16"
+    return engine
+
+
+def one_step(engine: Engine, order: TrainingOrder, step: int) -> StepOutcome:
+    batch = order.plan()[step]
+    return engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_R05_of_a_step_that_loss_scaling_leaves_out_the_average_takes_nothing_and_the_rate_is_as_planned(
+    make_project: Callable[..., Project],
+) -> None:
+    settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
+    order = make_project(gradient_accumulation=1, **settings).order()
+    engine = in_fp16(order)
+    too_large = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    outcomes = [one_step(engine, order, step) for step in (0, 1)]
+    too_large.remove()
+    outcomes += [one_step(engine, order, step) for step in (2, 3)]
+    assert [math.isfinite(outcome.grad_norm) for outcome in outcomes] == [False, False, True, True]
+    assert engine.state(4).optimizer["ema"]["optimization_step"] == 2
+    rates = [outcome.learning_rate for outcome in outcomes]
+    assert rates == pytest.approx([1e-2 * (1 - step / 4) for step in range(4)])
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_R05_a_run_whose_steps_are_all_left_out_stops_and_does_not_end_as_finished(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(steps=40, gradient_accumulation=1, batch_size=1).order()
+    engine = in_fp16(order)
+    one_step(engine, order, 0)
+    before = adapter_state(engine.denoiser)
+    engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    for step in range(1, 20):
+        one_step(engine, order, step)
+    with pytest.raises(TrainingError, match="fp16 left out each of the 20 steps to step 20") as caught:
+        one_step(engine, order, 20)
+    assert "bf16" in caught.value.fix
+    assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_R10_trained_weights_are_float32_and_the_base_is_bfloat16_and_stays_as_it_was(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(steps=1).changed("half", mixed_precision="bf16").order()
+    engine = engine_of(order)
+    frozen = {name: weight for name, weight in engine.denoiser.named_parameters() if not weight.requires_grad}
+    before = {name: weight.clone() for name, weight in frozen.items()}
+    batch = order.plan()[0]
+    outcome = engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+    assert math.isfinite(outcome.loss)
+    assert {weight.dtype for weight in engine.weights} == {torch.float32}
+    assert {weight.dtype for weight in frozen.values()} == {torch.bfloat16}
+    assert all(torch.equal(weight, before[name]) for name, weight in frozen.items())
+
+
+def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Callable[..., Project]) -> None:
+    project = make_project(sizes={"64x64": 8}, steps=2, batch_size=4, gradient_accumulation=1)
+    order = project.order()
+    family = detect(order.base)
+    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    share = order.plan()[0].micro_batches[0][0]
+    together = maker.make(0, share)
+    alone = [maker.make(0, (slot,)) for slot in share]
+    assert torch.equal(together.noise, torch.cat([micro.noise for micro in alone]))
+    assert torch.equal(together.timesteps, torch.cat([micro.timesteps for micro in alone]))
+    later = maker.make(1, share)
+    assert not torch.equal(together.noise, later.noise)
+    assert torch.equal(together.latent, later.latent)
+
+
+def test_dropped_captions_are_replaced_by_the_empty_one(make_project: Callable[..., Project]) -> None:
+    order = make_project(dropout=1.0).order()
+    family = detect(order.base)
+    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    micro = maker.make(0, order.plan()[0].micro_batches[0][0])
+    empty = Store(order.recipe.cache_dir).read_torch(order.empty_text)["text_embedding"].float()
+    assert all(torch.equal(row, empty) for row in micro.conditions["text_embedding"])
+
+
+def _steps(order: TrainingOrder, engine: Engine) -> Iterator[float]:
+    for _, batch in order.plan().iterate():
+        yield engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False).learning_rate
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rates"),
+    [("constant", [0, 0.5, 1, 1, 1, 1]), ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25])],
+)
+def test_R04_the_rate_is_stepped_once_an_optimizer_step(
+    make_project: Callable[..., Project], schedule: str, rates: list[float]
+) -> None:
+    order = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).order()
+    used = list(_steps(order, engine_of(order)))
+    assert used == pytest.approx([1e-3 * rate for rate in rates])

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import Family, detect
+from pipeline.trained_lora.export.lora_files import (
+    ADAPTER_METADATA_KEY,
+    LAYOUTS,
+    layout_file,
+    module_scale,
+    read_lora_file,
+)
+from pipeline.trained_lora.export.metadata import header_metadata
+from pipeline.trained_lora.worker import export, layouts
+from pipeline.trained_lora.worker.adapter import lora
+from pipeline.trained_lora.worker.adapter.lora import delta_weights
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export import Exporter
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+class Trained:
+    """An engine whose adapter is not zero, as after training, with the exporter of its run."""
+
+    def __init__(self, project: Project) -> None:
+        self.order = project.order()
+        self.family: Family = detect(self.order.base)
+        self.engine = Engine(self.order, self.family)
+        rng = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for weight in self.engine.weights:
+                weight.copy_(0.3 * torch.randn(weight.shape, generator=rng))
+        self.exporter = Exporter(self.family, "demo", header_metadata(self.order, self.family))
+
+    def export(self, folder: Path) -> list[export.ExportedFile]:
+        return self.exporter.export(self.engine.denoiser, folder)
+
+
+@pytest.fixture
+def trained(make_project: Callable[..., Project]) -> Trained:
+    return Trained(make_project())
+
+
+def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np.ndarray[Any, Any]:
+    pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None)
+    pipe.set_progress_bar_config(disable=True)
+    if lora is not None:
+        pipe.load_lora_weights(lora, **({"weight_name": weight_name} if weight_name else {}))
+    rng = torch.Generator().manual_seed(1)
+    drawn = pipe("a cat", height=64, width=64, num_inference_steps=4, generator=rng, output_type="np")
+    return drawn.images[0]
+
+
+def test_R06_load_lora_weights_takes_folder_and_kohya_file_and_the_picture_changes_equally(
+    trained: Trained, tmp_path: Path
+) -> None:
+    trained.export(tmp_path / "lora")
+    base = trained.order.base
+    plain = picture(base, None)
+    adapted = picture(base, tmp_path / "lora")
+    kohya = picture(base, tmp_path / "lora", "demo_kohya.safetensors")
+    assert np.abs(adapted - plain).max() > 0.02
+    np.testing.assert_allclose(kohya, adapted, atol=1e-4)
+
+
+def test_R06_each_file_scales_by_the_alpha_that_was_trained_with(trained: Trained, tmp_path: Path) -> None:
+    files = trained.export(tmp_path)
+    modules = trained.exporter.modules(trained.engine.denoiser)
+    assert [file.name for file in files] == [layout_file(layout, "demo") for layout in LAYOUTS]
+    assert {file.num_modules for file in files} == {32} == {len(modules)}
+    for layout in LAYOUTS:
+        file = read_lora_file(tmp_path / layout_file(layout, "demo"))
+        assert {module_scale(file, module, layout) for module in modules} == {0.5}
+        assert file.metadata["ss_network_dim"] == "4"
+        assert file.metadata["ss_network_alpha"] == "2.0"
+        assert file.metadata["modelspec.architecture"].endswith("/lora")
+    adapter = json.loads(
+        read_lora_file(tmp_path / "pytorch_lora_weights.safetensors").metadata[ADAPTER_METADATA_KEY]
+    )
+    assert (adapter["unet.r"], adapter["unet.lora_alpha"]) == (4, 2.0)
+
+
+def test_the_keys_of_each_layout_are_those_its_loader_knows(trained: Trained, tmp_path: Path) -> None:
+    trained.export(tmp_path)
+    keys = {layout: set(read_lora_file(tmp_path / layout_file(layout, "demo")).tensors) for layout in LAYOUTS}
+    path = "attentions.0.transformer_blocks.0.attn2.to_k"
+    assert f"unet.down_blocks.0.{path}.lora_A.weight" in keys["diffusers"]
+    assert f"lora_unet_down_blocks_0_{path.replace('.', '_')}.lora_down.weight" in keys["kohya"]
+    below = path.removeprefix("attentions.0.")
+    for block in ("input_blocks.1.1", "middle_block.1", "output_blocks.2.1", "output_blocks.3.1"):
+        for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+            assert f"diffusion_model.{block}.{below}.{end}" in keys["comfyui"]
+    assert len(keys["diffusers"]) == 64
+    assert len(keys["kohya"]) == len(keys["comfyui"]) == 96
+
+
+@pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("damage", ["scaled", "dropped"])
+def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
+    trained: Trained, tmp_path: Path, layout: str, damage: str
+) -> None:
+    trained.export(tmp_path)
+    path = tmp_path / layout_file(layout, "demo")  # pyright: ignore[reportArgumentType]
+    metadata, tensors = read_lora_file(path).metadata, load_file(path)
+    key = next(name for name in tensors if name.endswith(("lora_up.weight", "lora_B.weight")))
+    if damage == "scaled":
+        tensors[key] *= 1.001
+    else:
+        module = key.rsplit(".lora_", 1)[0]
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{module}.")}
+    save_file(tensors, path, metadata=metadata)
+    with pytest.raises(TrainingError) as caught:
+        trained.exporter._verified(
+            trained.engine.networks, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
+        )
+    assert path.name in caught.value.where
+
+
+def test_exporting_leaves_the_adapter_that_is_being_trained_alone(trained: Trained, tmp_path: Path) -> None:
+    before = dict(delta_weights(trained.engine.denoiser))
+    trained.export(tmp_path)
+    after = dict(delta_weights(trained.engine.denoiser))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert list(trained.engine.denoiser.peft_config) == ["default"]  # pyright: ignore
+    assert all(weight.requires_grad for weight in trained.engine.weights)
+
+
+def test_of_delta_weights_read_back_and_trained_one_each_is_in_memory_at_a_time(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a large model's together take more than the model."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+
+    def counting(delta: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def counted(*arguments: Any) -> torch.Tensor:
+            alive.append(sum(ref() is not None for ref in made))
+            result = delta(*arguments)
+            made.append(weakref.ref(result))
+            return result
+
+        return counted
+
+    monkeypatch.setattr(lora, "_delta", counting(lora._delta))
+    monkeypatch.setattr(layouts, "_delta_by_rule", counting(layouts._delta_by_rule))
+    trained.export(tmp_path)
+    assert len(made) == 32 * (1 + 2 + 2), "trained, by rule of two layouts, by loader of two"
+    assert max(alive) <= 2
+
+
+def test_R06_convolutions_that_a_gpu_multiplies_roughly_are_compared_exactly(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Of a convolution peft's product is one itself, and cuDNN's has 10 bits of each factor."""
+    made = Trained(make_project(lora={"rank": 4, "alpha": 2.0, "conv_rank": 4}))
+
+    def rough(*factors: torch.Tensor) -> torch.Tensor:
+        ten_bits = [(each.view(torch.int32) & -(2**13)).view(torch.float32) for each in factors]
+        return torch.nn.functional.conv2d(*ten_bits)
+
+    convolutions = [
+        module for _, module in lora.lora_modules(made.engine.denoiser) if hasattr(module, "conv_fn")
+    ]
+    assert convolutions
+    for module in convolutions:
+        module.conv_fn = rough  # pyright: ignore[reportAttributeAccessIssue]
+    assert all(file.max_error <= export.RELOAD_TOLERANCE for file in made.export(tmp_path))

@@ -1,0 +1,154 @@
+"""Real training processes: stopped, killed, and two at once."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from demo.tiny_models import TINY
+from pipeline.processes.launch import LocalLaunch
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.validation import LEVELS
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+STEPS = 40
+
+
+class Silent:
+    """A report that nobody reads."""
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+def outcome(order: TrainingOrder) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
+    layout, steps = RunLayout(order.folder), order.recipe.training.steps
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, steps), order.run)
+    return [(line["step"], line["loss"]) for line in read_metrics(layout.metrics, steps)], state.adapter
+
+
+def in_this_process(order: TrainingOrder) -> Any:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert train(order, Silent(), StopRequest())
+    finally:
+        torch.set_num_threads(threads)
+    return outcome(order)
+
+
+def started(order: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "pipeline.trained_lora.worker", str(order)])
+
+
+def wait_for_steps(order: TrainingOrder, number: int, child: subprocess.Popen[bytes]) -> None:
+    while len(read_metrics(RunLayout(order.folder).metrics, STEPS)) < number:
+        assert child.poll() is None, "the child ended before it was to be stopped"
+        time.sleep(0.02)
+
+
+def test_R01_R12_a_process_stopped_and_then_killed_ends_where_the_uncut_one_did(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=STEPS, gradient_accumulation=1, checkpoint_every=4)
+    expected = in_this_process(project.changed("whole").order())
+    order = project.changed("cut").order()
+    path = order.write()
+
+    stopped = started(path)
+    wait_for_steps(order, 3, stopped)
+    stopped.send_signal(signal.SIGTERM)
+    assert stopped.wait(60) == 128 + signal.SIGTERM
+    done = len(read_metrics(RunLayout(order.folder).metrics, STEPS))
+    assert 3 <= done < STEPS
+    assert load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, done), order.run).step == done
+
+    killed = started(path)
+    wait_for_steps(order, min(done + 6, STEPS - 2), killed)
+    killed.send_signal(signal.SIGKILL)
+    assert killed.wait(60) == -signal.SIGKILL
+    assert not RunLayout(order.folder).result.exists()
+
+    assert started(path).wait(120) == 0
+    got = outcome(order)
+    assert got[0] == expected[0]
+    assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
+    assert json.loads(RunLayout(order.folder).result.read_text())["resumed_from"] >= done
+
+
+@pytest.mark.timeout(240)
+def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_rate_and_validation_loss(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(
+        batch_size=4,
+        lr_scheduler="linear",
+        warmup_steps=1,
+        learning_rate=1e-3,
+        sizes={"64x64": 5, "32x96": 5},
+        datasets={"photos": {"validation_fraction": 0.2}},
+        validate_every=2,
+    )
+    alone = project.changed("alone").order()
+    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
+    shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
+    assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
+    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    expected, got = in_this_process(alone), outcome(pair)
+    assert got[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
+    rates = [read_metrics(RunLayout(order.folder).metrics, 6)[-1]["learning_rate"] for order in (alone, pair)]
+    assert rates[0] == rates[1]
+    _require_the_same_validation(alone, pair)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one_does(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    TINY["Qwen-Image"](tmp_path / "qwen")
+    tiny_bases["qwen"] = tmp_path / "qwen"
+    lora = {"rank": 4, "targets": "blocks"}
+    project = make_project(prediction="qwen", batch_size=4, learning_rate=1e-3, steps=3, lora=lora)
+    alone = project.changed("alone").order()
+    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    expected, got = in_this_process(alone), outcome(pair)
+    assert got[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
+
+
+def _require_the_same_validation(alone: TrainingOrder, pair: TrainingOrder) -> None:
+    """Batches of the pair are half as large, and their number odd: its second rank has one less."""
+    buckets = Counter(item.bucket for item in pair.inputs.held_out)
+    assert sum(math.ceil(len(LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
+    lines = [
+        [json.loads(line) for line in RunLayout(order.folder).validation.read_text().splitlines()]
+        for order in (alone, pair)
+    ]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 2, 4, 6]
+    for one, two in zip(*lines, strict=True):
+        assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert two["by_level"] == pytest.approx(one["by_level"], rel=1e-5)
+    assert lines[0][0]["loss"] != pytest.approx(lines[0][-1]["loss"], rel=1e-4)

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+import pytest
+import torch
+
+from pipeline.cache.store import Store, TensorSpec
+from pipeline.errors import StoreError
+from pipeline.models.families import detect
+from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.samples import TrainingInputs, tensors_json
+from pipeline.trained_lora.worker.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def maker_of(order: TrainingOrder) -> MicroBatchMaker:
+    family = detect(order.base)
+    return MicroBatchMaker(order, family, family.load_noise_scheduler())
+
+
+def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[..., Project]) -> None:
+    order = make_project().order()
+    plan = order.plan()
+    made = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
+    expected = [
+        (step.step, tuple(slot.sample_id for slot in micro[0]))
+        for step in plan[2:]
+        for micro in step.micro_batches
+    ]
+    assert [(step.step, micro.sample_ids) for step, micro in made] == expected
+    inputs = {item.sample_id: item for item in order.inputs}
+    store = Store(order.recipe.cache_dir)
+    for _, micro in made:
+        for index, sample_id in enumerate(micro.sample_ids):
+            stored = store.read_torch(inputs[sample_id].views[0].entry)["latent"].float()
+            assert torch.equal(micro.latent[index], stored)
+        assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.sample_ids)
+        assert micro.latent.dtype == micro.noise.dtype == torch.float32
+
+
+def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project().order()
+    first = order.inputs[0]
+    key = first.views[0].entry.key
+    wrong = pl.lit(tensors_json({"latent": TensorSpec("float16", (4, 9, 9))}))
+    tensors = pl.when(pl.col("sample_id") == first.sample_id).then(wrong).otherwise("latent_tensors")
+    order = replace(order, inputs=TrainingInputs(order.inputs.table.with_columns(latent_tensors=tensors)))
+    slot = next(s for step in order.plan() for s in step.slots() if s.sample_id == first.sample_id)
+    with pytest.raises(StoreError) as caught:
+        maker_of(order).make(0, (slot,))
+    assert first.sample_id in caught.value.where
+    assert key in caught.value.where
+
+
+def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encoded(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(dropout=0.0).order()
+    for item in order.inputs:
+        Store(order.recipe.cache_dir).path(item.variants[0].entry).unlink()
+    with pytest.raises(StoreError, match="read") as caught:
+        list(micro_inputs(order.plan(), maker_of(order), rank=0, start=0, pin=False))
+    assert "text" in caught.value.where
+
+
+def test_T04_training_needs_no_text_encoder_and_no_vae(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    """Nothing can be kept in memory beside the trainer that is not even on its disk."""
+    order = make_project(steps=2).order()
+    base = shutil.copytree(order.base, tmp_path / "denoiser_only")
+    for part in ("text_encoder", "tokenizer", "vae"):
+        shutil.rmtree(base / part)
+    assert train(replace(order, base=base), Quiet(), StopRequest())
+
+
+class Quiet:
+    def info(self, text: str) -> None:
+        pass
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        pass
+
+
+def test_an_order_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:
+    order = make_project(sample_every=2).order()
+    assert len(order.prompts) == 2
+    assert read_order(order.write()) == order
+
+
+def test_L12_no_more_than_a_few_micro_batches_wait_for_the_trainer(
+    make_project: Callable[..., Project],
+) -> None:
+    plan = make_project(steps=50).order().plan()
+    started: list[int] = []
+
+    def jobs() -> Iterator[tuple[StepPlan, Callable[[], int]]]:
+        for number, batch in plan.iterate():
+            started.append(number)
+            yield batch, lambda number=number: number
+
+    ahead = read_ahead(jobs())
+    for taken in range(20):
+        assert next(ahead)[1] == taken
+        assert len(started) <= taken + AHEAD + 1
+    ahead.close()
+    assert not any(thread.name.startswith("latentline-loader") for thread in threading.enumerate())

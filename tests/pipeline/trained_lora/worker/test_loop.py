@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.cache.store import Store
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.trained_lora.plan.plan import Slot, StepPlan
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
+from pipeline.trained_lora.sample_losses import sample_statistics
+from pipeline.trained_lora.samples import TrainingInputs
+from pipeline.trained_lora.worker import loop
+from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.stopping import StopRequest, heard_signals
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+TWO_DATASETS: dict[str, dict[str, Any]] = {
+    "photos": {"weight": 2.0, "repeats": 2, "validation_fraction": 0.3},
+    "studio": {"weight": 1.0},
+}
+STEPS = 9
+
+Recorded = dict[tuple[int, tuple[int, ...]], str]
+"""Of the inputs of a step's slots the bits."""
+
+
+@dataclass
+class Notes:
+    """A report that remembers; once `stop_after` steps are done it asks for a stop, or `act`s."""
+
+    stop: StopRequest = field(default_factory=StopRequest)
+    stop_after: int = 10**9
+    lines: list[str] = field(default_factory=list)
+    act: Callable[[], None] | None = None
+
+    def info(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        self.lines.append(f"{done}/{total} {text}")
+        if self.act is not None and done >= self.stop_after:
+            self.act()
+        elif done + 1 >= self.stop_after:
+            self.stop.request()
+
+
+class DuringTheFirstStep(StopRequest):
+    """Asked to stop once it has been looked at, when the first step is on its way."""
+
+    def __init__(self) -> None:
+        self._looks = 0
+
+    @property
+    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._looks += 1
+        return self._looks > 1
+
+
+def run_until(order: TrainingOrder, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
+    """Train from `start`, where the run stands, until so many steps are done in all."""
+    if stop_after == start + 1:
+        notes = Notes()
+        return train(order, notes, DuringTheFirstStep()), notes.lines
+    notes = Notes(stop_after=stop_after)
+    if stop_after <= start:
+        notes.stop.request()
+    return train(order, notes, notes.stop), notes.lines
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a run did: ids, timesteps and losses of each step, and what it left."""
+
+    steps: list[Any]
+    samples: list[Any]
+    adapter: dict[str, str]
+    exported: dict[str, str]
+    validation: list[Any]
+
+
+def outcome(order: TrainingOrder) -> Outcome:
+    layout, plan = RunLayout(order.folder), order.plan()
+    steps = read_metrics(layout.metrics, len(plan))
+    assert [line["step"] for line in steps] == list(range(len(plan)))
+    samples = read_metrics(layout.sample_losses, len(plan))
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), order.run)
+    return Outcome(
+        [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
+        [
+            [
+                (slot.sample_id, line["timesteps"][slot.index], line["losses"][slot.index])
+                for slot in step.slots()
+            ]
+            for line, step in zip(samples, plan, strict=True)
+        ],
+        bits(state.adapter),
+        bits(load_file(layout.exported / "demo_kohya.safetensors")),
+        [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
+    )
+
+
+def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors.items()}
+
+
+def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
+    """Accumulation, two datasets by weights, partial batches, buckets, an average, a schedule, dropout."""
+    settings: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "ema_decay": 0.9, "steps": STEPS}
+    settings |= {
+        "exhausted": "end_epoch",
+        "validate_every": 4,
+        "gradient_accumulation": 3,
+        "checkpoint_every": 4,
+        **training,
+    }
+    project = make_project(datasets=TWO_DATASETS, **settings)
+    steps = list(project.order().plan())
+    sizes = {len(share) for step in steps for micro in step.micro_batches for share in micro}
+    assert sizes == {1, 2}, "partial batches and whole ones"
+    assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and whole ones"
+    assert len({step.epoch for step in steps}) > 1
+    assert {slot.sample_id.split("/")[0] for step in steps for slot in step.slots()} == set(TWO_DATASETS)
+    return project
+
+
+class Recording(MicroBatchMaker):
+    """Remembers the bits of everything it makes, by step and slots: a second making has to be the same."""
+
+    made: Recorded
+
+    def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
+        micro = super().make(step, share)
+        parts = [micro.latent, micro.noise, micro.input_noise, micro.timesteps, *micro.conditions.values()]
+        digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
+        place = (step, tuple(slot.index for slot in share))
+        assert self.made.setdefault(place, digest) == digest, f"other inputs in step {step}"
+        return micro
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """The bits of all inputs of this test's runs; the same place with other bits is an error at once."""
+    made: Recorded = {}
+    monkeypatch.setattr(Recording, "made", made, raising=False)
+    monkeypatch.setattr(loop, "MicroBatchMaker", Recording)
+    return made
+
+
+def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) -> None:
+    order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
+    for start, cut in zip((0, *cuts), cuts, strict=False):
+        finished, lines = run_until(order, stop_after=cut, start=start)
+        assert not finished
+        done = "is" if cut == 1 else "are"
+        assert f"asked to stop: {cut} of {STEPS} steps {done} done and kept" in lines
+    assert run_until(order)[0]
+    assert outcome(order) == expected
+
+
+def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
+    make_project: Callable[..., Project], recorded: Recorded
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    assert {step for step, _ in recorded} == set(range(STEPS))
+    assert [step for step, _ in outcome(whole).validation] == [0, 4, 8, STEPS]
+    for cuts in ((0,), (1, 2), (5,)):
+        cut_and_compare(project, outcome(whole), cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_for_bit(
+    make_project: Callable[..., Project], recorded: Recorded
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    expected = outcome(whole)
+    for first in range(STEPS):
+        cut_and_compare(project, expected, (first,))
+        for second in range(first + 1, STEPS):
+            cut_and_compare(project, expected, (first, second))
+
+
+def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes_in_between(
+    make_project: Callable[..., Project],
+) -> None:
+    """The run's id does not depend on what is held out, so the run goes on."""
+    held_out = {"photos": {"validation_fraction": 0.4}}
+    project = make_project(steps=4, gradient_accumulation=1, datasets=held_out)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    expected = sample_statistics(whole.inputs, RunLayout(whole.folder), 4)
+    first, table = whole.inputs.held_out[0].sample_id, whole.inputs.table
+    assert first < whole.inputs.trained[-1].sample_id, "images come after it that are trained on"
+    fewer = TrainingInputs(table.filter(table["sample_id"] != first))
+    for output, before, after in (("deleted", whole.inputs, fewer), ("added", fewer, whole.inputs)):
+        order = project.changed(output).order()
+        assert not run_until(replace(order, inputs=before), stop_after=2)[0]
+        assert run_until(replace(order, inputs=after))[0]
+        found = sample_statistics(after, RunLayout(order.folder), 4)
+        assert found.equals(expected)
+
+
+def signalled(order: TrainingOrder, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
+    """Train in a process of its own, which gets the signal after so many steps; its exit status.
+
+    It is forked from one without threads: Polars' do not live on in a fork of this one.
+    """
+    clean = multiprocessing.get_context("forkserver")
+    clean.set_forkserver_preload(["pipeline.trained_lora.worker.loop"])
+    child = clean.Process(target=train_signalled, args=(order.write(), number, after, recorded))
+    child.start()
+    child.join()
+    return child.exitcode
+
+
+def train_signalled(order: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
+    torch.set_num_threads(1)
+    Recording.made, loop.MicroBatchMaker = recorded, Recording
+    with heard_signals() as stop:
+        notes = Notes(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
+        if after == 0:
+            os.kill(os.getpid(), number)
+        sys.exit(0 if train(read_order(order), notes, stop) else 143)
+
+
+def signal_and_compare(
+    project: Project, expected: Outcome, number: signal.Signals, after: list[int], recorded: Recorded
+) -> None:
+    order = project.changed(f"{number.name}-{'-'.join(map(str, after))}").order()
+    for steps in after:
+        status = signalled(order, number, steps, recorded)
+        assert status == (-signal.SIGKILL if number == signal.SIGKILL else 143)
+    assert run_until(order)[0]
+    assert outcome(order) == expected
+
+
+def test_R01_R12_a_process_that_is_signalled_ends_where_the_uncut_run_did(
+    make_project: Callable[..., Project], recorded: Recorded
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    signal_and_compare(project, outcome(whole), signal.SIGTERM, [5], recorded)
+    signal_and_compare(project, outcome(whole), signal.SIGKILL, [3, 6], recorded)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncut_run_did(
+    make_project: Callable[..., Project],
+    recorded: Recorded,
+    number: signal.Signals,
+) -> None:
+    project = torture_project(make_project)
+    whole = project.changed("whole").order()
+    assert run_until(whole)[0]
+    expected = outcome(whole)
+    for first in range(1, STEPS - 1):
+        signal_and_compare(project, expected, number, [first], recorded)
+        for second in range(first + 1, STEPS - 1):
+            signal_and_compare(project, expected, number, [first, second], recorded)
+
+
+def poisoned(order: TrainingOrder) -> tuple[TrainingOrder, str]:
+    """The order with one sample, not among the first eight, whose latent is NaN; and that sample."""
+    seen = {slot.sample_id for step in order.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in order.inputs if item.sample_id not in seen)
+    store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
+    path, (latent,) = store.path(entry), entry.tensors.values()
+    odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
+    path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
+    return order, chosen.sample_id
+
+
+def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_the_lora_from_before(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=6, ema_decay=0.5)
+    good = project.changed("good", steps=2).order()
+    assert run_until(good)[0]
+    order, culprit = poisoned(project.changed("poisoned").order())
+    with pytest.raises(TrainingError, match="the LoRA of 2 steps is kept in") as caught:
+        run_until(order)
+    others = {item.sample_id for item in order.inputs} - {culprit}
+    assert culprit in caught.value.where
+    assert not any(name in caught.value.where for name in others)
+    layout = RunLayout(order.folder)
+    assert str(layout.last_good) in caught.value.what
+    for path in sorted(RunLayout(good.folder).exported.iterdir()):
+        kept = load_file(layout.last_good / path.name)
+        assert bits(kept) == bits(load_file(path))
+    assert not layout.result.exists()
+    assert load_checkpoint(checkpoint_path(layout.checkpoints, 2), order.run).step == 2
+
+
+def test_R05_that_the_lora_cannot_be_kept_does_not_hide_why_the_run_stopped(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order, culprit = poisoned(make_project().order())
+
+    def full(*arguments: Any) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    with pytest.raises(
+        TrainingError, match=r"the loss of step 2 is nan.*not be kept: no space left"
+    ) as caught:
+        run_until(order)
+    assert culprit in caught.value.where
+
+
+def test_when_memory_runs_out_in_the_midst_of_an_update_nothing_half_done_is_saved_or_exported(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project().order()
+    update, done = loop.Engine._update, list[int]()
+
+    def half(engine: loop.Engine, batch: StepPlan, grad_norm: float) -> None:
+        if batch.step < 2:
+            return update(engine, batch, grad_norm)
+        with torch.no_grad():
+            engine.weights[0].add_(1.0)
+        done.append(batch.step)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(loop.Engine, "_update", half)
+    with pytest.raises(TrainingError, match="memory ran out in step 2"):
+        run_until(order)
+    assert done == [2]
+    assert steps_kept(order) == [0]
+    assert not RunLayout(order.folder).last_good.exists()
+
+
+def steps_kept(order: TrainingOrder) -> list[int]:
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in RunLayout(order.folder).checkpoints.iterdir()
+    )
+
+
+def test_only_as_many_checkpoints_are_kept_as_asked_and_a_shorter_plan_spares_the_later_ones(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(steps=7, checkpoint_every=2)
+    everything = project.changed("everything").order()
+    assert run_until(everything)[0]
+    assert steps_kept(everything) == [0, 2, 4, 6, 7]
+    two = project.changed("two", keep_checkpoints=2).order()
+    assert run_until(two)[0]
+    assert steps_kept(two) == [6, 7]
+    recipe = everything.recipe.model_copy(
+        update={"training": everything.recipe.training.model_copy(update={"steps": 5, "keep_checkpoints": 1})}
+    )
+    shorter = replace(everything, recipe=recipe)
+    assert run_until(shorter)[0]
+    assert steps_kept(everything) == [5, 6, 7]

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from pipeline.trained_lora.run_folder import read_metrics
+from pipeline.trained_lora.worker.metrics import Lines
+
+
+def append(path: Path, *lines: tuple[int, float]) -> None:
+    with Lines(path) as log:
+        for step, loss in lines:
+            log.append({"step": step, "loss": loss})
+
+
+def losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in read_metrics(path, num_steps)]
+
+
+def test_the_last_line_of_a_step_counts_and_steps_beyond_the_plan_do_not(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "metrics.jsonl"
+    append(path, (0, 1.0), (1, 2.0), (2, 3.0))
+    append(path, (1, 2.5), (2, 3.5))
+    assert losses(path, 3) == [(0, 1.0), (1, 2.5), (2, 3.5)]
+    assert losses(path, 2) == [(0, 1.0), (1, 2.5)]
+
+
+def test_a_line_that_a_killed_process_left_torn_spoils_neither_itself_nor_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, (0, 1.0), (1, 2.0))
+    path.write_bytes(path.read_bytes()[:-7])
+    append(path, (1, 2.0))
+    assert losses(path, 9) == [(0, 1.0), (1, 2.0)]
+
+
+def test_a_loss_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append(path, (0, 0.1 + 0.2))
+    assert losses(path, 1) == [(0, 0.1 + 0.2)]
+
+
+def test_no_file_is_no_metrics(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "none", 4) == []

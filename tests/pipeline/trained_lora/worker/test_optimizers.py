@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.recipe import TrainingSettings
+from pipeline.recipe.optimizers import OPTIMIZERS
+from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+ON_THE_CPU = [name for name, known in OPTIMIZERS.items() if known.package is None]
+
+
+def settings(**values: Any) -> TrainingSettings:
+    return TrainingSettings(**values)
+
+
+def weights() -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.linspace(-1, 1, 6).reshape(2, 3))]
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_a_named_optimizer_takes_just_the_arguments_that_the_recipe_offers(name: str) -> None:
+    module, _, kind = OPTIMIZERS[name].path.rpartition(".")
+    taken = set(inspect.signature(getattr(import_module(module), kind).__init__).parameters)
+    assert set(OPTIMIZERS[name].arguments) <= taken
+    assert {"betas", "eps", "weight_decay"} & taken <= set(OPTIMIZERS[name].arguments)
+
+
+@pytest.mark.parametrize("name", ON_THE_CPU)
+def test_each_optimizer_lowers_a_simple_loss(name: str) -> None:
+    asked = settings(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-2)
+    parameters = weights()
+    optimizer = make_optimizer(parameters, asked)
+    before = float((parameters[0] ** 2).sum().detach())
+    for _ in range(20):
+        loss = (parameters[0] ** 2).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float((parameters[0] ** 2).sum().detach()) < before
+
+
+def test_arguments_reach_the_optimizer_and_lists_become_tuples() -> None:
+    asked = settings(optimizer_arguments={"weight_decay": 0.25, "betas": (0.8, 0.9)})
+    group = make_optimizer(weights(), asked).param_groups[0]
+    assert (group["weight_decay"], tuple(group["betas"])) == (0.25, (0.8, 0.9))
+
+
+def test_an_import_path_works_and_its_arguments_are_checked() -> None:
+    asked = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decay": 0.01})
+    assert isinstance(make_optimizer(weights(), asked), torch.optim.NAdam)
+    wrong = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decai": 0.01})
+    with pytest.raises(TrainingError, match=r"(?s)no argument momentum_decai.*momentum_decay"):
+        make_optimizer(weights(), wrong)
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("no.such.Optimizer", "cannot be imported"),
+        ("torch.optim.Nothing", "has no Nothing"),
+        ("torch.nn.Linear", "is no optimizer"),
+    ],
+)
+def test_an_import_path_that_leads_nowhere_says_where_and_how_to_mend_it(path: str, said: str) -> None:
+    with pytest.raises(TrainingError, match=said) as caught:
+        make_optimizer(weights(), settings(optimizer=path))
+    assert caught.value.where == "training.optimizer"
+
+
+def test_a_value_that_the_optimizer_refuses_is_named_with_what_it_takes() -> None:
+    with pytest.raises(TrainingError, match="cannot be made with these arguments") as caught:
+        make_optimizer(weights(), settings(optimizer_arguments={"eps": -1.0}))
+    assert "eps" in caught.value.fix
+
+
+def rates(**values: Any) -> list[float]:
+    """The learning rate of each of ten steps."""
+    asked = settings(steps=10, learning_rate=1.0, **values)
+    optimizer = make_optimizer(weights(), asked)
+    schedule = make_schedule(optimizer, asked)
+    found: list[float] = []
+    for _ in range(10):
+        found.append(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+    return found
+
+
+def half_cosine(share: float) -> float:
+    return 0.5 * (1 + math.cos(math.pi * share))
+
+
+def test_schedules_are_those_of_their_formulas() -> None:
+    linear = [max(0.0, (10 - step) / 8) for step in range(2, 10)]
+    assert rates(lr_scheduler="linear", warmup_steps=2) == pytest.approx([0, 0.5, *linear])
+    assert rates(lr_scheduler="cosine") == pytest.approx([half_cosine(step / 10) for step in range(10)])
+    restarts = [half_cosine((2 * step / 10) % 1.0) for step in range(10)]
+    assert rates(lr_scheduler="cosine_with_restarts", lr_cycles=2) == pytest.approx(restarts)
+    power = [(1 - 1e-7) * (1 - step / 10) ** 2 + 1e-7 for step in range(10)]
+    assert rates(lr_scheduler="polynomial", lr_power=2.0) == pytest.approx(power)
+    decay = [1.0] * 6 + [half_cosine(step / 4) for step in range(4)]
+    assert rates(lr_scheduler="wsd", decay_steps=4) == pytest.approx(decay)
+    assert rates(optimizer="schedule_free") == [1.0] * 10
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        {"optimizer": "prodigy", "learning_rate": 1.0},
+        {"optimizer": "lion", "optimizer_arguments": {"weight_decay": 0.1}},
+        {"optimizer": "adafactor"},
+        {"optimizer": "schedule_free", "warmup_steps": 2},
+        {"ema_decay": 0.9},
+        {"optimizer": "schedule_free", "ema_decay": 0.9},
+        {"lr_scheduler": "wsd", "decay_steps": 3},
+    ],
+    ids=str,
+)
+def test_R01_a_cut_run_goes_on_bit_for_bit_with_every_optimizer(
+    make_project: Callable[..., Project], tmp_path: Path, training: dict[str, Any]
+) -> None:
+    order = make_project(steps=4, gradient_accumulation=1, **training).order()
+    whole = engine_of(order)
+    for step in range(4):
+        step_of(whole, order, step)
+        if step == 1:
+            kept = save_checkpoint(tmp_path / "checkpoints", order.run, whole.state(2))
+    resumed = engine_of(order)
+    resumed.restore(load_checkpoint(kept, order.run))
+    for step in (2, 3):
+        with resumed.result_weights():
+            looked = adapter_state(resumed.denoiser)
+        assert looked, "looking at the result between two steps leaves no trace"
+        step_of(resumed, order, step)
+    with whole.result_weights(), resumed.result_weights():
+        left, right = adapter_state(whole.denoiser), adapter_state(resumed.denoiser)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+    left, right = adapter_state(whole.denoiser), adapter_state(resumed.denoiser)
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def engine_of(order: Any) -> Engine:
+    from pipeline.models.families import detect
+
+    return Engine(order, detect(order.base))
+
+
+def step_of(engine: Engine, order: Any, step: int) -> None:
+    from pipeline.models.families import detect
+    from pipeline.trained_lora.worker.loader import MicroBatchMaker
+
+    batch = order.plan()[step]
+    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    made = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+    engine.step(batch, iter(made), stop=False)

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker import export
+from pipeline.trained_lora.worker import preflight as rehearsal
+from pipeline.trained_lora.worker.checkpoint import load_checkpoint
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.preflight import stirred
+from pipeline.trained_lora.worker.stopping import StopRequest
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+class Silent:
+    """A report that nobody reads."""
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+def trained(order: TrainingOrder) -> bool:
+    return train(order, Silent(), StopRequest())
+
+
+def test_R08_before_the_first_step_a_checkpoint_is_saved_and_reloaded_and_files_are_exported(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project(sample_every=4).order()
+
+    def broken(path: Path, run: str) -> Any:
+        state = load_checkpoint(path, run)
+        first = next(iter(state.adapter))
+        return replace(state, adapter={**state.adapter, first: state.adapter[first] + 1})
+
+    monkeypatch.setattr(rehearsal, "load_checkpoint", broken)
+    with pytest.raises(TrainingError, match="does not read back"):
+        trained(order)
+    monkeypatch.undo()
+    assert not RunLayout(order.folder).metrics.exists()
+    shutil.rmtree(order.folder)
+    assert trained(order)
+    drawn = sorted(path.name for path in (order.folder / "samples").iterdir())
+    assert [name[5:13] for name in drawn[::2]] == ["00000000", "00000004", "00000006"]
+    assert json.loads(RunLayout(order.folder).result.read_text())["warnings"] == []
+
+
+def test_R08_a_file_of_another_scale_is_found_before_the_first_step(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The delta weights of a fresh adapter are zeros, at any scale."""
+    tensors_of = export.layout_tensors
+
+    def doubled(*arguments: Any) -> dict[str, torch.Tensor]:
+        tensors = tensors_of(*arguments)
+        return {name: each * 2 if name.endswith(".alpha") else each for name, each in tensors.items()}
+
+    monkeypatch.setattr(export, "layout_tensors", doubled)
+    order = make_project().order()
+    with pytest.raises(TrainingError, match="comes back with delta weights that differ"):
+        trained(order)
+    assert not RunLayout(order.folder).metrics.exists()
+
+
+def test_every_weight_is_another_number_inside_and_the_same_bits_after_it_even_when_it_fails() -> None:
+    weights = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.randn(5))]
+    before, random = [weight.detach().clone() for weight in weights], torch.get_rng_state()
+
+    def look() -> None:
+        with stirred(weights):
+            assert all(bool((weight != was).all()) for weight, was in zip(weights, before, strict=True))
+            raise RuntimeError("while exporting")
+
+    with pytest.raises(RuntimeError, match="while exporting"):
+        look()
+    assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
+    assert torch.equal(torch.get_rng_state(), random)

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.cache.store import Store
+from pipeline.images.geometry import Size
+from pipeline.models.families import detect
+from pipeline.models.families.diffusers_family import unpacked_weight
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import read_entry
+from pipeline.trained_lora.worker.previews import draw_samples
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    warnings: list[str] = []
+    first = draw_samples(order, family, engine, step=2, warn=warnings.append)
+    assert warnings == []
+    assert [path.name for path in first] == ["step-00000002-00.png", "step-00000002-01.png"]
+    assert engine.denoiser.training
+    with Image.open(first[0]) as picture:
+        assert picture.size == (96, 32)  # PIL: width, height; the first sample's bucket is 32x96
+    again = draw_samples(order, family, engine, step=4, warn=warnings.append)
+    pixels = [np.asarray(Image.open(path)) for path in (first[0], again[0])]
+    assert np.array_equal(*pixels)
+    with torch.no_grad():
+        for weight in engine.weights:
+            weight.add_(0.3)
+    adapted = draw_samples(order, family, engine, step=6, warn=warnings.append)
+    assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
+
+
+def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[..., Project]) -> None:
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    Store(order.recipe.cache_dir).path(order.prompts[0].text).unlink()
+    warnings: list[str] = []
+    assert draw_samples(order, family, engine, step=2, warn=warnings.append) == []
+    assert len(warnings) == 1
+    assert "step 2" in warnings[0]
+    assert engine.denoiser.training
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
+) -> None:
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    load, loaded = family.load_vae, list[weakref.ref[Any]]()
+
+    def remembered(*arguments: Any) -> Any:
+        vae = load(*arguments)
+        loaded.append(weakref.ref(vae))
+        return vae
+
+    monkeypatch.setattr(family, "load_vae", remembered)
+    if fails:
+        Store(order.recipe.cache_dir).path(order.prompts[1].text).unlink()
+    drawn = draw_samples(order, family, engine, step=2, warn=print)
+    assert len(drawn) == (1 if fails else 2)
+    assert [vae() for vae in loaded] == [None]
+
+
+def test_a_pipeline_s_vae_is_gone_with_the_pipeline(make_project: Callable[..., Project]) -> None:
+    pipeline = detect(make_project().order().base).load_pipeline(dtype="float32", device="cpu")
+    vae = weakref.ref(pipeline.vae)
+    gc.disable()
+    try:
+        del pipeline
+        assert vae() is None
+    finally:
+        gc.enable()
+
+
+def test_the_recipe_s_own_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
+    order = make_project(sample_every=2, sample_prompts=["a red cat"]).order()
+    assert [(prompt.caption, prompt.size_hw) for prompt in order.prompts] == [("a red cat", (64, 64))]
+
+
+def test_a_picture_is_decoded_in_float32_though_training_computes_in_half_precision(
+    make_project: Callable[..., Project],
+) -> None:
+    """SDXL's VAE overflows in float16, and the picture would be black."""
+    order = make_project(sample_every=2).order()
+    family = detect(order.base)
+    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    seen: list[torch.dtype] = []
+    pipeline.vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    text = read_entry(Store(order.recipe.cache_dir), order.prompts[0].text, "a prompt")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        family.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
+    assert seen == [torch.float32]
+
+
+def test_a_packed_weight_does_not_decide_the_number_format() -> None:
+    network = torch.nn.Module()
+    network.packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    network.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    assert unpacked_weight(network).dtype == torch.bfloat16

@@ -1,0 +1,154 @@
+"""LoRA on text encoders: what each layout's file holds, who reads it, and training that begins with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from safetensors.torch import load_file, save_file
+
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, read_lora_file
+from pipeline.trained_lora.worker.adapter.lora import adapter_state, delta_weights
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.networks import of_all
+from tests.pipeline.trained_lora.text_encoder_project import (
+    ATTENTION,
+    engine_of,
+    loosened,
+    project_of,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+class Exported:
+    """An engine whose adapters are far from zero, and the files of it."""
+
+    def __init__(self, project: Project, folder: Path) -> None:
+        self.order = project.order()
+        self.engine = loosened(engine_of(self.order))
+        self.exporter = Exporter(detect(self.order.base), "demo", {})
+        self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+
+
+def embedded(pipe: Any, caption: str) -> torch.Tensor:
+    with torch.no_grad():
+        answer = pipe.encode_prompt(
+            caption, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
+        )
+    return torch.cat([part.flatten() for part in answer if part is not None])
+
+
+@pytest.mark.parametrize("layout", ["diffusers", "kohya"])
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_R06_load_lora_weights_gives_the_pipeline_the_trained_text_encoders(
+    make_project: Callable[..., Project], tmp_path: Path, prediction: str, layout: Any
+) -> None:
+    text = {"rank": 2, "alpha": 3.0, "targets": "blocks"}
+    made = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
+    assert max(file.max_error for file in made.files) < 1e-6
+    kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
+    plain, pipe = kind.from_pretrained(made.order.base), kind.from_pretrained(made.order.base)
+    pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
+    deltas = of_all(made.engine.networks, delta_weights)
+    for role in ("unet", *made.engine.text_networks):
+        prefix = "" if role == "unet" else f"{role}."
+        network = made.engine.networks[prefix]
+        found = delta_weights(getattr(pipe, role), "default_0")
+        assert set(found) == set(delta_weights(network))
+        for name, delta in found.items():
+            torch.testing.assert_close(delta, deltas[prefix + name], rtol=1e-5, atol=1e-6)
+    assert made.engine.text is not None
+    with torch.no_grad():
+        trained = made.engine.text.embed(["a cat"])
+    expected = torch.cat([tensor.flatten() for tensor in trained.values()])
+    torch.testing.assert_close(embedded(pipe, "a cat"), expected, rtol=0, atol=1e-5)
+    assert (embedded(plain, "a cat") - expected).abs().max() > 0.05
+
+
+GOLDEN = {
+    "epsilon": {"text_encoder": ("lora_te", "clip_l", 2)},
+    "sdxl": {"text_encoder": ("lora_te1", "clip_l", 1), "text_encoder_2": ("lora_te2", "clip_g", 3)},
+}
+"""Component to its name in kohya's layout and in ComfyUI's, and the number of layers that are adapted."""
+
+
+@pytest.mark.parametrize("prediction", GOLDEN)
+def test_the_keys_are_those_that_each_loader_knows(
+    make_project: Callable[..., Project], tmp_path: Path, prediction: str
+) -> None:
+    Exported(project_of(make_project, prediction), tmp_path / "lora")
+    keys = {
+        layout: set(read_lora_file(tmp_path / "lora" / layout_file(layout, "demo")).tensors)
+        for layout in LAYOUTS
+    }
+    expected: dict[str, set[str]] = {layout: set() for layout in LAYOUTS}
+    for role, (kohya, comfyui, layers) in GOLDEN[prediction].items():
+        for number in range(layers):
+            for layer in ATTENTION:
+                path = f"text_model.encoder.layers.{number}.{layer}"
+                expected["diffusers"] |= {f"{role}.{path}.lora_{side}.weight" for side in "AB"}
+                for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+                    expected["kohya"].add(f"{kohya}_{path.replace('.', '_')}.{end}")
+                    expected["comfyui"].add(f"text_encoders.{comfyui}.transformer.{path}.{end}")
+    denoisers = {"diffusers": "unet.", "kohya": "lora_unet_", "comfyui": "diffusion_model."}
+    for layout in LAYOUTS:
+        text = {key for key in keys[layout] if not key.startswith(denoisers[layout])}
+        assert text == expected[layout]
+        assert len(keys[layout]) > len(text)
+
+
+def test_training_begins_with_what_a_file_of_any_layout_does(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = project_of(make_project, "sdxl", {"rank": 2})
+    made = Exported(project, tmp_path / "lora")
+    paths = {layout: tmp_path / "lora" / layout_file(layout, "demo") for layout in LAYOUTS}
+
+    def started(from_file: Path, **text: Any) -> Engine:
+        lora = settings(**text).model_copy(update={"start_from": from_file})
+        return engine_of(project.changed("started", lora=lora).order())
+
+    expected = of_all(made.engine.networks, adapter_state)
+    for path in paths.values():
+        found = of_all(started(path, rank=2).networks, adapter_state)
+        assert set(found) == set(expected)
+        for name, weight in found.items():
+            torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
+    rescaled = of_all(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
+    for name, delta in of_all(made.engine.networks, delta_weights).items():
+        torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
+    alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
+    with pytest.raises(TrainingError, match="not as this adapter has them") as caught:
+        engine_of(project.changed("alone", lora=alone).order())
+    assert "nothing asked" in caught.value.where
+    assert "text_encoders" in caught.value.fix
+
+
+def test_a_layer_of_kohyas_that_learned_nothing_is_left_out_and_one_that_did_is_not(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = project_of(make_project, "sdxl")
+    Exported(project, tmp_path / "lora")
+    path = tmp_path / "lora" / layout_file("kohya", "demo")
+    tensors = load_file(path)
+    name = "lora_te1_text_model_encoder_layers_{}_self_attn_q_proj.{}"
+    for end in ("lora_down.weight", "lora_up.weight", "alpha"):
+        tensors[name.format(1, end)] = tensors[name.format(0, end)].clone()
+    lora = settings().model_copy(update={"start_from": path})
+    order = project.changed("started", lora=lora).order()
+    save_file(tensors, path)
+    with pytest.raises(TrainingError, match="not as this adapter has them"):
+        engine_of(order)
+    tensors[name.format(1, "lora_up.weight")].zero_()
+    save_file(tensors, path)
+    engine_of(order)

@@ -1,0 +1,331 @@
+"""LoRA on text encoders: what is encoded in training, one step of it, resuming, files, and who can."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
+from peft import LoraConfig
+
+from demo.tiny_models import TINY
+from pipeline.cache.requests import Entries
+from pipeline.checks.findings import CheckContext
+from pipeline.errors import TrainingError
+from pipeline.models.families import detect
+from pipeline.processes.launch import LocalLaunch
+from pipeline.recipe import LoraSettings
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora import stage as run
+from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
+from pipeline.trained_lora.fingerprint import run_facts
+from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.stage import train_lora
+from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
+from pipeline.trained_lora.worker.loop import train
+from pipeline.trained_lora.worker.networks import of_all
+from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.validation import Validation
+from tests.pipeline.trained_lora.text_encoder_project import (
+    ATTENTION,
+    engine_of,
+    loosened,
+    project_of,
+    settings,
+)
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+def inputs_of(order: TrainingOrder, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
+    batch = order.plan()[step]
+    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+
+
+def step_of(engine: Engine, order: TrainingOrder, step: int) -> Any:
+    inputs = inputs_of(order, engine, step)
+    return engine.step(inputs[0][0], iter(inputs), stop=False)
+
+
+def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project(steps=2).order()
+    family = detect(order.base)
+
+    def loads(*_: Any) -> Any:
+        pytest.fail("a VAE or a text encoder was loaded")
+
+    for name in ("load_vae", "load_text_encoders", "load_pipeline"):
+        monkeypatch.setattr(type(family), name, loads)
+    assert train(order, Silent(), StopRequest())
+    with pytest.raises(pytest.fail.Exception, match="was loaded"):
+        engine_of(replace(order, recipe=project_of(make_project).recipe))
+
+
+class Silent:
+    """A report that nobody reads."""
+
+    def info(self, text: str) -> None: ...
+    def progress(self, done: int, total: int, text: str) -> None: ...
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
+    make_project: Callable[..., Project], prediction: str
+) -> None:
+    order = project_of(make_project, prediction, dropout=0.5).order()
+    engine, family = engine_of(order), detect(order.base)
+    assert engine.text is not None
+    plain = family.load_text_encoders("float32", "cpu")
+    told = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
+    assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(told[0].conditions), "no cache is read"
+    captions = {caption for micro in told for caption in micro.captions}
+    assert "" in captions
+    assert len(captions) > 4
+    for micro in told[:3]:
+        embedded = engine.text.embed(micro.captions)
+        for number, caption in enumerate(micro.captions):
+            expected = family.encode_caption(plain, caption).tensors
+            assert set(embedded) == set(expected) == set(family.text_shapes())
+            for name, tensor in expected.items():
+                assert embedded[name].requires_grad
+                torch.testing.assert_close(embedded[name][number].detach(), tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
+def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
+    make_project: Callable[..., Project], prediction: str
+) -> None:
+    text = {"rank": 2, "alpha": 3.0, "learning_rate": 2e-3, "targets": "blocks"}
+    project = project_of(
+        make_project, prediction, text, gradient_accumulation=1, steps=3, max_grad_norm=0.05, dropout=0.5
+    )
+    order = project.order()
+    engine = loosened(engine_of(order))
+    ((_, micro),) = inputs_of(order, engine, 0)
+    before = of_all(engine.networks, adapter_state)
+    outcome = step_of(engine, order, 0)
+
+    xl = prediction == "sdxl"
+    pipe: Any = (StableDiffusionXLPipeline if xl else StableDiffusionPipeline).from_pretrained(order.base)
+    encoders = [pipe.text_encoder, pipe.text_encoder_2] if xl else [pipe.text_encoder]
+    pipe.unet.requires_grad_(False)
+    pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+    layers = [*ATTENTION, "mlp.fc1", "mlp.fc2"]
+    for encoder in encoders:
+        encoder.requires_grad_(False)
+        encoder.add_adapter(LoraConfig(r=2, lora_alpha=3, target_modules=layers))
+    groups = [trainable(pipe.unet, "")]
+    groups += [
+        trainable(encoder, f"text_encoder{end}.") for encoder, end in zip(encoders, ("", "_2"), strict=False)
+    ]
+    weights = {name: weight for group in groups for name, weight in group.items()}
+    idle = {name for name in weights if name not in before}
+    assert idle == {name for name in weights if xl and name.startswith("text_encoder.encoder.layers.1.")}
+    with torch.no_grad():
+        for name in before:
+            weights[name].copy_(before[name])
+    loss = loss_by_hand(pipe, micro, xl=xl)
+    loss.backward()
+    used = [weight for name, weight in weights.items() if name in before]
+    norm = torch.nn.utils.clip_grad_norm_(used, 0.05)
+    rates = [
+        {"params": [*groups[0].values()]},
+        {"params": [w for g in groups[1:] for w in g.values()], "lr": 2e-3},
+    ]
+    torch.optim.AdamW(rates, lr=1e-2).step()
+
+    assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
+    after = of_all(engine.networks, adapter_state)
+    for name, weight in after.items():
+        torch.testing.assert_close(weight, weights[name].data, rtol=1e-4, atol=1e-6)
+        moved = float((weight - before[name]).abs().max())
+        assert 0 < moved < (3e-3 if name.startswith("text_encoder") else 2e-2)
+
+
+def trainable(network: Any, prefix: str) -> dict[str, torch.nn.Parameter]:
+    return {
+        prefix + name.replace(".default.", "."): weight
+        for name, weight in network.named_parameters()
+        if weight.requires_grad
+    }
+
+
+def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
+    """Of the papers' formulas, the captions encoded as transformers' documentation has it."""
+    told: list[torch.Tensor] = []
+    pooled = None
+    pairs = [(pipe.tokenizer, pipe.text_encoder)]
+    pairs += [(pipe.tokenizer_2, pipe.text_encoder_2)] if xl else []
+    for tokenizer, encoder in pairs:
+        ids = tokenizer(list(micro.captions), padding="max_length", max_length=77, truncation=True).input_ids
+        answer = encoder(torch.tensor(ids), output_hidden_states=True)
+        told.append(answer.hidden_states[-2] if xl else answer.last_hidden_state)
+        pooled = answer.text_embeds if "text_embeds" in answer else pooled
+    added = None
+    if xl:
+        names = ("original_size_hw", "crop_top_left", "target_size_hw")
+        ids = torch.cat([micro.conditions[name] for name in names], dim=1).float()
+        added = {"text_embeds": pooled, "time_ids": ids}
+    ddpm = DDPMScheduler.from_config(pipe.scheduler.config)
+    signal = ddpm.alphas_cumprod[micro.timesteps.long()].view(-1, 1, 1, 1)
+    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+    text = torch.cat(told, dim=-1)
+    answer = pipe.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
+    return ((answer - micro.noise) ** 2).mean()
+
+
+def test_R01_a_cut_run_goes_on_bit_for_bit(make_project: Callable[..., Project], tmp_path: Path) -> None:
+    project = project_of(
+        make_project, "sdxl", {"learning_rate": 1e-3}, steps=4, gradient_accumulation=1, ema_decay=0.9
+    )
+    order = project.order()
+    whole = engine_of(order)
+    kept = None
+    for step in range(4):
+        step_of(whole, order, step)
+        if step == 1:
+            kept = save_checkpoint(tmp_path / "checkpoints", order.run, whole.state(2))
+    assert kept is not None
+    resumed = engine_of(order)
+    resumed.restore(load_checkpoint(kept, order.run))
+    for step in (2, 3):
+        with resumed.result_weights():
+            assert resumed.text_of("a cat") is not None, "looking at the result leaves no trace"
+        step_of(resumed, order, step)
+    with whole.result_weights(), resumed.result_weights():
+        same_bits(whole, resumed)
+    same_bits(whole, resumed)
+    fresh = of_all(engine_of(order).networks, adapter_state)
+    moved = {
+        name.split(".")[0]
+        for name, weight in same_bits(whole, resumed).items()
+        if not torch.equal(weight, fresh[name])
+    }
+    assert {"text_encoder", "text_encoder_2"} < moved
+
+
+def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
+    left, right = (of_all(each.networks, adapter_state) for each in (one, other))
+    assert set(left) == set(right)
+    assert all(torch.equal(weight, right[name]) for name, weight in left.items())
+    return left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
+    make_project: Callable[..., Project],
+) -> None:
+    text = {"learning_rate": 5e-4}
+    settings = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "sizes": {"64x64": 5, "32x96": 5}}
+    project = project_of(make_project, "sdxl", text, dropout=0.5, **settings)
+    alone = project.changed("alone").order()
+    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
+    shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
+    assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
+    LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
+    assert train(alone, Silent(), StopRequest())
+    expected, found = (
+        load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, 3), order.run).adapter
+        for order in (alone, pair)
+    )
+    assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in found}
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name], weight, rtol=1e-2, atol=1e-5)
+
+
+class Here(Silent):
+    """A launch in this process."""
+
+    def __call__(self, module: str, order: Path) -> None:
+        assert train(read_order(order), self, StopRequest())
+
+
+def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
+    text = {"rank": 2, "learning_rate": 1e-2}
+    drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
+    project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
+    said: list[str] = []
+    result = train_lora(project.recipe, project.latents, project.text, launch=Here(), log=said.append)
+    assert result.report["warnings"] == []
+    tables = Tables(project.recipe.output_dir)
+    tables.write("trained_lora", result.table)
+    findings = trained_lora.run(CheckContext(project.recipe, tables))
+    assert [finding.summary for finding in findings if not finding.passed] == []
+    layout = RunLayout(project.recipe.output_dir / "runs" / result.report["run"])
+    assert len(list(layout.samples.glob("*.png"))) == 2
+    modules = json.loads(layout.finished.read_text())["modules"]
+    assert {each["diffusers"].split(".")[0] for each in modules} == {"unet", "text_encoder", "text_encoder_2"}
+    header = read_lora_file(project.recipe.output_dir / "lora" / layout_file("kohya", "demo")).metadata
+    assert json.loads(header["ss_network_args"]) == {"text_encoders": {"alpha": 1.0, "dim": 2}}
+    assert header["ss_text_encoder_lr"] == "0.01"
+
+
+def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a_caption(
+    make_project: Callable[..., Project],
+) -> None:
+    order = project_of(make_project).order()
+    engine, family = engine_of(order), detect(order.base)
+    validation = Validation(order, family, order.inputs[:1])
+    losses = [validation.loss(engine).mean]
+    with engine.looking():
+        before = engine.text_of("a cat")
+        loosened(engine)
+        after = engine.text_of("a cat")
+    for weight in (weight for weight in engine.denoiser.parameters() if weight.requires_grad):
+        weight.data.zero_()
+    losses.append(validation.loss(engine).mean)
+    assert losses[0] != losses[1]
+    assert before is not None
+    assert after is not None
+    assert (after["text_embedding"] - before["text_embedding"]).abs().max() > 0.05
+    micro = MicroBatchMaker(order, family, engine.scheduler).make_fixed(order.plan()[0].slots()[:1], [0.5])
+    assert engine.output_change(micro) > 0
+    assert all(network.training for network in engine.networks.values())
+
+
+def test_the_settings_decide_the_run_and_without_them_it_is_the_one_it_was(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project()
+
+    def facts(lora: LoraSettings) -> Any:
+        changed = project.changed("facts", lora=lora)
+        return run_facts(changed.recipe, Entries(changed.recipe), changed.order().inputs)
+
+    assert "text_encoders" not in facts(LoraSettings())["lora"]
+    made = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]
+    assert len({json.dumps(facts(each)) for each in made}) == 4
+
+
+def test_a_family_whose_files_have_no_place_for_it_is_refused_before_anything_is_launched(
+    make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
+) -> None:
+    TINY["FLUX.2 klein"](tmp_path / "klein")
+    tiny_bases["klein"] = tmp_path / "klein"
+    project = project_of(make_project, "klein")
+    with pytest.raises(TrainingError, match=r"no LoRA on the text encoders of FLUX\.2") as caught:
+        run._planned(project.recipe, project.latents, project.text, {})
+    assert caught.value.where == "training.lora.text_encoders"
+    assert "Stable Diffusion XL" in caught.value.fix
+    assert "FLUX.2" not in caught.value.fix

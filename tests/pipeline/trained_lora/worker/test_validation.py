@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from diffusers import DDPMScheduler, UNet2DConditionModel
+
+from pipeline.cache.store import Store
+from pipeline.models.families import detect
+from pipeline.trained_lora.plan.plan import Slot
+from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.engine import Engine
+from pipeline.trained_lora.worker.loader import MicroBatchMaker
+from pipeline.trained_lora.worker.validation import LEVELS, Validation
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+HALF = {"photos": {"validation_fraction": 0.5}}
+
+
+def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project(datasets=HALF, batch_size=3).order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    found = Validation(order, family, order.inputs.held_out).loss(engine)
+    assert set(found.by_sample) == {item.sample_id for item in order.inputs.held_out}
+
+    unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
+    ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
+    store = Store(order.recipe.cache_dir)
+    table: list[list[float]] = []
+    for item in order.inputs.held_out:
+        latent = store.read_torch(item.views[0].entry)["latent"].float()[None]
+        text = store.read_torch(item.variants[0].entry)["text_embedding"].float()[None]
+        row: list[float] = []
+        for level in LEVELS:
+            shape = tuple(latent.shape[1:])
+            noise = stream("fixed noise", item.sample_id, str(level)).standard_normal(shape, dtype="float32")
+            noise = torch.from_numpy(noise)[None]
+            at = torch.tensor([int(level * ddpm.config.num_train_timesteps)])
+            with torch.no_grad():  # a fresh LoRA adds nothing
+                answer = unet(ddpm.add_noise(latent, noise, at), at, text).sample
+            row.append(float(((answer - noise) ** 2).mean()))
+        table.append(row)
+        assert found.by_sample[item.sample_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
+    errors = torch.tensor(table)
+    assert found.mean == pytest.approx(float(errors.mean()), rel=1e-4)
+    assert found.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
+
+
+def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_nothing(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(datasets=HALF)
+    loss = project.recipe.training.loss.model_copy(update={"kind": "huber", "weighting": "min_snr"})
+    other = project.changed("other", seed=8, batch_size=4, loss=loss).order()
+    order = project.order()
+    found = []
+    for each in (order, other):
+        family = detect(each.base)
+        engine = Engine(each, family)
+        before = adapter_state(engine.denoiser)
+        validation = Validation(each, family, each.inputs.held_out)
+        found.append(validation.loss(engine))
+        assert validation.loss(engine) == found[-1]
+        assert engine.denoiser.training
+        assert all(
+            torch.equal(weight, before[name]) for name, weight in adapter_state(engine.denoiser).items()
+        )
+    assert found[0].mean == pytest.approx(found[1].mean, rel=1e-5)
+
+
+def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with_its_weights(
+    make_project: Callable[..., Project],
+) -> None:
+    order = make_project().order()
+    family = detect(order.base)
+    engine = Engine(order, family)
+    maker = MicroBatchMaker(order, family, engine.scheduler)
+    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    micro = maker.make_fixed((slot,), [0.5])
+    assert engine.output_change(micro) == 0.0
+    moved = []
+    for amount in (0.01, 0.1):
+        with torch.no_grad():
+            for weight in engine.weights:
+                weight.add_(amount)
+        moved.append(engine.output_change(micro))
+    assert 0 < moved[0] < moved[1]
+    with engine.looking():
+        adapted = engine._answer(micro, engine.scheduler)
+        unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
+        noisy = family.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
+        plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+    assert moved[1] == pytest.approx(float((adapted - plain).norm() / plain.norm()), rel=1e-4)

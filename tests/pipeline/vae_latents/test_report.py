@@ -1,0 +1,322 @@
+"""Which latents are looked at, what is said of them, and the pictures, drawn by the real encoder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+from skimage.metrics import peak_signal_noise_ratio
+
+from pipeline.cache.requests import Entries
+from pipeline.encoding.jobs import read_order
+from pipeline.encoding.progress import Progress
+from pipeline.images.decode import load_pixels
+from pipeline.images.geometry import Geometry
+from pipeline.processes.launch import Meanwhile
+from pipeline.reporting.reports import StageResult
+from pipeline.vae_latents import report as decoded
+from pipeline.vae_latents.stage import cache_latents
+from pipeline.vae_latents.worker.encoder import LatentEncoder
+from pipeline.vae_latents.worker.reconstruct import decode_beside
+from tests.worker_runs import run
+
+WHITE = (255, 255, 255)
+
+
+def cached(cache: Any, launch: Any) -> StageResult:
+    result = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=lambda _: None)
+    return cache.keep("vae_latents", result)
+
+
+def folder_of(cache: Any) -> Path:
+    return cache.recipe.output_dir / "reports" / "vae_latents"
+
+
+def pictures(cache: Any) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder_of(cache).glob("*.jpg")}
+
+
+def some_rows(number: int, **columns: Any) -> pl.DataFrame:
+    hashes = [hashlib.sha256(b"%d" % index).hexdigest() for index in range(number)]
+    rows = pl.DataFrame({"content_hash": hashes, "key": hashes[::-1], "flipped": [False] * number})
+    return rows.with_columns(**{name: pl.Series(values) for name, values in columns.items()})
+
+
+@pytest.mark.parametrize("number", [3, 8, 64, 5000])
+def test_a_sample_is_the_same_in_whatever_order_and_never_too_small(number: int) -> None:
+    rows = some_rows(number)
+    sample = decoded.sample_of(rows, 8)
+    assert len(sample) == min(8, number)
+    assert sample.equals(decoded.sample_of(rows.sample(fraction=1.0, shuffle=True, seed=1), 8))
+    assert sample["content_hash"].to_list() == sorted(rows["content_hash"].to_list())[:8]
+
+
+def test_a_sample_has_each_content_once_and_no_mirrored_ones() -> None:
+    rows = pl.concat([some_rows(5), some_rows(5, flipped=[True] * 5), some_rows(5, key=list("abcde"))])
+    sample = decoded.sample_of(rows, 8)
+    assert sample["content_hash"].n_unique() == len(sample) == 5
+    assert not sample["flipped"].any()
+    assert decoded.sample_of(rows.clear(), 8).is_empty()
+
+
+def test_the_ratio_is_that_of_scikit_image_and_finite_for_equal_images() -> None:
+    generator = np.random.default_rng(3)
+    image, other = generator.integers(0, 256, (2, 40, 30, 3), dtype=np.uint8)
+    assert decoded.psnr_db(image, other) == pytest.approx(peak_signal_noise_ratio(image, other), abs=1e-9)
+    assert decoded.psnr_db(image, image) == pytest.approx(10 * np.log10(255**2 * image.size))
+
+
+def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
+    cache: Any, launch_here: Any, tiny_sd: Path
+) -> None:
+    from diffusers import AutoencoderKL
+
+    cache = cache.with_settings(buckets={"resolution": 192, "step": 64})
+    result = cached(cache, launch_here)
+    rows, table = result.report["decoded"], {row["sample_id"]: row for row in result.table.to_dicts()}
+    assert {row["sample_id"] for row in rows} == set(table)
+    vae, entries = AutoencoderKL.from_pretrained(tiny_sd / "vae"), Entries(cache.recipe)
+    for said in rows:
+        row = table[said["sample_id"]]
+        path, geometry = cache.photos / row["path"], Geometry.from_row(row)
+        image = load_pixels(path, geometry, WHITE, content_hash=row["content_hash"])
+        stored = entries.store.read_torch(entries.latent(row))["latent"].float()
+        with torch.no_grad():
+            drawn = vae.decode(stored[None] / vae.config.scaling_factor).sample
+        picture = (drawn / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).numpy()
+        expected = peak_signal_noise_ratio(image, (picture * 255).round().astype(np.uint8))
+        assert said["psnr_db"] == pytest.approx(expected, abs=0.01)
+        with Image.open(folder_of(cache) / said["picture"]) as pair:
+            left = np.asarray(pair.convert("RGB"), dtype=float)[:, : row["target_width"]]
+        assert left.shape == image.shape
+        assert np.abs(left - image).mean() < 6  # a JPEG
+    ratios = [row["psnr_db"] for row in rows]
+    assert result.report["psnr_db"] == pytest.approx(np.mean(ratios), abs=1e-3)
+    assert result.report["psnr_lowest_db"] == min(ratios)
+    assert result.report["pictures_seconds"] > 0
+    assert any("5 latents decoded" in line for line in launch_here.said)
+
+
+def test_a_run_that_encodes_nothing_shows_the_last_pictures(
+    cache: Any, launch_here: Any, forbidden_launch: Any
+) -> None:
+    first = cached(cache, launch_here)
+    drawn = pictures(cache)
+    again = cached(cache, forbidden_launch)
+    shown = {"decoded", "psnr_db", "psnr_lowest_db", "latent_mean", "latent_std", "channels"}
+    assert {name: again.report[name] for name in shown} == {name: first.report[name] for name in shown}
+    assert pictures(cache) == drawn
+    assert again.report["pictures_seconds"] == 0
+    shutil.rmtree(folder_of(cache))
+    without = cached(cache, forbidden_launch).report
+    assert "no latent was decoded" in without["decoded_note"]
+    assert "psnr_db" not in without
+    assert without["latent_std"] == first.report["latent_std"]
+
+
+def test_of_changed_images_alone_new_pictures_are_drawn_and_old_ones_forgotten(
+    cache: Any, launch_here: Any
+) -> None:
+    cached(cache, launch_here)
+    before = {path.name: path.stat().st_mtime_ns for path in folder_of(cache).iterdir()}
+    with Image.open(cache.photos / "cat.png") as image:
+        image.rotate(180).save(cache.photos / "cat.png")
+    cached(cache, launch_here)
+    after = {path.name: path.stat().st_mtime_ns for path in folder_of(cache).iterdir()}
+    assert sum(name.endswith(".jpg") for name in after) == 5
+    new = set(after.items()) - set(before.items())
+    assert len(new) == 3  # one pair, its numbers, and the statistics
+    assert len(set(before) - set(after)) == 2
+
+
+def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
+    cache: Any, launch_here: Any
+) -> None:
+    """Rank 0 draws what it encoded and what was there, rank 1 what it encoded."""
+    kept: list[Path] = []
+    by_rank_1: dict[str, bytes] = {}
+
+    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
+        copied = shutil.copytree(order.parent, folder_of(cache).parent / "order")
+        kept.append(copied / order.name)
+        run(order, launch_here, rank=1, num_ranks=2)
+        by_rank_1.update(pictures(cache))
+        for name in by_rank_1:
+            (folder_of(cache) / name).write_bytes(b"drawn once")
+        run(order, launch_here, rank=0, num_ranks=2)
+
+    (cache.photos / "cat.png").rename(cache.photos / "cat.later")
+    cached(cache, launch_here)
+    (cache.photos / "cat.later").rename(cache.photos / "cat.png")
+    shutil.rmtree(folder_of(cache))
+    for name in ("coffee", "rocket"):
+        entries, row = Entries(cache.recipe), cache.buckets().filter(pl.col("path") == f"{name}.png")
+        entries.store.path(entries.latent(row.row(0, named=True))).unlink()
+    cached(cache, launch)
+    order = read_order(kept[0])
+    assert {job.name for job in order.jobs} == {"photos/cat.png", "photos/coffee.png", "photos/rocket.png"}
+    assert len(pictures(cache)) == 5
+    assert 1 <= len(by_rank_1) <= 2
+    assert all(pictures(cache)[name] == b"drawn once" for name in by_rank_1)
+
+
+class Drawing:
+    """An encoder whose entries are made, and what is to be drawn."""
+
+    def __init__(self, cache: Any, launch_here: Any) -> None:
+        self.cache = cache
+        self.said: list[str] = launch_here.said
+        entries = Entries(cache.recipe)
+        orders = [read_order(self._order(cache, launch_here))]
+        progress = Progress(launch_here, cache.photos, jobs=range(5), what="latents", rank=0)
+        self.encoder = LatentEncoder(orders[0], "cpu", progress)
+        assert orders[0].beside is not None
+        self.beside, self.store, self.progress = orders[0].beside, entries.store, progress
+        shutil.rmtree(folder_of(cache))
+        self.said.clear()
+
+    def _order(self, cache: Any, launch_here: Any) -> Path:
+        kept: list[Path] = []
+
+        def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+            meanwhile()
+            kept.append(shutil.copytree(order.parent, cache.photos.parent / "order") / order.name)
+            launch_here(module, order)
+
+        cached(cache, launch)
+        return kept[0]
+
+    def draw(self) -> list[decoded.Seen]:
+        decode_beside(self.beside, self.encoder, self.store, self.progress)
+        return decoded.read(self.beside.folder, [job.spec.key for job in self.beside.jobs])
+
+
+def test_what_memory_does_not_suffice_for_or_cannot_be_read_is_said_and_the_rest_is_drawn(
+    cache: Any, launch_here: Any
+) -> None:
+    drawing = Drawing(cache, launch_here)
+    (cache.photos / "cat.png").unlink()
+    decode = drawing.encoder._family.decode
+
+    def cramped(vae: Any, latent: torch.Tensor) -> torch.Tensor:
+        if latent.shape[-1] > latent.shape[-2]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return decode(vae, latent)
+
+    drawing.encoder._family.decode = cramped  # type: ignore[method-assign]
+    wide = cache.buckets().filter(pl.col("target_width") > pl.col("target_height"))
+    seen = drawing.draw()
+    assert len(seen) == 5 - 1 - len(wide)
+    assert len(wide) > 0
+    assert sum("memory ran out" in line for line in drawing.said) == len(wide)
+    assert sum("photos/cat.png: ImageError" in line for line in drawing.said) == 1
+
+
+def test_a_decoder_that_overflows_in_half_precision_is_asked_again_in_float32(
+    cache: Any, launch_here: Any, tiny_sd: Path, tmp_path: Path
+) -> None:
+    base = shutil.copytree(tiny_sd, tmp_path / "loud")
+    file = base / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["decoder.conv_in.weight"] *= 1e6  # normed away behind it
+    weights["decoder.conv_in.bias"] *= 1e6
+    save_file(weights, file, metadata={"format": "pt"})
+    half, whole = (
+        cache.with_settings(model={"base": str(base)}, latents={"compute_dtype": dtype, "posterior": "mean"})
+        for dtype in ("float16", "float32")
+    )
+    found = []
+    for each in (half, whole):
+        found.append(
+            {row["sample_id"]: row["psnr_db"] for row in cached(each, launch_here).report["decoded"]}
+        )
+        shutil.rmtree(folder_of(each))
+    assert len(found[0]) == 5
+    assert found[0] == pytest.approx(found[1], abs=0.1)
+
+
+def test_a_large_image_is_decoded_in_its_middle_on_a_cpu(
+    cache: Any, launch_here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.vae_latents.worker.reconstruct.CPU_WINDOW_PX", 40)
+    result = cached(cache, launch_here)
+    sizes = {row["sample_id"]: (row["target_height"], row["target_width"]) for row in result.table.to_dicts()}
+    assert len(result.report["decoded"]) == 5
+    for row in result.report["decoded"]:
+        height, width = (min(40, edge) for edge in sizes[row["sample_id"]])
+        with Image.open(folder_of(cache) / row["picture"]) as pair:
+            assert pair.size == (2 * width + 4, height)
+
+
+def keep(folder: Path, number: int, noise: int) -> str:
+    generator = np.random.default_rng(number)
+    image = generator.integers(0, 256, (300, 600, 3), dtype=np.uint8)
+    other = np.clip(image + generator.integers(-noise, noise + 1, image.shape), 0, 255).astype(np.uint8)
+    key = hashlib.sha256(b"%d" % number).hexdigest()
+    decoded.keep(folder, key, image, other, seconds=0.1)
+    return key
+
+
+def test_the_note_is_there_when_most_pictures_are_less_like_than_their_mean_colour(tmp_path: Path) -> None:
+    keys = [keep(tmp_path, number, noise) for number, noise in enumerate((10, 20, 5, 255, 255))]
+    looked_at = pl.DataFrame({"key": keys, "sample_id": [f"photos/{number}" for number in range(5)]})
+    said = decoded.report(tmp_path, looked_at)
+    assert "decoded_note" not in said
+    assert said["psnr_db"] == pytest.approx(np.mean([row["psnr_db"] for row in said["decoded"]]), abs=1e-3)
+    last = decoded.report(tmp_path, looked_at.tail(3))
+    assert last["decoded_note"].startswith("2 of 3 ")
+    assert len(list(tmp_path.glob("*.jpg"))) == 3
+
+
+def test_shown_are_the_first_and_always_the_lowest(tmp_path: Path) -> None:
+    rows = [{"psnr_db": ratio} for ratio in (30.0, 31.0, 32.0, 33.0, 34.0, 20.0, 35.0)]
+    assert [row["psnr_db"] for row in decoded.shown(rows)] == [30.0, 31.0, 32.0, 20.0]
+    assert decoded.shown(rows[:1]) == rows[:1]
+    assert decoded.shown([]) == []
+
+
+def test_a_picture_is_small_whatever_it_shows(tmp_path: Path) -> None:
+    keep(tmp_path, 1, 255)
+    (file,) = tmp_path.glob("*.jpg")
+    assert file.stat().st_size * decoded.NUM_SHOWN <= 200_000
+
+
+def test_numbers_of_another_key_or_torn_ones_are_none(tmp_path: Path) -> None:
+    key = keep(tmp_path, 1, 9)
+    alike = key[:16] + "0" * 48
+    assert decoded.read(tmp_path, [alike]) == []
+    (file,) = tmp_path.glob("*.json")
+    file.write_text(file.read_text("utf-8")[:20], encoding="utf-8")
+    assert decoded.read(tmp_path, [key]) == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("posterior", ["sample", "moments"])
+def test_statistics_are_those_of_the_stored_values(
+    cache: Any, launch_here: Any, dtype: str, posterior: str
+) -> None:
+    cache = cache.with_settings(latents={"dtype": dtype, "posterior": posterior, "flip": True})
+    result = cached(cache, launch_here)
+    entries, stored = Entries(cache.recipe), list[torch.Tensor]()
+    for row in result.table.filter(~pl.col("flipped")).to_dicts():
+        tensors = entries.store.read_torch(entries.latent(row))
+        stored.append(tensors["mean" if posterior == "moments" else "latent"].double().flatten(1))
+    values = torch.cat(stored, dim=1)
+    assert result.report["latent_mean"] == pytest.approx(float(values.mean()), rel=1e-3)
+    assert result.report["latent_std"] == pytest.approx(float(values.std(correction=0)), rel=1e-3)
+    last = result.report["channels"][3]
+    assert last["channel"] == 3
+    assert last["most"] == pytest.approx(float(values[3].max()), rel=1e-3)
+    assert last["std"] == pytest.approx(float(values[3].std(correction=0)), rel=1e-3)
+    kept = json.loads((folder_of(cache) / "statistics.json").read_text("utf-8"))
+    assert len(kept["keys"]) == 5

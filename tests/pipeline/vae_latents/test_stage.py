@@ -1,0 +1,364 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.cache.requests import Entries
+from pipeline.encoding.jobs import read_order
+from pipeline.errors import ModelError, StoreError
+from pipeline.images.geometry import Geometry
+from pipeline.processes.launch import LocalLaunch, Meanwhile
+from pipeline.reporting.reports import StageResult
+from pipeline.vae_latents.stage import cache_latents
+
+
+def cached(cache, launch, said: list[str] | None = None) -> StageResult:
+    log = said.append if said is not None else lambda _: None
+    result = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=log)
+    return cache.keep("vae_latents", result)
+
+
+def counts(result: StageResult) -> dict[str, int]:
+    return {name: result.report[name] for name in ("encoded", "reused", "removed", "failed")}
+
+
+def pixels_by_hand(path: Path, geometry: Geometry) -> torch.Tensor:
+    """Resize everything, then crop: (1, 3, H, W) in [-1, 1]."""
+    target = geometry.target_size
+    with Image.open(path) as image:
+        box = geometry.source_box
+        resized = image.resize((target.width, target.height), Image.Resampling.BICUBIC, box=box)
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1)[None].contiguous().float() / 127.5 - 1
+
+
+@pytest.mark.parametrize("posterior", ["sample", "mean"])
+def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, tiny_sd, posterior) -> None:
+    from diffusers import AutoencoderKL
+
+    cache = cache.with_settings(latents={"posterior": posterior, "dtype": "float32"})
+    result = cached(cache, launch_here)
+    vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
+    entries = Entries(cache.recipe)
+    assert result.table.height == 5
+    for row in result.table.to_dicts():
+        spec = entries.latent(row)
+        assert spec.key == row["key"]
+        with torch.no_grad():
+            pixels = pixels_by_hand(cache.photos / row["path"], Geometry.from_row(row))
+            encoded = vae.encode(pixels).latent_dist
+        noise = torch.Generator("cpu").manual_seed(int(row["key"][:15], 16))
+        raw = encoded.mean if posterior == "mean" else encoded.sample(noise)
+        expected = raw[0] * vae.config.scaling_factor
+        stored = entries.store.read_torch(spec)["latent"]
+        assert stored.shape == (4, row["target_height"] // 8, row["target_width"] // 8)
+        torch.testing.assert_close(stored, expected, rtol=0, atol=1e-5)
+        assert 0.3 < stored.std() < 3
+
+
+def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here, tiny_sd) -> None:
+    from diffusers import AutoencoderKL
+
+    cache = cache.with_settings(latents={"posterior": "moments", "flip": True, "dtype": "float32"})
+    result = cached(cache, launch_here)
+    vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
+    entries = Entries(cache.recipe)
+    assert counts(result) == {"encoded": 10, "reused": 0, "removed": 0, "failed": 0}
+    assert (result.report["samples"], result.report["kept"], result.report["in"]) == (5, 5, 5)
+    assert result.table["sample_id"].n_unique() == 5
+    for row in result.table.to_dicts():
+        with torch.no_grad():
+            pixels = pixels_by_hand(cache.photos / row["path"], Geometry.from_row(row))
+            posterior = vae.encode(pixels.flip(3) if row["flipped"] else pixels).latent_dist
+        stored = entries.store.read_torch(entries.latent(row))
+        scale = vae.config.scaling_factor
+        torch.testing.assert_close(stored["mean"], posterior.mean[0] * scale, rtol=0, atol=1e-5)
+        torch.testing.assert_close(stored["std"], posterior.std[0] * scale, rtol=0, atol=1e-5)
+        assert (stored["std"] > 0).all()
+
+
+def test_L11_mirrored_latents_are_added_without_touching_the_others(cache, launch_here, entry_bytes) -> None:
+    cached(cache, launch_here)
+    plain = entry_bytes()
+    flipped = cache.with_settings(latents={"flip": True})
+    assert counts(cached(flipped, launch_here)) == {"encoded": 5, "reused": 5, "removed": 0, "failed": 0}
+    assert plain.items() <= entry_bytes().items()
+    assert counts(cached(cache, launch_here)) == {"encoded": 0, "reused": 5, "removed": 5, "failed": 0}
+
+
+def test_a_sample_whose_mirrored_latent_fails_is_rejected_whole(cache, launch_here) -> None:
+    buckets = cache.buckets()
+    flipped = cache.with_settings(latents={"flip": True})
+    (cache.photos / "cat.png").unlink()
+    result = cache_latents(flipped.recipe, buckets, cache.tables, launch=launch_here, log=str)
+    assert result.rejected.select("sample_id", "reason").rows() == [("photos/cat.png", "vanished")]
+    assert "photos/cat.png" not in result.table["sample_id"].to_list()
+    assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (5, 4, 1)
+
+
+def test_a_second_run_encodes_nothing_and_reuses_everything(cache, launch_here, forbidden_launch) -> None:
+    assert counts(cached(cache, launch_here)) == {"encoded": 5, "reused": 0, "removed": 0, "failed": 0}
+    again = cached(cache, forbidden_launch)
+    assert counts(again) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
+    assert again.report["startup_seconds"] == 0
+
+
+def test_a_warm_run_opens_no_entry_and_one_without_its_table_opens_all(
+    cache, launch_here, forbidden_launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.cache import store
+
+    cached(cache, launch_here)
+    read: list[Path] = []
+    whole = store._read_whole
+    monkeypatch.setattr(store, "_read_whole", lambda path: read.append(path) or whole(path))
+    cached(cache, forbidden_launch)
+    assert read == []
+    cache.tables.path("vae_latents").unlink()
+    assert cached(cache, forbidden_launch).report["reused"] == 5
+    assert len(read) == 5
+
+
+def test_processes_start_before_the_look_at_all_entries_where_one_is_missing_for_certain(
+    cache, launch_here, forbidden_launch
+) -> None:
+    cached(cache, launch_here)
+    looked_at: list[bool] = []
+
+    def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        looked_at.append(bool(said))
+        launch_here(module, order, meanwhile)
+
+    said: list[str] = []
+    shutil.copy(cache.photos / "cat.png", cache.photos / "cat2.png")
+    assert cached(cache, forbidden_launch).report["reused"] == 5, "a new image, whose entry is there"
+    with Image.open(cache.photos / "cat.png") as image:
+        image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(cache.photos / "cat2.png")
+    assert cached(cache, launch, said).report["encoded"] == 1
+    said.clear()
+    next((cache.recipe.cache_dir / "latents").glob("*/*")).unlink()
+    assert cached(cache, launch, said).report["encoded"] == 1
+    assert looked_at == [False, True], "what a table knows is looked at before"
+
+
+def test_L10_entries_that_another_job_made_meanwhile_count_as_reused(cache, launch_here) -> None:
+    def beaten(module: str, order: Path, meanwhile: Meanwhile) -> None:
+        launch_here(module, order, meanwhile)
+        launch_here(module, order)
+
+    assert counts(cached(cache, beaten)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
+
+
+def test_one_edited_picture_of_the_same_name_and_size_is_one_latent(cache, launch_here) -> None:
+    cached(cache, launch_here)
+    path = cache.photos / "cat.png"
+    with Image.open(path) as image:
+        flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    flipped.save(path)
+    assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 4, "removed": 1, "failed": 0}
+
+
+def test_add_remove_rename_and_repeat_cost_what_they_must(cache, launch_here, forbidden_launch) -> None:
+    cached(cache, launch_here)
+    (cache.photos / "cat.png").rename(cache.photos / "renamed.png")
+    assert counts(cached(cache, forbidden_launch))["reused"] == 5
+    (cache.photos / "twin.png").write_bytes((cache.photos / "coffee.png").read_bytes())
+    twins = cached(cache, forbidden_launch)
+    assert counts(twins) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
+    assert twins.report["samples"] == 6
+    (cache.photos / "camera.png").unlink()
+    assert counts(cached(cache, forbidden_launch)) == {"encoded": 0, "reused": 4, "removed": 1, "failed": 0}
+
+
+def test_L15_moved_sources_and_a_moved_cache_cost_nothing(
+    cache, launch_here, forbidden_launch, tmp_path
+) -> None:
+    cached(cache, launch_here)
+    cache.photos = cache.photos.rename(tmp_path / "elsewhere")
+    moved = cache.recipe.cache_dir.rename(tmp_path / "cache2")
+    again = cache.with_settings(
+        cache_dir=str(moved), datasets=[{"name": "renamed", "path": str(cache.photos)}]
+    )
+    buckets = again.buckets().with_columns(dataset=pl.lit("renamed"))
+    result = cache_latents(again.recipe, buckets, again.tables, launch=forbidden_launch, log=lambda _: None)
+    assert counts(result)["reused"] == 5
+
+
+def test_a_latents_bytes_do_not_depend_on_its_batch_mates(cache, launch_here, entry_bytes) -> None:
+    cached(cache, launch_here)
+    together = entry_bytes()
+    for path in sorted(cache.photos.glob("*.png")):
+        path.rename(path.with_suffix(".aside"))
+    alone: dict[str, bytes] = {}
+    for path in sorted(cache.photos.glob("*.aside")):
+        shutil.rmtree(cache.recipe.cache_dir)
+        path.rename(path.with_suffix(".png"))
+        cached(cache, launch_here)
+        alone |= entry_bytes()
+        path.with_suffix(".png").rename(path)
+    assert alone == together
+    assert len(alone) == 5
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_each_stored_dtype_reads_back(cache, launch_here, dtype: str) -> None:
+    cache = cache.with_settings(latents={"dtype": dtype})
+    result = cached(cache, launch_here)
+    entries = Entries(cache.recipe)
+    for row in result.table.to_dicts():
+        assert row["dtype"] == dtype
+        latent = entries.store.read_torch(entries.latent(row))["latent"]
+        assert latent.dtype == getattr(torch, dtype)
+        assert latent.isfinite().all()
+
+
+def test_an_image_that_changes_after_the_scan_is_rejected_and_the_others_go_on(cache, launch_here) -> None:
+    buckets = cache.buckets()
+    (cache.photos / "cat.png").write_bytes((cache.photos / "coffee.png").read_bytes())
+    (cache.photos / "rocket.png").unlink()
+    result = cache_latents(cache.recipe, buckets, cache.tables, launch=launch_here, log=lambda _: None)
+    assert counts(result) == {"encoded": 3, "reused": 0, "removed": 0, "failed": 2}
+    reasons = dict(result.rejected.select("sample_id", "reason").iter_rows())
+    assert reasons == {"photos/cat.png": "changed", "photos/rocket.png": "vanished"}
+    assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 5
+
+
+def test_L05_a_damaged_vae_is_an_error_and_never_a_zero(cache, launch_here, tmp_path) -> None:
+    """The first layer of the damaged VAE is infinite."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "damaged"
+    shutil.copytree(cache.recipe.model.base, folder)
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["encoder.conv_in.weight"] = weights["encoder.conv_in.weight"] * float("inf")
+    save_file(weights, file, {"format": "pt"})
+    recipe = cache.with_settings(model={"base": str(folder)})
+    with pytest.raises(ModelError, match=r"NaN or infinite values.*(?s:.*)fetch the base model again"):
+        cached(recipe, launch_here)
+    assert list(cache.recipe.cache_dir.rglob("*.safetensors")) == []
+
+
+def test_L05_values_that_do_not_fit_the_stored_dtype_are_an_error_that_names_the_dtype_that_does(
+    cache, launch_here, tmp_path
+) -> None:
+    folder = tmp_path / "loud"
+    shutil.copytree(cache.recipe.model.base, folder)
+    file = folder / "vae" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": 1e6}))
+    with pytest.raises(ModelError, match=r"does not fit into float16(?s:.*)set latents\.dtype to bfloat16"):
+        cached(cache.with_settings(model={"base": str(folder)}), launch_here)
+    fits = cache.with_settings(model={"base": str(folder)}, latents={"dtype": "bfloat16"})
+    assert cached(fits, launch_here).report["failed"] == 0
+
+
+def test_half_precision_compute_gives_almost_the_same_latents(cache, launch_here) -> None:
+    exact, half = (
+        cached(cache.with_settings(latents={"compute_dtype": dtype, "posterior": "mean"}), launch_here)
+        for dtype in ("float32", "bfloat16")
+    )
+    a = Entries(cache.with_settings(latents={"posterior": "mean"}).recipe)
+    b = Entries(cache.with_settings(latents={"compute_dtype": "bfloat16", "posterior": "mean"}).recipe)
+    for row, other in zip(exact.table.to_dicts(), half.table.to_dicts(), strict=True):
+        assert row["key"] != other["key"]
+        first, second = (e.store.read(e.latent(row))["latent"] for e in (a, b))
+        assert np.abs(first - second).max() < 0.25
+
+
+def test_L06_L07_damaged_entries_are_named_and_made_again(cache, launch_here, entry_bytes) -> None:
+    cached(cache, launch_here)
+    sound = entry_bytes()
+    names = sorted(sound)
+    cut, grown, flipped, gone = (cache.recipe.cache_dir / name for name in names[:4])
+    cut.write_bytes(sound[names[0]][:-5])
+    grown.write_bytes(sound[names[1]] + b"x")
+    raw = bytearray(sound[names[2]])
+    raw[-1] ^= 64
+    flipped.write_bytes(raw)
+    gone.unlink()
+    said: list[str] = []
+    result = cached(cache, launch_here, said)
+    assert result.report["encoded"] == 4
+    assert result.report["damaged"] == 3
+    assert entry_bytes() == sound
+    for path in (cut, grown, flipped):
+        assert any(str(path) in line for line in said), path
+
+
+def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None:
+    def liar(_: str, order: Path, meanwhile: Meanwhile) -> None:
+        meanwhile()
+        keys = [job.spec.key for job in read_order(order).jobs]
+        lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
+        (order.parent / "results-0.jsonl").write_text(
+            "\n".join([*lines, '{"work_s": 0.1, "aside_s": 0.0}', ""])
+        )
+
+    with pytest.raises(StoreError, match="was to be made and is missing"):
+        cached(cache, liar)
+
+
+def test_progress_comes_as_it_goes_and_ends_with_all(cache, launch_here) -> None:
+    cached(cache, launch_here)
+    assert launch_here.said[-1] == "5/5 latents encoded"
+
+
+def test_L10_two_jobs_at_once_on_an_empty_cache_both_end_well_with_the_bytes_of_a_lone_one(
+    cache, launch_here, entry_bytes
+) -> None:
+    """Real child processes, started together."""
+    cached(cache, launch_here)
+    lone = entry_bytes()
+    shutil.rmtree(cache.recipe.cache_dir)
+    launch = LocalLaunch(cache.recipe.accelerate)
+    buckets = cache.buckets()
+
+    def job(_: int) -> StageResult:
+        return cache_latents(cache.recipe, buckets, cache.tables, launch=launch, log=lambda _: None)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(job, range(2))
+    assert entry_bytes() == lone
+    assert first.table["key"].to_list() == second.table["key"].to_list()
+    assert first.report["startup_seconds"] > first.report["seconds"]
+    assert not list(cache.recipe.cache_dir.rglob("*.tmp"))
+    for result in (first, second):
+        assert result.report["encoded"] + result.report["reused"] == 5
+
+
+def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
+    cached(cache, launch_here)
+    cache.tables.write("aspect_buckets", cache.buckets())
+    recipe_file = cache.recipe.output_dir / "recipe.json"
+    recipe_file.write_text(cache.recipe.model_dump_json())
+    code = (
+        "import sys, pathlib\n"
+        "from pipeline.recipe import Recipe\n"
+        "from pipeline.storage.tables import Tables\n"
+        "from pipeline.vae_latents.stage import cache_latents\n"
+        "recipe = Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text())\n"
+        "tables = Tables(recipe.output_dir)\n"
+        "result = cache_latents(recipe, tables.read('aspect_buckets'), tables, launch=None, log=print)\n"
+        "assert result.report['reused'] == 5, result.report\n"
+        "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(recipe_file)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(root)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,0 +1,379 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from pipeline.cache.requests import Entries
+from pipeline.cache.store import Store
+from pipeline.encoding.jobs import Job, Order, write_order
+from pipeline.encoding.outcome import Encoded, Failure
+from pipeline.encoding.progress import Progress
+from pipeline.errors import LaunchError, ModelError
+from pipeline.models.families import Posterior
+from pipeline.vae_latents.worker import encoder as latent_encoder
+from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def info(self, text: str) -> None:
+        self.lines.append(text)
+
+    def progress(self, done: int, total: int, text: str) -> None:
+        self.lines.append(text)
+
+
+SQUARE = ("cat.png", "camera.png", "coffee.png", "rocket.png")
+"""Pictures that are given one shape: more than the probes, which have a pass each, leave for batches."""
+
+
+@pytest.fixture
+def order(cache, tmp_path: Path) -> Order:
+    """Five pictures, of which four share one shape."""
+    return order_of(cache, tmp_path)
+
+
+def order_of(cache, tmp_path: Path, **settings: str) -> Order:
+    entries, jobs = Entries(cache.recipe), list[Job]()
+    for scanned in cache.buckets().to_dicts():
+        square = {"target_height": 64, "target_width": 64}
+        row = scanned | (square if scanned["path"] in SQUARE else {})
+        work = {**row, "root": str(cache.photos), "flipped": False}
+        jobs.append(Job(entries.latent(row), {}, work, row["path"], 4096))
+    jobs.sort(key=lambda job: job.spec.tensors["latent"].shape)
+    chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
+    return Order("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, jobs)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+def encode(encoder: LatentEncoder, order: Order) -> dict[str, np.ndarray]:
+    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, Store(order.store_root))}
+    assert all(isinstance(outcome, Encoded) for outcome in outcomes.values()), outcomes
+    return {name: outcome.tensors["latent"].astype(np.float32) for name, outcome in outcomes.items()}
+
+
+def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentEncoder:
+    progress = Progress(listener, Path(order.store_root).parent, jobs=range(5), what="latents", rank=0)
+    return LatentEncoder(order, device, progress)
+
+
+def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = float("inf")) -> list[int]:
+    """Record the images of each forward pass; more than `limit`, or of more pixels, run out of memory."""
+    sizes: list[int] = []
+    inner = encoder._family.posterior
+
+    def posterior(vae, pixels) -> Posterior:
+        sizes.append(len(pixels))
+        if len(pixels) > limit or pixels.shape[-1] * pixels.shape[-2] > limit_px:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return inner(vae, pixels)
+
+    encoder._family.posterior = posterior  # type: ignore[method-assign]
+    return sizes
+
+
+def test_on_the_cpu_each_image_has_a_pass_of_its_own(order: Order, listener: Listener) -> None:
+    encoder = encoder_of(order, listener)
+    sizes = sizes_of_passes(encoder)
+    encode(encoder, order)
+    assert sizes == [1] * 5
+
+
+def test_a_batch_gives_the_latents_of_single_images_to_the_last_digits(
+    order: Order, listener: Listener
+) -> None:
+    single = encode(encoder_of(order, listener), order)
+    encoder = encoder_of(order, listener)
+    encoder._passes._max_px = 10**9
+    sizes = sizes_of_passes(encoder)
+    together = encode(encoder, order)
+    assert max(sizes) >= 2
+    assert sum(sizes) == 5
+    for name, latent in single.items():
+        assert np.abs(together[name] - latent).max() < 2e-3, name  # stored as float16
+
+
+def test_L09_out_of_memory_halves_the_batch_and_loses_nothing(order: Order, listener: Listener) -> None:
+    single = encode(encoder_of(order, listener), order)
+    encoder = encoder_of(order, listener)
+    encoder._passes._max_px = 10**9
+    sizes = sizes_of_passes(encoder, limit=1)
+    together = encode(encoder, order)
+    assert together.keys() == single.keys()
+    assert all(np.abs(together[name] - single[name]).max() < 2e-3 for name in single)
+    assert sizes.count(1) == 5
+    assert any("memory ran out" in line for line in listener.lines)
+
+
+def test_a_pass_is_begun_before_the_last_ones_answers_are_waited_for_where_that_pays(
+    order: Order, listener: Listener
+) -> None:
+    """As on a GPU; the latents are the same, and come in the same order."""
+    plain = encode(encoder_of(order, listener), order)
+    encoder = encoder_of(order, listener)
+    encoder._passes.overlap = 1
+    sizes = sizes_of_passes(encoder)
+    begun: list[int] = []
+    found: dict[str, np.ndarray] = {}
+    for job, outcome in encoder.encoded(order.jobs, Store(order.store_root)):
+        assert isinstance(outcome, Encoded)
+        begun.append(len(sizes))
+        found[job.name] = outcome.tensors["latent"]
+    assert begun == [3, 3, 3, 5, 5], "the probes are ended together; then one pass is ahead"
+    assert list(found) == list(plain)
+    assert all(np.array_equal(found[name].astype(np.float32), plain[name]) for name in plain)
+
+
+def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
+    order: Order, listener: Listener
+) -> None:
+    encoder = encoder_of(order, listener)
+    encoder._passes.overlap = 1
+    inner = encoder._family.posterior
+    passes: list[int] = []
+
+    def until_the_last(vae, pixels) -> Posterior:
+        passes.append(len(pixels))
+        if len(passes) >= 5:
+            torch.empty(2**60, dtype=torch.uint8)
+        return inner(vae, pixels)
+
+    encoder._family.posterior = until_the_last  # type: ignore[method-assign]
+    ended: list[str] = []
+    with pytest.raises(LaunchError, match="memory ran out"):
+        ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
+    assert len(passes) == 5, "the last one was begun before the one before it was ended"
+    assert ended == [job.name for job in order.jobs][:4]
+
+
+def test_L09_out_of_memory_with_one_image_is_a_clear_error(order: Order, listener: Listener) -> None:
+    encoder = encoder_of(order, listener)
+    sizes_of_passes(encoder, limit=0)
+    with pytest.raises(LaunchError, match=r"(?s)astronaut.png alone \(3,840 pixels\)\n.*resolution"):
+        encode(encoder, order)
+
+
+def test_L09_what_does_not_fit_alone_is_encoded_in_tiles_and_says_so(
+    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of 48 x 48 pixels is the most that fits."""
+    whole = encode(encoder_of(order, listener), order)
+    monkeypatch.setattr("pipeline.vae_latents.worker.vae_batches.TILES_PX", (56, 48))
+    encoder = encoder_of(order, listener)
+    sizes_of_passes(encoder, limit_px=48 * 48)
+    outcomes = {job.name: outcome for job, outcome in encoder.encoded(order.jobs, Store(order.store_root))}
+    for name, outcome in outcomes.items():
+        assert isinstance(outcome, Encoded)
+        assert outcome.facts == {"tile_px": 48}
+        tiled = outcome.tensors["latent"].astype(np.float32)
+        assert tiled.shape == whole[name].shape
+        # Group norms and attention see the tile and not the image: alike, and not the same.
+        assert np.corrcoef(tiled.ravel(), whole[name].ravel())[0, 1] > 0.6, name
+    again = encoder_of(order, listener)
+    sizes_of_passes(again, limit_px=48 * 48)
+    assert all(
+        np.array_equal(outcome.tensors["latent"], outcomes[job.name].tensors["latent"])
+        for job, outcome in again.encoded(order.jobs, Store(order.store_root))
+        if isinstance(outcome, Encoded)
+    )
+    assert any("tiles of 48 px" in line for line in listener.lines)
+
+
+@pytest.mark.slow
+def test_L09_a_cpu_that_really_runs_out_of_memory_goes_on_in_tiles(cache, tmp_path: Path) -> None:
+    """A kernel's limit of 320 MB above what a small pass needs; a whole picture of 1,024 px needs more."""
+    for path in cache.photos.glob("*.png"):
+        if path.name != "cat.png":
+            path.unlink()
+    with Image.open(cache.photos / "cat.png") as image:
+        image.resize((1024, 1024)).save(cache.photos / "cat.png")
+    large = cache.with_settings(buckets={"resolution": 1024, "step": 64})
+    (row,) = large.buckets().to_dicts()
+    entries = Entries(large.recipe)
+    work = {**row, "root": str(large.photos), "flipped": False}
+    job = Job(entries.latent(row), {}, work, row["path"], row["target_height"] * row["target_width"])
+    settings = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255]}
+    order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
+    command = [sys.executable, "-m", "tests.pipeline.encoding.cramped"]
+    command += [str(write_order(order, tmp_path)), str(320 * 2**20)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert "memory does not suffice for cat.png whole, it is encoded in tiles of 512 px" in ran.stdout
+    state = Store(order.store_root).check(job.spec)
+    assert state.valid
+    assert state.metadata is not None
+    assert state.metadata["tile_px"] in (512, 256)
+
+
+def test_L16_a_file_that_never_answers_is_rejected_by_name_and_the_others_go_on(
+    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe that nobody writes to is in a picture's place: reading it hangs, as on a dead disk."""
+    monkeypatch.setattr(latent_encoder, "PATIENCE_S", 2.0)
+    pipe = next(Path(job.work["root"], job.work["path"]) for job in order.jobs if job.name == "coffee.png")
+    pipe.unlink()
+    os.mkfifo(pipe)
+    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    outcomes = {job.name: outcome for job, outcome in encoded}
+    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    assert {name: failure.reason for name, failure in failed.items()} == {"coffee.png": "stalled"}
+    assert len(outcomes) == 5
+
+
+def test_L05_probes_stop_a_damaged_vae_before_the_long_pass(cache, tmp_path, listener) -> None:
+    order = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
+    encoder = encoder_of(order, listener)
+    sizes = sizes_of_passes(encoder)
+    with pytest.raises(ModelError, match=r"(?s)not even of a plain picture: .*NaN.*\(first: .*fetch"):
+        encode(encoder, order)
+    assert len(sizes) <= 4, "three probes and the plain picture"
+
+
+def test_L05_one_image_that_does_not_fit_the_stored_dtype_is_rejected_alone(
+    cache, tmp_path, listener
+) -> None:
+    """The VAE's scaling is such that the loudest picture's values are too large for float16."""
+    exact = order_of(cache, tmp_path)
+    latents = encode(encoder_of(exact, listener), exact)
+    quieter, loudest = sorted((float(np.abs(latent).max()), name) for name, latent in latents.items())[-2:]
+    folder = shutil.copytree(cache.recipe.model.base, tmp_path / "loud")
+    file = folder / "vae" / "config.json"
+    scale = 0.18215 * 65504 / ((quieter[0] + loudest[0]) / 2)
+    file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": scale}))
+    loud = order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
+    encoded = encoder_of(loud, listener).encoded(loud.jobs, Store(loud.store_root))
+    outcomes = {job.name: outcome for job, outcome in encoded}
+    assert outcomes.keys() == latents.keys()
+    failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}
+    assert {name: failure.reason for name, failure in failed.items()} == {loudest[1]: "latent_overflow"}
+
+
+def test_L05_where_a_plain_picture_is_encoded_well_the_images_are_to_blame(
+    order: Order, listener: Listener
+) -> None:
+    """As on the second run of a dataset whose few rejected images are all that is missing."""
+    encoder = encoder_of(order, listener)
+    inner = encoder._family.posterior
+
+    def only_plain(vae, pixels) -> Posterior:
+        answer = inner(vae, pixels)
+        return answer if pixels.std() == 0 else Posterior(answer.mean * float("nan"), answer.std)
+
+    encoder._family.posterior = only_plain  # type: ignore[method-assign]
+    outcomes = [outcome for _, outcome in encoder.encoded(order.jobs, Store(order.store_root))]
+    assert [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)] == [
+        "latent_not_finite"
+    ] * 5
+
+
+def test_L03_a_vae_of_another_shape_than_its_configuration_says_is_an_error_at_once(
+    order: Order, listener: Listener
+) -> None:
+    encoder = encoder_of(order, listener)
+    inner = encoder._family.posterior
+
+    def halved(vae, pixels) -> Posterior:
+        answer = inner(vae, pixels)
+        return Posterior(answer.mean[..., ::2], answer.std[..., ::2])
+
+    encoder._family.posterior = halved  # type: ignore[method-assign]
+    with pytest.raises(ModelError, match=r"shape \(4, \d+, \d+\) of \S+\.png, not of \(4, "):
+        encode(encoder, order)
+
+
+def with_weights(cache, tmp_path: Path, name: str, factor: float) -> Order:
+    folder = shutil.copytree(cache.recipe.model.base, tmp_path / "damaged")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights[name] = weights[name] * factor
+    save_file(weights, file, {"format": "pt"})
+    return order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
+
+
+def test_L05_half_precision_that_overflows_is_encoded_again_in_float32(cache, tmp_path, listener) -> None:
+    folder = shutil.copytree(cache.recipe.model.base, tmp_path / "loud")
+    file = folder / "vae" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["quant_conv.weight"][:4] *= 3e4
+    save_file(weights, file, {"format": "pt"})
+    cache = cache.with_settings(model={"base": str(folder)}, latents={"dtype": "float32"})
+    exact = order_of(cache, tmp_path)
+    half = order_of(cache, tmp_path, compute_dtype="float16")
+    expected = encode(encoder_of(exact, listener), exact)
+    assert max(np.abs(latent).max() for latent in expected.values()) / 0.18215 > 65504
+    got = encode(encoder_of(half, listener), half)
+    assert any("encoded again in float32" in line for line in listener.lines)
+    assert sum(np.array_equal(got[name], expected[name]) for name in expected) >= 3
+
+
+def test_an_entry_that_appeared_meanwhile_is_not_encoded(order: Order, listener: Listener) -> None:
+    store, job = Store(order.store_root), order.jobs[0]
+    store.write(job.spec, {"latent": np.zeros(job.spec.tensors["latent"].shape, "<f2")}, {})
+    encoder = encoder_of(order, listener)
+    sizes = sizes_of_passes(encoder)
+    outcomes = {made.name: outcome for made, outcome in encoder.encoded(order.jobs, store)}
+    assert outcomes[job.name] == "present"
+    assert sum(sizes) == 4
+
+
+def test_I02_any_exception_of_one_image_rejects_it_alone(
+    order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = latent_encoder.load_pixels
+
+    def load(path: Path, *args: object, **kwargs: object) -> np.ndarray:
+        if path.name == "cat.png":
+            raise MemoryError("no room")
+        return inner(path, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(latent_encoder, "load_pixels", load)
+    encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
+    outcomes = {job.name: outcome for job, outcome in encoded}
+    assert {name for name, outcome in outcomes.items() if isinstance(outcome, Failure)} == {"cat.png"}
+    assert "no room" in outcomes["cat.png"].detail
+
+
+def test_posterior_noise_is_the_keys_own_and_standard_normal() -> None:
+    keys = ("00ffaa11", "00ffaa11", "00ffaa12")
+    first, again, other = (posterior_noise(key * 8, (1, 4, 128, 128)) for key in keys)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    # 65,536 draws: a mean beyond 0.02 or a deviation off by 0.02 happens less than once in a million keys.
+    assert abs(float(first.mean())) < 0.02
+    assert abs(float(first.std()) - 1) < 0.02
+
+
+@pytest.fixture
+def gpu() -> str:
+    if not torch.cuda.is_available():
+        pytest.skip("there is no GPU here")
+    return "cuda:0"
+
+
+@pytest.mark.gpu
+def test_a_gpus_latents_are_the_cpus_within_float16s_steps(
+    order: Order, listener: Listener, gpu: str
+) -> None:
+    cpu = encode(encoder_of(order, listener), order)
+    encoder = encoder_of(order, listener, gpu)
+    sizes = sizes_of_passes(encoder)
+    on_gpu = encode(encoder, order)
+    assert max(sizes) > 1
+    for name, latent in cpu.items():
+        assert np.abs(on_gpu[name] - latent).max() < 5e-3, name

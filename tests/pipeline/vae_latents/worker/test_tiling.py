@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn.functional import avg_pool2d
+
+from pipeline.models.families import Posterior
+from pipeline.vae_latents.worker.tiling import MIN_OVERLAP, tile_starts, tiled_posterior
+
+FACTOR = 8
+
+
+def local(pixels: torch.Tensor) -> Posterior:
+    """An encoder whose every latent value depends on its own pixels alone: tiles cannot change it."""
+    mean = avg_pool2d(pixels, FACTOR)
+    return Posterior(mean, mean.abs() + 1)
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([32, 64, 128]))
+def test_L09_tiles_of_a_local_encoder_are_the_whole_in_shape_and_value(
+    rows: int, columns: int, tile_px: int
+) -> None:
+    pixels = torch.rand((1, 3, rows * FACTOR, columns * FACTOR), generator=torch.manual_seed(0))
+    whole = local(pixels)
+    tiled = tiled_posterior(local, pixels, tile_px=tile_px, multiple=FACTOR)
+    torch.testing.assert_close(tiled.mean, whole.mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(tiled.std, whole.std, rtol=0, atol=1e-5)
+
+
+@given(st.integers(1, 500), st.sampled_from([8, 16, 32]), st.sampled_from([256, 512]))
+def test_tiles_cover_the_edge_begin_at_multiples_and_overlap(steps: int, multiple: int, tile_px: int) -> None:
+    edge_px = steps * multiple
+    starts = tile_starts(edge_px, tile_px, multiple)
+    assert starts[0] == 0
+    assert all(start % multiple == 0 for start in starts)
+    if edge_px <= tile_px:
+        assert starts == [0]
+        return
+    assert starts[-1] == edge_px - tile_px
+    strides = [after - before for before, after in pairwise(starts)]
+    assert all(0 < stride <= tile_px * (1 - MIN_OVERLAP) + multiple for stride in strides)
+
+
+def test_no_tile_is_larger_than_asked_and_a_short_edge_is_taken_whole() -> None:
+    seen: list[tuple[int, ...]] = []
+
+    def noting(pixels: torch.Tensor) -> Posterior:
+        seen.append(tuple(pixels.shape[-2:]))
+        return local(pixels)
+
+    tiled_posterior(noting, torch.zeros((1, 3, 64, 320)), tile_px=128, multiple=FACTOR)
+    assert set(seen) == {(64, 128)}
+    assert len(seen) == 3

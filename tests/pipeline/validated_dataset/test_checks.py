@@ -1,0 +1,296 @@
+"""The checks of raw_images, validated_dataset and aspect_buckets on folders that deserve them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.aspect_buckets import checks as aspect_buckets
+from pipeline.checks.conservation import conserved
+from pipeline.checks.findings import CheckContext, Finding
+from pipeline.raw_images import checks as raw_images
+from pipeline.validated_dataset import checks as validated_dataset
+
+
+def checked(module: Any, folder: Any) -> dict[str, Finding]:
+    return {finding.name: finding for finding in module.run(CheckContext(folder.recipe, folder.tables))}
+
+
+def closed(found: dict[str, Finding]) -> list[str]:
+    return [name for name, finding in found.items() if finding.closes]
+
+
+def test_sound_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: Path) -> None:
+    folder.root = photos
+    folder.ingest()
+    folder.assign()
+    recipe = folder.recipe
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"base": str(tiny_sd)})})
+    for module in (raw_images, validated_dataset, aspect_buckets):
+        for finding in module.run(CheckContext(recipe, folder.tables)):
+            assert finding.passed, finding
+            assert finding.fix == ""
+
+
+def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) -> None:
+    (folder.root / "a.mp4").write_bytes(b"x")
+    (folder.root / ".hidden.jpg").write_bytes(b"x")
+    folder.scan()
+    found = checked(raw_images, folder)
+    assert closed(found) == ["images_found"]
+    finding = found["images_found"]
+    assert str(folder.root) in finding.summary
+    assert "1 hidden" in finding.summary
+    assert "1 mp4" in finding.summary
+
+
+def test_I08_a_dataset_that_was_added_since_the_scan_is_not_searched_for_in_vain(folder: Any) -> None:
+    folder.add("a.png")
+    folder.scan()
+    recipe = folder.recipe
+    added = recipe.datasets[0].model_copy(update={"name": "more"})
+    recipe = recipe.model_copy(update={"datasets": (*recipe.datasets, added)})
+    found = {each.name: each for each in raw_images.run(CheckContext(recipe, folder.tables))}
+    assert found["images_found"].closes
+    assert "dataset more has no image yet" in found["images_found"].summary
+    assert "run the cache job" in found["images_found"].fix
+
+
+def test_I08_all_images_rejected_says_so(folder: Any) -> None:
+    folder.add("a.png", b"")
+    folder.scan()
+    found = checked(raw_images, folder)["images_found"]
+    assert found.summary.endswith("what lies there was rejected: 1 empty file; a.png: it has no bytes")
+    assert "copy or download it again" in found.fix
+
+
+def test_a_single_oddity_is_told_in_the_singular(folder: Any) -> None:
+    folder.add("a.png")
+    (folder.root / "film.txt").write_text("x")
+    folder.scan()
+    assert checked(raw_images, folder)["oddities"].summary == "worth a look: 1 caption without image"
+
+
+def test_I17_names_that_differ_in_case_or_form_close_a_gate_with_both_named(folder: Any) -> None:
+    for index, name in enumerate(("Cat.png", "cat.png", "caf\u00e9.png", "cafe\u0301.png", "dog.png")):
+        folder.add(name, folder.picture(index))
+    if len(list(folder.root.glob("*.png"))) < 5:
+        pytest.skip("this file system folds names itself")
+    folder.scan()
+    found = checked(raw_images, folder)
+    assert closed(found) == ["names_distinct"]
+    rows = {row["differ_in"]: row["names"] for row in found["names_distinct"].rows}
+    assert rows["case"] == "d/Cat.png | d/cat.png"
+    assert "caf" in rows["Unicode form"]
+    folder.checks = {"allow": ["names_distinct"]}
+    assert closed(checked(raw_images, folder)) == []
+
+
+def test_a_lost_or_doubled_sample_closes_the_gate(folder: Any) -> None:
+    folder.add("a.png")
+    folder.add("b.png", b"")
+    result = folder.scan()
+    assert closed(checked(raw_images, folder)) == []
+    folder.tables.write("raw_images", result.table.clear())
+    assert "conservation" in closed(checked(raw_images, folder))
+
+
+def test_a_size_that_is_none_closes_the_gate(folder: Any) -> None:
+    folder.add("a.png")
+    table = folder.scan().table
+    folder.tables.write("raw_images", table.with_columns(channels=pl.lit(5, pl.Int32)))
+    assert closed(checked(raw_images, folder)) == ["shape_uniformity"]
+
+
+def test_bytes_a_pixel_far_from_the_others_of_a_format_warn(folder: Any) -> None:
+    for index in range(12):
+        folder.add(f"{index}.png", folder.picture(index))
+    folder.add("huge.png", folder.picture(99) + b"\0" * 50_000)
+    folder.add("lonely.bmp", folder.picture(99, kind="BMP"))
+    folder.scan()
+    finding = checked(raw_images, folder)["file_size_outliers"]
+    assert (finding.passed, finding.severity) == (False, "warn")
+    assert [row["sample_id"] for row in finding.rows] == ["d/huge.png"]
+    assert finding.numbers["not_judged"] == 1
+
+
+def test_oddities_are_named_and_warn_only(folder: Any, tmp_path: Path) -> None:
+    folder.add("real.png")
+    folder.add("wrong.jpg", folder.picture(3))
+    (folder.root / "lonely.txt").write_text("x")
+    (folder.root / "other.npz").write_bytes(b"x")
+    (tmp_path / "outside.png").write_bytes(folder.picture(4))
+    (folder.root / "link.png").symlink_to(tmp_path / "outside.png")
+    folder.scan()
+    finding = checked(raw_images, folder)["oddities"]
+    assert not finding.closes
+    assert {(row["what"], row["path"]) for row in finding.rows} == {
+        ("wrong suffix", "d/wrong.jpg"),
+        ("leads out", "d/link.png"),
+        ("foreign cache", "d/other.npz"),
+        ("lonely caption", "d/lonely.txt"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("caption", "gate"),
+    [(None, "captions_present"), ("", "captions_present"), (b"na\xefve", "captions_decodable")],
+)
+def test_C03_a_caption_problem_closes_its_gate_whatever_the_share_until_allowed(
+    folder: Any, caption: str | bytes | None, gate: str
+) -> None:
+    folder.checks = {"max_rejected_fraction": 1.0}
+    folder.add("good.png")
+    folder.add("bad.png", caption=caption)
+    folder.ingest()
+    found = checked(validated_dataset, folder)
+    assert closed(found) == [gate]
+    assert "d/bad.png" in found[gate].summary
+    folder.checks = {"max_rejected_fraction": 1.0, "allow": [gate]}
+    assert closed(checked(validated_dataset, folder)) == []
+
+
+def test_I16_two_images_that_share_a_caption_close_the_gate(folder: Any) -> None:
+    folder.add("x.png", folder.picture(1))
+    folder.add("x.bmp", folder.picture(2, kind="BMP"))
+    folder.ingest()
+    found = checked(validated_dataset, folder)
+    assert closed(found) == ["captions_unshared"]
+    assert found["captions_unshared"].rows == [{"caption": "d/x.txt", "images": "d/x.bmp | d/x.png"}]
+
+
+def test_too_many_rejections_of_both_stages_close_the_gate_and_none_left_always_does(folder: Any) -> None:
+    folder.captions = {"from": "fixed", "text": "x"}
+    for index in range(8):
+        folder.add(f"{index}.png")
+    folder.add("empty.png", b"")
+    folder.add("cut.bmp", folder.picture(1, kind="BMP")[:1000])
+    folder.checks = {"max_rejected_fraction": 0.19}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    assert finding.closes
+    assert "2 of 10 images are rejected (20.0%" in finding.summary
+    folder.checks = {"max_rejected_fraction": 0.2}
+    assert closed(checked(validated_dataset, folder)) == []
+    for index in range(8):
+        (folder.root / f"{index}.png").write_bytes(b"")
+    folder.checks = {"max_rejected_fraction": 1.0}
+    folder.ingest()
+    assert closed(checked(validated_dataset, folder)) == ["rejected_fraction"]
+
+
+def test_I08_filters_that_leave_nothing_close_the_gate_for_good_and_are_named(folder: Any) -> None:
+    for index in range(3):
+        folder.add(f"{index}.png")
+    folder.add("bare.png", caption=None)
+    folder.add("wide.png", folder.picture(9, 24, 400), caption=None)
+    folder.dataset = {"filters": {"min_height": 30, "max_aspect_ratio": 5.0}}
+    folder.checks = {"max_rejected_fraction": 1.0, "allow": ["rejected_fraction", "captions_present"]}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary.startswith("no sample is left of 5 images: 5 filter_min_height")
+    assert "change filters.min_height of the dataset d, which is 30" in finding.fix
+    assert "checks.allow" not in finding.fix
+    assert len(finding.rows) == 5
+
+
+def test_I08_a_limit_of_filters_and_captions_together_names_whichever_removed_most(folder: Any) -> None:
+    for index in range(3):
+        folder.add(f"{index}.png")
+    folder.add("large.png", folder.picture(9, 80, 80), caption=None)
+    folder.dataset = {"filters": {"min_pixels": 5000}}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    assert finding.closes
+    assert finding.summary == "no sample is left of 4 images: 3 filter_min_pixels, 1 caption_missing"
+    assert finding.fix.startswith("3 filter min pixels, the first is d/0.png: change filters.min_pixels")
+
+
+def test_a_size_that_decodes_to_another_closes_the_gate(folder: Any) -> None:
+    folder.add("a.png")
+    table = folder.ingest().table
+    folder.tables.write("validated_dataset", table.with_columns(height=pl.col("height") + 1))
+    assert closed(checked(validated_dataset, folder)) == ["shape_uniformity"]
+
+
+def test_I20_files_that_change_after_validation_close_the_gate_and_a_new_time_alone_does_not(
+    folder: Any,
+) -> None:
+    same, other, gone = (
+        folder.add("same.bmp"),
+        folder.add("other.bmp", folder.picture(1, kind="BMP")),
+        folder.add("gone.png"),
+    )
+    folder.ingest()
+    os.utime(same, ns=(1, 1))
+    assert closed(checked(validated_dataset, folder)) == []
+    other.write_bytes(folder.picture(2, kind="BMP"))
+    gone.unlink()
+    found = checked(validated_dataset, folder)
+    assert closed(found) == ["file_size_outliers"]
+    assert {row["sample_id"] for row in found["file_size_outliers"].rows} == {"d/other.bmp", "d/gone.png"}
+
+
+def test_B01_a_sample_that_the_buckets_lost_closes_the_gate(folder: Any, tiny_sd: Path) -> None:
+    folder.model = str(tiny_sd)
+    folder.add("a.png")
+    folder.add("b.png")
+    folder.ingest()
+    table = folder.assign().table
+    folder.tables.write("aspect_buckets", table.head(1))
+    assert closed(checked(aspect_buckets, folder)) == ["conservation"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target_height": pl.lit(44, pl.Int32), "bucket": pl.lit("44x80")},
+        {"bucket": pl.lit("80x48")},
+        {"crop_left": pl.col("crop_left") + 1000},
+    ],
+)
+def test_B03_sizes_that_are_not_the_buckets_or_not_divisible_close_the_gate(
+    folder: Any, tiny_sd: Path, change: dict[str, pl.Expr]
+) -> None:
+    folder.model = str(tiny_sd)
+    folder.add("a.png")
+    folder.ingest()
+    table = folder.assign().table
+    assert closed(checked(aspect_buckets, folder)) == []
+    folder.tables.write("aspect_buckets", table.with_columns(**change))
+    assert closed(checked(aspect_buckets, folder)) == ["shape_uniformity"]
+
+
+def test_conservation_names_the_lost_the_doubled_and_the_strangers() -> None:
+    outcome = conserved(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
+    assert not outcome.passed
+    assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
+        ("c", "lost"),
+        ("b", "kept and rejected"),
+        ("x", "never came in"),
+    }
+    assert conserved(["a", "b"], ["a"], ["b"], "stage").passed
+
+
+def test_a_closed_gate_tells_the_most_frequent_reasons_each_with_count_and_fix(folder: Any) -> None:
+    folder.add("good.png")
+    for index in range(3):
+        folder.add(f"empty{index}.png", b"")
+    for index in range(2):
+        folder.add(f"words{index}.png", b"these are only words")
+    folder.add("cut.bmp", folder.picture(1, kind="BMP")[:1000])
+    folder.add("bare.png", caption=None)
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["rejected_fraction"]
+    first, second, third, rest, otherwise = finding.fix.splitlines()
+    assert first.startswith("3 empty file, the first is d/empty0.png: ")
+    assert second.startswith("2 not an image, the first is d/words0.png: ")
+    assert third.startswith("1 caption missing, the first is d/bare.png: ")
+    assert rest == "1 for other reasons: tables/rejected.parquet has the fix of each"
+    assert otherwise.startswith("or raise checks.max_rejected_fraction; or open this gate knowingly")
+    assert [row["reason"] for row in finding.rows[:4]] == ["empty_file"] * 3 + ["not_an_image"]

@@ -1,0 +1,72 @@
+"""The checks of validated_dataset that look for what is there more than once (FAILURES I24)."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import polars as pl
+from PIL import Image
+from skimage import data
+
+from pipeline.checks.findings import CheckContext, Finding
+from pipeline.storage.tables import not_asked_for
+from pipeline.validated_dataset import checks as validated_dataset
+
+
+def checked(folder: Any) -> dict[str, Finding]:
+    return {each.name: each for each in validated_dataset.run(CheckContext(folder.recipe, folder.tables))}
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def test_I24_copies_and_look_alikes_are_listed_and_close_nothing(folder: Any) -> None:
+    cat = Image.fromarray(data.cat())
+    folder.add("cat.png", png(cat))
+    folder.add("cat copy.png", png(cat))
+    folder.add("cat small.png", png(cat.resize((200, 150))))
+    folder.add("coffee.png", png(Image.fromarray(data.coffee())))
+    folder.ingest()
+    found = checked(folder)
+    assert [name for name, each in found.items() if each.closes] == []
+    look = found["look_alikes"]
+    assert not look.passed
+    counts = "copies left out: 1; images that look alike: 2, in groups: 1"
+    assert look.summary == f"{counts}; the first: d/cat copy.png | d/cat small.png"
+    assert [row["what"] for row in look.rows] == ["look alike", "copy, left out"]
+    assert found["rejected_fraction"].numbers["rejected"] == 0
+    assert folder.tables.read_rejected().filter(not_asked_for()).is_empty()
+
+
+def test_images_of_one_colour_are_listed(folder: Any) -> None:
+    folder.add("black.png", png(Image.new("RGB", (300, 200))))
+    folder.add("coffee.png", png(Image.fromarray(data.coffee())))
+    folder.ingest()
+    found = checked(folder)["one_colour"]
+    assert (found.passed, found.closes) == (False, False)
+    assert [row["sample_id"] for row in found.rows] == ["d/black.png"]
+
+
+def test_I24_an_image_on_both_sides_of_the_split_closes_a_gate(folder: Any) -> None:
+    """Not by the stage, which cannot split a group: by a table that says two groups of one content."""
+    folder.validation_fraction, folder.duplicates = 0.5, "keep_all"
+    for number in range(20):
+        folder.add(f"{number:02}.png", folder.picture(number))
+        folder.add(f"copy of {number:02}.png", folder.picture(number))
+    table = folder.ingest().table
+    found = checked(folder)["validation_apart"]
+    assert found.passed
+    assert 0 < found.numbers["held_out"] < 40
+    assert found.numbers["held_out"] % 2 == 0
+    wrong = (
+        pl.when(pl.col("path").str.starts_with("copy")).then(pl.lit("0" * 64)).otherwise("duplicate_group")
+    )
+    folder.tables.write("validated_dataset", table.with_columns(duplicate_group=wrong))
+    found = checked(folder)["validation_apart"]
+    assert found.closes
+    assert found.numbers["leaks"] > 0
+    assert "copy of" in found.rows[0]["images"]

@@ -1,0 +1,247 @@
+"""Images that are the same or look the same (FAILURES I24)."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import imagehash
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image, ImageEnhance
+from scipy.fft import dctn
+from skimage import data
+
+from pipeline.validated_dataset.duplicates import duplicate_groups, perceptual_hash
+from tests.pipeline.conftest import Folder
+
+PHOTOS = [Image.fromarray(photo) for photo in (data.astronaut(), data.coffee(), data.cat(), data.rocket())]
+
+
+def distance(one: Image.Image, other: Image.Image) -> int:
+    hashes = perceptual_hash(one), perceptual_hash(other)
+    assert hashes[0] is not None
+    assert hashes[1] is not None
+    return (hashes[0] ^ hashes[1]).bit_count()
+
+
+def jpeg(image: Image.Image, quality: int) -> Image.Image:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=quality)
+    return Image.open(file).convert("RGB")
+
+
+@pytest.mark.parametrize("photo", PHOTOS, ids=lambda photo: str(photo.size))
+def test_I24_a_photograph_scaled_recompressed_or_brightened_looks_like_itself(photo: Image.Image) -> None:
+    smaller = photo.resize((photo.width // 2, photo.height // 2))
+    for changed in (
+        smaller,
+        photo.resize((800, 700)),
+        jpeg(photo, 40),
+        ImageEnhance.Brightness(photo).enhance(1.1),
+    ):
+        assert distance(photo, changed) <= 4
+    for other in PHOTOS:
+        assert other is photo or distance(photo, other) > 16
+
+
+def library_hash(image: Image.Image) -> int:
+    """ImageHash's pHash of the same small picture; it converts and transforms by itself."""
+    return int(str(imagehash.phash(image)), 16)
+
+
+def test_I24_the_hash_is_the_library_s_bit_for_bit() -> None:
+    # of edges below 128 pixels both see the same picture; the larger ones are shrunk for both
+    random = np.random.default_rng(7)
+    for _ in range(1000):
+        photo = PHOTOS[int(random.integers(len(PHOTOS)))]
+        width, height = (int(edge) for edge in random.integers(20, 127, 2))
+        left, top = int(random.integers(photo.width - 90)), int(random.integers(photo.height - 90))
+        image = photo.crop((left, top, left + 90, top + 90)).resize((width, height))
+        assert perceptual_hash(image) == library_hash(image)
+    for _ in range(1000):
+        height, width = random.integers(8, 64, 2)
+        noise = Image.fromarray(random.integers(0, 256, (height, width, 3), dtype=np.uint8))
+        assert perceptual_hash(noise) == library_hash(noise)
+    for photo in PHOTOS:
+        assert perceptual_hash(photo) == library_hash(photo.reduce(min(photo.size) // 64))
+
+
+def test_I24_frequencies_that_are_equal_have_equal_bits_though_rounding_tells_them_apart() -> None:
+    random = np.random.default_rng(0)
+    library_differs = 0
+    for _ in range(50):
+        blocks = np.kron(random.integers(0, 256, (4, 4, 1)), np.ones((8, 8, 3)))  # many frequencies are zero
+        image = Image.fromarray(blocks.astype(np.uint8))
+        grey = np.asarray(image.convert("L"), dtype=np.longdouble)
+        low = dctn(grey)[:8, :8].round(6)
+        exact = int("".join("01"[bit] for bit in (low > np.median(low)).ravel().astype(int)), 2)
+        assert perceptual_hash(image) == exact
+        library_differs += library_hash(image) != exact
+    assert library_differs
+
+
+@pytest.mark.parametrize("size", [(1, 1), (3, 500), (64, 64), (1000, 700)])
+def test_an_image_of_one_colour_has_no_features(size: tuple[int, int]) -> None:
+    assert perceptual_hash(Image.new("RGB", size, (12, 200, 0))) is None
+
+
+def brute_force(values: list[int], most: int) -> list[int]:
+    """The smallest member of each value's group, by comparing all with all until nothing changes."""
+    labels = list(values)
+    changed = True
+    while changed:
+        changed = False
+        for i, one in enumerate(values):
+            for j, other in enumerate(values):
+                if (one ^ other).bit_count() <= most and labels[i] < labels[j]:
+                    labels[j] = labels[i]
+                    changed = True
+    return labels
+
+
+words = st.integers(0, 2**64 - 1)
+
+
+@st.composite
+def planted(draw: st.DrawFn) -> list[int]:
+    """Random values, and chains of others that differ from one another in a few bits."""
+    values = draw(st.lists(words, max_size=12))
+    for _ in range(draw(st.integers(0, 12)) if values else 0):
+        value = draw(st.sampled_from(values))
+        for bit in draw(st.lists(st.integers(0, 63), max_size=6)):
+            value ^= 1 << bit
+        values.append(value)
+    return values
+
+
+@given(planted(), st.integers(0, 16))
+def test_I24_groups_are_those_of_comparing_all_with_all(values: list[int], most: int) -> None:
+    names = [f"{value:016x}{index:04}" for index, value in enumerate(values)]
+    columns = {"content_hash": names, "perceptual_hash": values}
+    schema: dict[str, Any] = {"content_hash": pl.String, "perceptual_hash": pl.UInt64}
+    found = duplicate_groups(pl.DataFrame(columns, schema=schema), most)
+    labels = brute_force(values, most)
+    smallest = {
+        label: min(n for n, each in zip(names, labels, strict=True) if each == label) for label in labels
+    }
+    assert dict(found.rows()) == {n: smallest[label] for n, label in zip(names, labels, strict=True)}
+
+
+def test_images_without_features_are_groups_of_their_own() -> None:
+    contents = pl.DataFrame(
+        {"content_hash": ["b", "a"], "perceptual_hash": pl.Series([None, None], dtype=pl.UInt64)}
+    )
+    assert dict(duplicate_groups(contents, 4).rows()) == {"a": "a", "b": "b"}
+
+
+def png(photo: Image.Image, **changes: Any) -> bytes:
+    file = io.BytesIO()
+    photo.save(file, "PNG", **changes)
+    return file.getvalue()
+
+
+@pytest.fixture
+def alike(folder: Folder) -> Folder:
+    """Of one photograph the file, a copy, a smaller one; another photograph; and a white image."""
+    folder.add("photo.png", png(PHOTOS[0]))
+    folder.add("sub/copy.png", png(PHOTOS[0]))
+    folder.add("small.png", png(PHOTOS[0].resize((256, 256))))
+    folder.add("other.png", png(PHOTOS[1]))
+    folder.add("white.png", png(Image.new("RGB", (64, 64), "white")))
+    return folder
+
+
+def test_I24_of_a_copy_with_the_same_caption_the_first_is_kept(alike: Folder) -> None:
+    result = alike.ingest()
+    assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "duplicate")]
+    assert "of d/photo.png, which is kept" in result.rejected["detail"][0]
+    groups = dict(result.table.select("path", "duplicate_group").rows())
+    hashes = dict(result.table.select("path", "content_hash").rows())
+    assert groups["photo.png"] == groups["small.png"] == min(hashes["photo.png"], hashes["small.png"])
+    assert groups["other.png"] == hashes["other.png"]
+    assert dict(result.table.select("path", "one_colour").rows()) == dict.fromkeys(groups, False) | {
+        "white.png": True
+    }
+    again = alike.ingest()
+    assert again.table.equals(result.table)
+    assert again.report["decoded"] == 0
+
+
+def test_a_copy_with_another_caption_is_kept_and_so_are_all_if_the_recipe_says_so(alike: Folder) -> None:
+    alike.duplicates = "keep_all"
+    assert len(alike.ingest().table) == 5
+    alike.duplicates = "keep_first"
+    (alike.root / "sub" / "copy.txt").write_text("another caption")
+    result = alike.ingest()
+    assert len(result.table) == 5
+    assert result.rejected.is_empty()
+
+
+def test_I24_a_limit_is_reached_although_there_are_copies(alike: Folder) -> None:
+    alike.dataset = {"limit": 4}
+    result = alike.ingest()
+    assert result.table["path"].to_list() == ["other.png", "photo.png", "small.png", "white.png"]
+    assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "filter_limit")]
+
+
+def test_a_smaller_distance_tells_more_images_apart(alike: Folder) -> None:
+    alike.add("bright.png", png(ImageEnhance.Contrast(PHOTOS[0]).enhance(3.0)))
+    groups = {}
+    for bits in (0, 16):
+        alike.checks = {"near_duplicate_bits": bits}
+        groups[bits] = alike.ingest().table["duplicate_group"].n_unique()
+    assert groups[16] < groups[0]
+
+
+@pytest.fixture
+def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
+    """Three pictures of which the first and the last look alike only by way of the one between them."""
+    looks = {"first": 0b0, "bridge": 0b1111, "last": 0b1111_1111}
+    edges = {24: "first", 32: "last", 40: "bridge"}
+    monkeypatch.setattr(
+        "pipeline.validated_dataset.decode_check.perceptual_hash", lambda image: looks[edges[image.height]]
+    )
+    for height, name in edges.items():
+        folder.add(f"{name}.png", folder.picture(height, height))
+    return folder
+
+
+def groups_of(folder: Folder) -> list[set[str]]:
+    table = folder.ingest().table.group_by("duplicate_group").agg("path")
+    return sorted(({*paths} for paths in table["path"]), key=sorted)
+
+
+def test_I24_a_deleted_image_no_longer_makes_two_others_look_alike(bridged: Folder) -> None:
+    assert groups_of(bridged) == [{"first.png", "bridge.png", "last.png"}]
+    (bridged.root / "bridge.png").unlink()
+    seen_before = bridged.ingest().table
+    assert seen_before["duplicate_group"].to_list() == seen_before["content_hash"].to_list()
+    assert bridged.ingest().table.equals(seen_before)
+
+
+def test_I24_what_a_filter_leaves_out_groups_nothing_whatever_ran_before(
+    bridged: Folder, tmp_path: Path
+) -> None:
+    """Else a run would be another one for having been tried with more images."""
+    bridged.ingest()
+    bridged.dataset = {"filters": {"max_height": 35}}
+    fresh = Folder(bridged.root, tmp_path / "fresh", dataset=bridged.dataset)
+    assert groups_of(bridged) == [{"first.png"}, {"last.png"}]
+    assert bridged.ingest().table.equals(fresh.ingest().table)
+
+
+def test_a_hundred_thousand_hashes_are_grouped() -> None:
+    random = np.random.default_rng(0)
+    values = random.integers(0, 2**63, 100_000, dtype=np.uint64)
+    values[50_000:50_100] = values[:100] ^ np.uint64(0b101)
+    names = [f"{index:06}" for index in range(len(values))]
+    found = duplicate_groups(pl.DataFrame({"content_hash": names, "perceptual_hash": values}), 4)
+    assert len(found) == 100_000
+    assert found.filter(pl.col("content_hash") != pl.col("duplicate_group")).rows() == [
+        (names[50_000 + index], names[index]) for index in range(100)
+    ]

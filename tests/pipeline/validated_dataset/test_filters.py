@@ -1,0 +1,140 @@
+"""Filters and limits: who is left out, under which name, and the same ones each time."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.storage.tables import SCHEMAS
+from pipeline.validated_dataset.filters import select
+
+SIZES = [(100, 100), (50, 200), (200, 50), (400, 300), (30, 30)]
+"""Height and width; sample d/0.png is the first."""
+
+
+def recipe(*datasets: dict[str, Any]) -> Recipe:
+    filled = [{"name": "d", "path": "photos", **each} for each in datasets]
+    return recipe_from_mapping("r", {"datasets": filled, "output_dir": "out", "model": {"base": "a/b"}})
+
+
+def raw(sizes: list[tuple[int, int]] = SIZES, dataset: str = "d") -> pl.DataFrame:
+    rows = []
+    for index, (height, width) in enumerate(sizes):
+        blank = {name: "" if kind == pl.String else 1 for name, kind in SCHEMAS["raw_images"].items()}
+        content_hash = hashlib.sha256(f"{dataset}{index}".encode()).hexdigest()
+        known = {"sample_id": f"{dataset}/{index}.png", "dataset": dataset, "path": f"{index}.png"}
+        rows.append({**blank, **known, "height": height, "width": width, "content_hash": content_hash})
+    return pl.DataFrame(rows, schema=SCHEMAS["raw_images"])
+
+
+def chosen(
+    table: pl.DataFrame, *datasets: dict[str, Any], **listings: pl.DataFrame
+) -> tuple[list[str], dict[str, str]]:
+    kept, refused = select(recipe(*datasets), table, listings, stage="validated_dataset")
+    assert sorted([*kept["sample_id"], *refused["sample_id"]]) == sorted(table["sample_id"])
+    return kept["path"].to_list(), dict(refused.select("path", "reason").iter_rows())
+
+
+@pytest.mark.parametrize(
+    ("filters", "left_out"),
+    [
+        ({}, {}),
+        ({"min_width": 100}, {"2.png": "filter_min_width", "4.png": "filter_min_width"}),
+        ({"max_height": 200}, {"3.png": "filter_max_height"}),
+        ({"min_pixels": 10_000}, {"4.png": "filter_min_pixels"}),
+        ({"max_pixels": 10_000}, {"3.png": "filter_max_pixels"}),
+        ({"min_aspect_ratio": 0.5}, {"2.png": "filter_min_aspect_ratio"}),
+        ({"max_aspect_ratio": 2.0}, {"1.png": "filter_max_aspect_ratio"}),
+        (
+            {"min_width": 40, "min_height": 40, "max_aspect_ratio": 2.0},
+            {"4.png": "filter_min_width", "1.png": "filter_max_aspect_ratio"},
+        ),
+    ],
+    ids=str,
+)
+def test_each_filter_names_whom_it_leaves_out(filters: dict[str, Any], left_out: dict[str, str]) -> None:
+    kept, reasons = chosen(raw(), {"filters": filters})
+    assert reasons == left_out
+    assert kept == [f"{index}.png" for index in range(5) if f"{index}.png" not in left_out]
+
+
+def test_a_rejected_row_says_size_filter_and_fix() -> None:
+    _, refused = select(recipe({"filters": {"min_width": 60}}), raw(), {}, stage="validated_dataset")
+    row = refused.filter(pl.col("path") == "4.png").row(0, named=True)
+    assert row["detail"] == "it has 30x30 pixels (height x width), filters.min_width is 60"
+    assert row["stage"] == "validated_dataset"
+    assert row["fix"] == "change filters.min_width of the dataset d, which is 60"
+    assert row["content_hash"]
+
+
+def test_a_limit_takes_the_same_ones_whatever_else_is_there() -> None:
+    many = raw([(64, 64)] * 40)
+    kept, reasons = chosen(many, {"limit": 7})
+    assert len(kept) == 7
+    assert set(reasons.values()) == {"filter_limit"}
+    assert chosen(many.sample(fraction=1.0, shuffle=True, seed=3), {"limit": 7})[0] == kept
+    assert set(kept) <= set(chosen(many, {"limit": 12})[0]), "a larger limit keeps the smaller one's"
+    survivors = many.filter(pl.col("path").is_in(kept) | (pl.col("path") > "20.png"))
+    assert chosen(survivors, {"limit": 7})[0] == kept
+
+
+def test_a_limit_counts_what_the_filters_let_pass() -> None:
+    kept, reasons = chosen(raw(), {"filters": {"min_width": 60}, "limit": 2})
+    assert len(kept) == 2
+    assert sorted(reasons.values()) == ["filter_limit", "filter_min_width", "filter_min_width"]
+
+
+def copied(table: pl.DataFrame) -> pl.DataFrame:
+    """With two copies of each image behind the others."""
+    copies = [
+        table.with_columns(path=pl.col("path") + again, sample_id=pl.col("sample_id") + again)
+        for again in ("", " 2", " 3")
+    ]
+    return pl.concat(copies)
+
+
+def test_I24_a_limit_counts_copies_only_where_no_other_image_is_left() -> None:
+    table = copied(raw())
+    once, _ = chosen(table, {"limit": 5})
+    assert once == [f"{index}.png" for index in range(5)]
+    assert chosen(table, {"limit": 3})[0] == chosen(raw(), {"limit": 3})[0]
+    more, reasons = chosen(table, {"limit": 7})
+    assert len(more) == 7
+    assert {*once} < {*more}
+    assert set(reasons.values()) == {"filter_limit"}
+    every, _ = chosen(table, {"limit": 3, "duplicates": "keep_all"})
+    assert len({path.partition(" ")[0] for path in every}) == 1
+
+
+def test_datasets_have_filters_and_limits_of_their_own() -> None:
+    both = pl.concat([raw(), raw(dataset="e")])
+    kept, refused = select(recipe({"limit": 1}, {"name": "e"}), both, {}, stage="validated_dataset")
+    assert kept["dataset"].to_list().count("d") == 1
+    assert kept["dataset"].to_list().count("e") == 5
+    assert len(refused) == 4
+
+
+def test_an_expression_over_the_listing_chooses() -> None:
+    listing = pl.DataFrame({"path": [f"./{i}.png" for i in range(5)], "score": [1, 2, 3, 4, None]})
+    dataset = {"path": "photos/all.csv", "filters": {"where": "score >= 2 AND path <> './2.png'"}}
+    kept, reasons = chosen(raw(), dataset, d=listing)
+    assert kept == ["1.png", "3.png"]
+    assert set(reasons.values()) == {"filter_where"}
+
+
+@pytest.mark.parametrize(
+    "where", ["score >", "nosuch > 1", "score", "1; DROP TABLE x", "read_csv('/etc/passwd')"]
+)
+def test_an_expression_that_makes_no_sense_is_an_error_with_the_columns(where: str) -> None:
+    listing = pl.DataFrame({"path": ["0.png"], "score": [1]})
+    with pytest.raises(DatasetError) as caught:
+        select(recipe({"path": "all.csv", "filters": {"where": where}}), raw(), {"d": listing}, stage="s")
+    assert where in caught.value.what
+    assert "score (Int64)" in caught.value.fix
+    assert Path(caught.value.where).name == "all.csv"

@@ -1,0 +1,58 @@
+"""Look-alikes are held out together; no dataset loses an image to a validation that it did not ask for."""
+
+from __future__ import annotations
+
+import hashlib
+
+import polars as pl
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.recipe import recipe_from_mapping
+from pipeline.validated_dataset.holdout import held_out, times_drawn
+
+SAMPLES = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 30)), max_size=60)
+
+
+def table(samples: list[tuple[str, int]]) -> pl.DataFrame:
+    names = [hashlib.sha256(str(group).encode()).hexdigest() for _, group in samples]
+    columns = {"dataset": [dataset for dataset, _ in samples], "duplicate_group": names}
+    return pl.DataFrame(columns, schema={"dataset": pl.String, "duplicate_group": pl.String})
+
+
+@given(SAMPLES, st.floats(0, 0.99), st.floats(0, 0.99))
+def test_I24_no_group_is_on_both_sides(samples: list[tuple[str, int]], one: float, other: float) -> None:
+    rows = table(samples).with_columns(held_out=held_out(table(samples), {"a": one, "b": other, "c": 0.0}))
+    sides = rows.group_by("duplicate_group").agg(pl.col("held_out").n_unique())
+    assert (sides["held_out"] == 1).all()
+    assert not rows.filter(pl.col("dataset") == "c")["held_out"].any()
+
+
+def test_about_the_fraction_is_held_out_and_more_of_it_keeps_the_same_ones() -> None:
+    rows = table([("a", number) for number in range(4_000)])
+    few, many = (held_out(rows, {"a": fraction}) for fraction in (0.1, 0.3))
+    # 4,000 draws of 0.1 have a standard deviation of 19.
+    assert abs(int(few.sum()) - 400) < 4 * 19
+    assert (many | ~few).all()
+    assert held_out(rows.reverse(), {"a": 0.1}).reverse().equals(few)
+
+
+def test_B01_an_epoch_draws_by_repeats_what_is_not_held_out() -> None:
+    rows = table([(name, number) for name in "ab" for number in range(50)])
+    recipe = recipe_from_mapping(
+        "small",
+        {
+            "datasets": [
+                {"name": "a", "path": "/a", "repeats": 3, "validation_fraction": 0.4},
+                {"name": "b", "path": "/b", "validation_fraction": 0.4},
+            ],
+            "cache_dir": "/cache",
+            "output_dir": "/out",
+            "model": {"base": "no model"},
+        },
+    )
+    times = times_drawn(rows, recipe.datasets)
+    held = held_out(rows, {"a": 0.4, "b": 0.4})
+    assert held.any()
+    expected = [0 if out else {"a": 3, "b": 1}[name] for name, out in zip(rows["dataset"], held, strict=True)]
+    assert times.to_list() == expected

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from diffusers import PRXTransformer2DModel
+
+from demo.tiny_models import TINY
+from pipeline.models.families import FAMILIES, detect
+from pipeline.recipe import project_root
+from tools.docs.families_page import PAGE, proof, table, with_table
+
+# diffusers' Chroma imports a class from where diffusers no longer wants it; its ChatGLM compiles a function
+# in a way that torch calls old.
+FAMILY_TESTS = Path(__file__).parents[2] / "pipeline" / "models" / "families"
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+
+def test_the_page_says_what_the_families_say(tmp_path: Path) -> None:
+    page = (project_root() / PAGE).read_text(encoding="utf-8")
+    assert page == with_table(page, table(tmp_path)), "run python -m tools.docs.families_page"
+
+
+def test_every_family_has_a_tiny_model_and_a_file_that_proves_it(tmp_path: Path) -> None:
+    seen = set()
+    for number, make in enumerate(TINY.values()):
+        make(tmp_path / str(number))
+        family = detect(tmp_path / str(number))
+        seen.add(type(family))
+        text = (FAMILY_TESTS / proof(family)).read_text(encoding="utf-8")
+        assert family.pipeline_classes[0] in text
+        assert "the_whole_" in text
+    assert seen == set(FAMILIES)
+
+
+def test_what_keeps_prx_from_being_trained_is_as_the_page_says() -> None:
+    transformer = PRXTransformer2DModel(hidden_size=32, num_heads=2, depth=1, axes_dim=[8, 8])
+    assert not hasattr(transformer, "load_lora_adapter"), "PRX takes LoRA now: give it a family"

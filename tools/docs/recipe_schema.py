@@ -1,0 +1,51 @@
+"""The JSON schema of a recipe, with which editors complete and check it: configs/recipe.schema.json.
+
+`python -m tools.docs.recipe_schema` writes it anew.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pipeline.recipe.load import project_root
+from pipeline.recipe.schema import RecipeFile
+from pipeline.storage.atomic import write_text
+
+SCHEMA_FILE = "recipe.schema.json"
+
+
+def recipe_schema() -> dict[str, Any]:
+    """The schema (JSON Schema 2020-12) of what a recipe's file may hold; rules across keys are not in it."""
+    schema = _without_titles(RecipeFile.model_json_schema(by_alias=True, mode="validation"))
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Latentline recipe", **schema}
+
+
+def schema_text() -> str:
+    """The file's text; the same for the same models."""
+    return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def schema_path() -> Path:
+    """Where the schema lies: beside the project's recipes."""
+    return project_root() / "configs" / SCHEMA_FILE
+
+
+def _without_titles(node: Any) -> Any:
+    """`node` without pydantic's titles, which only repeat the keys' names."""
+    if isinstance(node, list):
+        return [_without_titles(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: {name: _without_titles(each) for name, each in value.items()}
+        if key in {"properties", "$defs"}
+        else _without_titles(value)
+        for key, value in node.items()
+        if key != "title"
+    }
+
+
+if __name__ == "__main__":
+    write_text(schema_path(), schema_text())
