@@ -154,7 +154,7 @@ launch = lambda module, order: sys.exit("launched")
 latents, text = tables.read("vae_latents"), tables.read("text_embeddings")
 result = train_lora(recipe, latents, text, launch=launch, log=print)
 tables.write("trained_lora", result.table)
-assert all(finding.passed for finding in trained_lora.run(CheckContext(recipe, tables)))
+assert all(finding.passed for finding in checks.run(CheckContext(recipe, tables)))
 heavy = {{"torch", "diffusers", "transformers", "accelerate", "peft"}} & set(sys.modules)
 assert not heavy, heavy
 """

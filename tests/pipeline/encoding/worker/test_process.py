@@ -19,9 +19,9 @@ from pipeline.vae_latents.stage import cache_latents
 PROCESS = """
 import json, sys
 from pathlib import Path
-from pipeline.vae_latents.worker.__main__ import main
+from importlib import import_module
 
-main(Path(sys.argv[1]))
+import_module(f"{sys.argv[1]}.__main__").main(Path(sys.argv[2]))
 print(json.dumps(sorted(sys.modules)))
 """
 
@@ -33,7 +33,7 @@ class Alone:
         self.modules: set[str] = set()
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
-        command = [sys.executable, "-c", PROCESS, str(order)]
+        command = [sys.executable, "-c", PROCESS, module, str(order)]
         environment = launch_environment(AccelerateSettings(), order.parent / "error.json")
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert not (order.parent / JOBS_FILE).exists()
