@@ -29,9 +29,7 @@ def answers(recipe: Recipe, asset: str, asked: Collection[str]) -> Iterator[Asse
     Raises:
         GateClosedError: One or more of them close, once all have answered.
     """
-    from pipeline.checks.closed import closed_gates_error
-    from pipeline.checks.findings import CheckContext
-    from pipeline.checks.record import write_findings
+    from pipeline.checks.findings import CheckContext, closed_gates_error, write_findings
     from pipeline.storage.tables import Tables
 
     key = asset_key(recipe, asset)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from pipeline.checks.conservation import conserved
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings, outliers
-from pipeline.checks.reasons import nothing_left
+from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
+from pipeline.checks.outliers import outliers
+from pipeline.checks.rejections import check_conservation, no_samples_left
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Size, not_multiples
 from pipeline.validated_dataset.holdout import times_drawn
@@ -41,7 +41,7 @@ def run(context: CheckContext) -> list[Finding]:
     before = context.tables.read("validated_dataset", ["sample_id"])["sample_id"]
     multiple = Entries(context.recipe).family.size_multiple()
     outcomes = {
-        "conservation": conserved(before, table["sample_id"], rejected, STAGE),
+        "conservation": check_conservation(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),
         "file_size_outliers": _file_size_outliers(table),
         "batches_possible": _batches_possible(context, table),
@@ -129,7 +129,7 @@ def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
     if table.is_empty():
         stages = ("raw_images", "validated_dataset", STAGE)
         rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
-        return nothing_left(rejected, "materialize validated_dataset and aspect_buckets again")
+        return no_samples_left(rejected, "materialize validated_dataset and aspect_buckets again")
     few, numbers = _batches(recipe, table)
     if not numbers["draws_per_epoch"]:
         samples = counted(table["sample_id"].n_unique(), "sample is", "samples are")

@@ -1,1 +1,1 @@
-"""Findings, gates and checks shared by several stages."""
+"""Findings, gates and the checks that several stages share."""

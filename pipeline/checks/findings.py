@@ -1,19 +1,21 @@
-"""What the checks share: their context, their findings, gates opened by name, and robust outlier statistics.
+"""Check results: what a check saw, what the recipe makes of it, and how it is reported.
 
-A check file is one function, `run(context)`, which looks at the files of one asset and ends in `findings`.
+A stage's `checks.run(context)` reads the tables and files of one asset, computes an `Outcome` per check and
+returns `findings(context, asset, outcomes)`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
+from pipeline.errors import GateClosedError
 from pipeline.recipe.gates import SPECS, CheckSpec
-from pipeline.reporting.reports import Report, read_report
+from pipeline.reporting.reports import Report, read_report, report_path
+from pipeline.storage.atomic import write_text
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -22,32 +24,21 @@ if TYPE_CHECKING:
 Severity = Literal["error", "warn"]
 
 MAX_ROWS = 50
-"""Of a finding; `numbers["num_rows"]` tells how many there were."""
+"""Maximum number of rows shown per finding; `numbers["num_rows"]` holds the total."""
 
-OUTLIER_THRESHOLD = 5.0
-"""In robust standard deviations of the logarithm. One value in 1.7 million of a log-normal population is as
-far from the median; 3.5, the usual choice, would name one sound photograph in 2,000."""
-
-OUTLIER_MIN_SPREAD = 0.1
-"""Least standard deviation of the logarithm: 10%. Without it half of the values being equal would make every
-other value an outlier; with it, one must be more than exp(5 * 0.1) = 1.65 times off."""
-
-OUTLIER_MIN_VALUES = 8
-"""Of fewer values none is called an outlier: their spread says too little."""
-
-_NORMAL_MAD = 0.6744897501960817
-"""Median absolute deviation of the standard normal distribution."""
+MAX_NAMED_ROWS = 5
+"""Maximum number of rows per gate in the error that the terminal shows."""
 
 
 @dataclass(frozen=True)
 class CheckContext:
-    """What a check may look at. It reads the files itself, so each check can run alone.
+    """Inputs of a check. A check reads its files itself, so that it can run alone.
 
     Attributes:
-        recipe: The recipe whose asset is checked.
-        tables: Its tables.
-        reports: By asset, those that count in place of the files.
-        sources: Whether the datasets may be looked at; without, a check of their files passes unasked.
+        recipe: Recipe of the checked asset.
+        tables: Tables of the recipe's output folder.
+        reports: Reports by asset that take precedence over the report files.
+        sources: False if the dataset files must not be read; checks that need them then pass.
     """
 
     recipe: Recipe
@@ -56,21 +47,21 @@ class CheckContext:
     sources: bool = True
 
     def report(self, asset: str) -> Report | None:
-        """The asset's report of its last materialization; None when there is none or it is damaged."""
+        """Return the asset's report of its last materialization, or None if it is missing or damaged."""
         return self.reports.get(asset) or read_report(self.recipe.output_dir, asset)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one check saw, before the recipe has said which gates are open.
+    """Result of one check, before `checks.allow` is applied.
 
     Attributes:
-        passed: True where there is nothing to object to.
-        summary: One sentence with the numbers met.
-        fix: What the user can do, most useful first; empty when passed.
-        rows: The samples, buckets or files that are meant, one flat mapping each, worst first.
+        passed: True if the check found no problem.
+        summary: One sentence with the numbers that were measured.
+        fix: Suggested fixes, most useful first; empty if passed.
+        rows: Offending samples, buckets or files, one flat mapping each, worst first.
         numbers: Figures for machines and graphs.
-        final: True where nobody could want to go on: `checks.allow` does not open the gate then.
+        final: True if continuing can never make sense; `checks.allow` then does not apply.
     """
 
     passed: bool
@@ -83,16 +74,16 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """Result of one check, with `checks.allow` applied.
 
     Attributes:
-        name: The check's, as in `names.SPECS`.
-        passed: True where there is nothing to object to.
-        severity: Of a failure: "error" closes the gate, "warn" does not.
-        summary: One sentence with the numbers met.
-        fix: What the user can do; empty when passed.
-        rows: At most `MAX_ROWS` of what is meant.
-        numbers: Figures for machines, JSON-serialisable, `num_rows` among them.
+        name: Name of the check, as in `gates.SPECS`.
+        passed: True if the check found no problem.
+        severity: Effect of a failure: "error" closes the gate, "warn" does not.
+        summary: One sentence with the numbers that were measured.
+        fix: Suggested fixes; empty if passed.
+        rows: The first `MAX_ROWS` offending rows.
+        numbers: JSON-serialisable figures for machines, including `num_rows`.
     """
 
     name: str
@@ -105,31 +96,34 @@ class Finding:
 
     @property
     def closes(self) -> bool:
-        """True where nothing downstream may run."""
+        """True if the finding closes a gate, which stops everything downstream."""
         return not self.passed and self.severity == "error"
 
 
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
-    """One finding for each check of `asset`, in the order of `names.SPECS`.
+    """Return one finding per check of `asset`, in the order of `gates.SPECS`.
 
-    A failed gate that `checks.allow` names becomes a warning which says so. `<recipe>` in a fix becomes the
-    recipe's name.
+    A failed gate that `checks.allow` names becomes a warning, and its summary says so. `<recipe>` in a fix is
+    replaced by the recipe's name.
     """
     specs = SPECS[asset]
     assert set(outcomes) == {spec.name for spec in specs}, f"{asset}: {sorted(outcomes)}"
     allowed = context.recipe.checks.allow
-    found = [_finding(spec, outcomes[spec.name], spec.name in allowed) for spec in specs]
-    return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in found]
+    results = [_finding(spec, outcomes[spec.name], allowed=spec.name in allowed) for spec in specs]
+    return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in results]
 
 
-def _finding(spec: CheckSpec, outcome: Outcome, allowed: bool) -> Finding:
+def _finding(spec: CheckSpec, outcome: Outcome, *, allowed: bool) -> Finding:
     summary, fix = outcome.summary, outcome.fix
     openable = spec.openable and not outcome.final
     allowed = allowed and openable
+
     if spec.gate and openable and not outcome.passed:
-        note = f"checks.allow names {spec.name}"
-        summary = f"{summary} (a warning only, because {note})" if allowed else summary
-        fix = fix if allowed else f"{fix}; or open this gate knowingly with checks.allow: [{spec.name}]"
+        if allowed:
+            summary = f"{summary} (a warning only, because checks.allow names {spec.name})"
+        else:
+            fix = f"{fix}; or accept this knowingly with checks.allow: [{spec.name}]"
+
     return Finding(
         name=spec.name,
         passed=outcome.passed,
@@ -141,47 +135,63 @@ def _finding(spec: CheckSpec, outcome: Outcome, allowed: bool) -> Finding:
     )
 
 
-@dataclass(frozen=True)
-class Outliers:
-    """Which of N positive values are far from the rest.
-
-    Attributes:
-        mask: Boolean array (N,), True for an outlier.
-        median: Of the values; NaN when there are none.
-        low: Values below are outliers.
-        high: Values above are outliers.
-        judged: False where there were too few values to say anything; then `mask` is all False.
-    """
-
-    mask: npt.NDArray[np.bool_]
-    median: float
-    low: float
-    high: float
-    judged: bool
-
-
-def outliers(values: npt.ArrayLike) -> Outliers:
-    """The values whose logarithm is more than `OUTLIER_THRESHOLD` robust deviations from the median's.
-
-    The deviation is MAD / 0.6745 (Iglewicz and Hoaglin, How to Detect and Handle Outliers, 1993), at least
-    `OUTLIER_MIN_SPREAD`, so up to half of the values may be wrong without hiding one another. Fewer than
-    `OUTLIER_MIN_VALUES` values are not judged. The order of the values does not matter.
+def closed_gates_error(closed: Mapping[str, Sequence[Finding]]) -> GateClosedError:
+    """Return one error for all closed gates.
 
     Args:
-        values: Positive numbers (N,).
-
-    Raises:
-        ValueError: A value is not positive or not finite.
+        closed: The findings of closed gates by asset; at least one finding.
     """
-    array = np.asarray(values, dtype=np.float64)
-    if not (np.isfinite(array) & (array > 0)).all():
-        raise ValueError("outliers are defined for positive, finite values only")
-    if array.size < OUTLIER_MIN_VALUES:
-        median = float(np.median(array)) if array.size else float("nan")
-        return Outliers(np.zeros(array.shape, dtype=np.bool_), median, 0.0, float("inf"), judged=False)
-    logs = np.log(array)
-    centre = float(np.median(logs))
-    spread = max(float(np.median(np.abs(logs - centre))) / _NORMAL_MAD, OUTLIER_MIN_SPREAD)
-    mask = np.abs(logs - centre) > OUTLIER_THRESHOLD * spread
-    low, high = np.exp([centre - OUTLIER_THRESHOLD * spread, centre + OUTLIER_THRESHOLD * spread])
-    return Outliers(mask, float(np.median(array)), float(low), float(high), judged=True)
+    assert any(closed.values()), "no gate is closed"
+    all_findings = [finding for asset_findings in closed.values() for finding in asset_findings]
+
+    # A path that several gates name is listed once: dictionaries keep the order and drop repetitions.
+    where: dict[str, None] = {}
+    for asset, asset_findings in closed.items():
+        where[f"asset {asset}"] = None
+        for finding in asset_findings:
+            where |= dict.fromkeys(_row_lines(finding))
+
+    gates_by_fix: dict[str, list[str]] = {}
+    for finding in all_findings:
+        gates_by_fix.setdefault(finding.fix, []).append(finding.name)
+
+    return GateClosedError(
+        "\n".join(f"{finding.name}: {finding.summary}" for finding in all_findings),
+        where="\n".join(where),
+        fix="\n".join(f"{', '.join(names)}: {fix}" for fix, names in gates_by_fix.items()),
+    )
+
+
+def _row_lines(finding: Finding) -> list[str]:
+    """Return one line for each of the first rows, without their fixes, which the finding repeats."""
+    lines = [
+        ", ".join(str(value) for name, value in row.items() if name != "fix" and value not in (None, ""))
+        for row in finding.rows[:MAX_NAMED_ROWS]
+    ]
+    more = int(finding.numbers.get("num_rows", len(lines))) - len(lines)
+    return [*lines, f"and {more:,} more for {finding.name}"] if more > 0 else lines
+
+
+def write_findings(output_dir: Path, asset: str, findings: Sequence[Finding]) -> Path:
+    """Replace `output_dir/reports/<asset>_checks.json` atomically and return its path; keys are sorted.
+
+    `checks` holds the fields of each finding in order, plus `gate` (the check is a gate) and `closed`.
+    `gates_passed`, `gates_closed` and `warnings` count them. A failed gate that the recipe allows counts as a
+    warning.
+
+    Args:
+        output_dir: The recipe's output folder.
+        asset: Name of the checked asset.
+        findings: The findings of all its checks.
+    """
+    gates = {spec.name for spec in SPECS[asset] if spec.gate}
+    content = {
+        "gates_passed": sum(each.passed for each in findings if each.name in gates),
+        "gates_closed": sum(each.closes for each in findings),
+        "warnings": sum(not each.passed and not each.closes for each in findings),
+        "checks": [{**vars(each), "gate": each.name in gates, "closed": each.closes} for each in findings],
+    }
+    text = json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False, default=str)
+    path = report_path(output_dir, f"{asset}_checks")
+    write_text(path, text + "\n")
+    return path

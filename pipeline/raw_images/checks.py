@@ -8,8 +8,9 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.checks.findings import CheckContext, Finding, Outcome, findings, outliers
-from pipeline.checks.reasons import fixes, most_frequent_first
+from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
+from pipeline.checks.outliers import outliers
+from pipeline.checks.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
 from pipeline.reporting.reports import Report
 
@@ -93,7 +94,7 @@ def _images_found(
         reasons = _counts({reason.replace("_", " "): number for reason, number in by_reason.items()})
         detail = most_frequent_first(mine).select("path", "detail").row(0)
         summary += f"; what lies there was rejected: {reasons}; {': '.join(detail)}"
-        return Outcome(False, summary, fixes(mine), rows, numbers)
+        return Outcome(False, summary, most_frequent_fixes(mine), rows, numbers)
     summary += f"; passed over: {first['passed_over'] or 'nothing, it is empty'}"
     summary += f"; suffixes there: {first['other_suffixes']}" if first["other_suffixes"] else ""
     fix = "correct datasets[].path, or put images there; folders that begin with a dot are not searched"

@@ -18,8 +18,7 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import Entries
-from pipeline.checks.closed import closed_gates_error
-from pipeline.checks.findings import CheckContext
+from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import differing, with_overrides

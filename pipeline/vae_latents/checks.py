@@ -9,7 +9,12 @@ import polars as pl
 
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries
 from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.reasons import SHOWN, fixes, most_frequent_first, nothing_left
+from pipeline.checks.rejections import (
+    REJECTED_COLUMNS,
+    most_frequent_first,
+    most_frequent_fixes,
+    no_samples_left,
+)
 from pipeline.encoding.checks import AT_ONCE, REPAIR, Problems
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Placement, placement_of
@@ -135,7 +140,7 @@ def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
     """Of all images that were found, the share that the stages up to here rejected."""
     left_out = context.tables.read_rejected()
     if not kept:
-        return nothing_left(left_out, REPAIR)
+        return no_samples_left(left_out, REPAIR)
     # aspect_buckets rejects only what it was asked to
     everything = left_out.filter(not_asked_for() & (pl.col("stage") != "aspect_buckets"))
     here = everything.filter(pl.col("stage") == STAGE)
@@ -147,8 +152,8 @@ def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
         f"{len(everything):,} of {counted(total, 'image')} {verb(len(everything), 'is', 'are')} rejected, "
         f"{len(here):,} of them here ({fraction:.1%}, the limit is {limit:.1%})"
     )
-    rows = most_frequent_first(everything).select(SHOWN).rows(named=True)
+    rows = most_frequent_first(everything).select(REJECTED_COLUMNS).rows(named=True)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
-    fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")
+    fix = most_frequent_fixes(everything, otherwise="or raise checks.max_rejected_fraction")
     return Outcome(False, summary, fix, rows, numbers)

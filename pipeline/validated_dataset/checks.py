@@ -7,9 +7,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import polars as pl
 
-from pipeline.checks.conservation import conserved
 from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
-from pipeline.checks.reasons import SHOWN, fixes, most_frequent_first, nothing_left
+from pipeline.checks.rejections import (
+    REJECTED_COLUMNS,
+    check_conservation,
+    most_frequent_first,
+    most_frequent_fixes,
+    no_samples_left,
+)
 from pipeline.errors import counted, verb
 from pipeline.images.decode import File, hash_bytes, read_bytes
 from pipeline.images.formats import ImageError
@@ -53,7 +58,9 @@ def run(context: CheckContext) -> list[Finding]:
         "captions_decodable": _captions_decodable(table, rejected),
         "captions_unshared": _captions_unshared(table),
         "rejected_fraction": _rejected_fraction(context, table, rejected),
-        "conservation": conserved(raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE),
+        "conservation": check_conservation(
+            raw["sample_id"], table["sample_id"], rejected["sample_id"], STAGE
+        ),
         "shape_uniformity": _shape_uniformity(raw, table, rejected),
         "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
         "validation_apart": _validation_apart(context.recipe, table),
@@ -70,7 +77,7 @@ def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     rows = _shown(bare)
     bare_images = counted(len(rows), "image has", "images have")
     summary = f"{bare_images} no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, fixes(bare), rows)
+    return Outcome(False, summary, most_frequent_fixes(bare), rows)
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
@@ -80,7 +87,7 @@ def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     rows = _shown(broken)
     captions = counted(len(rows), "caption does", "captions do")
     summary = f"{captions} not decode; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, fixes(broken), rows)
+    return Outcome(False, summary, most_frequent_fixes(broken), rows)
 
 
 def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> pl.DataFrame:
@@ -88,7 +95,7 @@ def _rejected_for(rejected: pl.DataFrame, *reasons: str) -> pl.DataFrame:
 
 
 def _shown(rejected: pl.DataFrame) -> list[dict[str, Any]]:
-    return most_frequent_first(rejected).select(SHOWN).rows(named=True)
+    return most_frequent_first(rejected).select(REJECTED_COLUMNS).rows(named=True)
 
 
 def _captions_unshared(table: pl.DataFrame) -> Outcome:
@@ -118,7 +125,7 @@ def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.
     """Of all that was found, the share that this stage and the scan rejected."""
     left_out = pl.concat([context.tables.read_rejected("raw_images"), rejected])
     if table.is_empty():
-        return nothing_left(left_out, "put images into the folders that datasets[].path name")
+        return no_samples_left(left_out, "put images into the folders that datasets[].path name")
     everything = left_out.filter(not_asked_for())
     total = len(table) + len(everything)
     fraction = len(everything) / total if total else 0.0
@@ -133,7 +140,7 @@ def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.
     summary += f": {told}" if told else ""
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
-    fix = fixes(everything, otherwise="or raise checks.max_rejected_fraction")
+    fix = most_frequent_fixes(everything, otherwise="or raise checks.max_rejected_fraction")
     return Outcome(False, summary, fix, _shown(everything), numbers)
 
 

@@ -120,7 +120,7 @@ def test_I08_filters_that_leave_nothing_end_the_job_before_any_process_and_are_n
     fresh.recipe(datasets=[dataset])
     done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
     words = refused(done)
-    assert "rejected_fraction: no sample is left of 5 images: 5 filter_min_width" in words.what
+    assert "rejected_fraction: no samples are left of 5 images: 5 filter_min_width" in words.what
     assert "change filters.min_width of the dataset photos, which is 5000" in words.fix
     assert "pipeline.processes" not in done.stderr
     assert not (fresh.out / "reports" / "text_embeddings.json").exists()

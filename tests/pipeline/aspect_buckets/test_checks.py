@@ -117,7 +117,7 @@ def test_B08_images_that_are_all_too_small_close_the_gate_with_their_fix(folder:
     (gate,) = (each for each in aspect_buckets.run(CheckContext(recipe, folder.tables)) if not each.passed)
     assert gate.name == "batches_possible"
     assert gate.closes
-    assert gate.summary == "no sample is left of 1 image: 1 too_small"
+    assert gate.summary == "no samples are left of 1 image: 1 too_small"
     assert "buckets.small_images: own_bucket" in gate.fix
 
 

@@ -1,15 +1,21 @@
-"""Findings, gates that a recipe opens, and the statistics of outliers."""
+"""Findings: gates that a recipe allows, the error of closed gates, and the checks file."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from pipeline.checks.findings import MAX_ROWS, CheckContext, Outcome, findings, outliers
+from pipeline.checks.findings import (
+    MAX_ROWS,
+    CheckContext,
+    Finding,
+    Outcome,
+    Severity,
+    closed_gates_error,
+    findings,
+    write_findings,
+)
 from pipeline.recipe.gates import SPECS
 
 
@@ -21,18 +27,18 @@ def outcomes(**changed: Outcome) -> dict[str, Outcome]:
     return {spec.name: Outcome(True, "fine") for spec in SPECS["raw_images"]} | changed
 
 
-def test_findings_come_in_the_order_of_the_names_whatever_the_order_given(folder: Any) -> None:
-    found = findings(context(folder), "raw_images", dict(reversed(outcomes().items())))
-    assert [finding.name for finding in found] == [spec.name for spec in SPECS["raw_images"]]
-    assert not any(finding.closes for finding in found)
+def test_findings_follow_the_order_of_the_specs(folder: Any) -> None:
+    results = findings(context(folder), "raw_images", dict(reversed(outcomes().items())))
+    assert [finding.name for finding in results] == [spec.name for spec in SPECS["raw_images"]]
+    assert not any(finding.closes for finding in results)
 
 
 def test_O01_a_failed_gate_closes_and_a_failed_warning_does_not(folder: Any) -> None:
     failed = Outcome(False, "two are wrong", "mend them")
-    found = findings(
+    results = findings(
         context(folder), "raw_images", outcomes(names_distinct=failed, file_size_outliers=failed)
     )
-    by_name = {finding.name: finding for finding in found}
+    by_name = {finding.name: finding for finding in results}
     gate, warning = by_name["names_distinct"], by_name["file_size_outliers"]
     assert (gate.severity, gate.closes) == ("error", True)
     assert "checks.allow: [names_distinct]" in gate.fix
@@ -40,20 +46,20 @@ def test_O01_a_failed_gate_closes_and_a_failed_warning_does_not(folder: Any) -> 
     assert "checks.allow" not in warning.fix
 
 
-def test_a_gate_that_the_recipe_allows_warns_and_says_why(folder: Any) -> None:
+def test_an_allowed_gate_warns_and_gives_the_reason(folder: Any) -> None:
     folder.checks = {"allow": ["names_distinct"]}
     failed = Outcome(False, "two are wrong", "mend them")
-    found = findings(context(folder), "raw_images", outcomes(names_distinct=failed, conservation=failed))
-    by_name = {finding.name: finding for finding in found}
+    results = findings(context(folder), "raw_images", outcomes(names_distinct=failed, conservation=failed))
+    by_name = {finding.name: finding for finding in results}
     assert (by_name["names_distinct"].severity, by_name["names_distinct"].closes) == ("warn", False)
     assert "because checks.allow names names_distinct" in by_name["names_distinct"].summary
     assert by_name["conservation"].closes
 
 
-def test_rows_are_cut_and_counted(folder: Any) -> None:
+def test_long_lists_of_rows_are_cut_and_counted(folder: Any) -> None:
     rows = [{"sample_id": str(index)} for index in range(MAX_ROWS + 5)]
-    found = findings(context(folder), "raw_images", outcomes(conservation=Outcome(False, "x", "y", rows)))
-    finding = next(finding for finding in found if finding.name == "conservation")
+    results = findings(context(folder), "raw_images", outcomes(conservation=Outcome(False, "x", "y", rows)))
+    finding = next(finding for finding in results if finding.name == "conservation")
     assert len(finding.rows) == MAX_ROWS
     assert finding.numbers["num_rows"] == MAX_ROWS + 5
 
@@ -68,40 +74,77 @@ def test_a_missing_or_damaged_report_is_none(folder: Any) -> None:
     assert context(folder).report("raw_images") is None
 
 
-def test_a_value_many_times_the_median_is_an_outlier_and_its_neighbours_are_not() -> None:
-    values = np.random.default_rng(0).lognormal(0, 0.3, 1000)
-    values[:3] = (100.0, 0.001, 30.0)
-    found = outliers(values)
-    assert np.flatnonzero(found.mask).tolist() == [0, 1, 2]
-    assert found.judged
-    assert found.low < found.median < found.high
+def closed_gate(name: str, fix: str, rows: list[dict[str, object]], num_rows: int) -> Finding:
+    numbers = {"num_rows": num_rows}
+    return Finding(name, False, "error", f"{num_rows} problems", fix, rows, numbers)
 
 
-def test_sound_log_normal_values_give_hardly_any_outlier() -> None:
-    """A value is beyond 5 deviations with probability 5.7e-7; the seed is fixed."""
-    assert outliers(np.random.default_rng(1).lognormal(5, 1, 100_000)).mask.sum() <= 2
+def test_the_error_names_every_closed_gate_with_its_first_rows_and_groups_equal_fixes() -> None:
+    rows: list[dict[str, object]] = [
+        {"sample_id": f"photos/{i}.png", "bytes": None, "fix": "x"} for i in range(7)
+    ]
+    error = closed_gates_error(
+        {
+            "small/vae_latents": [
+                closed_gate("completeness", "run it", rows, 1234),
+                closed_gate("other", "run it", [], 1),
+            ],
+            "small/text_embeddings": [closed_gate("captions", "write one", [], 0)],
+        }
+    )
+    assert error.what.splitlines() == [
+        "completeness: 1234 problems",
+        "other: 1 problems",
+        "captions: 0 problems",
+    ]
+    assert error.where.splitlines() == [
+        "asset small/vae_latents",
+        *(f"photos/{i}.png" for i in range(5)),
+        "and 1,229 more for completeness",
+        "and 1 more for other",
+        "asset small/text_embeddings",
+    ]
+    assert error.fix.splitlines() == ["completeness, other: run it", "captions: write one"]
 
 
-def test_equal_values_allow_small_differences() -> None:
-    assert outliers([100.0] * 20 + [110.0, 160.0]).mask.sum() == 0
-    assert outliers([100.0] * 20 + [170.0]).mask.sum() == 1
+def result(name: str, *, passed: bool, severity: Severity = "error") -> Finding:
+    return Finding(
+        name, passed, severity, "3 of 4", "do it again", [{"path": Path("a.png")}], {"num_rows": 1}
+    )
 
 
-@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]])
-def test_a_few_values_are_not_judged(values: list[float]) -> None:
-    found = outliers(values)
-    assert not found.judged
-    assert not found.mask.any()
+def test_the_checks_file_holds_every_finding_and_counts_gates_and_warnings(tmp_path: Path) -> None:
+    names = [spec.name for spec in SPECS["raw_images"]]
+    gates = [spec.name for spec in SPECS["raw_images"] if spec.gate]
+    closed, allowed, *passing = gates
+    results = [
+        result(closed, passed=False),
+        result(allowed, passed=False, severity="warn"),
+        *(result(name, passed=True) for name in passing),
+        *(result(name, passed=False, severity="warn") for name in names if name not in gates),
+    ]
+    path = write_findings(tmp_path, "raw_images", results)
+    assert path == tmp_path / "reports" / "raw_images_checks.json"
+    content = json.loads(path.read_text("utf-8"))
+    assert (content["gates_passed"], content["gates_closed"]) == (len(passing), 1)
+    assert content["warnings"] == 1 + len(names) - len(gates)
+    assert [each["name"] for each in content["checks"]] == [each.name for each in results]
+    assert content["checks"][0] == {
+        "name": closed,
+        "gate": True,
+        "closed": True,
+        "passed": False,
+        "severity": "error",
+        "summary": "3 of 4",
+        "fix": "do it again",
+        "rows": [{"path": "a.png"}],
+        "numbers": {"num_rows": 1},
+    }
+    assert (content["checks"][1]["gate"], content["checks"][1]["closed"]) == (True, False)
 
 
-@given(st.lists(st.floats(1e-3, 1e6), min_size=8, max_size=50))
-def test_the_order_does_not_matter_and_most_values_are_no_outliers(values: list[float]) -> None:
-    found = outliers(values)
-    assert found.mask.sum() * 2 <= len(values)
-    assert outliers(values[::-1]).mask.tolist() == found.mask.tolist()[::-1]
-
-
-@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
-def test_values_that_have_no_logarithm_are_errors(value: float) -> None:
-    with pytest.raises(ValueError, match="positive"):
-        outliers([1.0] * 9 + [value])
+def test_the_checks_file_is_replaced_by_the_next_run(tmp_path: Path) -> None:
+    for passed in (False, True):
+        path = write_findings(tmp_path, "vae_latents", [result("completeness", passed=passed)])
+    assert json.loads(path.read_text("utf-8"))["gates_closed"] == 0
+    assert [each.name for each in path.parent.iterdir()] == [path.name]

@@ -201,7 +201,7 @@ def test_I08_where_no_latent_is_left_the_fix_is_that_of_what_left_the_images_out
         tables.write(asset, tables.read(asset).clear())
     finding = job.failing("vae_latents")["rejected_fraction"]
     assert finding.closes
-    assert finding.summary == "no sample is left of 5 images: 5 filter_min_width"
+    assert finding.summary == "no samples are left of 5 images: 5 filter_min_width"
     assert "lower it" in finding.fix
 
 

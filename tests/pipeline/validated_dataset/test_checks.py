@@ -10,8 +10,8 @@ import polars as pl
 import pytest
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.checks.conservation import conserved
 from pipeline.checks.findings import CheckContext, Finding
+from pipeline.checks.rejections import check_conservation
 from pipeline.raw_images import checks as raw_images
 from pipeline.validated_dataset import checks as validated_dataset
 
@@ -193,7 +193,7 @@ def test_I08_filters_that_leave_nothing_close_the_gate_for_good_and_are_named(fo
     folder.ingest()
     finding = checked(validated_dataset, folder)["rejected_fraction"]
     assert finding.closes
-    assert finding.summary.startswith("no sample is left of 5 images: 5 filter_min_height")
+    assert finding.summary.startswith("no samples are left of 5 images: 5 filter_min_height")
     assert "change filters.min_height of the dataset d, which is 30" in finding.fix
     assert "checks.allow" not in finding.fix
     assert len(finding.rows) == 5
@@ -207,7 +207,7 @@ def test_I08_a_limit_of_filters_and_captions_together_names_whichever_removed_mo
     folder.ingest()
     finding = checked(validated_dataset, folder)["rejected_fraction"]
     assert finding.closes
-    assert finding.summary == "no sample is left of 4 images: 3 filter_min_pixels, 1 caption_missing"
+    assert finding.summary == "no samples are left of 4 images: 3 filter_min_pixels, 1 caption_missing"
     assert finding.fix.startswith("3 filter min pixels, the first is d/0.png: change filters.min_pixels")
 
 
@@ -267,14 +267,14 @@ def test_B03_sizes_that_are_not_the_buckets_or_not_divisible_close_the_gate(
 
 
 def test_conservation_names_the_lost_the_doubled_and_the_strangers() -> None:
-    outcome = conserved(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
+    outcome = check_conservation(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
     assert not outcome.passed
     assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
         ("c", "lost"),
         ("b", "kept and rejected"),
-        ("x", "never came in"),
+        ("x", "not in the input"),
     }
-    assert conserved(["a", "b"], ["a"], ["b"], "stage").passed
+    assert check_conservation(["a", "b"], ["a"], ["b"], "stage").passed
 
 
 def test_a_closed_gate_tells_the_most_frequent_reasons_each_with_count_and_fix(folder: Any) -> None:
@@ -292,5 +292,5 @@ def test_a_closed_gate_tells_the_most_frequent_reasons_each_with_count_and_fix(f
     assert second.startswith("2 not an image, the first is d/words0.png: ")
     assert third.startswith("1 caption missing, the first is d/bare.png: ")
     assert rest == "1 for other reasons: tables/rejected.parquet has the fix of each"
-    assert otherwise.startswith("or raise checks.max_rejected_fraction; or open this gate knowingly")
+    assert otherwise.startswith("or raise checks.max_rejected_fraction; or accept this knowingly")
     assert [row["reason"] for row in finding.rows[:4]] == ["empty_file"] * 3 + ["not_an_image"]

@@ -1,0 +1,49 @@
+"""The statistics of outliers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipeline.checks.outliers import outliers
+
+
+def test_only_values_many_times_the_median_are_outliers() -> None:
+    values = np.random.default_rng(0).lognormal(0, 0.3, 1000)
+    values[:3] = (100.0, 0.001, 30.0)
+    result = outliers(values)
+    assert np.flatnonzero(result.mask).tolist() == [0, 1, 2]
+    assert result.judged
+    assert result.low < result.median < result.high
+
+
+def test_log_normal_values_have_almost_no_outliers() -> None:
+    """A value is beyond 5 deviations with probability 5.7e-7; the seed is fixed."""
+    assert outliers(np.random.default_rng(1).lognormal(5, 1, 100_000)).mask.sum() <= 2
+
+
+def test_small_differences_among_equal_values_are_allowed() -> None:
+    assert outliers([100.0] * 20 + [110.0, 160.0]).mask.sum() == 0
+    assert outliers([100.0] * 20 + [170.0]).mask.sum() == 1
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]])
+def test_fewer_than_eight_values_are_not_judged(values: list[float]) -> None:
+    result = outliers(values)
+    assert not result.judged
+    assert not result.mask.any()
+
+
+@given(st.lists(st.floats(1e-3, 1e6), min_size=8, max_size=50))
+def test_order_does_not_matter_and_at_most_half_of_the_values_are_outliers(values: list[float]) -> None:
+    result = outliers(values)
+    assert result.mask.sum() * 2 <= len(values)
+    assert outliers(values[::-1]).mask.tolist() == result.mask.tolist()[::-1]
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_values_without_a_logarithm_are_errors(value: float) -> None:
+    with pytest.raises(ValueError, match="positive"):
+        outliers([1.0] * 9 + [value])
