@@ -1,6 +1,6 @@
-"""Which columns a stage needs of the tables before it; the others are not read.
+"""Columns that a stage needs of its input tables; the others are not loaded.
 
-Plain names: definitions are loaded without Polars.
+Plain names without Polars types, because definitions load without Polars.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NEEDED: dict[str, dict[str, tuple[str, ...]]] = {
         "text_embeddings": ("sample_id", "variant", "caption", "text_length"),
     },
 }
-"""By stage and table. Of a table that a stage reads and that is not named it needs all."""
+"""Needed columns by stage and input table; a stage needs all columns of a table that is not listed."""
 
 
 def needed_columns(stage: str, table: str) -> tuple[str, ...] | None:
-    """What the stage needs of a table that it reads; None for all of it."""
+    """Return the columns of `table` that `stage` needs; None for all."""
     return NEEDED.get(stage, {}).get(table)

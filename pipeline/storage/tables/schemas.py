@@ -1,0 +1,295 @@
+"""Schemas of the tables: one Pandera schema per asset, and one for rejected samples.
+
+Tables hold facts and the cache holds tensors. Tables are joined by `sample_id` or `key`, never by position.
+
+| table | one row per |
+|---|---|
+| raw_images, validated_dataset, trained_lora | sample |
+| aspect_buckets | sample and bucket (several buckets only with `buckets.per_image: each`) |
+| vae_latents | sample, bucket and mirroring |
+| text_embeddings | sample and caption variant |
+| rejected | sample and the stage that rejected it |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandera.errors
+import pandera.polars as pa
+import polars as pl
+
+from pipeline.errors import TableError
+
+Columns = dict[str, Any]
+"""Column names in table order, each with its Polars type."""
+
+_PanderaColumns = dict[str, pa.Column]
+
+FILTER_PREFIX = ASKED_FOR = "filter_"
+"""Prefix of the reasons given by a recipe's filters and limit; such a sample has no defect."""
+
+DUPLICATE = "duplicate"
+"""Reason given to copies of an image that is already in the dataset; such a sample has no defect."""
+
+_MAX_FAILURES = 5
+"""Maximum number of failing rows named in an error message."""
+
+_MAX_FAILURE_CHARS = 160
+"""Maximum length of one failing value in an error message."""
+
+
+def _text(description: str, *, nullable: bool = False) -> pa.Column:
+    return pa.Column(pl.String, nullable=nullable, description=description)
+
+
+def _int32(description: str) -> pa.Column:
+    return pa.Column(pl.Int32, description=description)
+
+
+def _int64(description: str) -> pa.Column:
+    return pa.Column(pl.Int64, description=description)
+
+
+def _float64(description: str) -> pa.Column:
+    return pa.Column(pl.Float64, description=description)
+
+
+def _boolean(description: str) -> pa.Column:
+    return pa.Column(pl.Boolean, description=description)
+
+
+_SAMPLE: _PanderaColumns = {
+    "sample_id": _text("Dataset name and relative POSIX path, NFC."),
+    "dataset": _text("Name of the dataset in the recipe."),
+    "path": _text("Path relative to the dataset, spelled as in the file system."),
+}
+_CONTENT: _PanderaColumns = {
+    "content_hash": _text("SHA-256 of the image file's bytes."),
+    "height": _int32("Height in pixels after EXIF orientation."),
+    "width": _int32("Width in pixels after EXIF orientation."),
+}
+_DUPLICATES: _PanderaColumns = {
+    "duplicate_group": _text("Smallest content hash among the images that look the same."),
+}
+_GEOMETRY: _PanderaColumns = {
+    "bucket": _text("Target size as <height>x<width>."),
+    "resized_height": _int32("Height after scaling, before the crop."),
+    "resized_width": _int32("Width after scaling, before the crop."),
+    "crop_top": _int32("Top edge of the crop in resized pixels."),
+    "crop_left": _int32("Left edge of the crop in resized pixels."),
+    "target_height": _int32("Height after the crop, as seen by the VAE."),
+    "target_width": _int32("Width after the crop, as seen by the VAE."),
+}
+_ENTRY: _PanderaColumns = {
+    "key": _text("Key of the cache entry."),
+    "dtype": _text("Dtype of the stored tensors."),
+    "entry_bytes": _int64("Size of the entry's file when it was last verified."),
+    "entry_mtime_ns": _int64("Modification time of the entry's file when it was last verified."),
+    "entry_ctime_ns": _int64("Change time of the entry's file when it was last verified."),
+    "entry_inode": _int64("Inode of the entry's file when it was last verified."),
+}
+
+_ASSET_COLUMNS: dict[str, _PanderaColumns] = {
+    "raw_images": {
+        **_SAMPLE,
+        **_CONTENT,
+        "file_bytes": _int64("Size of the image file."),
+        "mtime_ns": _int64("Modification time of the image file."),
+        "ctime_ns": _int64("Change time of the image file."),
+        "inode": _int64("Inode of the image file."),
+        "scanned_ns": _int64("Time at which the file was read."),
+        "format": _text("Image format, such as JPEG."),
+        "mode": _text("Pillow mode of the decoded image."),
+        "channels": _int32("Number of channels."),
+        "orientation": _int32("EXIF orientation, 1 to 8."),
+        "notes": _text("Oddities of the file, such as trailing bytes."),
+        "decoder": _text("Decoder and version that read the file."),
+    },
+    "validated_dataset": {
+        **_SAMPLE,
+        **_CONTENT,
+        **_DUPLICATES,
+        "one_colour": _boolean("Whether the image has no features."),
+        "file_bytes": _int64("Size of the image file."),
+        "caption": _text("First caption, canonical."),
+        "more_captions": _text("Further captions as a JSON array."),
+        "caption_from": _text('Caption source: "sidecar:<path>", "filename" or "fixed".'),
+        "focus_x": _float64("Horizontal focus point that a crop keeps in view, 0 (left) to 1."),
+        "focus_y": _float64("Vertical focus point that a crop keeps in view, 0 (top) to 1."),
+        "decoder": _text("Decoder and version that checked the file."),
+    },
+    "aspect_buckets": {
+        **_SAMPLE,
+        **_CONTENT,
+        **_DUPLICATES,
+        **_GEOMETRY,
+        "crop_loss": _float64("Fraction of the resized area that the crop removes."),
+        "scale": _float64("Resized over original size; above 1 the image is upscaled."),
+    },
+    "vae_latents": {
+        **_SAMPLE,
+        **_CONTENT,
+        **_DUPLICATES,
+        **_GEOMETRY,
+        "latent_channels": _int32("Number of channels of the latent."),
+        "latent_height": _int32("Height of the latent."),
+        "latent_width": _int32("Width of the latent."),
+        "flipped": _boolean("Whether the latent is mirrored left to right; the geometry is not."),
+        **_ENTRY,
+    },
+    "text_embeddings": {
+        **_SAMPLE,
+        "variant": _int32("Index of the caption among the sample's captions."),
+        "caption": _text("Canonical caption."),
+        "num_tokens": _int32("Number of tokens of the caption."),
+        "num_cut": _int32("Number of tokens beyond the encoder's maximum length."),
+        "text_length": _int32("Number of stored tokens, including padding if the family stores it."),
+        **_ENTRY,
+    },
+    "trained_lora": {
+        **_SAMPLE,
+        **_CONTENT,
+        "bucket": _text("Target size as <height>x<width>."),
+        "latent_keys": _text("Keys of all latents of the sample, separated by spaces."),
+        "text_keys": _text("Keys of all its text embeddings, separated by spaces."),
+        "caption_hashes": _text("SHA-256 of all its captions, separated by spaces."),
+        "split": _text('"train" or "validation".'),
+        "times_seen": _int32("Number of times the sample was trained on."),
+    },
+}
+
+_REJECTED_COLUMNS: _PanderaColumns = {
+    **_SAMPLE,
+    "stage": _text("Stage that rejected the sample."),
+    "reason": _text("Reason code, such as empty_file."),
+    "detail": _text("Description of the defect."),
+    "fix": _text("Suggested fix."),
+    "content_hash": _text("SHA-256 of the file's bytes; null if it could not be read.", nullable=True),
+}
+
+_ROW_NAMES: dict[str, list[str]] = {
+    "aspect_buckets": ["sample_id", "bucket"],
+    "vae_latents": ["sample_id", "bucket", "flipped"],
+    "text_embeddings": ["sample_id", "variant"],
+    "rejected": ["sample_id", "stage"],
+}
+
+
+def row_names(asset: str) -> list[str]:
+    """Return the columns that identify a row of `asset`; its table is unique in them and sorted by them."""
+    return _ROW_NAMES.get(asset, ["sample_id"])
+
+
+def _schema(asset: str, columns: _PanderaColumns) -> pa.DataFrameSchema:
+    return pa.DataFrameSchema(columns, name=asset, strict=True, ordered=True, unique=row_names(asset))
+
+
+def _polars_types(columns: _PanderaColumns) -> Columns:
+    return {name: column.dtype.type for name, column in columns.items()}
+
+
+_PANDERA_SCHEMAS = {
+    asset: _schema(asset, columns)
+    for asset, columns in (*_ASSET_COLUMNS.items(), ("rejected", _REJECTED_COLUMNS))
+}
+
+SCHEMAS: dict[str, Columns] = {asset: _polars_types(columns) for asset, columns in _ASSET_COLUMNS.items()}
+"""Column types of each asset's table."""
+
+REJECTED: Columns = _polars_types(_REJECTED_COLUMNS)
+"""Column types of the table of rejected samples."""
+
+ASSETS = tuple(SCHEMAS)
+"""Asset names in graph order."""
+
+
+def pandera_schema(asset: str) -> pa.DataFrameSchema:
+    """Return the schema of `asset` (or "rejected"): ordered columns, types, nulls and unique rows."""
+    return _PANDERA_SCHEMAS[asset]
+
+
+def has_defect() -> pl.Expr:
+    """Return an expression over rejected rows: False for duplicates and for filtered samples."""
+    return ~pl.col("reason").str.starts_with(FILTER_PREFIX) & (pl.col("reason") != DUPLICATE)
+
+
+not_asked_for = has_defect
+
+
+def empty(asset: str) -> pl.DataFrame:
+    """Return a table of `asset` (or "rejected") without rows."""
+    return pl.DataFrame(schema=_types(asset))
+
+
+def frame(asset: str, rows: list[dict[str, Any]]) -> pl.DataFrame:
+    """Build a table of `asset` (or "rejected") from rows, sorted by `row_names`.
+
+    Raises:
+        TableError: A column is missing or has another type.
+    """
+    where = f"rows for {asset}"
+    try:
+        table = pl.DataFrame(rows, schema=_types(asset), strict=True)
+    except (TypeError, ValueError, pl.exceptions.PolarsError) as err:
+        raise _schema_error(asset, where, str(err)) from err
+    return validated(asset, table, where).sort(row_names(asset))
+
+
+def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
+    """Validate `table` against the Pandera schema of `asset` and return it.
+
+    Args:
+        asset: Name of the asset, or "rejected".
+        table: Table to validate.
+        where: Location of the table, for the error message.
+
+    Raises:
+        TableError: The table violates the schema; the message names the first failing rows.
+    """
+    try:
+        return pandera_schema(asset).validate(table, lazy=True)
+    except pandera.errors.SchemaErrors as err:
+        raise _schema_error(asset, where, _failures(err)) from err
+
+
+def only(table: pl.DataFrame, which: pl.Series) -> pl.DataFrame:
+    """Return the rows for which `which` is true."""
+    return table.filter(which)
+
+
+def without(table: pl.DataFrame, others: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows whose sample is not in `others`."""
+    return table.join(others, on="sample_id", how="anti", maintain_order="left")
+
+
+def in_order(table: pl.DataFrame, names: list[str]) -> pl.DataFrame:
+    """Return the table sorted by `names`."""
+    return table.sort(names)
+
+
+def _types(asset: str) -> Columns:
+    return REJECTED if asset == "rejected" else SCHEMAS[asset]
+
+
+def _failures(errors: pandera.errors.SchemaErrors) -> str:
+    """Describe the first failures, one per line."""
+    cases = errors.failure_cases
+    lines: list[str] = []
+    for case in cases.head(_MAX_FAILURES).iter_rows(named=True):
+        row = "" if case["index"] is None else f" in row {case['index']}"
+        value = str(case["failure_case"])[:_MAX_FAILURE_CHARS]
+        lines.append(f"{case['column'] or 'table'}: check {case['check']} failed for {value}{row}")
+
+    if len(cases) > _MAX_FAILURES:
+        lines.append(f"and {len(cases) - _MAX_FAILURES:,} more")
+    return "\n".join(lines)
+
+
+def _schema_error(asset: str, where: str, detail: str) -> TableError:
+    stage = "the stage it is named after" if asset == "rejected" else asset
+    return TableError(
+        f"the table does not match the schema of {asset}:\n{detail}",
+        where=where,
+        fix=f"delete the table and materialize {stage} again; if the error returns, report it as a bug",
+    )

@@ -1,0 +1,104 @@
+"""Pandera schemas accept exactly the tables that the stages exchange."""
+
+from collections.abc import Callable
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from pipeline.errors import TableError
+from pipeline.storage.tables import (
+    ASSETS,
+    DUPLICATE,
+    REJECTED,
+    SCHEMAS,
+    empty,
+    frame,
+    pandera_schema,
+    validated,
+)
+from pipeline.storage.tables.schemas import has_defect
+
+VIOLATIONS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
+    "a missing column": lambda table: table.drop("path"),
+    "an additional column": lambda table: table.with_columns(more=pl.lit(1)),
+    "another column order": lambda table: table.select(reversed(table.columns)),
+    "another type": lambda table: table.with_columns(pl.col("path").cast(pl.Categorical)),
+    "a null": lambda table: table.with_columns(path=pl.lit(None, pl.String)),
+    "a duplicate row": lambda table: pl.concat([table, table]),
+}
+
+
+def one_row(asset: str) -> pl.DataFrame:
+    row = {name: "x" if kind == pl.String else 1 for name, kind in empty(asset).schema.items()}
+    return pl.DataFrame([row], schema=empty(asset).schema)
+
+
+@pytest.mark.parametrize("asset", [*ASSETS, "rejected"])
+def test_a_table_that_matches_its_schema_is_returned_unchanged(asset: str) -> None:
+    assert_frame_equal(validated(asset, one_row(asset), "a test"), one_row(asset))
+
+
+@pytest.mark.parametrize("violation", VIOLATIONS)
+@pytest.mark.parametrize("asset", [*ASSETS, "rejected"])
+def test_a_table_that_violates_its_schema_is_an_error(asset: str, violation: str) -> None:
+    with pytest.raises(TableError, match=f"schema of {asset}"):
+        validated(asset, VIOLATIONS[violation](one_row(asset)), "a test")
+
+
+@pytest.mark.parametrize("asset", ["validated_dataset", "aspect_buckets"])
+def test_nan_is_an_error_in_a_column_of_floats(asset: str) -> None:
+    floats = [name for name, kind in SCHEMAS[asset].items() if kind.is_float()]
+    table = one_row(asset).with_columns(pl.lit(float("nan")).alias(name) for name in floats)
+    with pytest.raises(TableError, match="NaN"):
+        validated(asset, table, "a test")
+
+
+def test_the_error_names_column_row_and_table_and_counts_further_failures() -> None:
+    rows = [{"variant": index} for index in range(9)]
+    table = pl.concat([one_row("text_embeddings").with_columns(**row) for row in rows])
+    table = table.cast(SCHEMAS["text_embeddings"]).with_columns(caption=pl.lit(None, pl.String))
+    with pytest.raises(TableError) as caught:
+        validated("text_embeddings", table, "out/tables/text_embeddings.parquet")
+    assert "caption: check not_nullable failed for None in row 0" in caught.value.what
+    assert "and 4 more" in caught.value.what
+    assert caught.value.where == "out/tables/text_embeddings.parquet"
+    assert "materialize text_embeddings again" in caught.value.fix
+
+
+def test_every_column_has_a_description() -> None:
+    for asset in (*ASSETS, "rejected"):
+        for name, column in pandera_schema(asset).columns.items():
+            assert column.description, f"{asset}.{name}"
+
+
+def test_two_rows_of_one_sample_are_an_error() -> None:
+    row = dict.fromkeys(SCHEMAS["text_embeddings"], 1) | {
+        name: "same" for name, kind in SCHEMAS["text_embeddings"].items() if kind == pl.String
+    }
+    with pytest.raises(TableError, match="same"):
+        frame("text_embeddings", [row, row])
+
+
+def test_a_row_with_a_null_or_a_wrong_type_is_an_error() -> None:
+    with pytest.raises(TableError):
+        frame("rejected", [dict.fromkeys(REJECTED, "x") | {"reason": None}])
+    with pytest.raises(TableError):
+        frame("trained_lora", [dict.fromkeys(SCHEMAS["trained_lora"], "x")])
+
+
+def test_rows_become_a_table_sorted_by_the_columns_that_identify_a_row() -> None:
+    values: dict[str, Any] = one_row("vae_latents").row(0, named=True)
+    names = [("b", "512x512", False), ("a", "512x512", True), ("a", "512x512", False), ("a", "256x256", True)]
+    rows = [
+        values | {"sample_id": sample_id, "bucket": bucket, "flipped": mirrored}
+        for sample_id, bucket, mirrored in names
+    ]
+    table = frame("vae_latents", rows)
+    assert table.select("sample_id", "bucket", "flipped").rows() == sorted(names)
+
+
+def test_duplicates_and_filtered_samples_have_no_defect() -> None:
+    rejected = pl.DataFrame({"reason": ["empty_file", DUPLICATE, "filter_limit", "undecodable"]})
+    assert rejected.filter(has_defect())["reason"].to_list() == ["empty_file", "undecodable"]
