@@ -74,7 +74,7 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
     )
 
 
-def prepare_passes(family: Family, denoiser: nn.Module, recipe: Recipe) -> None:
+def enable_memory_savings_and_compile(family: Family, denoiser: nn.Module, recipe: Recipe) -> None:
     """Recompute activations instead of keeping them, and compile the repeated blocks, as the recipe asks.
 
     Call it when the adapter is in place.

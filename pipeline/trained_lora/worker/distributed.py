@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.worker.adapter.lora import AT_START
+from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
 
 if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
@@ -19,7 +19,7 @@ PATIENCE = timedelta(hours=12)
 """How long processes wait for the one that exports or draws pictures alone; NCCL itself waits 10 minutes."""
 
 
-def launched_accelerator(settings: AccelerateSettings, *, all_learn: bool) -> Accelerator:
+def make_accelerator(settings: AccelerateSettings, *, all_learn: bool) -> Accelerator:
     """Accelerate's object for this process, by what it was launched with.
 
     Args:
@@ -50,14 +50,14 @@ def launched_accelerator(settings: AccelerateSettings, *, all_learn: bool) -> Ac
     return accelerator
 
 
-def exchange_trained_only(model: nn.Module) -> None:
+def exclude_frozen_weights(model: nn.Module) -> None:
     """Let no process send frozen weights to the others, before `model` is prepared.
 
     All have read the same, and packed ones cannot be sent. The adapter that stays as it began is exchanged:
     each process has computed it.
     """
     frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    given = {name for name in frozen if f".{AT_START}." not in name}
+    given = {name for name in frozen if f".{FROZEN_ADAPTER}." not in name}
     given |= {name for name, _ in model.named_buffers()}
     ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model  # pyright: ignore[reportPrivateUsage] - there is no public one
     ignore(model, given)

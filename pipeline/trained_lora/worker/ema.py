@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import TrainingSettings
 
 
-class Averaging:
+class AveragedWeights:
     """An exponential moving average, schedule-free's own average, or none.
 
     The moving average is shadow <- decay * shadow + (1 - decay) * weight after each optimizer step. As in

@@ -16,20 +16,26 @@ from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.seeding import hash_bits
-from pipeline.trained_lora.worker.adapter.lora import adapter_state, add_lora, trainable_weights
-from pipeline.trained_lora.worker.adapter.svd_init import as_it_began, begin_as_part
-from pipeline.trained_lora.worker.adapter.warm_start import start_from
-from pipeline.trained_lora.worker.base_model import load_base, prepare_passes
+from pipeline.trained_lora.worker.adapter.lora import (
+    adapted_networks,
+    adapter_state,
+    add_lora,
+    collect,
+    load_networks_state,
+    trainable_weights,
+)
+from pipeline.trained_lora.worker.adapter.svd_init import at_initial_weights, init_from_base_weights
+from pipeline.trained_lora.worker.adapter.warm_start import warm_start
+from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_compile, load_base
 from pipeline.trained_lora.worker.checkpoint import TrainingState
-from pipeline.trained_lora.worker.distributed import exchange_trained_only, launched_accelerator
-from pipeline.trained_lora.worker.ema import Averaging
-from pipeline.trained_lora.worker.layouts import describe_all
+from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
+from pipeline.trained_lora.worker.ema import AveragedWeights
+from pipeline.trained_lora.worker.export.layouts import describe_all
 from pipeline.trained_lora.worker.loader import MicroInput
 from pipeline.trained_lora.worker.loss import sample_losses, share_of_mean, snr_weights
-from pipeline.trained_lora.worker.networks import load_all, networks_of, of_all
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
-from pipeline.trained_lora.worker.text_encoders import Joint, TextEncoders
+from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -86,24 +92,24 @@ class Engine:
         lora = self._settings.lora
         # Of the family's own modules every one is heard; of what others reach, and of CLIP's layers, not all.
         heard = lora.family_modules and lora.text_encoders is None
-        self.accelerator = launched_accelerator(order.recipe.accelerate, all_learn=heard)
+        self.accelerator = make_accelerator(order.recipe.accelerate, all_learn=heard)
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
         device = str(self.accelerator.device)
         self.denoiser = self._adapted(load_base(family, order.recipe, device))
         self.text = None if lora.text_encoders is None else TextEncoders(family, order.recipe, device)
-        self.networks = networks_of(self.denoiser, self.text_networks)
+        self.networks = adapted_networks(self.denoiser, self.text_networks)
         if lora.start_from is not None:
-            start_from(self.networks, describe_all(family, self.networks), lora.start_from)
-        prepare_passes(family, self.denoiser, order.recipe)
+            warm_start(self.networks, describe_all(family, self.networks), lora.start_from)
+        enable_memory_savings_and_compile(family, self.denoiser, order.recipe)
         self._set_training(True)
         groups = self._weight_groups()
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         optimizer = make_optimizer(groups, self._settings)
         self._schedule = make_schedule(optimizer, self._settings)
-        self._averaging = Averaging(self.weights, optimizer, self._settings)
-        self._whole = self.denoiser if self.text is None else Joint(family, self.denoiser, self.text)
-        exchange_trained_only(self._whole)
+        self._averaging = AveragedWeights(self.weights, optimizer, self._settings)
+        self._whole = self.denoiser if self.text is None else JointModel(family, self.denoiser, self.text)
+        exclude_frozen_weights(self._whole)
         self._skipped_steps = 0
         prepared = cast("Any", self.accelerator.prepare(self._whole, optimizer))
         self._model: nn.Module = prepared[0]
@@ -113,7 +119,7 @@ class Engine:
         lora, seed = self._settings.lora, self._settings.seed
         add_lora(cast("Any", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
         if lora.begins_as_part:
-            begin_as_part(denoiser, lora, seed=seed)
+            init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
 
     def _weight_groups(self) -> list[dict[str, Any]]:
@@ -215,17 +221,17 @@ class Engine:
             scheduler: Of the noise.
         """
         here = micro.to(self.accelerator.device)
-        with self.looking():
+        with self.evaluation():
             target = self._family.target(scheduler, here.latent, here.noise, here.timesteps)
             return sample_losses(self._answer(here, scheduler), target, LossSettings())
 
     def output_change(self, micro: MicroInput) -> float:
         """How far what was learned moves the model's answer, relative to the answer's norm without it."""
         here = micro.to(self.accelerator.device)
-        with self.looking():
+        with self.evaluation():
             adapted = self._answer(here, self.scheduler).double()
         # Within one autocast the weights that were cast for the first answer would be in the second too.
-        with self._nothing_learned(), self.looking():
+        with self._nothing_learned(), self.evaluation():
             plain = self._answer(here, self.scheduler).double()
         return float((adapted - plain).norm() / plain.norm())
 
@@ -238,7 +244,7 @@ class Engine:
         """
         began_as_part = self._settings.lora.begins_as_part
         networks: list[Any] = list(self.text_networks.values() if began_as_part else self.networks.values())
-        with as_it_began(self.denoiser) if began_as_part else nullcontext():
+        with at_initial_weights(self.denoiser) if began_as_part else nullcontext():
             for network in networks:
                 network.disable_adapters()
             try:
@@ -256,17 +262,17 @@ class Engine:
         """The text encoders that have adapters, by component."""
         return self.text.networks if self.text else {}
 
-    def text_of(self, caption: str) -> Mapping[str, Tensor] | None:
+    def embed_caption(self, caption: str) -> Mapping[str, Tensor] | None:
         """What the text encoders make of a caption by now, by `Family.text_shapes`; None if none is trained.
 
-        Call it while `looking`.
+        Call it while `evaluation`.
         """
         if self.text is None:
             return None
         return {name: tensor[0] for name, tensor in self.text.embed([caption]).items()}
 
     @contextmanager
-    def looking(self) -> Generator[None]:
+    def evaluation(self) -> Generator[None]:
         """Inside, the model is asked and not trained: no dropout, no gradients."""
         self._set_training(False)
         try:
@@ -309,7 +315,7 @@ class Engine:
         if self.accelerator.scaler is not None:
             optimizer["scaler"] = self.accelerator.scaler.state_dict()
         optimizer |= self._averaging.state()
-        return TrainingState(step=step, adapter=of_all(self.networks, adapter_state), optimizer=optimizer)
+        return TrainingState(step=step, adapter=collect(self.networks, adapter_state), optimizer=optimizer)
 
     def result_weights(self) -> AbstractContextManager[None]:
         """Inside, the adapter is what the run would leave as its LoRA: an average, where one is asked for.
@@ -324,7 +330,7 @@ class Engine:
         Raises:
             TrainingError: It is of another adapter.
         """
-        load_all(self.networks, state.adapter)
+        load_networks_state(self.networks, state.adapter)
         self._optimizer.load_state_dict(state.optimizer["optimizer"])
         self._schedule.load_state_dict(state.optimizer["schedule"])
         self._averaging.restore(state.optimizer)

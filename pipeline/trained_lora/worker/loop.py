@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -32,19 +34,52 @@ from pipeline.trained_lora.worker.checkpoint import (
     save_checkpoint,
 )
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
-from pipeline.trained_lora.worker.export import ExportedFile, Exporter
+from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
-from pipeline.trained_lora.worker.metrics import Journal
-from pipeline.trained_lora.worker.out_of_memory import too_large
-from pipeline.trained_lora.worker.preflight import rehearse
-from pipeline.trained_lora.worker.previews import draw_samples
+from pipeline.trained_lora.worker.metrics import MetricsLog
+from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
+from pipeline.trained_lora.worker.preflight import run_preflight
+from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.trackers import open_trackers
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.trained_lora.worker.stopping import StopRequest
+STOPPED_STATUS = 128 + signal.SIGTERM
+"""Exit status of a run that was asked to stop, and left a checkpoint."""
+
+
+class StopRequest:
+    """Becomes true when the process is asked to end, as often as it is asked."""
+
+    def __init__(self) -> None:
+        """Nobody has asked yet."""
+        self.requested = False
+
+    def request(self) -> None:
+        """Ask."""
+        self.requested = True
+
+
+@contextmanager
+def stop_on_signals() -> Generator[StopRequest]:
+    """A `StopRequest` that SIGTERM and SIGINT raise while the body runs; afterwards they do what they did.
+
+    To be used in the main thread.
+    """
+    stop = StopRequest()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stop.request()
+
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    before = {number: signal.signal(number, ask) for number in numbers}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Report(Protocol):
@@ -81,13 +116,13 @@ class _Run:
         self.order = order
         self.plan = order.plan()
         self.family = detect(order.base, order.elsewhere)
-        with memory_ran_out(partial(too_large, order.recipe, "while the base model was loaded")):
+        with memory_ran_out(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
             self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process
         self.report = report
         self.paths = RunLayout(order.folder)
         self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
-        self.journal: Journal | None = None
+        self.journal: MetricsLog | None = None
         held_out = order.inputs.held_out
         self.validation = Validation(order, self.family, held_out) if held_out else None
         self.warnings: list[str] = []
@@ -101,7 +136,7 @@ class _Run:
             inputs = open_files.enter_context(closing(self._inputs(start)))
             if self.main:
                 trackers = open_trackers(self.order, self.paths.metrics.parent, start)
-                self.journal = open_files.enter_context(Journal(self.paths, self.order.inputs, trackers))
+                self.journal = open_files.enter_context(MetricsLog(self.paths, self.order.inputs, trackers))
             if start == 0:
                 self._look(0)
             done = self._steps(start, inputs, stop)
@@ -131,7 +166,7 @@ class _Run:
                 break
             begun_s = time.perf_counter()
             # Where memory ran out, saving and exporting would need more of it, and the step may be half done.
-            with memory_ran_out(partial(too_large, self.order.recipe, f"in step {number}")):
+            with memory_ran_out(partial(out_of_memory_error, self.order.recipe, f"in step {number}")):
                 try:
                     outcome = self.engine.step(batch, inputs, stop=stop.requested)
                 except TrainingError as err:
@@ -163,7 +198,7 @@ class _Run:
             )
             choice = [found.step if found else None]
             if found is None:
-                rehearse(self.engine, self.paths, self.order.run, self._export)
+                run_preflight(self.engine, self.paths, self.order.run, self._export)
         broadcast_object_list(choice)
         self._say_start(choice[0])
         if choice[0] is None:
@@ -238,7 +273,7 @@ class _Run:
                 self.report.info(f"validation loss after {counted(done, 'step')}: {loss.mean:.4f}")
         if self.journal is not None and self._due(settings.sample_every, done):
             with self.engine.result_weights():
-                drawn = draw_samples(self.order, self.family, self.engine, step=done, warn=self._warn)
+                drawn = draw_previews(self.order, self.family, self.engine, step=done, warn=self._warn)
             self.journal.pictures(done, drawn)
 
     def _due(self, every: int, done: int) -> bool:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import StepOutcome
     from pipeline.trained_lora.worker.trackers import Tracker
-    from pipeline.trained_lora.worker.validation import FixedLoss
+    from pipeline.trained_lora.worker.validation import ValidationLoss
 
 
 class Lines:
@@ -58,7 +58,7 @@ class Lines:
         self._file.close()
 
 
-class Journal:
+class MetricsLog:
     """The logs of one run, kept by its first rank; use it as a context."""
 
     def __init__(self, layout: RunLayout, inputs: TrainingInputs, trackers: Sequence[Tracker]) -> None:
@@ -96,7 +96,7 @@ class Journal:
         for tracker in self._trackers:
             tracker.numbers(batch.step + 1, {**numbers, "samples_per_second": speed})
 
-    def validation(self, done: int, loss: FixedLoss) -> None:
+    def validation(self, done: int, loss: ValidationLoss) -> None:
         """Note a measurement on held-out samples after so many steps."""
         self._validation.append({"step": done, "loss": loss.mean, "by_level": loss.by_level})
         for tracker in self._trackers:
@@ -112,7 +112,7 @@ class Journal:
         for lines in (self._metrics, self._samples, self._validation):
             lines.sync()
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> MetricsLog:
         """This journal."""
         return self
 

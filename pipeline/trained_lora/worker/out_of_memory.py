@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 
-def too_large(recipe: Recipe, when: str, seen: str) -> TrainingError:
+def out_of_memory_error(recipe: Recipe, when: str, seen: str) -> TrainingError:
     """The error for memory that ran out; its advice is what the recipe does not do yet, cheapest first.
 
     Args:

@@ -23,7 +23,7 @@ _STIR = 0.01
 """Standard deviation of what is added to a weight: about as large as weights get in training."""
 
 
-def rehearse(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
+def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
     """Save, reload and export (FAILURES R08).
 
     A fresh adapter adds nothing, and files of nothing are equal whatever they are scaled by: what is exported
@@ -47,13 +47,13 @@ def rehearse(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path
         what = "a checkpoint does not read back as it was saved"
         raise TrainingError(what, where=str(path), fix=fix)
     folder = layout.exported.with_name("lora.rehearsal")
-    with stirred(engine.weights):
+    with perturbed_weights(engine.weights):
         export(folder)
     shutil.rmtree(folder)
 
 
 @contextmanager
-def stirred(weights: Sequence[nn.Parameter]) -> Generator[None]:
+def perturbed_weights(weights: Sequence[nn.Parameter]) -> Generator[None]:
     """Inside, every weight is another number; afterwards each is what it was, bit for bit.
 
     Global random state is left alone.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 DRAWING_STEPS = 20
 
 
-def draw_samples(
+def draw_previews(
     order: TrainingOrder, family: Family, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
     """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
@@ -49,7 +49,7 @@ def draw_samples(
     """
     drawn: list[Path] = []
     try:
-        with engine.looking():
+        with engine.evaluation():
             for path in _drawn(order, family, engine, step):
                 drawn.append(path)  # what was drawn before one fails counts
     except Exception as err:  # whatever a preview dies of, training goes on
@@ -75,7 +75,7 @@ def _paths(order: TrainingOrder, step: int) -> list[Path]:
 
 def _picture(order: TrainingOrder, family: Family, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
     store = store_at(order.recipe.cache_dir)
-    text, empty_text = engine.text_of(prompt.caption), engine.text_of("")
+    text, empty_text = engine.embed_caption(prompt.caption), engine.embed_caption("")
     return family.draw(
         pipeline,
         text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),

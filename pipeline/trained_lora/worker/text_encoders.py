@@ -58,7 +58,7 @@ class TextEncoders:
             return self._family.embed_captions(self._encoders, captions)
 
 
-class Joint(nn.Module):
+class JointModel(nn.Module):
     """Text encoders and denoiser as one network, so that gradients of both are exchanged together."""
 
     def __init__(self, family: Family, denoiser: nn.Module, text: TextEncoders) -> None:

@@ -25,7 +25,7 @@ LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
 
 
 @dataclass(frozen=True)
-class FixedLoss:
+class ValidationLoss:
     """Mean squared errors.
 
     Attributes:
@@ -63,7 +63,7 @@ class Validation:
             for start in range(0, len(places), size)
         ]
 
-    def loss(self, engine: Engine) -> FixedLoss:
+    def loss(self, engine: Engine) -> ValidationLoss:
         """The loss by now; batches are shared among the ranks, and all get the same answer.
 
         Raises:
@@ -76,7 +76,7 @@ class Validation:
         summed = cast("Tensor", accelerator.reduce(errors, reduction="sum"))
         table = summed.double().cpu().view(len(self._names), len(LEVELS))
         by_sample: list[float] = table.mean(dim=1).tolist()
-        return FixedLoss(
+        return ValidationLoss(
             mean=float(table.mean()),
             by_level=tuple(table.mean(dim=0).tolist()),
             by_sample=dict(zip(self._names, by_sample, strict=True)),

@@ -15,8 +15,7 @@ from pipeline.maintenance.explain import explain
 from pipeline.maintenance.plan import forecast
 from pipeline.trained_lora.job import TrainingOrder, read_order
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 from tests.pipeline.cached_job import Job, recipe_of
 
 BUCKETS = {"resolutions": [64, 96], "step": 16, "per_image": "each"}

@@ -21,8 +21,7 @@ from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_order
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
 import torch
 from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.plan.seeding import hash_bits
-from pipeline.trained_lora.worker.adapter.targets import sizes_of, target_modules
-from pipeline.trained_lora.worker.on_demand import OnDemand
+from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -27,10 +26,10 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """peft's name of the adapter that is trained."""
 
-AT_START = "at_start"
+FROZEN_ADAPTER = "at_start"
 """Of one beside it that never changes: what takes off the part of the base weights that it began as."""
 
-_START_PREFIX = f"{AT_START}:"
+_START_PREFIX = f"{FROZEN_ADAPTER}:"
 
 Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer
 """A module with an adapter."""
@@ -59,7 +58,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
     """
     denoiser.requires_grad_(False)
     chosen = target_modules(denoiser, settings, targets)
-    ranks, alphas = sizes_of(denoiser, chosen, settings)
+    ranks, alphas = rank_patterns(denoiser, chosen, settings)
     asked = targets if settings.family_modules else chosen
     config = _config(settings, asked, ranks, cast("dict[str, int]", alphas))
     with torch.random.fork_rng(devices=[]):
@@ -141,7 +140,7 @@ def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None
 def _adapters(denoiser: nn.Module) -> list[tuple[str, str]]:
     """(peft's name, what stands before the names of its weights in `adapter_state`) of each adapter."""
     have = cast("Any", denoiser).peft_config
-    return [(ADAPTER, ""), (AT_START, _START_PREFIX)] if AT_START in have else [(ADAPTER, "")]
+    return [(ADAPTER, ""), (FROZEN_ADAPTER, _START_PREFIX)] if FROZEN_ADAPTER in have else [(ADAPTER, "")]
 
 
 def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
@@ -151,17 +150,7 @@ def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
             yield name, module
 
 
-def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> OnDemand:
-    """What the adapter adds to each module's weight, scale included: float32 on the CPU, by module name.
-
-    What the fixed adapter beside it takes off is taken off.
-
-    With DoRA the sum's rows are then brought to the length of `magnitudes`.
-    """
-    return OnDemand(delta_makers(denoiser, adapter))
-
-
-def delta_makers(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
+def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
     """What computes each of `delta_weights`, of the adapter as it will be by then."""
     return {
         name: partial(_delta, module, adapter)
@@ -170,13 +159,13 @@ def delta_makers(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Calla
     }
 
 
-def sizes_at_start(denoiser: nn.Module) -> dict[str, float]:
+def frozen_delta_sizes(denoiser: nn.Module) -> dict[str, float]:
     """The largest delta weight that a fixed adapter takes off, by module; empty where there is none."""
     with torch.no_grad():
         return {
-            name: float(_added(module, AT_START).abs().max())
+            name: float(_added(module, FROZEN_ADAPTER).abs().max())
             for name, module in lora_modules(denoiser)
-            if AT_START in module.r
+            if FROZEN_ADAPTER in module.r
         }
 
 
@@ -211,8 +200,8 @@ def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
 @torch.no_grad()
 def _delta(module: Adapted, adapter: str) -> Tensor:
     delta = _added(module, adapter)
-    if adapter == ADAPTER and AT_START in module.r:
-        delta = delta + _added(module, AT_START)
+    if adapter == ADAPTER and FROZEN_ADAPTER in module.r:
+        delta = delta + _added(module, FROZEN_ADAPTER)
     return delta
 
 
@@ -227,3 +216,40 @@ def _added(module: Adapted, adapter: str) -> Tensor:
         return adapted.get_delta_weight(adapter).float().cpu()
     down, up = (side[adapter].weight.float().cpu() for side in (adapted.lora_A, adapted.lora_B))
     return (adapted.scaling[adapter] * (up.flatten(1) @ down.flatten(1))).reshape(len(up), *down.shape[1:])
+
+
+T = TypeVar("T")
+
+Networks: TypeAlias = Mapping[str, nn.Module]
+"""By what stands before the paths of their modules: nothing for the denoiser, which comes first, and the
+component's name and a dot for a text encoder."""
+
+
+def adapted_networks(denoiser: nn.Module, text_encoders: Mapping[str, nn.Module]) -> Networks:
+    """The denoiser and the text encoders, these by component."""
+    return {"": denoiser, **{f"{role}.": encoder for role, encoder in text_encoders.items()}}
+
+
+def collect(networks: Networks, ask: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
+    """What `ask` says of each network, by names that say which; a name begins with that of a module."""
+    return {
+        f"{prefix}{name}": value
+        for prefix, network in networks.items()
+        for name, value in ask(network).items()
+    }
+
+
+def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None:
+    """Put back what `collect` gave of `adapter_state`.
+
+    Raises:
+        TrainingError: A weight is missing, unknown, or of another shape.
+    """
+    others = tuple(prefix for prefix in networks if prefix)
+    for prefix, network in networks.items():
+        own = {
+            name.removeprefix(prefix): weight
+            for name, weight in state.items()
+            if (name.startswith(prefix) if prefix else not name.startswith(others))
+        }
+        load_adapter_state(network, own)

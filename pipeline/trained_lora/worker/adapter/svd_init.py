@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.plan.seeding import hash_bits
-from pipeline.trained_lora.worker.adapter.lora import ADAPTER, AT_START, lora_modules
+from pipeline.trained_lora.worker.adapter.lora import ADAPTER, FROZEN_ADAPTER, lora_modules
 
 if TYPE_CHECKING:
     from pipeline.recipe import LoraSettings
@@ -34,7 +34,7 @@ _SMALL = 256
 """Sides up to which a whole decomposition takes no time."""
 
 
-def begin_as_part(denoiser: nn.Module, settings: LoraSettings, *, seed: int) -> None:
+def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed: int) -> None:
     """Give a fresh adapter the weights of `init`, and put beside it what takes them off again.
 
     Both depend on the base weights and `seed` alone; global random state is left as it was.
@@ -54,7 +54,7 @@ def begin_as_part(denoiser: nn.Module, settings: LoraSettings, *, seed: int) -> 
         warnings.filterwarnings(
             "ignore", "Already found a `peft_config` attribute", UserWarning
         )  # two are meant
-        model.add_adapter(fixed, adapter_name=AT_START)
+        model.add_adapter(fixed, adapter_name=FROZEN_ADAPTER)
     for name, module in lora_modules(denoiser):
         layer = cast("Any", module)
         weight = layer.get_base_layer().weight.detach().float().flatten(1)
@@ -67,17 +67,17 @@ def begin_as_part(denoiser: nn.Module, settings: LoraSettings, *, seed: int) -> 
             up, down = _principal(weight, rank, scale=layer.scaling[ADAPTER], seed=seed)
         else:
             up, down = _orthogonal(weight, rank)
-        for adapter, sign in ((ADAPTER, 1.0), (AT_START, -1.0)):
+        for adapter, sign in ((ADAPTER, 1.0), (FROZEN_ADAPTER, -1.0)):
             for factor, values in ((layer.lora_A[adapter], down), (layer.lora_B[adapter], sign * up)):
                 shape = factor.weight.shape
                 factor.weight = nn.Parameter(values.reshape(shape).clone(), requires_grad=adapter == ADAPTER)
-        layer.set_adapter([ADAPTER, AT_START])
-        for factor in (layer.lora_A[AT_START], layer.lora_B[AT_START]):
+        layer.set_adapter([ADAPTER, FROZEN_ADAPTER])
+        for factor in (layer.lora_A[FROZEN_ADAPTER], layer.lora_B[FROZEN_ADAPTER]):
             factor.weight.requires_grad_(False)
 
 
 @contextmanager
-def as_it_began(denoiser: nn.Module) -> Generator[None]:
+def at_initial_weights(denoiser: nn.Module) -> Generator[None]:
     """Inside, the adapter is the part of the base weights that it began as, which the fixed one takes off.
 
     Afterwards it is what it was, bit for bit.
@@ -88,7 +88,7 @@ def as_it_began(denoiser: nn.Module) -> Generator[None]:
         for factors, sign in ((layer.lora_A, 1.0), (layer.lora_B, -1.0)):
             weight: nn.Parameter = factors[ADAPTER].weight
             kept.append((weight, weight.data))
-            weight.data = sign * factors[AT_START].weight.data
+            weight.data = sign * factors[FROZEN_ADAPTER].weight.data
     try:
         yield
     finally:

@@ -54,7 +54,7 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     return chosen
 
 
-def sizes_of(
+def rank_patterns(
     denoiser: nn.Module, modules: list[str], settings: LoraSettings
 ) -> tuple[dict[str, int], dict[str, float]]:
     """(ranks, alphas) of the modules whose size is their own, by peft's patterns: each one whole path."""

@@ -10,7 +10,13 @@ from peft.tuners.loha import LoHaLayer
 from peft.tuners.lokr import LoKrLayer
 from torch import Tensor
 
-from pipeline.trained_lora.worker.adapter.lora import ADAPTER, AT_START, Adapted, adapter_state, lora_modules
+from pipeline.trained_lora.worker.adapter.lora import (
+    ADAPTER,
+    FROZEN_ADAPTER,
+    Adapted,
+    adapter_state,
+    lora_modules,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,7 +24,7 @@ if TYPE_CHECKING:
 Shape: TypeAlias = tuple[int, ...]
 
 
-def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
+def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
     """The weights of the LoRA that does what the adapter does, by peft's names: float32 on the CPU.
 
     A LoRA is that itself, or with the fixed one beside it of twice the rank. Of the other kinds every number
@@ -31,7 +37,7 @@ def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
         elif isinstance(module, LoKrLayer):
             sides = ("w1", "w2", "w2_a", "w2_b")
             up, down = _of_lokr(*(state.pop(f"{name}.lokr_{side}", None) for side in sides))
-        elif AT_START in module.r:
+        elif FROZEN_ADAPTER in module.r:
             up, down = _of_both(*(_both(state, f"{name}.lora_{side}.weight") for side in ("B", "A")))
         else:
             continue
@@ -43,7 +49,7 @@ def equal_lora(denoiser: nn.Module) -> dict[str, Tensor]:
 
 def _both(state: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """One factor of the trained adapter and of the fixed one, as matrices; taken out of `state`."""
-    return state.pop(name).flatten(1), state.pop(f"{AT_START}:{name}").flatten(1)
+    return state.pop(name).flatten(1), state.pop(f"{FROZEN_ADAPTER}:{name}").flatten(1)
 
 
 def _of_both(ups: tuple[Tensor, Tensor], downs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -84,8 +90,8 @@ def _halves(whole: Tensor) -> tuple[Tensor, Tensor]:
     return (torch.eye(rows), whole) if rows <= columns else (whole, torch.eye(columns))
 
 
-def equal_shapes(module: Adapted) -> tuple[Shape, Shape]:
-    """Shapes of one module's two weights in `equal_lora`: (rank, in, *kernel) and (out, rank, *ones).
+def lora_shapes(module: Adapted) -> tuple[Shape, Shape]:
+    """Shapes of one module's two weights in `lora_state`: (rank, in, *kernel) and (out, rank, *ones).
 
     Only shapes are read, so that it answers for weights on the meta device too.
     """
@@ -95,7 +101,7 @@ def equal_shapes(module: Adapted) -> tuple[Shape, Shape]:
         rows, columns, rank = _loha_size(adapted) if isinstance(module, LoHaLayer) else _lokr_size(adapted)
         return (rank, columns // math.prod(kernel), *kernel), (rows, rank, *(1 for _ in kernel))
     down, up = (side[ADAPTER].weight.shape for side in (adapted.lora_A, adapted.lora_B))
-    both = 2 if AT_START in module.r else 1
+    both = 2 if FROZEN_ADAPTER in module.r else 1
     return (both * down[0], *down[1:]), (up[0], both * up[1], *up[2:])
 
 

@@ -21,8 +21,7 @@ from pipeline.trained_lora.export.lora_files import (
     lengths,
     module_scale,
 )
-from pipeline.trained_lora.worker.adapter.lora import row_lengths
-from pipeline.trained_lora.worker.networks import Networks, load_all
+from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_lengths
 
 WHERE = "training.lora.start_from"
 _UPS = (".lora_B.weight", ".lora_up.weight")
@@ -30,7 +29,7 @@ _LENGTHS = (".lora_magnitude_vector", ".dora_scale")
 """Ends of the keys of up matrices, and of DoRA's lengths."""
 
 
-def start_from(networks: Networks, modules: list[LoraModule], path: Path) -> None:
+def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
     """Give the adapters the weights of a file, so that they do what the file does.
 
     A scale other than the adapter's own is put into the up matrices. Nothing of the file is left out but
@@ -58,12 +57,12 @@ def start_from(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     for name, module in magnitudes.items():
         shape = module.shapes("diffusers")[module.magnitude_key("diffusers")]
         state[f"{name}.lora_magnitude_vector"] = lengths(file.tensors, module, layout).reshape(shape).clone()
-    load_all(networks, state)
+    load_networks_state(networks, state)
     if magnitudes and layout == "comfyui":  # whose lengths are for rows of the base weight
         for name, (before, after) in row_lengths(networks[""]).items():
             stored = state[f"{name}.lora_magnitude_vector"]
             stored *= (after / before).reshape(stored.shape)
-        load_all(networks, state)
+        load_networks_state(networks, state)
 
 
 def _read(path: Path) -> LoraFile:

@@ -12,8 +12,8 @@ from demo.tiny_models import make_tiny_flux
 from pipeline.models.families import Family, detect
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
-from pipeline.trained_lora.worker.export import Exporter
-from pipeline.trained_lora.worker.layouts import layout_tensors
+from pipeline.trained_lora.worker.export.exporter import Exporter
+from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 

@@ -19,7 +19,7 @@ from pipeline.models.families import Family, detect
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
-from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 from tests.pipeline.models.families.whole_job import Case

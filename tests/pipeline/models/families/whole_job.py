@@ -29,8 +29,7 @@ from pipeline.trained_lora.job import read_order
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 

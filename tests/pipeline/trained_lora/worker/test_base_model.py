@@ -14,7 +14,7 @@ from pipeline.recipe.locate import dotted
 from pipeline.recipe.mistakes import find_mistakes
 from pipeline.trained_lora.worker.base_model import quantization
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 from tests.pipeline.trained_lora.worker.test_loop import outcome, run_until
 

@@ -14,7 +14,7 @@ from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
 from pipeline.models.families import detect
 from pipeline.recipe import AccelerateSettings
-from pipeline.trained_lora.worker.distributed import exchange_trained_only, launched_accelerator
+from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
@@ -38,7 +38,7 @@ def exchanging(model: nn.Module, accelerator: Any) -> nn.Module:
 
 
 def accelerator() -> Any:
-    return launched_accelerator(AccelerateSettings(), all_learn=True)
+    return make_accelerator(AccelerateSettings(), all_learn=True)
 
 
 class Packed(Tensor):
@@ -66,7 +66,7 @@ def test_packed_weights_are_sent_to_no_other_process() -> None:
     model.register_buffer("table", cast("Any", Packed(2)))
     with pytest.raises(NotImplementedError, match="of a packed weight"):
         exchanging(model, accelerator())
-    exchange_trained_only(model)
+    exclude_frozen_weights(model)
     trained = exchanging(model, accelerator())
     trained(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None
@@ -96,4 +96,4 @@ def test_processes_wait_for_hours_while_one_exports_or_draws() -> None:
 
 def test_another_number_of_processes_than_the_recipe_s_is_an_error() -> None:
     with pytest.raises(TrainingError, match="1 process runs, the recipe asks for 2"):
-        launched_accelerator(AccelerateSettings(num_processes=2), all_learn=True)
+        make_accelerator(AccelerateSettings(num_processes=2), all_learn=True)

@@ -6,19 +6,22 @@ import pytest
 import torch
 
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora.worker.ema import Averaging
+from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.optimizers import make_optimizer
 
 
-def setting_of(**values: Any) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, Averaging]:
+def setting_of(**values: Any) -> tuple[list[torch.nn.Parameter], torch.optim.Optimizer, AveragedWeights]:
     settings = TrainingSettings(learning_rate=0.1, **values)
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 6))]
     optimizer = make_optimizer(weights, settings)
-    return weights, optimizer, Averaging(weights, optimizer, settings)
+    return weights, optimizer, AveragedWeights(weights, optimizer, settings)
 
 
 def train(
-    weights: list[torch.nn.Parameter], optimizer: torch.optim.Optimizer, averaging: Averaging, steps: int
+    weights: list[torch.nn.Parameter],
+    optimizer: torch.optim.Optimizer,
+    averaging: AveragedWeights,
+    steps: int,
 ) -> list[torch.Tensor]:
     seen = [weights[0].detach().clone()]
     for step in range(steps):

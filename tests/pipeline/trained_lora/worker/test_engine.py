@@ -149,9 +149,9 @@ def test_R05_of_a_step_that_loss_scaling_leaves_out_the_average_takes_nothing_an
     settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
     order = make_project(gradient_accumulation=1, **settings).order()
     engine = in_fp16(order)
-    too_large = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
+    out_of_memory_error = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     outcomes = [one_step(engine, order, step) for step in (0, 1)]
-    too_large.remove()
+    out_of_memory_error.remove()
     outcomes += [one_step(engine, order, step) for step in (2, 3)]
     assert [math.isfinite(outcome.grad_norm) for outcome in outcomes] == [False, False, True, True]
     assert engine.state(4).optimizer["ema"]["optimization_step"] == 2

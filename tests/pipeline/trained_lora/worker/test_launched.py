@@ -21,8 +21,7 @@ from pipeline.processes.launch import LocalLaunch
 from pipeline.trained_lora.job import TrainingOrder
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 from pipeline.trained_lora.worker.validation import LEVELS
 
 if TYPE_CHECKING:

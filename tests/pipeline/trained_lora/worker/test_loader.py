@@ -18,8 +18,7 @@ from pipeline.trained_lora.job import TrainingOrder, read_order
 from pipeline.trained_lora.plan.plan import StepPlan
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json
 from pipeline.trained_lora.worker.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -25,8 +25,7 @@ from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest, heard_signals
+from pipeline.trained_lora.worker.loop import StopRequest, stop_on_signals, train
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -237,7 +236,7 @@ def signalled(order: TrainingOrder, number: signal.Signals, after: int, recorded
 def train_signalled(order: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
     torch.set_num_threads(1)
     Recording.made, loop.MicroBatchMaker = recorded, Recording
-    with heard_signals() as stop:
+    with stop_on_signals() as stop:
         notes = Notes(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
         if after == 0:
             os.kill(os.getpid(), number)

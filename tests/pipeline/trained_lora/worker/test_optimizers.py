@@ -145,7 +145,7 @@ def test_R01_a_cut_run_goes_on_bit_for_bit_with_every_optimizer(
     for step in (2, 3):
         with resumed.result_weights():
             looked = adapter_state(resumed.denoiser)
-        assert looked, "looking at the result between two steps leaves no trace"
+        assert looked, "evaluating the result between two steps leaves no trace"
         step_of(resumed, order, step)
     with whole.result_weights(), resumed.result_weights():
         left, right = adapter_state(whole.denoiser), adapter_state(resumed.denoiser)

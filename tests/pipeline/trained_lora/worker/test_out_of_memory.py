@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.out_of_memory import too_large
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -44,8 +43,8 @@ def test_memory_that_runs_out_in_a_step_names_step_and_settings(make_project: Ca
 def test_what_is_done_already_or_not_possible_is_not_advised(
     make_project: Callable[..., Project], settings: dict[str, Any], not_advised: str
 ) -> None:
-    plain = too_large(make_project().recipe, "in step 3", "79.0 of 80.0 GiB used").fix
+    plain = out_of_memory_error(make_project().recipe, "in step 3", "79.0 of 80.0 GiB used").fix
     assert not_advised in plain
-    changed = too_large(make_project(**settings).recipe, "in step 3", "")
+    changed = out_of_memory_error(make_project(**settings).recipe, "in step 3", "")
     assert not_advised not in changed.fix
     assert "resolution" in changed.fix

@@ -13,12 +13,11 @@ import torch
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.job import TrainingOrder
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.worker import export
-from pipeline.trained_lora.worker import preflight as rehearsal
+from pipeline.trained_lora.worker import preflight
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.preflight import stirred
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.export import exporter
+from pipeline.trained_lora.worker.loop import StopRequest, train
+from pipeline.trained_lora.worker.preflight import perturbed_weights
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -45,7 +44,7 @@ def test_R08_before_the_first_step_a_checkpoint_is_saved_and_reloaded_and_files_
         first = next(iter(state.adapter))
         return replace(state, adapter={**state.adapter, first: state.adapter[first] + 1})
 
-    monkeypatch.setattr(rehearsal, "load_checkpoint", broken)
+    monkeypatch.setattr(preflight, "load_checkpoint", broken)
     with pytest.raises(TrainingError, match="does not read back"):
         trained(order)
     monkeypatch.undo()
@@ -61,13 +60,13 @@ def test_R08_a_file_of_another_scale_is_found_before_the_first_step(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The delta weights of a fresh adapter are zeros, at any scale."""
-    tensors_of = export.layout_tensors
+    tensors_of = exporter.layout_tensors
 
     def doubled(*arguments: Any) -> dict[str, torch.Tensor]:
         tensors = tensors_of(*arguments)
         return {name: each * 2 if name.endswith(".alpha") else each for name, each in tensors.items()}
 
-    monkeypatch.setattr(export, "layout_tensors", doubled)
+    monkeypatch.setattr(exporter, "layout_tensors", doubled)
     order = make_project().order()
     with pytest.raises(TrainingError, match="comes back with delta weights that differ"):
         trained(order)
@@ -79,7 +78,7 @@ def test_every_weight_is_another_number_inside_and_the_same_bits_after_it_even_w
     before, random = [weight.detach().clone() for weight in weights], torch.get_rng_state()
 
     def look() -> None:
-        with stirred(weights):
+        with perturbed_weights(weights):
             assert all(bool((weight != was).all()) for weight, was in zip(weights, before, strict=True))
             raise RuntimeError("while exporting")
 

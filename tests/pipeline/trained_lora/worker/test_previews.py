@@ -16,7 +16,7 @@ from pipeline.models.families import detect
 from pipeline.models.families.diffusers_family import unpacked_weight
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import read_entry
-from pipeline.trained_lora.worker.previews import draw_samples
+from pipeline.trained_lora.worker.previews import draw_previews
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -29,19 +29,19 @@ def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
     family = detect(order.base)
     engine = Engine(order, family)
     warnings: list[str] = []
-    first = draw_samples(order, family, engine, step=2, warn=warnings.append)
+    first = draw_previews(order, family, engine, step=2, warn=warnings.append)
     assert warnings == []
     assert [path.name for path in first] == ["step-00000002-00.png", "step-00000002-01.png"]
     assert engine.denoiser.training
     with Image.open(first[0]) as picture:
         assert picture.size == (96, 32)  # PIL: width, height; the first sample's bucket is 32x96
-    again = draw_samples(order, family, engine, step=4, warn=warnings.append)
+    again = draw_previews(order, family, engine, step=4, warn=warnings.append)
     pixels = [np.asarray(Image.open(path)) for path in (first[0], again[0])]
     assert np.array_equal(*pixels)
     with torch.no_grad():
         for weight in engine.weights:
             weight.add_(0.3)
-    adapted = draw_samples(order, family, engine, step=6, warn=warnings.append)
+    adapted = draw_previews(order, family, engine, step=6, warn=warnings.append)
     assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
 
 
@@ -51,7 +51,7 @@ def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[
     engine = Engine(order, family)
     Store(order.recipe.cache_dir).path(order.prompts[0].text).unlink()
     warnings: list[str] = []
-    assert draw_samples(order, family, engine, step=2, warn=warnings.append) == []
+    assert draw_previews(order, family, engine, step=2, warn=warnings.append) == []
     assert len(warnings) == 1
     assert "step 2" in warnings[0]
     assert engine.denoiser.training
@@ -74,7 +74,7 @@ def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
     monkeypatch.setattr(family, "load_vae", remembered)
     if fails:
         Store(order.recipe.cache_dir).path(order.prompts[1].text).unlink()
-    drawn = draw_samples(order, family, engine, step=2, warn=print)
+    drawn = draw_previews(order, family, engine, step=2, warn=print)
     assert len(drawn) == (1 if fails else 2)
     assert [vae() for vae in loaded] == [None]
 

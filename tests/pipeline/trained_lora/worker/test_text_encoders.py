@@ -29,13 +29,11 @@ from pipeline.trained_lora.job import TrainingOrder, read_order
 from pipeline.trained_lora.plan.plan import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.adapter.lora import adapter_state
+from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.networks import of_all
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
@@ -120,7 +118,7 @@ def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
     order = project.order()
     engine = loosened(engine_of(order))
     ((_, micro),) = inputs_of(order, engine, 0)
-    before = of_all(engine.networks, adapter_state)
+    before = collect(engine.networks, adapter_state)
     outcome = step_of(engine, order, 0)
 
     xl = prediction == "sdxl"
@@ -154,7 +152,7 @@ def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
 
     assert outcome.loss == pytest.approx(loss.item(), rel=1e-5)
     assert outcome.grad_norm == pytest.approx(norm.item(), rel=1e-4)
-    after = of_all(engine.networks, adapter_state)
+    after = collect(engine.networks, adapter_state)
     for name, weight in after.items():
         torch.testing.assert_close(weight, weights[name].data, rtol=1e-4, atol=1e-6)
         moved = float((weight - before[name]).abs().max())
@@ -209,12 +207,12 @@ def test_R01_a_cut_run_goes_on_bit_for_bit(make_project: Callable[..., Project],
     resumed.restore(load_checkpoint(kept, order.run))
     for step in (2, 3):
         with resumed.result_weights():
-            assert resumed.text_of("a cat") is not None, "looking at the result leaves no trace"
+            assert resumed.embed_caption("a cat") is not None, "evaluating the result leaves no trace"
         step_of(resumed, order, step)
     with whole.result_weights(), resumed.result_weights():
         same_bits(whole, resumed)
     same_bits(whole, resumed)
-    fresh = of_all(engine_of(order).networks, adapter_state)
+    fresh = collect(engine_of(order).networks, adapter_state)
     moved = {
         name.split(".")[0]
         for name, weight in same_bits(whole, resumed).items()
@@ -224,7 +222,7 @@ def test_R01_a_cut_run_goes_on_bit_for_bit(make_project: Callable[..., Project],
 
 
 def same_bits(one: Engine, other: Engine) -> dict[str, torch.Tensor]:
-    left, right = (of_all(each.networks, adapter_state) for each in (one, other))
+    left, right = (collect(each.networks, adapter_state) for each in (one, other))
     assert set(left) == set(right)
     assert all(torch.equal(weight, right[name]) for name, weight in left.items())
     return left
@@ -288,10 +286,10 @@ def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a
     engine, family = engine_of(order), detect(order.base)
     validation = Validation(order, family, order.inputs[:1])
     losses = [validation.loss(engine).mean]
-    with engine.looking():
-        before = engine.text_of("a cat")
+    with engine.evaluation():
+        before = engine.embed_caption("a cat")
         loosened(engine)
-        after = engine.text_of("a cat")
+        after = engine.embed_caption("a cat")
     for weight in (weight for weight in engine.denoiser.parameters() if weight.requires_grad):
         weight.data.zero_()
     losses.append(validation.loss(engine).mean)

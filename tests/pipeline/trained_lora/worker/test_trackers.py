@@ -12,8 +12,7 @@ from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora import objective
 from pipeline.trained_lora.job import TrainingOrder
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 
 if TYPE_CHECKING:
     from conftest import Project

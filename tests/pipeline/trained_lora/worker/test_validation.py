@@ -93,7 +93,7 @@ def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with
                 weight.add_(amount)
         moved.append(engine.output_change(micro))
     assert 0 < moved[0] < moved[1]
-    with engine.looking():
+    with engine.evaluation():
         adapted = engine._answer(micro, engine.scheduler)
         unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
         noisy = family.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)

@@ -12,11 +12,11 @@ from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import (
     adapter_state,
     add_lora,
-    delta_weights,
     load_adapter_state,
     lora_modules,
     trainable_weights,
 )
+from tests.pipeline.trained_lora.adapters import delta_weights
 
 
 def adapted(base: Path, *, seed: int = 1, targets: list[str] | None = None, dtype: str = "float32") -> Any:

@@ -28,11 +28,10 @@ from pipeline.trained_lora.plan.plan import Slot
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.export import Exporter
-from pipeline.trained_lora.worker.layouts import describe_modules
+from pipeline.trained_lora.worker.export.exporter import Exporter
+from pipeline.trained_lora.worker.export.layouts import describe_modules
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.loop import train
-from pipeline.trained_lora.worker.stopping import StopRequest
+from pipeline.trained_lora.worker.loop import StopRequest, train
 
 if TYPE_CHECKING:
     from conftest import Project

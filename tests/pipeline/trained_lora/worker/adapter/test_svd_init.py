@@ -12,8 +12,9 @@ from torch import nn
 from pipeline.errors import TrainingError
 from pipeline.models.families import detect
 from pipeline.recipe import LoraSettings
-from pipeline.trained_lora.worker.adapter.lora import add_lora, delta_weights, lora_modules, trainable_weights
-from pipeline.trained_lora.worker.adapter.svd_init import begin_as_part, largest_singular
+from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules, trainable_weights
+from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights, largest_singular
+from tests.pipeline.trained_lora.adapters import delta_weights
 
 SETTINGS = {"rank": 4, "alpha": 2.0}
 
@@ -25,7 +26,7 @@ def begun(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tup
     plain = copy.deepcopy(denoiser)
     lora = LoraSettings(init=init, **{**SETTINGS, **settings})
     add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)
-    begin_as_part(denoiser, lora, seed=1)
+    init_from_base_weights(denoiser, lora, seed=1)
     return denoiser, plain
 
 

@@ -16,9 +16,10 @@ from pipeline.recipe import LoraSettings, recipe_from_mapping
 from pipeline.recipe.load import project_root
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.fingerprint import run_facts
-from pipeline.trained_lora.worker.adapter.lora import adapter_state, delta_weights
+from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.export.exporter import Exporter
+from tests.pipeline.trained_lora.adapters import delta_weights
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -17,15 +17,13 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors
 from pipeline.trained_lora.export.lora_files import lengths as stored_lengths
-from pipeline.trained_lora.worker.adapter.lora import ADAPTER, Adapted, has_magnitude, lora_modules
-from pipeline.trained_lora.worker.adapter.to_lora import equal_shapes
-from pipeline.trained_lora.worker.networks import Networks
-from pipeline.trained_lora.worker.on_demand import OnDemand
+from pipeline.trained_lora.worker.adapter.lora import ADAPTER, Adapted, Networks, has_magnitude, lora_modules
+from pipeline.trained_lora.worker.adapter.to_lora import lora_shapes
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
 
-Effects: TypeAlias = OnDemand
+Effects: TypeAlias = Mapping[str, Callable[[], Tensor]]
 """What an adapter does, by module: its delta weight; and with DoRA, as "<module> rows", what each row of the
 sum of base and delta weight is multiplied by."""
 
@@ -84,7 +82,7 @@ def describe_modules(family: Family, denoiser: nn.Module) -> list[LoraModule]:
 
 def _described(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
     """The module, as a layer of its own in kohya's layout."""
-    down, up = equal_shapes(module)
+    down, up = lora_shapes(module)
     return LoraModule(
         name=name,
         diffusers=diffusers,
@@ -156,7 +154,7 @@ def effects(
 ) -> Effects:
     """What delta weights and DoRA's trained lengths come to, the two as `lora` gives them."""
     rows = {f"{name} rows": partial(torch.div, each, lengths[name][1]) for name, each in trained.items()}
-    return OnDemand({**deltas, **rows})
+    return {**deltas, **rows}
 
 
 def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengths: Lengths) -> Effects:
@@ -179,7 +177,7 @@ def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengt
             divided_by = before if layout == "comfyui" else after
             stored = stored_lengths(tensors, module, layout)
             found[f"{module.name} rows"] = partial(torch.div, stored, divided_by)
-    return OnDemand(found)
+    return found
 
 
 def _delta_by_rule(tensors: Mapping[str, Tensor], module: LoraModule, layout: Layout) -> Tensor:

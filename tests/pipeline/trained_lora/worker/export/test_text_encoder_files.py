@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from pipeline.errors import TrainingError
 from pipeline.models.families import detect
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, read_lora_file
-from pipeline.trained_lora.worker.adapter.lora import adapter_state, delta_weights
+from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.export import Exporter
-from pipeline.trained_lora.worker.networks import of_all
+from pipeline.trained_lora.worker.export.exporter import Exporter
+from tests.pipeline.trained_lora.adapters import delta_weights
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
     engine_of,
@@ -59,7 +59,7 @@ def test_R06_load_lora_weights_gives_the_pipeline_the_trained_text_encoders(
     kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
     plain, pipe = kind.from_pretrained(made.order.base), kind.from_pretrained(made.order.base)
     pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
-    deltas = of_all(made.engine.networks, delta_weights)
+    deltas = collect(made.engine.networks, delta_weights)
     for role in ("unet", *made.engine.text_networks):
         prefix = "" if role == "unet" else f"{role}."
         network = made.engine.networks[prefix]
@@ -118,14 +118,14 @@ def test_training_begins_with_what_a_file_of_any_layout_does(
         lora = settings(**text).model_copy(update={"start_from": from_file})
         return engine_of(project.changed("started", lora=lora).order())
 
-    expected = of_all(made.engine.networks, adapter_state)
+    expected = collect(made.engine.networks, adapter_state)
     for path in paths.values():
-        found = of_all(started(path, rank=2).networks, adapter_state)
+        found = collect(started(path, rank=2).networks, adapter_state)
         assert set(found) == set(expected)
         for name, weight in found.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
-    rescaled = of_all(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
-    for name, delta in of_all(made.engine.networks, delta_weights).items():
+    rescaled = collect(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
+    for name, delta in collect(made.engine.networks, delta_weights).items():
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
     alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
     with pytest.raises(TrainingError, match="not as this adapter has them") as caught:

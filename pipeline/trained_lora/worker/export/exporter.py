@@ -27,14 +27,17 @@ from pipeline.storage.os_errors import refusals_named
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, layout_file
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
-    AT_START,
-    delta_makers,
+    FROZEN_ADAPTER,
+    Networks,
+    adapted_networks,
+    collect,
+    delta_weights,
+    frozen_delta_sizes,
     magnitudes,
     row_lengths,
-    sizes_at_start,
 )
-from pipeline.trained_lora.worker.adapter.to_lora import equal_lora
-from pipeline.trained_lora.worker.layouts import (
+from pipeline.trained_lora.worker.adapter.to_lora import lora_state
+from pipeline.trained_lora.worker.export.layouts import (
     DEFECT,
     Effects,
     Lengths,
@@ -43,7 +46,6 @@ from pipeline.trained_lora.worker.layouts import (
     effects_by_rule,
     layout_tensors,
 )
-from pipeline.trained_lora.worker.networks import Networks, networks_of, of_all
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -95,7 +97,7 @@ class Exporter:
         self, denoiser: nn.Module, text_encoders: Mapping[str, nn.Module] = NO_ENCODERS
     ) -> list[LoraModule]:
         """The modules that have an adapter, with their names in each layout; arguments as of `export`."""
-        return describe_all(self._family, networks_of(denoiser, text_encoders))
+        return describe_all(self._family, adapted_networks(denoiser, text_encoders))
 
     def export(
         self, denoiser: nn.Module, folder: Path, text_encoders: Mapping[str, nn.Module] = NO_ENCODERS
@@ -114,8 +116,8 @@ class Exporter:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        networks = networks_of(denoiser, text_encoders)
-        state = of_all(networks, equal_lora)
+        networks = adapted_networks(denoiser, text_encoders)
+        state = collect(networks, lora_state)
         modules = describe_all(self._family, networks)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
         with refusals_named(folder):
@@ -149,7 +151,7 @@ class Exporter:
         self, networks: Networks, modules: list[LoraModule], folder: Path, lengths: Lengths
     ) -> list[ExportedFile]:
         denoiser = networks[""]
-        trained = effects(of_all(networks, delta_makers), magnitudes(denoiser), lengths)
+        trained = effects(collect(networks, delta_weights), magnitudes(denoiser), lengths)
         # Of kohya's layout diffusers leaves out DoRA's lengths, and a network's alphas but the commonest.
         alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in modules}
         plain = not lengths and len(alphas) == len(networks)
@@ -161,7 +163,7 @@ class Exporter:
             if layout == "diffusers" or (layout == "kohya" and self._family.kohya_loads() and plain):
                 found.append((path, self._effects_by_loader(path, networks, lengths)))
         tolerance = RELOAD_TOLERANCE * (1 if _is_one_lora(denoiser) else 10)
-        errors = _errors(found, trained, parts=sizes_at_start(denoiser), tolerance=tolerance)
+        errors = _errors(found, trained, parts=frozen_delta_sizes(denoiser), tolerance=tolerance)
         return [ExportedFile(path.name, errors[path], len(modules)) for path in paths]
 
     def _effects_by_loader(self, path: Path, networks: Networks, lengths: Lengths) -> Effects:
@@ -189,7 +191,7 @@ class Exporter:
                     )
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
             raise TrainingError(f"diffusers cannot load it: {err}", where=str(path), fix=DEFECT) from err
-        found = of_all(skeletons, partial(delta_makers, adapter="reloaded"))
+        found = collect(skeletons, partial(delta_weights, adapter="reloaded"))
         return effects(found, magnitudes(skeleton, "reloaded"), lengths)
 
 
@@ -229,7 +231,7 @@ def _equal(modules: list[LoraModule]) -> LoraConfig:
 def _is_one_lora(network: nn.Module) -> bool:
     """Whether the adapter's own weights are what the files hold."""
     have = cast("Any", network).peft_config
-    return AT_START not in have and isinstance(have[ADAPTER], LoraConfig)
+    return FROZEN_ADAPTER not in have and isinstance(have[ADAPTER], LoraConfig)
 
 
 def _parted(item: tuple[str, Tensor]) -> tuple[str, str, Tensor]:
@@ -258,7 +260,7 @@ def _errors(
             raise TrainingError(what, where=str(path), fix=DEFECT)
     worst = {path: 0.0 for path, _ in found}
     for name in trained:
-        largest = _differences(name, found, trained[name], parts.get(name, 0.0))
+        largest = _differences(name, found, trained[name](), parts.get(name, 0.0))
         for path, error in largest:
             if not error <= tolerance:
                 what = f"{name} comes back with delta weights that differ by {error:.2g} of the largest"
@@ -273,7 +275,7 @@ def _differences(
     """Of one module, file by file."""
     scale = max(float(delta.abs().max()), part) or 1.0
     return [
-        (path, float((delta - reloaded[name].reshape(delta.shape)).abs().max()) / scale)
+        (path, float((delta - reloaded[name]().reshape(delta.shape)).abs().max()) / scale)
         for path, reloaded in found
     ]
 

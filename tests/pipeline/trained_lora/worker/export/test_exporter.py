@@ -22,11 +22,11 @@ from pipeline.trained_lora.export.lora_files import (
     read_lora_file,
 )
 from pipeline.trained_lora.export.metadata import header_metadata
-from pipeline.trained_lora.worker import export, layouts
 from pipeline.trained_lora.worker.adapter import lora
-from pipeline.trained_lora.worker.adapter.lora import delta_weights
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.export import Exporter
+from pipeline.trained_lora.worker.export import exporter, layouts
+from pipeline.trained_lora.worker.export.exporter import Exporter
+from tests.pipeline.trained_lora.adapters import delta_weights
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -45,7 +45,7 @@ class Trained:
                 weight.copy_(0.3 * torch.randn(weight.shape, generator=rng))
         self.exporter = Exporter(self.family, "demo", header_metadata(self.order, self.family))
 
-    def export(self, folder: Path) -> list[export.ExportedFile]:
+    def export(self, folder: Path) -> list[exporter.ExportedFile]:
         return self.exporter.export(self.engine.denoiser, folder)
 
 
@@ -131,9 +131,9 @@ def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
 
 
 def test_exporting_leaves_the_adapter_that_is_being_trained_alone(trained: Trained, tmp_path: Path) -> None:
-    before = dict(delta_weights(trained.engine.denoiser))
+    before = delta_weights(trained.engine.denoiser)
     trained.export(tmp_path)
-    after = dict(delta_weights(trained.engine.denoiser))
+    after = delta_weights(trained.engine.denoiser)
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert list(trained.engine.denoiser.peft_config) == ["default"]  # pyright: ignore
     assert all(weight.requires_grad for weight in trained.engine.weights)
@@ -178,4 +178,4 @@ def test_R06_convolutions_that_a_gpu_multiplies_roughly_are_compared_exactly(
     assert convolutions
     for module in convolutions:
         module.conv_fn = rough  # pyright: ignore[reportAttributeAccessIssue]
-    assert all(file.max_error <= export.RELOAD_TOLERANCE for file in made.export(tmp_path))
+    assert all(file.max_error <= exporter.RELOAD_TOLERANCE for file in made.export(tmp_path))

@@ -1,0 +1,1 @@
+"""Writing the trained adapter in the layouts of diffusers, kohya and ComfyUI, and reading each file back."""
