@@ -12,8 +12,8 @@ import numpy as np
 
 from bench.measure import Figure, Sides, Workplace, timed
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
-from pipeline.trained_lora.plan.plan import PlanSettings, TrainingPlan
 from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 
 SHAPE = (4, 128, 128)
 """Of a latent of a 1024 px image: 128 KiB in float16."""
@@ -115,7 +115,7 @@ def plan_order(count: int) -> list[int]:
     )
     plan = TrainingPlan(PlanSamples.of(samples), settings)
     epoch = plan[: plan.steps_per_epoch]
-    return [int(slot.sample_id) for step in epoch for slot in step.slots()]
+    return [int(slot.variant_id) for step in epoch for slot in step.slots()]
 
 
 FIGURES = [

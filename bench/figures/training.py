@@ -12,8 +12,8 @@ from bench.workload import photographs
 from demo.tiny_models import make_tiny
 from pipeline.cache.requests import Entries
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,7 +26,7 @@ COUNT = 24
 RESOLUTION = 256
 
 
-def prepared_order(folder: Path, *, steps: int) -> TrainingOrder:
+def prepared_order(folder: Path, *, steps: int) -> TrainingJob:
     """A training of `steps` batches of 4 squares, its cache filled by the stages themselves."""
     make_tiny(folder / "tiny")
     photographs(folder / "photos", COUNT, max_px=400_000)
@@ -35,7 +35,7 @@ def prepared_order(folder: Path, *, steps: int) -> TrainingOrder:
         stage()
     recipe, tables, entries = project.recipe, project.tables, Entries(project.recipe)
     inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
-    return TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+    return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
 
 
 def bare_steps(
@@ -102,9 +102,9 @@ def _loader(place: Workplace) -> Generator[Sides]:
     plan, family, store = order.plan(), detect(order.base), store_at(order.recipe.cache_dir)
     scheduler = make_noise_scheduler(family, order.recipe.training)
     maker = MicroBatchMaker(order, family, scheduler)
-    entries = {item.sample_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}
+    entries = {item.variant_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}
     slots = [slot for _, batch in plan.iterate() for slot in batch.slots()]
-    paths = [store.path(spec) for slot in slots for spec in entries[slot.sample_id]]
+    paths = [store.path(spec) for slot in slots for spec in entries[slot.variant_id]]
 
     def ours() -> None:
         for _ in micro_inputs(plan, maker, rank=0, start=0, pin=False):

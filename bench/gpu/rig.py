@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
     from pipeline.reporting.reports import Log, StageResult
     from pipeline.storage.tables import Tables
-    from pipeline.trained_lora.job import TrainingOrder
+    from pipeline.trained_lora.job import TrainingJob
 
 RANK = 16
 LEARNING_RATE = 1e-4
@@ -166,10 +166,10 @@ class Rig:
         assert taken.order is not None
         return Encoding(taken.order, taken.jobs)
 
-    def order(self, **training: Any) -> TrainingOrder:
+    def order(self, **training: Any) -> TrainingJob:
         """A training on the cache, which is filled in this process if it is not; nothing is launched."""
-        from pipeline.trained_lora.job import TrainingOrder
-        from pipeline.trained_lora.joining import training_inputs
+        from pipeline.trained_lora.job import TrainingJob
+        from pipeline.trained_lora.samples import training_inputs
 
         if not self.project.tables.path("text_embeddings").exists():
             self.prepare()
@@ -181,7 +181,7 @@ class Rig:
         )
         settings = TrainingSettings.model_validate({**self.recipe.training.model_dump(), **training})
         recipe = self.recipe.model_copy(update={"training": settings})
-        return TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+        return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
 
     def _keep(self, asset: str, stage: _CacheStage, source: str, launch: Launch) -> None:
         tables = self.project.tables
@@ -217,11 +217,11 @@ class _TakeOrder:
         self.jobs: list[Job] = []
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encoding.jobs import read_order
+        from pipeline.encoding.jobs import read_job
 
         if meanwhile is not None:
             meanwhile()
-        self.order = read_order(order)
+        self.order = read_job(order)
         self.jobs = list(self.order.jobs)
         import_module(f"{module}.run").run(order, Silent(), rank=0, num_ranks=1)
 

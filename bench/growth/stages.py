@@ -21,8 +21,8 @@ from pipeline.cache.requests import Entries
 from pipeline.checks.findings import CheckContext
 from pipeline.reporting.reports import StageResult, write_report
 from pipeline.text_embeddings.stage import wanted_captions
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 
@@ -124,7 +124,7 @@ def _plan(project: Project) -> None:
     recipe, entries = project.recipe, Entries(project.recipe)
     latents, text = (project.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
     inputs = training_inputs(recipe, entries, latents, text)
-    order = TrainingOrder(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+    order = TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
     # The first step shuffles its whole epoch.
     order.plan()[0]
 

@@ -10,7 +10,7 @@ import click
 from pipeline.cli.arguments import RECIPE
 from pipeline.cli.sizes import bytes_text, seconds_text
 from pipeline.errors import counted
-from pipeline.maintenance.plan import Expected, Forecast, forecast
+from pipeline.maintenance.forecast import Expected, Forecast, forecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.storage.tables import Tables

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
-from pipeline.trained_lora.lora_search import caption_hashes_of, found_in
+from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
 _PATH = click.Path(exists=True, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -35,7 +35,7 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
 
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
-    found = found_in(record, file, wanted)
+    found = find_in_provenance(record, file, wanted)
     for line in found:
         click.echo(line)
     if not found:

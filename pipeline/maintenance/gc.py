@@ -17,7 +17,7 @@ from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.samples import keys_named
+from pipeline.trained_lora.samples import read_entry_keys
 
 GRACE_S = 24 * 3600.0
 """An entry younger than this is nobody's orphan: who wanted it may not have said so yet."""
@@ -170,7 +170,7 @@ def _in_runs(output_dir: Path) -> set[str]:
     keys: set[str] = set()
     for inputs in output_dir.glob("runs/*/inputs.parquet"):
         if not RunLayout(inputs.parent).finished.exists():
-            keys |= _readable(inputs, keys_named)
+            keys |= _readable(inputs, read_entry_keys)
     return keys
 
 

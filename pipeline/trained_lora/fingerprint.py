@@ -80,13 +80,13 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> Facts
 
 def _samples(inputs: TrainingInputs) -> Facts:
     table = inputs.table
-    latents = table.select("sample_id", "bucket", "latents").iter_rows()
-    text = table.select("sample_id", "texts").iter_rows()
+    latents = table.select("variant_id", "bucket", "latents").iter_rows()
+    text = table.select("variant_id", "texts").iter_rows()
     return {
         "number": len(inputs),
-        "latents": _digest((sample_id, bucket, *keys) for sample_id, bucket, keys in latents),
-        "text": _digest((sample_id, *keys) for sample_id, keys in text),
-        "repeats": _digest(table.select("sample_id", "repeats").iter_rows()),
+        "latents": _digest((variant_id, bucket, *keys) for variant_id, bucket, keys in latents),
+        "text": _digest((variant_id, *keys) for variant_id, keys in text),
+        "repeats": _digest(table.select("variant_id", "repeats").iter_rows()),
     }
 
 

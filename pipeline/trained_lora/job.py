@@ -1,11 +1,10 @@
-"""What a launched training process is told: an order file, and beside it the inputs as a table.
+"""The job of a training run: what the launching process writes and each launched worker process reads.
 
-    runs/<run>/
-        order.json        recipe, base model, run id, entries of the empty caption and of the sample prompts
-        inputs.parquet    one row a sample: bucket, repeats, geometry, and its two store entries
-        result.json       what comes back
-
-Torch-free; written by the launching process, read by each launched one.
+runs/<run>/
+order.json         recipe, base model, run id, entries of the empty caption and of the preview prompts
+inputs.parquet     one row per training input: bucket, repeats, geometry, cache entries
+dropped.parquet    only with `underfilled: drop`: the draws that each epoch leaves out
+result.json        the worker's answer
 """
 
 from __future__ import annotations
@@ -23,21 +22,26 @@ from pipeline.cache.store import EntrySpec
 from pipeline.errors import TrainingError, counted
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import write_bytes, write_text
-from pipeline.storage.tables import only
-from pipeline.trained_lora.plan.plan import PlanSettings, TrainingPlan
 from pipeline.trained_lora.plan.samples import PlanSamples
+from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 from pipeline.trained_lora.run_folder import run_folder
-from pipeline.trained_lora.samples import TrainingInputs, tensors_json, tensors_of
+from pipeline.trained_lora.samples import (
+    TrainingInputs,
+    read_inputs,
+    tensors_from_json,
+    tensors_json,
+    write_inputs,
+)
 
-ORDER_FILE = "order.json"
+JOB_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
 DROPPED_FILE = "dropped.parquet"
-"""Of runs that drop what does not fill a batch: epoch, sample_id, times."""
+"""Draws left out by `underfilled: drop`, one row per epoch and sample: epoch, sample_id, times."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A caption to draw, with its store entry and the picture's (height, width) in pixels."""
+    """A preview prompt with its cache entry and the preview's (height, width) in pixels."""
 
     caption: str
     text: EntrySpec
@@ -45,18 +49,18 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class TrainingOrder:
-    """Everything that a launched process needs to know.
+class TrainingJob:
+    """Everything that a worker process needs to train one run.
 
     Attributes:
-        recipe: With absolute paths.
-        base: The base model's local folder.
-        run: The run's id, its fingerprint.
-        inputs: The samples, sorted by sample_id, those held out among them.
-        empty_text: The empty caption's entry, for caption dropout and guidance.
-        prompts: What sample pictures are drawn for.
-        provenance: Goes into each file of the result; JSON-serialisable.
-        elsewhere: Folders of the model's components that are not taken from `base`.
+        recipe: Recipe with absolute paths.
+        base: Local folder of the base model.
+        run: Run id, the fingerprint of everything that decides the weights.
+        inputs: Training inputs, including those held out for validation.
+        empty_text: Entry of the empty caption, for caption dropout and guidance.
+        prompts: Preview prompts.
+        provenance: JSON-serializable record that goes into each exported file.
+        component_folders: Folders of model components that replace those in `base`, by role.
     """
 
     recipe: Recipe
@@ -66,56 +70,58 @@ class TrainingOrder:
     empty_text: EntrySpec
     prompts: tuple[Prompt, ...]
     provenance: dict[str, Any] = field(default_factory=dict[str, Any])
-    elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
 
     @property
     def folder(self) -> Path:
-        """`output_dir/runs/<run>`."""
+        """The run's folder, `output_dir/runs/<run>`."""
         return run_folder(self.recipe.output_dir, self.run)
 
     def plan(self) -> TrainingPlan:
-        """The run's plan; the same in every process.
+        """Return the run's plan, which is the same in every process.
 
         Raises:
-            TrainingError: There is no sample.
+            TrainingError: No inputs are left to train on.
         """
         return TrainingPlan(plan_samples(self.inputs), plan_settings(self.recipe))
 
     def write(self) -> Path:
-        """Write order and inputs into the run's folder.
+        """Write the job's files into the run's folder.
 
         Returns:
-            The order file's path.
+            Path of `JOB_FILE`, the argument of `read_job`.
         """
         buffer = io.BytesIO()
-        self.inputs.table.write_parquet(buffer)
+        write_inputs(self.inputs, buffer)
         write_bytes(self.folder / INPUTS_FILE, buffer.getvalue())
-        order = {
+        self._write_dropped()
+
+        job = {
             "recipe": self.recipe.model_dump(mode="json"),
             "base": str(self.base),
-            "elsewhere": {role: str(place) for role, place in self.elsewhere.items()},
+            "elsewhere": {role: str(folder) for role, folder in self.component_folders.items()},
             "run": self.run,
             "provenance": self.provenance,
-            "empty_text": _spec_json(self.empty_text),
+            "empty_text": _entry_to_json(self.empty_text),
             "prompts": [
-                {"caption": prompt.caption, "text": _spec_json(prompt.text), "size_hw": prompt.size_hw}
+                {"caption": prompt.caption, "text": _entry_to_json(prompt.text), "size_hw": prompt.size_hw}
                 for prompt in self.prompts
             ],
         }
-        self._write_dropped()
-        path = self.folder / ORDER_FILE
-        write_text(path, json.dumps(order, indent=2, ensure_ascii=False) + "\n")
+        path = self.folder / JOB_FILE
+        write_text(path, json.dumps(job, indent=2, ensure_ascii=False) + "\n")
         return path
 
     def _write_dropped(self) -> None:
-        """What the plan leaves out, if its policy is to drop: one row a sample and epoch."""
+        """Write `DROPPED_FILE` if the recipe drops draws that do not fill a batch."""
         plan = self.plan()
         if plan.settings.underfilled != "drop":
             return
+
         rows = [
-            (epoch, name, times)
+            (epoch, variant_id, times)
             for epoch in range(plan.num_epochs)
-            for name, times in plan.dropped(epoch).items()
+            for variant_id, times in plan.dropped(epoch).items()
         ]
         schema = {"epoch": pl.Int32, "sample_id": pl.String, "times": pl.Int32}
         buffer = io.BytesIO()
@@ -123,17 +129,40 @@ class TrainingOrder:
         write_bytes(self.folder / DROPPED_FILE, buffer.getvalue())
 
 
-def plan_samples(inputs: TrainingInputs) -> PlanSamples:
-    """The samples that are trained on, as the plan sees them."""
-    variants, views = pl.col("captions").list.len(), pl.col("latents").list.len()
-    columns = inputs.table.select(
-        *("sample_id", "bucket", "repeats", "dataset", "held_out"), variants=variants, views=views
+def read_job(path: Path) -> TrainingJob:
+    """Read the job that `TrainingJob.write` wrote to `path` and its folder."""
+    job = json.loads(path.read_text(encoding="utf-8"))
+    prompts = (
+        Prompt(item["caption"], _entry_from_json(item["text"]), _pair(*item["size_hw"]))
+        for item in job["prompts"]
     )
-    return PlanSamples(only(columns, ~columns["held_out"]))
+    return TrainingJob(
+        recipe=Recipe.model_validate_json(json.dumps(job["recipe"])),
+        base=Path(job["base"]),
+        component_folders={role: Path(folder) for role, folder in job.get("elsewhere", {}).items()},
+        run=job["run"],
+        provenance=job["provenance"],
+        inputs=read_inputs(path.with_name(INPUTS_FILE)),
+        empty_text=_entry_from_json(job["empty_text"]),
+        prompts=tuple(prompts),
+    )
+
+
+def plan_samples(inputs: TrainingInputs) -> PlanSamples:
+    """Return the columns of the trained inputs that decide the plan."""
+    columns = inputs.trained.table.select(
+        "variant_id",
+        "bucket",
+        "repeats",
+        "dataset",
+        variants=pl.col("captions").list.len(),
+        views=pl.col("latents").list.len(),
+    )
+    return PlanSamples(columns)
 
 
 def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
-    """What the recipe says of its plan; `steps` stands in where the recipe counts epochs."""
+    """Return the plan's settings, with `steps` in place of `training.steps` if the recipe counts epochs."""
     training = recipe.training
     return PlanSettings(
         steps=training.num_steps if steps is None else steps,
@@ -143,58 +172,41 @@ def plan_settings(recipe: Recipe, *, steps: int | None = None) -> PlanSettings:
         caption_dropout=recipe.text.caption_dropout,
         seed=training.seed,
         underfilled=recipe.buckets.underfilled,
-        weights={each.name: each.weight for each in recipe.datasets if each.weight is not None},
+        weights={dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None},
         exhausted=training.exhausted,
     )
 
 
 def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
-    """The recipe with its epochs counted in steps; itself when it counts steps already.
+    """Return the recipe with `training.epochs` converted to `training.steps`.
 
     Raises:
-        TrainingError: Warm-up and decay take more steps than the epochs have.
+        TrainingError: Warm-up and decay together need more steps than the epochs have.
     """
     training = recipe.training
     if training.epochs is None:
         return recipe
+
     steps = TrainingPlan.steps_in(plan_samples(inputs), plan_settings(recipe, steps=1), training.epochs)
-    if training.warmup_steps + training.decay_steps > steps:
-        epochs = counted(training.epochs, "epoch is", "epochs are")
+    scheduled = training.warmup_steps + training.decay_steps
+    if scheduled > steps:
+        epochs = counted(training.epochs, "epoch has only", "epochs have only")
         raise TrainingError(
-            f"{epochs} {counted(steps, 'step')}, and warmup_steps {training.warmup_steps} and "
-            f"decay_steps {training.decay_steps} together are more",
+            f"warmup_steps {training.warmup_steps} and decay_steps {training.decay_steps} add up to "
+            f"{counted(scheduled, 'step')}, but {epochs} {counted(steps, 'step')}",
             where="training.epochs",
-            fix=f"raise epochs, or let both together be at most {steps}",
+            fix=f"raise epochs, or lower warmup_steps and decay_steps to at most {steps} together",
         )
-    settled = training.model_copy(update={"steps": steps, "epochs": None})
-    return recipe.model_copy(update={"training": settled})
+    in_steps = training.model_copy(update={"steps": steps, "epochs": None})
+    return recipe.model_copy(update={"training": in_steps})
 
 
-def read_order(path: Path) -> TrainingOrder:
-    """What `TrainingOrder.write` wrote to `path` and beside it."""
-    order = json.loads(path.read_text(encoding="utf-8"))
-    inputs = pl.read_parquet(path.with_name(INPUTS_FILE))
-    return TrainingOrder(
-        recipe=Recipe.model_validate_json(json.dumps(order["recipe"])),
-        base=Path(order["base"]),
-        elsewhere={role: Path(place) for role, place in order.get("elsewhere", {}).items()},
-        run=order["run"],
-        provenance=order["provenance"],
-        inputs=TrainingInputs(inputs),
-        empty_text=_spec(order["empty_text"]),
-        prompts=tuple(
-            Prompt(item["caption"], _spec(item["text"]), _pair(*item["size_hw"])) for item in order["prompts"]
-        ),
-    )
+def _entry_to_json(entry: EntrySpec) -> dict[str, Any]:
+    return {"kind": entry.kind, "key": entry.key, "tensors": json.loads(tensors_json(entry.tensors))}
 
 
-def _spec_json(spec: EntrySpec) -> dict[str, Any]:
-    return {"kind": spec.kind, "key": spec.key, "tensors": json.loads(tensors_json(spec.tensors))}
-
-
-def _spec(value: Mapping[str, Any]) -> EntrySpec:
-    """The inverse of `_spec_json`."""
-    return EntrySpec(value["kind"], value["key"], tensors_of(value["tensors"]))
+def _entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
+    return EntrySpec(value["kind"], value["key"], tensors_from_json(value["tensors"]))
 
 
 def _pair(first: int, second: int) -> tuple[int, int]:

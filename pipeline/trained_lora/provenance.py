@@ -1,24 +1,26 @@
-"""Where a LoRA comes from: a record in each of its files that names everything it was made of.
+"""Provenance: the record in each LoRA file of what the LoRA was made of, and looking a sample up in it.
 
-It is known before the first step, holds nothing volatile and no path that says where somebody's files lie.
+The record is complete before the first step. It contains nothing volatile and no absolute path.
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Iterable
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+import polars as pl
+
+from pipeline.errors import TrainingError, counted
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
 from pipeline.storage.tables import ASSETS, Tables
+from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 
 if TYPE_CHECKING:
-    import polars as pl
-
     from pipeline.cache.requests import Entries
     from pipeline.recipe import Recipe
     from pipeline.trained_lora.fingerprint import Facts
@@ -26,92 +28,155 @@ if TYPE_CHECKING:
 PACKAGES = ("latentline", "accelerate", "diffusers", "numpy", "peft", "safetensors", "torch", "transformers")
 
 MAX_LISTED = 5_000
-"""Samples whose hashes stand in the files themselves; of more, the digest does, and the table beside them."""
+"""Largest number of samples whose hashes are listed in the record. Larger runs store only a digest."""
+
+MAX_CAPTION_BYTES = 1_000_000
+"""Largest size of a file that is looked up as a caption."""
 
 _USES: tuple[Use, ...] = ("latents", "text", "denoiser")
 
 
 def provenance(recipe: Recipe, entries: Entries, facts: Facts, table: pl.DataFrame) -> dict[str, Any]:
-    """The record of a run, JSON-serialisable.
+    """Return the JSON-serializable record of a run.
 
-    Names the facts that the run's id is made of, the recipe, the sha256 of each table that led to it, the
-    base model's fingerprints, package versions, and the sha256 of every image and caption trained on.
+    It holds the recipe, the facts that decide the run id, the SHA-256 of each upstream table, fingerprints of
+    the base model, package versions, and the hashes of all images and captions that are trained on.
 
     Args:
-        recipe: The run's.
-        entries: Knows the fingerprints.
-        facts: Of the run.
-        table: Of trained_lora.
+        recipe: Recipe of the run.
+        entries: Source of the model's fingerprints.
+        facts: Facts of the run.
+        table: Table trained_lora.
     """
     tables = Tables(recipe.output_dir)
-    digests = {asset: _sha256(tables.path(asset)) for asset in ASSETS if asset != "trained_lora"}
+    digests = {asset: _file_sha256(tables.path(asset)) for asset in ASSETS if asset != "trained_lora"}
     return {
         "recipe": shareable(recipe),
         "facts": facts,
-        "samples": _samples(table),
+        "samples": _samples_record(table),
         "tables_sha256": digests,
         "model": {
-            "base": _shown(recipe.model.base),
+            "base": _shareable_path(recipe.model.base),
             "revision": recipe.model.revision,
-            "components": {role: _shown(named) for role, named in recipe.model.components.given().items()},
+            "components": {
+                role: _shareable_path(path) for role, path in recipe.model.components.given().items()
+            },
             "fingerprints": {use: entries.fingerprint(use) for use in _USES},
         },
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _package_version(name) for name in PACKAGES},
         "python": platform.python_version(),
     }
 
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON, its absolute paths cut to what lies in the project, or to their last part."""
+    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name."""
     values = recipe.model_dump(mode="json")
     for key in ("cache_dir", "output_dir", "source"):
-        values[key] = _shown(values[key])
+        values[key] = _shareable_path(values[key])
     for dataset in values["datasets"]:
-        dataset["path"] = _shown(dataset["path"])
+        dataset["path"] = _shareable_path(dataset["path"])
     model = values["model"]
-    model["base"] = _shown(model["base"])
-    model["components"] = {role: _shown(named) for role, named in model["components"].items()}
+    model["base"] = _shareable_path(model["base"])
+    model["components"] = {role: _shareable_path(path) for role, path in model["components"].items()}
     return values
 
 
-def _shown(path: str) -> str:
-    if not PurePath(path).is_absolute():
+def _shareable_path(path: str) -> str:
+    pure = PurePath(path)
+    if not pure.is_absolute():
         return path
     root = project_root()
-    return (
-        PurePath(path).relative_to(root).as_posix()
-        if PurePath(path).is_relative_to(root)
-        else PurePath(path).name
-    )
+    return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.name
 
 
-def _samples(table: pl.DataFrame) -> dict[str, Any]:
-    """How many there are, a digest over all, and the hashes of images and captions where they are few."""
-    rows = table.filter(table["split"] == "train").select("content_hash", "caption_hashes").rows()
+def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
+    """Return the number of trained samples, their digest and, up to `MAX_LISTED`, their hashes."""
+    rows = table.filter(pl.col("split") == "train").select("content_hash", "caption_hashes").rows()
     lines = sorted(f"{image} {captions}" for image, captions in rows)
-    samples: dict[str, Any] = {
+    record: dict[str, Any] = {
         "number": len(rows),
         "sha256": hashlib.sha256("\n".join(lines).encode("ascii")).hexdigest(),
     }
     if len(rows) <= MAX_LISTED:
-        samples["images"] = _distinct(image for image, _ in rows)
-        samples["captions"] = _distinct(each for _, captions in rows for each in captions.split())
-    return samples
+        record["images"] = sorted({image for image, _ in rows})
+        record["captions"] = sorted({each for _, captions in rows for each in captions.split()})
+    return record
 
 
-def _distinct(hashes: Iterable[str]) -> list[str]:
-    return sorted(set(hashes))
-
-
-def _sha256(path: Path) -> str | None:
+def _file_sha256(path: Path) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def caption_hash(caption: str) -> str:
+    """Return the SHA-256 of a caption's UTF-8 bytes in hexadecimal."""
+    return hashlib.sha256(caption.encode("utf-8")).hexdigest()
+
+
+def caption_hashes_of(path: Path) -> list[str]:
+    """Return the hashes that the caption in a text file may have; empty if the file is not text."""
+    if path.stat().st_size > MAX_CAPTION_BYTES:
+        return []
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return []
+    return sorted({caption_hash(text), caption_hash(text.strip()), caption_hash(" ".join(text.split()))})
+
+
+def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> list[str]:
+    """Look up whether a LoRA was trained on an image or a caption.
+
+    Args:
+        record: Provenance record of the LoRA.
+        lora: LoRA file or its folder. The table of samples is expected in that folder.
+        wanted: Image, or text file with a caption.
+
+    Returns:
+        One line if the record lists `wanted`, and one per matching row of the table.
+
+    Raises:
+        TrainingError: The record holds only a digest and the table is missing.
+    """
+    with wanted.open("rb") as file:
+        image = hashlib.file_digest(file, "sha256").hexdigest()
+    captions = caption_hashes_of(wanted)
+
+    samples = record["samples"]
+    table = (lora if lora.is_dir() else lora.parent) / SAMPLES_FILE
+    if "images" not in samples and not table.is_file():
+        raise TrainingError(
+            f"the LoRA file holds only a digest of its {counted(samples['number'], 'sample')}",
+            where=str(lora),
+            fix=f"copy {SAMPLES_FILE} from the run that made the LoRA into the same folder",
+        )
+
+    matches: list[str] = []
+    if image in samples.get("images", ()):
+        matches.append(f"{wanted} is one of the training images")
+    if set(captions) & set(samples.get("captions", ())):
+        matches.append(f"{wanted} is one of the training captions")
+    return matches + _matching_rows(table, image, captions)
+
+
+def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:
+    if not path.is_file():
+        return []
+    columns = ["sample_id", "content_hash", "caption_hashes", "times_seen", "split"]
+    table = pl.read_parquet(path, columns=columns)
+
+    has_caption = pl.col("caption_hashes").str.split(" ").list.eval(pl.element().is_in(captions)).list.any()
+    rows = table.filter(pl.col("split") == "train", (pl.col("content_hash") == image) | has_caption)
+    return [
+        f"sample {row['sample_id']}, seen {counted(row['times_seen'], 'time')}"
+        for row in rows.iter_rows(named=True)
+    ]

@@ -14,7 +14,7 @@ from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
 from pipeline.trained_lora.sample_losses import sample_statistics
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.job import TrainingOrder
+    from pipeline.trained_lora.job import TrainingJob
 
 CURVE_FILE = "loss.png"
 LOSSES_FILE = "sample_losses.parquet"
@@ -24,7 +24,7 @@ CELL_PX = 128
 NUM_NAMED = 10
 
 
-def write_run_report(order: TrainingOrder, layout: RunLayout) -> None:
+def write_run_report(order: TrainingJob, layout: RunLayout) -> None:
     """Write curve, sheet and table into the run's report folder."""
     steps = len(order.plan())
     metrics, validation = read_metrics(layout.metrics, steps), read_metrics(layout.validation, steps + 1)

@@ -54,7 +54,7 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
     )
     trained = inputs.trained.table
     table = table.with_columns(
-        sample_id=trained["sample_id"].gather(table["number"]),
+        sample_id=trained["variant_id"].gather(table["number"]),
         caption=trained["captions"].gather(table["number"]).list.first(),
         deviation=(pl.col("relative_loss") - 1) / spread * pl.col("times").sqrt(),
     )

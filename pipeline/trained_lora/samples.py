@@ -1,11 +1,11 @@
-"""The samples of a run: what the tables say of each, joined, with the store entries that training reads.
+"""The samples of a run: the tables of both caches joined into one table of training inputs.
 
-A sample may have several captions, its variants, and several latents, its views: as it is, and mirrored. The
-plan draws one of each anew for every epoch. An image that has several buckets, one a resolution, is as many
-samples here: it is shown once an epoch in each. Torch-free.
+A sample may have several captions and several latents (plain and mirrored), and the plan picks one of each in
+every epoch. With `buckets.per_image: each` a sample also has several buckets. Every bucket is then a separate
+training input with its own `variant_id`, and each epoch shows the sample once per bucket.
 
-All samples are one table, in memory as in the file that a launched process is given; one of them becomes an
-object when a batch asks for it.
+The inputs are one Polars table, both in memory and in the file that the worker reads. A row becomes a
+`TrainingInput` object only when a batch needs it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,23 @@ from typing import TYPE_CHECKING, Any, overload
 
 import polars as pl
 
+from pipeline.cache.requests import TARGET
 from pipeline.cache.store import EntrySpec, TensorSpec
-from pipeline.storage.tables import only
+from pipeline.errors import TrainingError, counted
+from pipeline.images.geometry import Size
+from pipeline.storage.needed_columns import NEEDED
+from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipeline.cache.requests import Entries
+    from pipeline.recipe import Recipe
+
 
 @dataclass(frozen=True, slots=True)
 class CaptionVariant:
-    """One of a sample's captions, and its entry."""
+    """One caption of a sample and its cache entry."""
 
     caption: str
     entry: EntrySpec
@@ -36,7 +43,7 @@ class CaptionVariant:
 
 @dataclass(frozen=True, slots=True)
 class LatentView:
-    """One of a sample's latents, and where its crop lies in the resized image, mirrored with it if it is."""
+    """One latent of a sample and its crop's (top, left) in the resized image, mirrored if the latent is."""
 
     entry: EntrySpec
     crop_top_left: tuple[int, int]
@@ -44,23 +51,23 @@ class LatentView:
 
 @dataclass(frozen=True, slots=True)
 class TrainingInput:
-    """One sample as training sees it; sizes and positions are (height, width) or (top, left) in pixels.
+    """One sample in one bucket. Sizes are (height, width) and positions (top, left), both in pixels.
 
     Attributes:
-        sample_id: Which; of an image with several buckets, with the bucket in brackets after it.
-        image_id: The sample_id of the tables.
-        dataset: Whose.
-        bucket: Who may share a batch with it.
-        repeats: How often an epoch shows it, >= 1.
-        variants: At least one, by the number of the variant.
-        views: At least one; as it is before mirrored.
-        original_size_hw: After EXIF orientation.
-        target_size_hw: The bucket's.
-        held_out: Whether it is for validation, and never trained on.
+        variant_id: The sample_id, followed by " (<bucket>)" if the sample has several buckets.
+        sample_id: Dataset name and relative path, as in the tables.
+        dataset: Name of the sample's dataset.
+        bucket: Only inputs of the same bucket share a batch.
+        repeats: Number of times an epoch shows the input, at least 1.
+        variants: Captions in the order of their variant numbers; at least one.
+        views: Latents, plain before mirrored; at least one.
+        original_size_hw: Size of the image after EXIF orientation.
+        target_size_hw: Size of the bucket.
+        held_out: Whether the input is reserved for validation loss and never trained on.
     """
 
+    variant_id: str
     sample_id: str
-    image_id: str
     dataset: str
     bucket: str
     repeats: int
@@ -72,8 +79,8 @@ class TrainingInput:
 
 
 COLUMNS: dict[str, Any] = {
+    "variant_id": pl.String,
     "sample_id": pl.String,
-    "image_id": pl.String,
     "dataset": pl.String,
     "bucket": pl.String,
     "repeats": pl.Int32,
@@ -90,24 +97,30 @@ COLUMNS: dict[str, Any] = {
     "target_width": pl.Int32,
     "held_out": pl.Boolean,
 }
-"""Of the table; `height` and `width` are the original size, `latents` and `texts` keys, `*_tensors` as
-`tensors_json` has them: of each variant, and of all views of a sample."""
+"""Columns of the table of training inputs, one row per input.
+
+`height` and `width` are the original size. `texts` and `latents` are entry keys, one per caption or view.
+`text_tensors` (one per caption) and `latent_tensors` (the same for all views) are written by `tensors_json`.
+"""
+
+_STORED_NAMES = {"variant_id": "sample_id", "sample_id": "image_id"}
+"""Names in `inputs.parquet` that differ from those of `COLUMNS`; run folders of earlier versions use them."""
 
 
 class TrainingInputs(Sequence[TrainingInput]):
-    """The samples of a run, sorted by sample_id.
+    """The training inputs of a run, sorted by variant_id.
 
     Attributes:
-        table: One row a sample, with `COLUMNS`.
+        table: One row per input, with the columns of `COLUMNS`.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        """Of the table."""
+        """Wrap a table that is sorted by variant_id."""
         self.table = table
-        self._ids = table["sample_id"]
+        self._ids = table["variant_id"]
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of inputs."""
         return len(self.table)
 
     @overload
@@ -115,89 +128,187 @@ class TrainingInputs(Sequence[TrainingInput]):
     @overload
     def __getitem__(self, number: slice) -> TrainingInputs: ...
     def __getitem__(self, number: int | slice) -> TrainingInput | TrainingInputs:
-        """One sample, or those of a slice."""
+        """Return one input, or those of a slice."""
         if isinstance(number, slice):
             return TrainingInputs(self.table[number])
         return _input(self.table.row(number, named=True))
 
     def __iter__(self) -> Iterator[TrainingInput]:
-        """One after the other."""
+        """Iterate over the inputs in order."""
         return map(_input, self.table.iter_rows(named=True))
 
     def __eq__(self, other: object) -> bool:
-        """Whether all of all samples is the same."""
+        """Return whether both tables are equal."""
         return isinstance(other, TrainingInputs) and self.table.equals(other.table)
 
-    __hash__ = None  # pyright: ignore[reportAssignmentType] - as of every sequence that compares by value
+    __hash__ = None  # pyright: ignore[reportAssignmentType] - sequences that compare by value are unhashable
 
-    def number_of(self, sample_id: str) -> int:
-        """Which of the samples it is, from 0.
+    def number_of(self, variant_id: str) -> int:
+        """Return the input's index, from 0.
 
         Raises:
-            KeyError: None of them.
+            KeyError: No input has this variant_id.
         """
-        number = bisect_left(self._ids, sample_id)
-        if number == len(self) or self._ids[number] != sample_id:
-            raise KeyError(sample_id)
+        number = bisect_left(self._ids, variant_id)
+        if number == len(self) or self._ids[number] != variant_id:
+            raise KeyError(variant_id)
         return number
 
-    def named(self, sample_id: str) -> TrainingInput:
-        """The sample of that sample_id.
+    def named(self, variant_id: str) -> TrainingInput:
+        """Return the input with this variant_id.
 
         Raises:
-            KeyError: None of them.
+            KeyError: No input has this variant_id.
         """
-        return self[self.number_of(sample_id)]
+        return self[self.number_of(variant_id)]
 
     @property
     def trained(self) -> TrainingInputs:
-        """Those that are trained on: the run's id fixes them, their order and so their numbers."""
-        return TrainingInputs(only(self.table, ~self.table["held_out"]))
+        """The inputs that are trained on. The run id fixes them and their order, and so their indices."""
+        return TrainingInputs(self.table.filter(~pl.col("held_out")))
 
     @property
     def held_out(self) -> TrainingInputs:
-        """Those for validation."""
-        return TrainingInputs(only(self.table, self.table["held_out"]))
+        """The inputs reserved for validation."""
+        return TrainingInputs(self.table.filter("held_out"))
+
+
+def training_inputs(
+    recipe: Recipe, entries: Entries, latents: pl.DataFrame, text: pl.DataFrame
+) -> TrainingInputs:
+    """Join the tables of both caches into training inputs, sorted by variant_id.
+
+    Args:
+        recipe: Names the datasets, their repeats and their validation fractions.
+        entries: Cache entries of the recipe.
+        latents: Table vae_latents, or at least its columns in `NEEDED`.
+        text: Table text_embeddings, or at least its columns in `NEEDED`.
+
+    Raises:
+        TrainingError: A sample has a latent but no text embedding, or the recipe lacks its dataset.
+    """
+    captions = _captions_by_sample(entries, text)
+    _require_complete(recipe, latents, captions["sample_id"])
+
+    views = _views_by_bucket(recipe, entries, latents)
+    joined = views.join(captions, on="sample_id", how="left")
+    return TrainingInputs(joined.select(COLUMNS.keys()).sort("variant_id"))
+
+
+def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Series) -> None:
+    """Raise TrainingError unless every latent's dataset is in the recipe and its sample has a caption."""
+    datasets = [dataset.name for dataset in recipe.datasets]
+    complete = pl.col("dataset").is_in(datasets) & pl.col("sample_id").is_in(captioned.implode())
+    incomplete = latents.filter(~complete)["sample_id"].unique().sort()
+    if incomplete.is_empty():
+        return
+
+    samples = counted(len(incomplete), "sample has", "samples have")
+    raise TrainingError(
+        f"{samples} no text embedding, or belong to a dataset that is not in the recipe",
+        where=incomplete[0],
+        fix=f"run the cache job again: dagster job execute -m assets.definitions -j {recipe.name}_cache",
+    )
+
+
+def _captions_by_sample(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per sample with its `captions`, their keys (`texts`) and their `text_tensors`."""
+    rows = text.select(NEEDED["trained_lora"]["text_embeddings"]).sort("sample_id", "variant")
+    tensors = {length: tensors_json(entries.text_tensors(length)) for length in rows["text_length"].unique()}
+    rows = rows.with_columns(
+        entries.text_keys(rows["caption"]).alias("texts"),
+        text_tensors=pl.col("text_length").replace_strict(tensors, return_dtype=pl.String),
+    )
+    by_sample = rows.group_by("sample_id", maintain_order=True)
+    return by_sample.agg("texts", "text_tensors", captions="caption")
+
+
+def _views_by_bucket(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per training input with all of `COLUMNS` but the captions."""
+    rows = latents.select(NEEDED["trained_lora"]["vae_latents"]).sort("sample_id", "bucket", "flipped")
+    fractions = {dataset.name: dataset.validation_fraction for dataset in recipe.datasets}
+    repeats = {dataset.name: dataset.repeats for dataset in recipe.datasets}
+
+    # A mirrored latent was cropped from the mirrored image, so left becomes right.
+    mirrored_left = pl.col("resized_width") - pl.col("crop_left") - pl.col("target_width")
+    rows = rows.with_columns(
+        entries.latent_keys(rows).alias("latents"),
+        held_out(rows, fractions).alias("held_out"),
+        crops_top="crop_top",
+        crops_left=pl.when("flipped").then(mirrored_left).otherwise("crop_left"),
+        repeats=pl.col("dataset").replace_strict(repeats, return_dtype=pl.Int32),
+    )
+
+    rows = rows.join(_latent_tensors(entries, rows), on=TARGET, how="left", maintain_order="left")
+
+    of_all_views = ("dataset", "repeats", "latent_tensors", "height", "width", *TARGET, "held_out")
+    inputs = rows.group_by("sample_id", "bucket", maintain_order=True).agg(
+        "latents", "crops_top", "crops_left", pl.col(of_all_views).first()
+    )
+    with_bucket = pl.format("{} ({})", "sample_id", "bucket")
+    has_several_buckets = pl.len().over("sample_id") > 1
+    return inputs.with_columns(
+        variant_id=pl.when(has_several_buckets).then(with_bucket).otherwise("sample_id")
+    )
+
+
+def _latent_tensors(entries: Entries, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per distinct target size with the `latent_tensors` of its entries."""
+    sizes = rows.select(TARGET).unique()
+    tensors = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]
+    return sizes.with_columns(pl.Series("latent_tensors", tensors, dtype=pl.String))
+
+
+def write_inputs(inputs: TrainingInputs, file: Any) -> None:
+    """Write the table of inputs as Parquet to a path or binary file."""
+    inputs.table.rename(_STORED_NAMES).write_parquet(file)
+
+
+def read_inputs(path: Path) -> TrainingInputs:
+    """Read the inputs that `write_inputs` wrote."""
+    loaded_names = {stored: name for name, stored in _STORED_NAMES.items()}
+    return TrainingInputs(pl.read_parquet(path).rename(loaded_names))
+
+
+def read_entry_keys(path: Path) -> set[str]:
+    """Return the keys of all cache entries that the inputs in a file of `write_inputs` refer to."""
+    keys = pl.read_parquet(path, columns=["latents", "texts"])
+    return set(keys["latents"].explode()) | set(keys["texts"].explode())
 
 
 def tensors_json(tensors: Mapping[str, TensorSpec]) -> str:
-    """An entry's tensors: names to dtype, shape and whether it is ragged, for `tensors_of`."""
+    """Serialize an entry's tensors for `tensors_from_json`: name to dtype, shape and raggedness."""
     return json.dumps({name: astuple(tensor) for name, tensor in tensors.items()})
 
 
-def tensors_of(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """The tensors that `tensors_json` wrote, parsed."""
+def tensors_from_json(value: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Convert the parsed JSON of `tensors_json` back to tensor specifications."""
     return {name: TensorSpec(dtype, tuple(shape), ragged) for name, (dtype, shape, ragged) in value.items()}
-
-
-def keys_named(file: Path) -> set[str]:
-    """Of the entries that the samples in `file`, the table of a run's samples, are trained on."""
-    keys = pl.read_parquet(file, columns=["latents", "texts"])
-    return set(keys["latents"].explode()) | set(keys["texts"].explode())
 
 
 @lru_cache(maxsize=1_024)
 def _tensors(text: str) -> dict[str, TensorSpec]:
-    """As `tensors_of`; there are as many as buckets and lengths of captions, however many samples."""
-    return tensors_of(json.loads(text))
+    """Parse the text of `tensors_json`; the distinct texts are as few as buckets and caption lengths."""
+    return tensors_from_json(json.loads(text))
 
 
 def _input(row: Mapping[str, Any]) -> TrainingInput:
-    latent_tensors = _tensors(row["latent_tensors"])
-    texts = [
+    text_entries = [
         EntrySpec("text", key, _tensors(tensors))
         for key, tensors in zip(row["texts"], row["text_tensors"], strict=True)
     ]
-    latents = [EntrySpec("latents", key, latent_tensors) for key in row["latents"]]
+    latent_tensors = _tensors(row["latent_tensors"])
+    latent_entries = [EntrySpec("latents", key, latent_tensors) for key in row["latents"]]
     crops = zip(row["crops_top"], row["crops_left"], strict=True)
+
     return TrainingInput(
+        variant_id=row["variant_id"],
         sample_id=row["sample_id"],
-        image_id=row["image_id"],
         dataset=row["dataset"],
         bucket=row["bucket"],
         repeats=row["repeats"],
-        variants=tuple(map(CaptionVariant, row["captions"], texts)),
-        views=tuple(map(LatentView, latents, crops)),
+        variants=tuple(map(CaptionVariant, row["captions"], text_entries)),
+        views=tuple(map(LatentView, latent_entries, crops)),
         original_size_hw=(row["height"], row["width"]),
         target_size_hw=(row["target_height"], row["target_width"]),
         held_out=row["held_out"],

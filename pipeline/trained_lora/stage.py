@@ -26,7 +26,7 @@ from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.atomic import write_bytes, write_text, write_through
 from pipeline.storage.tables import SCHEMAS, Tables, empty, in_order, only, validated
 from pipeline.text_embeddings import checks as text_embeddings
-from pipeline.trained_lora.export.lora_files import PROVENANCE_FILE
+from pipeline.trained_lora.export.lora_files import PROVENANCE_FILE, SAMPLES_FILE
 from pipeline.trained_lora.export.model_card import CARD_FILE, SHEET_FILE, model_card
 from pipeline.trained_lora.export.publish import (
     accept_result,
@@ -36,16 +36,14 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
 )
 from pipeline.trained_lora.fingerprint import Facts, run_facts, run_id, say_what_differs, write_facts
-from pipeline.trained_lora.job import Prompt, TrainingOrder, with_steps
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import Prompt, TrainingJob, with_steps
 from pipeline.trained_lora.locking import only_one
-from pipeline.trained_lora.lora_search import TABLE_FILE, caption_hash
 from pipeline.trained_lora.objective import require_objective, require_text_encoders, require_trackers
-from pipeline.trained_lora.provenance import provenance
+from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest, write_run_report
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.sample_losses import loss_trend
-from pipeline.trained_lora.samples import TrainingInputs
+from pipeline.trained_lora.samples import TrainingInputs, training_inputs
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset
 
@@ -131,7 +129,7 @@ def train_lora(
 
 def _planned(
     recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, overrides: Mapping[str, Any]
-) -> tuple[TrainingOrder, Facts, pl.DataFrame]:
+) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """What is trained, with its provenance; what the run's id is made of; and the table of trained_lora."""
     entries = Entries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
@@ -140,10 +138,10 @@ def _planned(
     inputs = training_inputs(recipe, entries, latents, text)
     recipe = with_steps(recipe, inputs)
     facts = run_facts(recipe, entries, inputs)
-    order = TrainingOrder(
+    order = TrainingJob(
         recipe=recipe,
         base=entries.model_folder,
-        elsewhere=entries.elsewhere,
+        component_folders=entries.elsewhere,
         run=run_id(facts),
         inputs=inputs,
         empty_text=entries.text(""),
@@ -187,14 +185,14 @@ def sample_prompts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> 
     )
 
 
-def trained_table(latents: pl.DataFrame, order: TrainingOrder) -> pl.DataFrame:
+def trained_table(latents: pl.DataFrame, order: TrainingJob) -> pl.DataFrame:
     """The table of trained_lora: which sample, by which entries, how often over the whole plan."""
     inputs = order.inputs.table
     seen = np.zeros(len(inputs), dtype=np.int32)
     seen[~inputs["held_out"].to_numpy()] = order.plan().times_seen()
     samples = inputs.select(
         "bucket",
-        sample_id="image_id",
+        "sample_id",
         latent_keys=pl.col("latents").list.join(" "),
         text_keys=pl.col("texts").list.join(" "),
         caption_hashes=pl.Series(map(_hashes, inputs["captions"]), dtype=pl.String),
@@ -219,7 +217,7 @@ def _hashes(captions: Iterable[str]) -> str:
 
 
 def _train(
-    order: TrainingOrder, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
+    order: TrainingJob, facts: Facts, table: pl.DataFrame, *, launch: Launch, log: Log
 ) -> dict[str, Any]:
     layout = RunLayout(order.folder)
     if not layout.facts.is_file():
@@ -245,11 +243,9 @@ def _train(
     return result
 
 
-def _write_beside(
-    order: TrainingOrder, layout: RunLayout, table: pl.DataFrame, result: dict[str, Any]
-) -> None:
+def _write_beside(order: TrainingJob, layout: RunLayout, table: pl.DataFrame, result: dict[str, Any]) -> None:
     """What lies beside the LoRA files: their table, pictures, card, and provenance."""
-    write_through(layout.exported / TABLE_FILE, table.write_parquet)
+    write_through(layout.exported / SAMPLES_FILE, table.write_parquet)
     sheet = layout.report / SHEET_FILE
     if sheet.is_file():
         write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())
@@ -261,7 +257,7 @@ def _write_beside(
     write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
 
 
-def _report(order: TrainingOrder, finished: dict[str, Any], *, launched: bool) -> Report:
+def _report(order: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Report:
     metrics = read_metrics(RunLayout(order.folder).metrics, len(order.plan()))
     losses = [line["loss"] for line in metrics]
     tenth = max(1, len(losses) // 10)

@@ -56,8 +56,10 @@ LORA_FOLDER = "lora"
 """In a recipe's output folder: holds the files of its last finished run."""
 
 PROVENANCE_FILE = "provenance.json"
-"""Beside the files: which run made them, of what."""
+"""Name of the file next to the LoRA files that records which run made them, and of what."""
 
+SAMPLES_FILE = "samples.parquet"
+"""Name of the table next to the LoRA files that lists the samples they were trained on."""
 
 PROVENANCE_KEY = "latentline.provenance"
 """Under which the same is in each file's metadata, as JSON, but for what the files themselves came to."""

@@ -13,10 +13,10 @@ from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY
 if TYPE_CHECKING:
     from pipeline.models.families import Family
     from pipeline.recipe import LoraSettings
-    from pipeline.trained_lora.job import TrainingOrder
+    from pipeline.trained_lora.job import TrainingJob
 
 
-def header_metadata(order: TrainingOrder, family: Family) -> dict[str, str]:
+def header_metadata(order: TrainingJob, family: Family) -> dict[str, str]:
     """The metadata of each exported file, all strings, as the safetensors format asks."""
     recipe = order.recipe
     training, lora = recipe.training, recipe.training.lora

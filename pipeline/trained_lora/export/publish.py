@@ -10,9 +10,8 @@ from typing import Any
 
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import write_text, write_through
-from pipeline.trained_lora.export.lora_files import LAYOUTS, PROVENANCE_FILE, layout_file
+from pipeline.trained_lora.export.lora_files import LAYOUTS, PROVENANCE_FILE, SAMPLES_FILE, layout_file
 from pipeline.trained_lora.export.model_card import CARD_FILE, SHEET_FILE
-from pipeline.trained_lora.lora_search import TABLE_FILE
 from pipeline.trained_lora.run_folder import RunLayout
 
 
@@ -54,7 +53,7 @@ def read_finished(layout: RunLayout, *, steps: int, recipe_name: str) -> dict[st
             layout_file(each, recipe_name) for each in LAYOUTS
         }
         same = same and all(file_sha256(layout.exported / name) == sha256 for name, sha256 in files.items())
-        beside = (PROVENANCE_FILE, TABLE_FILE, CARD_FILE)
+        beside = (PROVENANCE_FILE, SAMPLES_FILE, CARD_FILE)
         same = same and all((layout.exported / name).is_file() for name in beside)
         same = same and {"output_change", "loss_trend"} <= set(finished)
     except (OSError, ValueError, KeyError, TypeError):
@@ -72,7 +71,7 @@ def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str
     """
     names = [item["name"] for item in finished["files"]]
     replaced: list[str] = []
-    for name in (*names, TABLE_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE):
+    for name in (*names, SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE):
         source, target = layout.exported / name, lora / name
         if name == SHEET_FILE and not source.is_file():
             target.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ _IDS_AT_ONCE = 1_000
 class PlanSample:
     """One sample as the plan sees it: `bucket` decides who may share a micro-batch, counts are >= 1."""
 
-    sample_id: str
+    variant_id: str
     bucket: str
     repeats: int = 1
     variants: int = 1
@@ -30,7 +30,7 @@ class PlanSample:
 
 
 _COLUMNS = {
-    "sample_id": pl.String,
+    "variant_id": pl.String,
     "bucket": pl.String,
     "repeats": pl.Int32,
     "variants": pl.Int32,
@@ -58,7 +58,7 @@ class Groups:
 
 
 class PlanSamples(Sequence[PlanSample]):
-    """The samples, sorted by sample_id; a place is an index into them.
+    """The samples, sorted by variant_id; a place is an index into them.
 
     Attributes:
         repeats: Of each, as `PlanSample`.
@@ -71,9 +71,9 @@ class PlanSamples(Sequence[PlanSample]):
     def __init__(self, table: pl.DataFrame) -> None:
         """Of a table with a column for each attribute of `PlanSample`, in any order."""
         table = in_order(
-            table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()), ["sample_id"]
+            table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()), ["variant_id"]
         )
-        self._ids = table["sample_id"]
+        self._ids = table["variant_id"]
         self.repeats: Ints = table["repeats"].to_numpy()
         self.variants: Ints = table["variants"].to_numpy()
         self.views: Ints = table["views"].to_numpy()
@@ -98,7 +98,7 @@ class PlanSamples(Sequence[PlanSample]):
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         return PlanSample(
-            sample_id=self._ids[place],
+            variant_id=self._ids[place],
             bucket=self.buckets.names[self.buckets.codes[place]],
             repeats=int(self.repeats[place]),
             variants=int(self.variants[place]),
@@ -107,11 +107,11 @@ class PlanSamples(Sequence[PlanSample]):
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:
-        """The sample_ids at these places, in their order."""
+        """The variant_ids at these places, in their order."""
         for start in range(0, len(places), _IDS_AT_ONCE):
             yield from self._ids.gather(places[start : start + _IDS_AT_ONCE])
 
     def twice(self) -> list[str]:
-        """The sample_ids that stand there more than once, each once."""
+        """The variant_ids that stand there more than once, each once."""
         later = self._ids[1:]
         return later.filter(later == self._ids[:-1]).unique(maintain_order=True).to_list()

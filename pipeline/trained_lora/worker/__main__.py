@@ -16,13 +16,13 @@ def main(order_path: Path) -> None:
 
         from pipeline.models.worker.quiet import keep_quiet
         from pipeline.processes.launch import cpu_threads
-        from pipeline.trained_lora.job import read_order
+        from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.worker.loop import STOPPED_STATUS, stop_on_signals, train
 
         torch.set_num_threads(cpu_threads())
         keep_quiet()
         with stop_on_signals() as stop:
-            finished = train(read_order(order_path), report, stop)
+            finished = train(read_job(order_path), report, stop)
         if not finished:
             raise SystemExit(STOPPED_STATUS)
 

@@ -39,8 +39,8 @@ from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
-    from pipeline.trained_lora.job import TrainingOrder
-    from pipeline.trained_lora.plan.plan import StepPlan
+    from pipeline.trained_lora.job import TrainingJob
+    from pipeline.trained_lora.plan.steps import StepPlan
 
 MAX_NAMED_SAMPLES = 20
 
@@ -79,7 +79,7 @@ class Engine:
         weights: What is trained, of all of them.
     """
 
-    def __init__(self, order: TrainingOrder, family: Family) -> None:
+    def __init__(self, order: TrainingJob, family: Family) -> None:
         """Load the base model and put a fresh adapter on it.
 
         Raises:
@@ -161,7 +161,7 @@ class Engine:
         summed, grad_norm = self._read(noted)
         loss = math.fsum(summed[0]) / batch.num_samples
         if not math.isfinite(loss):
-            odd = [slot.sample_id for slot in batch.slots() if not math.isfinite(summed[0][slot.index])]
+            odd = [slot.variant_id for slot in batch.slots() if not math.isfinite(summed[0][slot.index])]
             raise _not_finite(f"the loss of step {batch.step} is {loss}", odd)
         learning_rate = float(self._schedule.get_last_lr()[0])
         self._update(batch, grad_norm)
@@ -288,7 +288,7 @@ class Engine:
     def _update(self, batch: StepPlan, grad_norm: float) -> None:
         if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
             self._optimizer.zero_grad()
-            names = [slot.sample_id for slot in batch.slots()]
+            names = [slot.variant_id for slot in batch.slots()]
             raise _not_finite(f"the gradient of step {batch.step} is {grad_norm}", names)
         self._optimizer.step()
         self._optimizer.zero_grad()

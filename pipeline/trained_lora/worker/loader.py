@@ -23,9 +23,9 @@ from pipeline.cache.entry_format import LATENT, MEAN, STD
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.plan.plan import Slot, StepPlan, TrainingPlan
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
 from pipeline.trained_lora.worker.noise import Noise, noise_levels
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class MicroInput:
 class MicroBatchMaker:
     """Turns shares of a plan into tensors; safe to use from several threads."""
 
-    def __init__(self, order: TrainingOrder, family: Family, scheduler: Any) -> None:
+    def __init__(self, order: TrainingJob, family: Family, scheduler: Any) -> None:
         """Keep what all shares need; nothing is read yet.
 
         Args:
@@ -132,7 +132,7 @@ class MicroBatchMaker:
             StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
                 and file.
         """
-        items = [self._inputs.named(slot.sample_id) for slot in share]
+        items = [self._inputs.named(slot.variant_id) for slot in share]
         latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, items, strict=True)])
         shape = _image_shape(latent)
         drawn = [self._noise.draw(step, slot.index, shape) for slot in share]
@@ -141,7 +141,7 @@ class MicroBatchMaker:
             torch.tensor(uniform, dtype=torch.float64), self._timesteps, self._family.density
         )
         return MicroInput(
-            sample_ids=tuple(slot.sample_id for slot in share),
+            sample_ids=tuple(slot.variant_id for slot in share),
             latent=latent,
             noise=torch.from_numpy(np.stack([each.target for each in drawn])),
             input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
@@ -164,7 +164,7 @@ class MicroBatchMaker:
         Raises:
             StoreError: As `make`.
         """
-        items = [self._inputs.named(slot.sample_id) for slot in share]
+        items = [self._inputs.named(slot.variant_id) for slot in share]
         latent = torch.stack(
             [self._latent(slot, item, mean=True) for slot, item in zip(share, items, strict=True)]
         )
@@ -172,14 +172,16 @@ class MicroBatchMaker:
         noise = torch.from_numpy(
             np.stack(
                 [
-                    stream("fixed noise", slot.sample_id, str(level)).standard_normal(shape, dtype=np.float32)
+                    stream("fixed noise", slot.variant_id, str(level)).standard_normal(
+                        shape, dtype=np.float32
+                    )
                     for slot, level in zip(share, levels, strict=True)
                 ]
             )
         )
         at = torch.tensor(levels, dtype=torch.float64)
         return MicroInput(
-            sample_ids=tuple(slot.sample_id for slot in share),
+            sample_ids=tuple(slot.variant_id for slot in share),
             latent=latent,
             noise=noise,
             input_noise=noise,
@@ -192,12 +194,12 @@ class MicroBatchMaker:
 
     def _latent(self, slot: Slot, item: TrainingInput, *, mean: bool = False) -> Tensor:
         """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw or the mean."""
-        tensors = self._read(item.views[slot.view].entry, slot.sample_id)
+        tensors = self._read(item.views[slot.view].entry, slot.variant_id)
         if LATENT in tensors:
             return tensors[LATENT]
         if mean:
             return tensors[MEAN]
-        random = stream(self._seed, "moments", slot.sample_id, slot.epoch, slot.occurrence)
+        random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
@@ -214,7 +216,7 @@ class MicroBatchMaker:
         """What the cache has of the slots' captions, as `Family.stack_texts` puts it together."""
         texts = [
             self._read(
-                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.sample_id
+                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.variant_id
             )
             for slot, item in zip(share, items, strict=True)
         ]

@@ -21,8 +21,8 @@ from pipeline.models.families import detect
 from pipeline.processes.worker.devices import memory_ran_out, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.plan.plan import Slot, StepPlan
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.plan.steps import Slot, StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
@@ -94,7 +94,7 @@ class Report(Protocol):
         ...
 
 
-def train(order: TrainingOrder, report: Report, stop: StopRequest) -> bool:
+def train(order: TrainingJob, report: Report, stop: StopRequest) -> bool:
     """Train to the plan's last step and leave the exported files and `result.json`, or stop when asked to.
 
     Every rank runs it. What lies in the run's folder is gone on from.
@@ -112,10 +112,10 @@ def train(order: TrainingOrder, report: Report, stop: StopRequest) -> bool:
 class _Run:
     """One process's training of one run."""
 
-    def __init__(self, order: TrainingOrder, report: Report) -> None:
+    def __init__(self, order: TrainingJob, report: Report) -> None:
         self.order = order
         self.plan = order.plan()
-        self.family = detect(order.base, order.elsewhere)
+        self.family = detect(order.base, order.component_folders)
         with memory_ran_out(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
             self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process
@@ -296,7 +296,7 @@ class _Run:
     def _one_sample(self) -> MicroInput:
         """The first of the samples, half noise."""
         maker = MicroBatchMaker(self.order, self.family, self.engine.scheduler)
-        slot = Slot(self.order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+        slot = Slot(self.order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
         return maker.make_fixed((slot,), [0.5])
 
     def _result(self, files: list[ExportedFile]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from pipeline.trained_lora.run_folder import Metrics, RunLayout
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.plan.plan import StepPlan
+    from pipeline.trained_lora.plan.steps import StepPlan
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import StepOutcome
     from pipeline.trained_lora.worker.trackers import Tracker
@@ -89,7 +89,7 @@ class MetricsLog:
         }
         counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
         self._metrics.append({**counts, **numbers})
-        samples = [self._trained.number_of(slot.sample_id) for slot in batch.slots()]
+        samples = [self._trained.number_of(slot.variant_id) for slot in batch.slots()]
         drawn = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
         self._samples.append({"step": batch.step, **drawn})
         speed = batch.num_samples / max(seconds, 1e-9)

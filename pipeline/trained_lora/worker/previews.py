@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from pipeline.models.families import Family
-    from pipeline.trained_lora.job import Prompt, TrainingOrder
+    from pipeline.trained_lora.job import Prompt, TrainingJob
     from pipeline.trained_lora.worker.engine import Engine
 
 DRAWING_STEPS = 20
 
 
 def draw_previews(
-    order: TrainingOrder, family: Family, engine: Engine, *, step: int, warn: Callable[[str], None]
+    order: TrainingJob, family: Family, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
     """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
 
@@ -59,7 +59,7 @@ def draw_previews(
     return drawn
 
 
-def _drawn(order: TrainingOrder, family: Family, engine: Engine, step: int) -> Iterator[Path]:
+def _drawn(order: TrainingJob, family: Family, engine: Engine, step: int) -> Iterator[Path]:
     device = str(engine.accelerator.device)
     pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
     for number, path in enumerate(_paths(order, step)):
@@ -68,12 +68,12 @@ def _drawn(order: TrainingOrder, family: Family, engine: Engine, step: int) -> I
         yield path
 
 
-def _paths(order: TrainingOrder, step: int) -> list[Path]:
+def _paths(order: TrainingJob, step: int) -> list[Path]:
     folder = RunLayout(order.folder).samples
     return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
 
 
-def _picture(order: TrainingOrder, family: Family, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
+def _picture(order: TrainingJob, family: Family, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
     store = store_at(order.recipe.cache_dir)
     text, empty_text = engine.embed_caption(prompt.caption), engine.embed_caption("")
     return family.draw(

@@ -11,7 +11,7 @@ import numpy as np
 from PIL import Image
 
 if TYPE_CHECKING:
-    from pipeline.trained_lora.job import TrainingOrder
+    from pipeline.trained_lora.job import TrainingJob
 
 
 class Tracker(Protocol):
@@ -59,7 +59,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of the project latentline, named by recipe and run; it is gone on with when the run resumes."""
 
-    def __init__(self, order: TrainingOrder, folder: Path) -> None:
+    def __init__(self, order: TrainingJob, folder: Path) -> None:
         """Log in as the package is set up to; it writes its own files below `folder`."""
         folder.mkdir(parents=True, exist_ok=True)
         self._package: Any = import_module("wandb")
@@ -85,7 +85,7 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_trackers(order: TrainingOrder, folder: Path, start: int) -> list[Tracker]:
+def open_trackers(order: TrainingJob, folder: Path, start: int) -> list[Tracker]:
     """Those that the recipe names, going on after `start` steps, their files below `folder`."""
     names = order.recipe.training.trackers
     trackers: list[Tracker] = []

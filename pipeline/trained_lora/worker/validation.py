@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from pipeline.trained_lora.plan.plan import Slot
+from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.models.families import Family
-    from pipeline.trained_lora.job import TrainingOrder
+    from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
 
@@ -31,7 +31,7 @@ class ValidationLoss:
     Attributes:
         mean: Over samples and levels.
         by_level: Over the samples, at each of `LEVELS`.
-        by_sample: Over the levels, by sample_id.
+        by_sample: Over the levels, by variant_id.
     """
 
     mean: float
@@ -42,7 +42,7 @@ class ValidationLoss:
 class Validation:
     """Measures the loss of an engine's adapter on samples with their first caption, as they are."""
 
-    def __init__(self, order: TrainingOrder, family: Family, samples: TrainingInputs) -> None:
+    def __init__(self, order: TrainingJob, family: Family, samples: TrainingInputs) -> None:
         """Plan the batches; every rank has to make one, and to call `loss` when the others do.
 
         Args:
@@ -52,7 +52,7 @@ class Validation:
         """
         self._scheduler: Any = family.load_noise_scheduler()
         self._maker = MicroBatchMaker(order, family, self._scheduler)
-        self._names: list[str] = samples.table["sample_id"].to_list()
+        self._names: list[str] = samples.table["variant_id"].to_list()
         by_bucket: defaultdict[str, list[int]] = defaultdict(list)
         for place, bucket in enumerate(samples.table["bucket"]):
             by_bucket[bucket] += range(place * len(LEVELS), (place + 1) * len(LEVELS))

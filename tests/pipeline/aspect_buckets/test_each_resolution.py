@@ -12,8 +12,8 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import placement_of
 from pipeline.maintenance.explain import explain
-from pipeline.maintenance.plan import forecast
-from pipeline.trained_lora.job import TrainingOrder, read_order
+from pipeline.maintenance.forecast import forecast
+from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.loop import StopRequest, train
 from tests.pipeline.cached_job import Job, recipe_of
@@ -24,10 +24,10 @@ BUCKETS = {"resolutions": [64, 96], "step": 16, "per_image": "each"}
 class Here:
     """Trains in this process."""
 
-    order: TrainingOrder | None = None
+    order: TrainingJob | None = None
 
     def __call__(self, module: str, file: Path) -> None:
-        self.order = read_order(file)
+        self.order = read_job(file)
         assert train(self.order, self, StopRequest())
 
     def info(self, text: str) -> None: ...
@@ -62,7 +62,7 @@ def test_each_image_is_cached_and_trained_in_each_resolution(job: Job) -> None:
     table = train_lora(job.recipe, latents, text, launch=launch, log=lambda _: None).table
     assert launch.order is not None
     epoch = launch.order.plan()[: 2 * len(images)]
-    shown = [slot.sample_id for step in epoch for slot in step.slots()]
+    shown = [slot.variant_id for step in epoch for slot in step.slots()]
     assert sorted(shown) == sorted(f"{row['sample_id']} ({row['bucket']})" for row in buckets.to_dicts())
     assert table["sample_id"].to_list() == images
     assert set(table["times_seen"]) == {2}

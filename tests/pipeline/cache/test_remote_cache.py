@@ -16,14 +16,14 @@ from pipeline.cache.requests import STAT_COLUMNS, Entries
 from pipeline.cache.users import forget, registered
 from pipeline.errors import StoreError
 from pipeline.maintenance.explain import explain
+from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import delete, survey
-from pipeline.maintenance.plan import forecast
 from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.models.families import detect
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 from tests.pipeline.cached_job import ASSETS, Job, recipe_of
 
@@ -133,7 +133,7 @@ def test_training_reads_the_same_tensors_as_from_a_local_cache(
     def read(job: Job) -> list[Any]:
         entries = Entries(job.recipe)
         inputs = training_inputs(job.recipe, entries, *(job.tables.read(asset) for asset in ASSETS))
-        order = TrainingOrder(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), ())
+        order = TrainingJob(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), ())
         maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
         found = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
         read = [next(found)[1] for _ in range(6)]

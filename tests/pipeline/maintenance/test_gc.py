@@ -13,8 +13,8 @@ from pipeline.cache.users import forget, register
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import delete, survey
 from pipeline.storage.atomic import temp_name
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 from tests.pipeline.cached_job import Job
 
 OLD_S = 1_000_000_000
@@ -99,7 +99,7 @@ def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_n
     tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
     entries = Entries(job.recipe)
     inputs = training_inputs(job.recipe, entries, *tables)
-    order = TrainingOrder(job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text(""), ())
+    order = TrainingJob(job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text(""), ())
     order.write()
     run = order.folder
     latent, text = drop_sample(job)

@@ -10,7 +10,7 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 
 from demo.tiny_models import make_tiny
 from pipeline.cache.requests import Entries
-from pipeline.encoding.jobs import Order, read_order, write_order
+from pipeline.encoding.jobs import Order, read_job, write_order
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.families import detect
@@ -65,11 +65,11 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
     asked = recipe_from_mapping("demo", values)
     tables, launch = Tables(asked.output_dir), Here(launch_here)
     entries, order = whole_job(asked, tables, launch)
-    assert order.elsewhere == {"vae": other / "vae"}
+    assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = entries.store.read_torch(entries.latent(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
-    family = detect(order.base, order.elsewhere)
+    family = detect(order.base, order.component_folders)
     with torch.no_grad():
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
     torch.testing.assert_close(family.decode(family.load_vae("float32", "cpu"), latent[None]), expected)
@@ -80,7 +80,7 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
 
 def test_the_encoding_process_is_told_where_the_parts_lie(tmp_path: Path) -> None:
     order = Order("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
-    assert read_order(write_order(order, tmp_path)).elsewhere == order.elsewhere
+    assert read_job(write_order(order, tmp_path)).elsewhere == order.component_folders
 
 
 @pytest.mark.parametrize(

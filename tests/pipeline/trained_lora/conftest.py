@@ -20,8 +20,8 @@ from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, Tables, frame
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.stage import sample_prompts
 
 SIZES = {"64x64": 5, "32x96": 3}
@@ -39,11 +39,11 @@ class Project:
     latents: pl.DataFrame
     text: pl.DataFrame
 
-    def order(self, run: str = "0123456789abcdef") -> TrainingOrder:
+    def order(self, run: str = "0123456789abcdef") -> TrainingJob:
         entries = Entries(self.recipe)
         inputs = training_inputs(self.recipe, entries, self.latents, self.text)
         prompts = sample_prompts(self.recipe, entries, inputs)
-        return TrainingOrder(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
+        return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
 
     def changed(
         self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any

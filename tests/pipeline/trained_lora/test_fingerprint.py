@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.cache.requests import Entries
 from pipeline.trained_lora.fingerprint import describe_difference, run_facts, run_id, say_what_differs
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
     from conftest import Project

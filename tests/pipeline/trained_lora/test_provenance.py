@@ -17,10 +17,9 @@ from pipeline.cli.main import latentline
 from pipeline.errors import TrainingError
 from pipeline.storage.tables import frame
 from pipeline.trained_lora import provenance as module
-from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, read_provenance
+from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY, SAMPLES_FILE, read_provenance
 from pipeline.trained_lora.fingerprint import run_facts
-from pipeline.trained_lora.lora_search import TABLE_FILE, caption_hash, found_in
-from pipeline.trained_lora.provenance import provenance, shareable
+from pipeline.trained_lora.provenance import caption_hash, find_in_provenance, provenance, shareable
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -54,7 +53,7 @@ def write_lora(folder: Path, record: dict[str, Any], *, table: bool = True) -> P
     path = folder / "pytorch_lora_weights.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path, metadata={PROVENANCE_KEY: json.dumps(record)})
     if table:
-        TABLE.write_parquet(folder / TABLE_FILE)
+        TABLE.write_parquet(folder / SAMPLES_FILE)
     return path
 
 
@@ -105,10 +104,10 @@ def test_of_very_many_samples_only_a_digest_stands_in_the_files(
     image = tmp_path / "found.png"
     image.write_bytes(b"rose")
     path = write_lora(tmp_path / "lora", many)
-    assert found_in(many, path, image) == ["sample photos/a.png, seen 3 times"]
-    (path.parent / TABLE_FILE).unlink()
-    with pytest.raises(TrainingError, match="2 samples by a digest only"):
-        found_in(many, path, image)
+    assert find_in_provenance(many, path, image) == ["sample photos/a.png, seen 3 times"]
+    (path.parent / SAMPLES_FILE).unlink()
+    with pytest.raises(TrainingError, match="only a digest of its 2 samples"):
+        find_in_provenance(many, path, image)
 
 
 def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_folder(lora: Path) -> None:
@@ -131,9 +130,9 @@ def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_fold
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("rose", ["one of the images", "sample photos/a.png, seen 3 times"]),
-        ("oak 2", ["one of the captions", "sample photos/b.png"]),
-        ("\ufeffoak 2\n", ["one of the captions", "sample photos/b.png"]),
+        ("rose", ["one of the training images", "sample photos/a.png, seen 3 times"]),
+        ("oak 2", ["one of the training captions", "sample photos/b.png"]),
+        ("\ufeffoak 2\n", ["one of the training captions", "sample photos/b.png"]),
     ],
 )
 def test_any_image_or_caption_can_be_looked_up(

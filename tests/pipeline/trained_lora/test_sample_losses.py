@@ -36,7 +36,7 @@ def test_the_odd_one_stands_first_though_its_losses_are_not_the_largest(
             line = {"step": step, "samples": samples, "timesteps": steps, "losses": losses}
             file.write(json.dumps(line) + "\n")
     table = sample_statistics(order.inputs, layout, 500)
-    assert table["sample_id"].to_list()[0] == order.inputs[odd].sample_id
+    assert table["sample_id"].to_list()[0] == order.inputs[odd].variant_id
     assert table["mean_loss"][0] < table["mean_loss"].max()
     assert table["relative_loss"][0] == pytest.approx(1.5, abs=0.15)
     assert table["deviation"][0] > 5
@@ -45,7 +45,7 @@ def test_the_odd_one_stands_first_though_its_losses_are_not_the_largest(
     by_id = dict(table.select("sample_id", "mean_loss").iter_rows())
     times = dict(table.select("sample_id", "times").iter_rows())
     for number, item in enumerate(order.inputs):
-        assert by_id[item.sample_id] * times[item.sample_id] == pytest.approx(total[number])
+        assert by_id[item.variant_id] * times[item.variant_id] == pytest.approx(total[number])
     assert table.row(0, named=True)["caption"] == order.inputs[odd].variants[0].caption
 
 

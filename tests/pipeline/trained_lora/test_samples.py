@@ -15,9 +15,8 @@ from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.families import detect
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.trained_lora.job import TrainingOrder, read_order
-from pipeline.trained_lora.joining import training_inputs
-from pipeline.trained_lora.samples import TrainingInputs, tensors_json
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.samples import TrainingInputs, tensors_json, training_inputs
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
@@ -60,8 +59,8 @@ def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Cal
 def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable[..., Project]) -> None:
     inputs = make_project().order().inputs
     for number, item in enumerate(inputs):
-        assert inputs.number_of(item.sample_id) == number
-        assert inputs.named(item.sample_id) == item
+        assert inputs.number_of(item.variant_id) == number
+        assert inputs.named(item.variant_id) == item
         assert inputs[number - len(inputs)] == item
     for name in ("", "photos/64x64-", "~"):
         with pytest.raises(KeyError):
@@ -91,7 +90,7 @@ def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project
     assert caught.value.where == gone
 
 
-def with_views_and_variants(project: Project) -> TrainingOrder:
+def with_views_and_variants(project: Project) -> TrainingJob:
     """Two captions and two latents each; those of variant 1 and of the mirror are all ones."""
     entries = Entries(project.recipe)
     second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
@@ -101,10 +100,10 @@ def with_views_and_variants(project: Project) -> TrainingOrder:
         for spec in (item.views[1].entry, item.variants[1].entry):
             ones = {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in spec.tensors.items()}
             entries.store.write(spec, ones, {"made_by": "a test"})
-    return TrainingOrder(project.recipe, entries.model_folder, "run", inputs, entries.text(""), prompts=())
+    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text(""), prompts=())
 
 
-def maker_of(order: TrainingOrder) -> MicroBatchMaker:
+def maker_of(order: TrainingJob) -> MicroBatchMaker:
     family = detect(order.base)
     return MicroBatchMaker(order, family, make_noise_scheduler(family, order.recipe.training))
 
@@ -113,7 +112,7 @@ def test_a_batch_holds_the_variant_and_the_view_that_the_plan_drew(
     make_project: Callable[..., Project],
 ) -> None:
     order = with_views_and_variants(make_project(dropout=0.0, steps=30))
-    assert read_order(order.write()) == order
+    assert read_job(order.write()) == order
     maker, seen = maker_of(order), set[tuple[int, int]]()
     for step, batch in order.plan().iterate():
         for micro in batch.micro_batches:
@@ -137,7 +136,7 @@ def test_of_moments_a_draw_is_made_for_each_epoch_and_the_same_again(
         spec = item.views[0].entry
         store.path(spec).unlink()
         store.write(spec, {"mean": np.full(shape, 5, "f4"), "std": np.full(shape, 0.5, "f4")}, {})
-    order = TrainingOrder(order.recipe, order.base, order.run, inputs, order.empty_text, order.prompts)
+    order = TrainingJob(order.recipe, order.base, order.run, inputs, order.empty_text, order.prompts)
     drawn = [maker_of(order).make(step, batch.micro_batches[0][0]) for step, batch in order.plan().iterate()]
     again = maker_of(order).make(3, order.plan()[3].micro_batches[0][0])
     assert torch.equal(again.latent, drawn[3].latent)
@@ -153,16 +152,16 @@ def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
 ) -> None:
     project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
     order = project.order()
-    held_out = {item.sample_id for item in order.inputs.held_out}
+    held_out = {item.variant_id for item in order.inputs.held_out}
     # 200 draws of 0.2 have a standard deviation of 5.7: 20 is more than three of them.
     assert 20 <= len(held_out) <= 60
     assert len(order.inputs.trained) + len(held_out) == 200
-    assert not held_out & {sample.sample_id for sample in order.plan().samples}
-    assert {item.sample_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
+    assert not held_out & {sample.variant_id for sample in order.plan().samples}
+    assert {item.variant_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
     again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
     kept = set(fewer["sample_id"])
-    assert {item.sample_id for item in again if item.held_out} == held_out & kept
+    assert {item.variant_id for item in again if item.held_out} == held_out & kept
     copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
     same = training_inputs(project.recipe, Entries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1

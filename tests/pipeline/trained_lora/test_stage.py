@@ -18,7 +18,7 @@ from pipeline.errors import GateClosedError, LaunchError, TrainingError
 from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import read_provenance
-from pipeline.trained_lora.job import read_order
+from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.loop import StopRequest, train
@@ -47,7 +47,7 @@ class Here:
         assert module == "pipeline.trained_lora.worker"
         self.launched.append(order)
         self._stop = StopRequest()
-        if not train(read_order(order), self, self._stop):
+        if not train(read_job(order), self, self._stop):
             raise LaunchError("stopped", where=module, fix="start again")
 
     def info(self, text: str) -> None: ...
@@ -74,9 +74,7 @@ def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
     lora = project.recipe.output_dir / "lora"
     assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
     table = validated("trained_lora", result.table, "the result")
-    assert table["times_seen"].sum() == sum(
-        step.num_samples for step in read_order(launch.launched[0]).plan()
-    )
+    assert table["times_seen"].sum() == sum(step.num_samples for step in read_job(launch.launched[0]).plan())
     assert result.report["samples"] == 8
     assert result.report["launched"]
     assert result.report["startup_seconds"] >= 0
@@ -207,7 +205,7 @@ def test_epochs_are_counted_in_steps_and_the_gate_knows_how_many_there_should_be
     project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
     launch = Here()
     result = run(project, launch)
-    plan = read_order(launch.launched[0]).plan()
+    plan = read_job(launch.launched[0]).plan()
     assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
     assert result.report["steps"] == len(plan)
     assert completed(project)
@@ -232,7 +230,7 @@ def test_decay_that_takes_more_steps_than_the_epochs_have_is_refused(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=None, epochs=2, lr_scheduler="wsd", decay_steps=30)
-    with pytest.raises(TrainingError, match="2 epochs are 6 steps"):
+    with pytest.raises(TrainingError, match="30 steps, but 2 epochs have only 6 steps"):
         run(project, Here())
 
 

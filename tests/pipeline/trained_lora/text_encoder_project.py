@@ -10,7 +10,7 @@ import torch
 
 from pipeline.models.families import detect
 from pipeline.recipe import LoraSettings
-from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def project_of(
     return make_project(prediction=prediction, lora=lora, **training)
 
 
-def engine_of(order: TrainingOrder) -> Engine:
+def engine_of(order: TrainingJob) -> Engine:
     return Engine(order, detect(order.base))
 
 

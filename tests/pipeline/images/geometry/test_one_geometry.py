@@ -18,8 +18,8 @@ from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.stage import sample_prompts
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.vae_latents import checks as vae_latents
@@ -75,12 +75,12 @@ def cached(recipe: Recipe, launch: Any) -> Seen:
     entries = Entries(recipe)
     inputs = training_inputs(recipe, entries, latents, text)
     prompts = sample_prompts(recipe, entries, inputs)
-    order = TrainingOrder(recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), prompts)
+    order = TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), prompts)
     return Seen(
         latents={row["sample_id"]: _stored(entries, row) for row in latents.to_dicts()},
         failing_checks=failing(recipe),
         batches={
-            frozenset(slot.sample_id for slot in share)
+            frozenset(slot.variant_id for slot in share)
             for step in order.plan()
             for micro in step.micro_batches
             for share in micro
@@ -100,7 +100,7 @@ def failing(recipe: Recipe) -> set[str]:
     return {finding.name for finding in found if not finding.passed}
 
 
-def _time_ids(order: TrainingOrder) -> dict[str, tuple[float, ...]]:
+def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
     """What SDXL's denoiser itself is told of each sample's size and crop."""
     family = detect(order.base)
     denoiser = family.load_denoiser("float32", "cpu")

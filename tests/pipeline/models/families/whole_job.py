@@ -25,7 +25,7 @@ from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.trained_lora.export.lora_files import read_lora_file
-from pipeline.trained_lora.job import read_order
+from pipeline.trained_lora.job import read_job
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
@@ -105,7 +105,7 @@ class Here:
             self.encode(module, order, meanwhile)
         else:
             self.orders.append(order)
-            assert train(read_order(order), self, StopRequest())
+            assert train(read_job(order), self, StopRequest())
 
     def info(self, text: str) -> None: ...
     def progress(self, done: int, total: int, text: str) -> None: ...
@@ -171,7 +171,7 @@ def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[Entries, Any]:
     text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
     assert len(latents) == len(text) == 5
     train_lora(recipe, latents, text, launch=launch, log=log)
-    return Entries(recipe), read_order(launch.orders[0])
+    return Entries(recipe), read_job(launch.orders[0])
 
 
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries, pipe: Any) -> None:

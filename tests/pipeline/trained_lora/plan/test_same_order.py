@@ -11,8 +11,8 @@ import polars as pl
 import pytest
 
 from pipeline.cache.requests import Entries
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.joining import training_inputs
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -63,13 +63,13 @@ def untouched(project: Project) -> None:
     pass
 
 
-def order_of(project: Project) -> TrainingOrder:
+def order_of(project: Project) -> TrainingJob:
     entries = Entries(project.recipe)
     inputs = training_inputs(project.recipe, entries, project.latents, project.text)
-    return TrainingOrder(project.recipe, entries.model_folder, "run", inputs, entries.text(""), ())
+    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text(""), ())
 
 
-def fingerprint(order: TrainingOrder) -> str:
+def fingerprint(order: TrainingJob) -> str:
     """Of all that decides a batch but the entries' keys, which belong to the model."""
     digest = hashlib.sha256()
 
@@ -77,7 +77,7 @@ def fingerprint(order: TrainingOrder) -> str:
         digest.update(json.dumps(values).encode() + b"\n")
 
     for item in order.inputs:
-        add(item.sample_id, item.image_id, item.dataset, item.bucket, item.repeats, item.held_out)
+        add(item.variant_id, item.sample_id, item.dataset, item.bucket, item.repeats, item.held_out)
         add(item.original_size_hw, item.target_size_hw, [view.crop_top_left for view in item.views])
         add([variant.caption for variant in item.variants])
     plan = order.plan()
@@ -86,7 +86,7 @@ def fingerprint(order: TrainingOrder) -> str:
         for rank_shares in batch.micro_batches:
             for rank, share in enumerate(rank_shares):
                 for slot in share:
-                    add(rank, slot.sample_id, slot.index, slot.epoch, slot.occurrence, slot.weight)
+                    add(rank, slot.variant_id, slot.index, slot.epoch, slot.occurrence, slot.weight)
                     add(slot.drop_caption, slot.variant, slot.view)
     add(plan.numbers(), [plan.dropped(epoch) for epoch in range(plan.num_epochs)])
     return digest.hexdigest()[:16]

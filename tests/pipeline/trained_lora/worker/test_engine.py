@@ -13,8 +13,8 @@ from peft import LoraConfig
 from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
 from pipeline.models.families import detect
-from pipeline.trained_lora.job import TrainingOrder
-from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.job import TrainingJob
+from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def engine_of(order: TrainingOrder) -> Engine:
+def engine_of(order: TrainingJob) -> Engine:
     return Engine(order, detect(order.base))
 
 
-def inputs_of(order: TrainingOrder, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
+def inputs_of(order: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
     maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
-def gradients(order: TrainingOrder, step: int) -> dict[str, torch.Tensor]:
+def gradients(order: TrainingJob, step: int) -> dict[str, torch.Tensor]:
     """The gradients of one step, caught before the optimizer would use and clear them."""
     engine = engine_of(order)
     batch = order.plan()[step]
@@ -126,7 +126,7 @@ def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weig
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def in_fp16(order: TrainingOrder) -> Engine:
+def in_fp16(order: TrainingJob) -> Engine:
     """An engine whose losses are scaled as with fp16, which accelerate lets no CPU have."""
     engine = engine_of(order)
     accelerator = engine.accelerator
@@ -137,7 +137,7 @@ def in_fp16(order: TrainingOrder) -> Engine:
     return engine
 
 
-def one_step(engine: Engine, order: TrainingOrder, step: int) -> StepOutcome:
+def one_step(engine: Engine, order: TrainingJob, step: int) -> StepOutcome:
     batch = order.plan()[step]
     return engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
 
@@ -216,7 +216,7 @@ def test_dropped_captions_are_replaced_by_the_empty_one(make_project: Callable[.
     assert all(torch.equal(row, empty) for row in micro.conditions["text_embedding"])
 
 
-def _steps(order: TrainingOrder, engine: Engine) -> Iterator[float]:
+def _steps(order: TrainingJob, engine: Engine) -> Iterator[float]:
     for _, batch in order.plan().iterate():
         yield engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False).learning_rate
 

@@ -18,7 +18,7 @@ import torch
 
 from demo.tiny_models import TINY
 from pipeline.processes.launch import LocalLaunch
-from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import StopRequest, train
@@ -37,13 +37,13 @@ class Silent:
     def progress(self, done: int, total: int, text: str) -> None: ...
 
 
-def outcome(order: TrainingOrder) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
+def outcome(order: TrainingJob) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
     layout, steps = RunLayout(order.folder), order.recipe.training.steps
     state = load_checkpoint(checkpoint_path(layout.checkpoints, steps), order.run)
     return [(line["step"], line["loss"]) for line in read_metrics(layout.metrics, steps)], state.adapter
 
 
-def in_this_process(order: TrainingOrder) -> Any:
+def in_this_process(order: TrainingJob) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -57,7 +57,7 @@ def started(order: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "pipeline.trained_lora.worker", str(order)])
 
 
-def wait_for_steps(order: TrainingOrder, number: int, child: subprocess.Popen[bytes]) -> None:
+def wait_for_steps(order: TrainingJob, number: int, child: subprocess.Popen[bytes]) -> None:
     while len(read_metrics(RunLayout(order.folder).metrics, STEPS)) < number:
         assert child.poll() is None, "the child ended before it was to be stopped"
         time.sleep(0.02)
@@ -138,7 +138,7 @@ def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one
         torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
 
 
-def _require_the_same_validation(alone: TrainingOrder, pair: TrainingOrder) -> None:
+def _require_the_same_validation(alone: TrainingJob, pair: TrainingJob) -> None:
     """Batches of the pair are half as large, and their number odd: its second rank has one less."""
     buckets = Counter(item.bucket for item in pair.inputs.held_out)
     assert sum(math.ceil(len(LEVELS) * size / 2) for size in buckets.values()) % 2 == 1

@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 
 from pipeline.models.families import detect
-from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def shuffled(order: TrainingOrder) -> TrainingOrder:
+def shuffled(order: TrainingJob) -> TrainingJob:
     """The same samples, each with the caption of the next one."""
     names = ["captions", "texts", "text_tensors"]
     table = order.inputs.table
@@ -28,7 +28,7 @@ def shuffled(order: TrainingOrder) -> TrainingOrder:
     return replace(order, inputs=TrainingInputs(table.with_columns(moved)))
 
 
-def losses(order: TrainingOrder) -> tuple[float, float, float]:
+def losses(order: TrainingJob) -> tuple[float, float, float]:
     """The loss at fixed noise before training; afterwards, with the captions trained; with others."""
     family = detect(order.base)
     engine = Engine(order, family)

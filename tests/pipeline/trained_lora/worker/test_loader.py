@@ -14,8 +14,8 @@ import torch
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import StoreError
 from pipeline.models.families import detect
-from pipeline.trained_lora.job import TrainingOrder, read_order
-from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json
 from pipeline.trained_lora.worker.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
 from pipeline.trained_lora.worker.loop import StopRequest, train
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def maker_of(order: TrainingOrder) -> MicroBatchMaker:
+def maker_of(order: TrainingJob) -> MicroBatchMaker:
     family = detect(order.base)
     return MicroBatchMaker(order, family, family.load_noise_scheduler())
 
@@ -34,12 +34,12 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
     plan = order.plan()
     made = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
     expected = [
-        (step.step, tuple(slot.sample_id for slot in micro[0]))
+        (step.step, tuple(slot.variant_id for slot in micro[0]))
         for step in plan[2:]
         for micro in step.micro_batches
     ]
     assert [(step.step, micro.sample_ids) for step, micro in made] == expected
-    inputs = {item.sample_id: item for item in order.inputs}
+    inputs = {item.variant_id: item for item in order.inputs}
     store = Store(order.recipe.cache_dir)
     for _, micro in made:
         for index, sample_id in enumerate(micro.sample_ids):
@@ -56,12 +56,12 @@ def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
     first = order.inputs[0]
     key = first.views[0].entry.key
     wrong = pl.lit(tensors_json({"latent": TensorSpec("float16", (4, 9, 9))}))
-    tensors = pl.when(pl.col("sample_id") == first.sample_id).then(wrong).otherwise("latent_tensors")
+    tensors = pl.when(pl.col("variant_id") == first.variant_id).then(wrong).otherwise("latent_tensors")
     order = replace(order, inputs=TrainingInputs(order.inputs.table.with_columns(latent_tensors=tensors)))
-    slot = next(s for step in order.plan() for s in step.slots() if s.sample_id == first.sample_id)
+    slot = next(s for step in order.plan() for s in step.slots() if s.variant_id == first.variant_id)
     with pytest.raises(StoreError) as caught:
         maker_of(order).make(0, (slot,))
-    assert first.sample_id in caught.value.where
+    assert first.variant_id in caught.value.where
     assert key in caught.value.where
 
 
@@ -98,7 +98,7 @@ class Quiet:
 def test_an_order_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2).order()
     assert len(order.prompts) == 2
-    assert read_order(order.write()) == order
+    assert read_job(order.write()) == order
 
 
 def test_L12_no_more_than_a_few_micro_batches_wait_for_the_trainer(

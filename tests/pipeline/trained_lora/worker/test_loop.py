@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 
 from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.job import TrainingOrder, read_order
-from pipeline.trained_lora.plan.plan import Slot, StepPlan
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.plan.steps import Slot, StepPlan
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.sample_losses import sample_statistics
 from pipeline.trained_lora.samples import TrainingInputs
@@ -72,7 +72,7 @@ class DuringTheFirstStep(StopRequest):
         return self._looks > 1
 
 
-def run_until(order: TrainingOrder, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
+def run_until(order: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
     """Train from `start`, where the run stands, until so many steps are done in all."""
     if stop_after == start + 1:
         notes = Notes()
@@ -94,7 +94,7 @@ class Outcome:
     validation: list[Any]
 
 
-def outcome(order: TrainingOrder) -> Outcome:
+def outcome(order: TrainingJob) -> Outcome:
     layout, plan = RunLayout(order.folder), order.plan()
     steps = read_metrics(layout.metrics, len(plan))
     assert [line["step"] for line in steps] == list(range(len(plan)))
@@ -104,7 +104,7 @@ def outcome(order: TrainingOrder) -> Outcome:
         [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
         [
             [
-                (slot.sample_id, line["timesteps"][slot.index], line["losses"][slot.index])
+                (slot.variant_id, line["timesteps"][slot.index], line["losses"][slot.index])
                 for slot in step.slots()
             ]
             for line, step in zip(samples, plan, strict=True)
@@ -135,7 +135,7 @@ def torture_project(make_project: Callable[..., Project], **training: Any) -> Pr
     assert sizes == {1, 2}, "partial batches and whole ones"
     assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and whole ones"
     assert len({step.epoch for step in steps}) > 1
-    assert {slot.sample_id.split("/")[0] for step in steps for slot in step.slots()} == set(TWO_DATASETS)
+    assert {slot.variant_id.split("/")[0] for step in steps for slot in step.slots()} == set(TWO_DATASETS)
     return project
 
 
@@ -209,9 +209,9 @@ def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes
     whole = project.changed("whole").order()
     assert run_until(whole)[0]
     expected = sample_statistics(whole.inputs, RunLayout(whole.folder), 4)
-    first, table = whole.inputs.held_out[0].sample_id, whole.inputs.table
-    assert first < whole.inputs.trained[-1].sample_id, "images come after it that are trained on"
-    fewer = TrainingInputs(table.filter(table["sample_id"] != first))
+    first, table = whole.inputs.held_out[0].variant_id, whole.inputs.table
+    assert first < whole.inputs.trained[-1].variant_id, "images come after it that are trained on"
+    fewer = TrainingInputs(table.filter(table["variant_id"] != first))
     for output, before, after in (("deleted", whole.inputs, fewer), ("added", fewer, whole.inputs)):
         order = project.changed(output).order()
         assert not run_until(replace(order, inputs=before), stop_after=2)[0]
@@ -220,7 +220,7 @@ def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes
         assert found.equals(expected)
 
 
-def signalled(order: TrainingOrder, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
+def signalled(order: TrainingJob, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
     """Train in a process of its own, which gets the signal after so many steps; its exit status.
 
     It is forked from one without threads: Polars' do not live on in a fork of this one.
@@ -240,7 +240,7 @@ def train_signalled(order: Path, number: signal.Signals, after: int, recorded: R
         notes = Notes(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
         if after == 0:
             os.kill(os.getpid(), number)
-        sys.exit(0 if train(read_order(order), notes, stop) else 143)
+        sys.exit(0 if train(read_job(order), notes, stop) else 143)
 
 
 def signal_and_compare(
@@ -282,15 +282,15 @@ def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncu
             signal_and_compare(project, expected, number, [first, second], recorded)
 
 
-def poisoned(order: TrainingOrder) -> tuple[TrainingOrder, str]:
+def poisoned(order: TrainingJob) -> tuple[TrainingJob, str]:
     """The order with one sample, not among the first eight, whose latent is NaN; and that sample."""
-    seen = {slot.sample_id for step in order.plan()[:2] for slot in step.slots()}
-    chosen = next(item for item in order.inputs if item.sample_id not in seen)
+    seen = {slot.variant_id for step in order.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in order.inputs if item.variant_id not in seen)
     store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
     path, (latent,) = store.path(entry), entry.tensors.values()
     odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
     path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
-    return order, chosen.sample_id
+    return order, chosen.variant_id
 
 
 def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_the_lora_from_before(
@@ -302,7 +302,7 @@ def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_t
     order, culprit = poisoned(project.changed("poisoned").order())
     with pytest.raises(TrainingError, match="the LoRA of 2 steps is kept in") as caught:
         run_until(order)
-    others = {item.sample_id for item in order.inputs} - {culprit}
+    others = {item.variant_id for item in order.inputs} - {culprit}
     assert culprit in caught.value.where
     assert not any(name in caught.value.where for name in others)
     layout = RunLayout(order.folder)
@@ -352,7 +352,7 @@ def test_when_memory_runs_out_in_the_midst_of_an_update_nothing_half_done_is_sav
     assert not RunLayout(order.folder).last_good.exists()
 
 
-def steps_kept(order: TrainingOrder) -> list[int]:
+def steps_kept(order: TrainingJob) -> list[int]:
     return sorted(
         int(path.name.removeprefix("step-")) for path in RunLayout(order.folder).checkpoints.iterdir()
     )

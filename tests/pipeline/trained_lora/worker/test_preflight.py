@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import preflight
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint
@@ -30,7 +30,7 @@ class Silent:
     def progress(self, done: int, total: int, text: str) -> None: ...
 
 
-def trained(order: TrainingOrder) -> bool:
+def trained(order: TrainingJob) -> bool:
     return train(order, Silent(), StopRequest())
 
 

@@ -25,8 +25,8 @@ from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora import stage as run
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
 from pipeline.trained_lora.fingerprint import run_facts
-from pipeline.trained_lora.job import TrainingOrder, read_order
-from pipeline.trained_lora.plan.plan import StepPlan
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-def inputs_of(order: TrainingOrder, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
+def inputs_of(order: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
     batch = order.plan()[step]
     maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
-def step_of(engine: Engine, order: TrainingOrder, step: int) -> Any:
+def step_of(engine: Engine, order: TrainingJob, step: int) -> Any:
     inputs = inputs_of(order, engine, step)
     return engine.step(inputs[0][0], iter(inputs), stop=False)
 
@@ -256,7 +256,7 @@ class Here(Silent):
     """A launch in this process."""
 
     def __call__(self, module: str, order: Path) -> None:
-        assert train(read_order(order), self, StopRequest())
+        assert train(read_job(order), self, StopRequest())
 
 
 def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project]) -> None:

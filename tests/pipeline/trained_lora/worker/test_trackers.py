@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora import objective
-from pipeline.trained_lora.job import TrainingOrder
+from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.loop import StopRequest, train
 
@@ -31,7 +31,7 @@ class StopsAt:
             self.stop.request()
 
 
-def trained(order: TrainingOrder, steps: int) -> bool:
+def trained(order: TrainingJob, steps: int) -> bool:
     report = StopsAt(steps)
     return train(order, report, report.stop)
 

@@ -9,8 +9,8 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from pipeline.cache.store import Store
 from pipeline.models.families import detect
-from pipeline.trained_lora.plan.plan import Slot
 from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
@@ -29,7 +29,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     family = detect(order.base)
     engine = Engine(order, family)
     found = Validation(order, family, order.inputs.held_out).loss(engine)
-    assert set(found.by_sample) == {item.sample_id for item in order.inputs.held_out}
+    assert set(found.by_sample) == {item.variant_id for item in order.inputs.held_out}
 
     unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
     ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
@@ -41,14 +41,14 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
         row: list[float] = []
         for level in LEVELS:
             shape = tuple(latent.shape[1:])
-            noise = stream("fixed noise", item.sample_id, str(level)).standard_normal(shape, dtype="float32")
+            noise = stream("fixed noise", item.variant_id, str(level)).standard_normal(shape, dtype="float32")
             noise = torch.from_numpy(noise)[None]
             at = torch.tensor([int(level * ddpm.config.num_train_timesteps)])
             with torch.no_grad():  # a fresh LoRA adds nothing
                 answer = unet(ddpm.add_noise(latent, noise, at), at, text).sample
             row.append(float(((answer - noise) ** 2).mean()))
         table.append(row)
-        assert found.by_sample[item.sample_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
+        assert found.by_sample[item.variant_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
     errors = torch.tensor(table)
     assert found.mean == pytest.approx(float(errors.mean()), rel=1e-4)
     assert found.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
@@ -83,7 +83,7 @@ def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with
     family = detect(order.base)
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
-    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5])
     assert engine.output_change(micro) == 0.0
     moved = []

@@ -23,8 +23,8 @@ from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
 from pipeline.trained_lora.export.metadata import header_metadata
-from pipeline.trained_lora.job import TrainingOrder, read_order
-from pipeline.trained_lora.plan.plan import Slot
+from pipeline.trained_lora.job import TrainingJob, read_job
+from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
 from pipeline.trained_lora.worker.engine import Engine
@@ -167,7 +167,7 @@ class Here:
 
     def __call__(self, module: str, order: Path) -> None:
         self.stop = StopRequest()
-        self.finished = train(read_order(order), self, self.stop)
+        self.finished = train(read_job(order), self, self.stop)
         if not self.finished:
             raise InterruptedError
 
@@ -278,14 +278,14 @@ def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_pa
     family = detect(order.base)
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
-    slot = Slot(order.inputs[0].sample_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5])
     assert engine.output_change(micro) == 0.0
     loosen(engine.denoiser)
     assert engine.output_change(micro) > 0.01
 
 
-def engine_error(order: TrainingOrder) -> TrainingError:
+def engine_error(order: TrainingJob) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
         Engine(order, detect(order.base))
     return caught.value

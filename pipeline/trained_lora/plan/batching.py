@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.trained_lora.plan.mix import Draws, Mix
+from pipeline.trained_lora.plan.mixing import Draws, Mix
 from pipeline.trained_lora.plan.samples import Ints
 from pipeline.trained_lora.plan.seeding import hash_bits
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.plan.epochs import Underfilled
-from pipeline.trained_lora.plan.plan import PlanSettings, Slot, StepPlan, TrainingPlan
+from pipeline.trained_lora.plan.batching import Underfilled
 from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+from pipeline.trained_lora.plan.steps import PlanSettings, Slot, StepPlan, TrainingPlan
 
 
 def settings_of(
@@ -32,7 +32,7 @@ def plan_of(samples: Iterable[PlanSample], shape: PlanSettings) -> TrainingPlan:
 
 def times_seen(plan: TrainingPlan) -> dict[str, int]:
     return {
-        each.sample_id: times for each, times in zip(plan.samples, plan.times_seen().tolist(), strict=True)
+        each.variant_id: times for each, times in zip(plan.samples, plan.times_seen().tolist(), strict=True)
     }
 
 
@@ -54,7 +54,7 @@ shapes = st.builds(
 
 @st.composite
 def samples_with_repeats(draw: st.DrawFn) -> list[PlanSample]:
-    return [PlanSample(s.sample_id, s.bucket, draw(st.integers(1, 3))) for s in samples_of(draw(buckets))]
+    return [PlanSample(s.variant_id, s.bucket, draw(st.integers(1, 3))) for s in samples_of(draw(buckets))]
 
 
 def epoch_slots(plan: TrainingPlan, epoch: int) -> list[Slot]:
@@ -69,10 +69,10 @@ def test_B01_B07_each_epoch_sees_every_sample_as_often_as_its_repeats_say(
     probe = plan_of(samples, shape)
     plan = plan_of(samples, settings_of(2 * probe.steps_per_epoch, *_shape(shape)))
     for epoch in (0, 1):
-        seen = Counter(slot.sample_id for slot in epoch_slots(plan, epoch))
-        assert seen == Counter({sample.sample_id: sample.repeats for sample in samples})
+        seen = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
+        assert seen == Counter({sample.variant_id: sample.repeats for sample in samples})
         assert {slot.epoch for slot in epoch_slots(plan, epoch)} == {epoch}
-    assert times_seen(plan) == {sample.sample_id: 2 * sample.repeats for sample in samples}
+    assert times_seen(plan) == {sample.variant_id: 2 * sample.repeats for sample in samples}
 
 
 def _shape(shape: PlanSettings) -> tuple[int, int, int, float, int]:
@@ -89,13 +89,13 @@ def _shape(shape: PlanSettings) -> tuple[int, int, int, float, int]:
 def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
     samples: list[PlanSample], shape: PlanSettings
 ) -> None:
-    bucket_of = {sample.sample_id: sample.bucket for sample in samples}
+    bucket_of = {sample.variant_id: sample.bucket for sample in samples}
     for step in plan_of(samples, shape):
         assert 1 <= len(step.micro_batches) <= shape.gradient_accumulation
         for micro in step.micro_batches:
             assert len(micro) == shape.num_processes
             assert all(1 <= len(share) <= shape.batch_size for share in micro)
-            assert len({bucket_of[slot.sample_id] for share in micro for slot in share}) == 1
+            assert len({bucket_of[slot.variant_id] for share in micro for slot in share}) == 1
             empty = [share for share in micro if all(slot.weight == 0.0 for slot in share)]
             assert all(len(share) == 1 for share in empty)
 
@@ -147,7 +147,7 @@ def test_accumulation_of_one_bucket_splits_the_batch_of_one_large_step() -> None
 
 def test_B02_the_samples_of_the_partial_micro_batch_change_with_the_epoch() -> None:
     plan = plan_of(samples_of({"64x64": 9}), settings_of(60, batch=4))
-    last = {plan[epoch * 3 + 2].slots()[0].sample_id for epoch in range(20)}
+    last = {plan[epoch * 3 + 2].slots()[0].variant_id for epoch in range(20)}
     assert len(last) > 4
 
 
@@ -172,7 +172,7 @@ def test_caption_dropout_depends_on_sample_and_epoch_not_on_the_batching() -> No
     def choices(batch: int, accumulation: int, ranks: int) -> dict[tuple[str, int, int], bool]:
         plan = plan_of(samples, settings_of(200, batch, accumulation, ranks, dropout=0.5))
         slots = [slot for epoch in (0, 1, 2) for slot in epoch_slots(plan, epoch)]
-        return {(slot.sample_id, slot.epoch, slot.occurrence): slot.drop_caption for slot in slots}
+        return {(slot.variant_id, slot.epoch, slot.occurrence): slot.drop_caption for slot in slots}
 
     assert choices(1, 1, 1) == choices(3, 2, 2) == choices(4, 1, 4)
 
@@ -185,7 +185,7 @@ def test_another_seed_is_another_order() -> None:
 
 def test_the_order_is_fixed_for_ever_because_resumed_runs_rely_on_it() -> None:
     plan = plan_of(samples_of({"a": 3, "b": 2}), settings_of(4, seed=42, dropout=0.5))
-    got = [[(slot.sample_id, slot.drop_caption) for slot in step.slots()] for step in plan]
+    got = [[(slot.variant_id, slot.drop_caption) for slot in step.slots()] for step in plan]
     assert got == GOLDEN
 
 
@@ -236,13 +236,13 @@ def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
             plan_of(samples, replace(shape, underfilled=policy))
         return
     plan = plan_of(samples, replace(shape, underfilled=policy))
-    bucket_of = {sample.sample_id: sample.bucket for sample in samples}
+    bucket_of = {sample.variant_id: sample.bucket for sample in samples}
     for _, step in plan.iterate():
         for micro in step.micro_batches:
             slots = [slot for share in micro for slot in share]
             assert len(slots) == capacity
             assert all(slot.weight == 1.0 for slot in slots)
-            assert len({bucket_of[slot.sample_id] for slot in slots}) == 1
+            assert len({bucket_of[slot.variant_id] for slot in slots}) == 1
 
 
 @given(samples_with_repeats(), shapes)
@@ -252,11 +252,11 @@ def test_with_repeat_an_epoch_sees_each_sample_and_fills_up_evenly(
     probe = plan_of(samples, replace(shape, underfilled="repeat"))
     plan = plan_of(samples, replace(probe.settings, steps=probe.steps_per_epoch))
     slots = epoch_slots(plan, 0)
-    assert len({(slot.sample_id, slot.occurrence) for slot in slots}) == len(slots)
-    seen = Counter(slot.sample_id for slot in slots)
+    assert len({(slot.variant_id, slot.occurrence) for slot in slots}) == len(slots)
+    seen = Counter(slot.variant_id for slot in slots)
     assert seen == Counter(times_seen(plan))
     for bucket in {sample.bucket for sample in samples}:
-        turns = [seen[s.sample_id] / s.repeats for s in samples if s.bucket == bucket]
+        turns = [seen[s.variant_id] / s.repeats for s in samples if s.bucket == bucket]
         assert min(turns) >= 1
         assert max(turns) - min(turns) <= 1
 
@@ -275,16 +275,16 @@ def test_B02_what_is_dropped_is_listed_and_rotates(samples: list[PlanSample], sh
     if epochs * probe.steps_per_epoch > 2000:
         return
     plan = plan_of(samples, replace(probe.settings, steps=epochs * probe.steps_per_epoch))
-    everything = Counter({sample.sample_id: sample.repeats for sample in samples})
+    everything = Counter({sample.variant_id: sample.repeats for sample in samples})
     dropped = Counter[str]()
     for epoch in range(epochs):
         left_out = plan.dropped(epoch)
-        seen = Counter(slot.sample_id for slot in epoch_slots(plan, epoch))
+        seen = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
         assert seen + Counter(left_out) == everything
         dropped.update(left_out)
     for sample in samples:
         size = sizes[sample.bucket]
-        assert dropped[sample.sample_id] == sample.repeats * epochs * (size % capacity) / size
+        assert dropped[sample.variant_id] == sample.repeats * epochs * (size % capacity) / size
 
 
 def test_nothing_is_dropped_unless_asked_for() -> None:
@@ -307,10 +307,10 @@ def test_variants_and_views_are_drawn_for_sample_and_epoch_and_change_nothing_el
     for before, after in zip(plain, rich, strict=True):
         assert [replace(slot, variant=0, view=0) for slot in after.slots()] == before.slots()
     one_by_one = plan_of(with_choices(samples), replace(shape, batch_size=1, gradient_accumulation=1))
-    drawn = {(s.sample_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
+    drawn = {(s.variant_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
     for slot in epoch_slots(rich, 0):
-        if (slot.sample_id, slot.epoch, slot.occurrence) in drawn:
-            assert drawn[slot.sample_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
+        if (slot.variant_id, slot.epoch, slot.occurrence) in drawn:
+            assert drawn[slot.variant_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
 
 
 def test_every_variant_and_view_has_its_share_and_they_are_drawn_apart() -> None:

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.plan.mix import Exhausted, Mix
-from pipeline.trained_lora.plan.plan import PlanSettings, TrainingPlan
+from pipeline.trained_lora.plan.mixing import Exhausted, Mix
 from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
+from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 
 SETTINGS = PlanSettings(40, 2, 1, 1, 0.25, 7)
 
@@ -32,7 +32,7 @@ def dataset(
 
 class Draw(NamedTuple):
     due: float
-    sample_id: str
+    variant_id: str
     occurrence: int
 
 
@@ -46,7 +46,7 @@ class Mixed:
     def draws(self, epoch: int) -> dict[str, list[Draw]]:
         return {
             bucket: [
-                Draw(due, self.samples[place].sample_id, occurrence)
+                Draw(due, self.samples[place].variant_id, occurrence)
                 for due, place, occurrence in zip(
                     draws.due.tolist(), draws.places.tolist(), draws.occurrences.tolist(), strict=True
                 )
@@ -80,10 +80,10 @@ def test_sizes_are_those_of_the_draws_and_no_draw_stands_twice(
     mixed = Mixed(*made, exhausted)
     draws = mixed.draws(epoch)
     assert {bucket: len(of) for bucket, of in draws.items()} == mixed.mix.sizes(epoch)
-    flat = [(draw.sample_id, draw.occurrence) for of in draws.values() for draw in of]
+    flat = [(draw.variant_id, draw.occurrence) for of in draws.values() for draw in of]
     assert len(set(flat)) == len(flat) >= 1
-    bucket_of = {sample.sample_id: sample.bucket for sample in made[0]}
-    assert all(bucket_of[draw.sample_id] == bucket for bucket, of in draws.items() for draw in of)
+    bucket_of = {sample.variant_id: sample.bucket for sample in made[0]}
+    assert all(bucket_of[draw.variant_id] == bucket for bucket, of in draws.items() for draw in of)
 
 
 @given(mixes())
@@ -91,8 +91,8 @@ def test_with_leave_an_epoch_is_everything_once_whatever_the_weights(
     made: tuple[list[PlanSample], dict[str, float]],
 ) -> None:
     samples, weights = made
-    seen = Counter(draw.sample_id for draw in Mixed(samples, weights, "leave").in_order(2))
-    assert seen == Counter({sample.sample_id: sample.repeats for sample in samples})
+    seen = Counter(draw.variant_id for draw in Mixed(samples, weights, "leave").in_order(2))
+    assert seen == Counter({sample.variant_id: sample.repeats for sample in samples})
 
 
 @given(mixes(), st.sampled_from(["end_epoch", "repeat"]))
@@ -103,7 +103,7 @@ def test_in_the_long_run_datasets_have_their_weights_and_their_samples_equal_sha
     mixed = Mixed(samples, weights, exhausted)
     seen = Counter[str]()
     for epoch in range(8):
-        drawn = Counter(draw.sample_id for of in mixed.draws(epoch).values() for draw in of)
+        drawn = Counter(draw.variant_id for of in mixed.draws(epoch).values() for draw in of)
         seen += drawn
         per_epoch = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
         rounds = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
@@ -114,7 +114,7 @@ def test_in_the_long_run_datasets_have_their_weights_and_their_samples_equal_sha
             assert min(done.values()) == 1
     total = sum(seen.values())
     for name in weights:
-        own = {s.sample_id: seen[s.sample_id] for s in samples if s.dataset == name}
+        own = {s.variant_id: seen[s.variant_id] for s in samples if s.dataset == name}
         repeats = next(s.repeats for s in samples if s.dataset == name)
         assert max(own.values()) - min(own.values()) <= repeats
         # Each epoch begins and ends a dataset's share at a whole draw; all of them together do so once.
@@ -124,7 +124,7 @@ def test_in_the_long_run_datasets_have_their_weights_and_their_samples_equal_sha
 @pytest.mark.parametrize("exhausted", WEIGHTED)
 def test_at_every_moment_the_datasets_stand_in_proportion_to_their_weights(exhausted: Exhausted) -> None:
     mixed = Mixed(dataset("a", 30) + dataset("b", 90), {"a": 3, "b": 1}, exhausted)
-    order = [draw.sample_id[0] for draw in mixed.in_order(0)]
+    order = [draw.variant_id[0] for draw in mixed.in_order(0)]
     for number, of_a in enumerate(accumulate(name == "a" for name in order[:40]), start=1):
         assert abs(of_a - number * 3 / 4) <= 1
     if exhausted == "leave":
@@ -156,9 +156,9 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_any_suffix_is_the_same(
     epochs = [batch.epoch for _, batch in whole]
     assert epochs == sorted(epochs)
     assert plan.num_epochs == epochs[-1] + 1
-    seen = Counter(slot.sample_id for _, batch in whole for slot in batch.slots())
+    seen = Counter(slot.variant_id for _, batch in whole for slot in batch.slots())
     times = dict(zip(plan.samples, plan.times_seen().tolist(), strict=True))
-    assert Counter({sample.sample_id: number for sample, number in times.items()}) == seen
+    assert Counter({sample.variant_id: number for sample, number in times.items()}) == seen
     for _, batch in whole:
         assert (
             sum(slot.weight for m in batch.micro_batches for share in m for slot in share)
@@ -183,5 +183,5 @@ def test_a_plan_of_weights_holds_them_in_each_stretch_of_steps() -> None:
     samples = dataset("a", 40, ["64x64", "64x128"]) + dataset("b", 400, ["64x64", "64x128"])
     plan = plan_of(samples, replace(SETTINGS, steps=200, weights={"a": 1, "b": 1}, exhausted="repeat"))
     for start in range(0, 200, 20):
-        names = Counter(slot.sample_id[0] for step in plan[start : start + 20] for slot in step.slots())
+        names = Counter(slot.variant_id[0] for step in plan[start : start + 20] for slot in step.slots())
         assert 17 <= names["a"] <= 23

@@ -25,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.plan.epochs import Epoch, Epochs, Underfilled
-from pipeline.trained_lora.plan.mix import Draws, Exhausted, Mix
+from pipeline.trained_lora.plan.batching import Epoch, Epochs, Underfilled
+from pipeline.trained_lora.plan.mixing import Draws, Exhausted, Mix
 from pipeline.trained_lora.plan.samples import PlanSamples
 from pipeline.trained_lora.plan.seeding import hash_bits
 
@@ -63,7 +63,7 @@ class Slot:
     """One sample in its place of a step.
 
     Attributes:
-        sample_id: Which sample.
+        variant_id: Which sample.
         index: Place in the step's global batch, counted over micro-batches and ranks; it does not depend on
             how the batch is split over them.
         epoch: From 0.
@@ -74,7 +74,7 @@ class Slot:
         weight: 1.0, or 0.0 for the stand-in of a rank that has no sample in this micro-step.
     """
 
-    sample_id: str
+    variant_id: str
     index: int
     epoch: int
     occurrence: int
@@ -116,7 +116,7 @@ class TrainingPlan(Sequence[StepPlan]):
         """Check the inputs; nothing is shuffled yet.
 
         Raises:
-            TrainingError: There is no sample, a sample_id stands there twice, or a setting is out of range.
+            TrainingError: There is no sample, a variant_id stands there twice, or a setting is out of range.
         """
         self.settings = settings
         self.samples = samples
@@ -197,7 +197,7 @@ class TrainingPlan(Sequence[StepPlan]):
         }
 
     def dropped(self, epoch: int) -> dict[str, int]:
-        """How many draws of which samples an epoch leaves out, by sample_id; only `drop` leaves out any."""
+        """How many draws of which samples an epoch leaves out, by variant_id; only `drop` leaves out any."""
         if self.settings.underfilled != "drop":
             return {}
         places, times = np.unique(self._epochs.left_out(epoch), return_counts=True)
@@ -260,10 +260,10 @@ class TrainingPlan(Sequence[StepPlan]):
 
         def drawn(purpose: str) -> int:
             """64 bits that depend on nothing but seed, sample, epoch, and which of its repeats it is."""
-            return hash_bits(64, self.settings.seed, purpose, sample.sample_id, epoch, occurrence)
+            return hash_bits(64, self.settings.seed, purpose, sample.variant_id, epoch, occurrence)
 
         return Slot(
-            sample_id=sample.sample_id,
+            variant_id=sample.variant_id,
             index=index,
             epoch=epoch,
             occurrence=occurrence,

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.maintenance.plan import Forecast, forecast
+from pipeline.maintenance.forecast import Forecast, forecast
 from pipeline.raw_images.stage import scan
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
