@@ -18,7 +18,7 @@ from assets.naming import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_end import run_tables
 from pipeline.errors import RecipeError
-from pipeline.models.size_multiple import require_divisible
+from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe, load_recipes
 from pipeline.reporting.terminal import find_terminal
 from resources.launcher import AccelerateLauncher
@@ -57,11 +57,11 @@ def _kept_for_good() -> Generator[None]:
 
 def _load() -> Definitions:
     listen()
-    find_terminal(sys.argv)
+    find_terminal()
     try:
         with _kept_for_good():
             recipes = load_recipes()
-            require_divisible(recipes)
+            require_size_multiple(recipes)
             return build_definitions(asked_for(sys.argv, recipes))
     except RecipeError as err:
         keep(f"{type(err).__name__}: {err}")

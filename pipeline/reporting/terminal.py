@@ -1,12 +1,13 @@
-"""The terminal that someone watches a job on, if there is one, and a progress bar on it.
+"""The terminal on which a person watches a job, and the progress bar drawn on it.
 
-Dagster points standard error at a file while a step runs, and launched processes write into a file of ours.
-So which terminal it was is found out before that, and handed down by its name.
+Dagster redirects standard error to a file while a step runs, and launched processes write to a log file.
+The terminal is therefore found when definitions load, and an environment variable passes on its device name.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn, TextIO
@@ -15,90 +16,88 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 TERMINAL_VARIABLE = "LATENTLINE_TERMINAL"
-"""Names the terminal's device file to this process, and to those that it launches."""
+"""Environment variable with the device name of the terminal, inherited by launched processes."""
 
 REDRAW_S = 0.2
-"""Least time between two states of a bar."""
+"""Shortest time between two redraws of a bar, in seconds."""
 
-_UNKNOWN_SIZE = (80, 24)
-"""Columns and lines where the terminal does not say both."""
-
-_WATCHED_COMMANDS = (["job", "execute"], ["asset", "materialize"])
-"""Of `dagster`. Its UI and its daemon run jobs too, on the terminal that they were started on: they have a
-page for what those say, and several at once would write over each other."""
+_DEFAULT_SIZE = (80, 24)
+"""Columns and lines assumed for a terminal that does not report both."""
 
 
-def find_terminal(arguments: list[str]) -> None:
-    """Note the terminal of standard error where the command in `arguments` is one that someone watches.
+def find_terminal() -> None:
+    """Set `TERMINAL_VARIABLE` if this process runs in the foreground of a terminal, and remove it otherwise.
 
-    It is none when standard error is redirected, when the process is in the background, or when the terminal
-    cannot go back on a line.
-
-    Args:
-        arguments: As `sys.argv`.
+    Both standard input and standard error must be the terminal. Runs started by Dagster's UI and daemon are
+    multiprocessing children, for which Python replaces `sys.stdin`: they report progress to their log, even
+    when the UI itself was started on a terminal. `TERM=dumb`, or no `TERM`, turns bars off.
     """
     os.environ.pop(TERMINAL_VARIABLE, None)
-    if arguments[1:3] not in _WATCHED_COMMANDS or os.environ.get("TERM", "dumb") == "dumb":
+    if os.environ.get("TERM", "dumb") == "dumb":
         return
-    with suppress(OSError):
-        if os.isatty(2) and os.tcgetpgrp(2) == os.getpgrp():
+
+    with suppress(OSError, ValueError):  # a closed stream raises ValueError
+        has_input = sys.stdin is not None and sys.stdin.isatty()
+        if has_input and os.isatty(2) and os.tcgetpgrp(2) == os.getpgrp():
             os.environ[TERMINAL_VARIABLE] = os.ttyname(2)
 
 
-def bar() -> Bar | None:
-    """A new progress bar; None where there is no terminal."""
+def open_progress_bar() -> ProgressBar | None:
+    """Return a new progress bar, or None without a terminal."""
     name = os.environ.get(TERMINAL_VARIABLE)
     if not name:
         return None
     try:
-        # Not to become the controlling terminal of a launched process, which has none.
+        # Without O_NOCTTY the device would become the controlling terminal of a launched process.
         file = os.fdopen(os.open(name, os.O_WRONLY | os.O_NOCTTY), "w", encoding="utf-8", errors="replace")
     except OSError:
         return None
-    return Bar(file)
+    return ProgressBar(file)
 
 
-class Bar:
-    """One line at the bottom of a terminal, gone when it is closed."""
+class ProgressBar:
+    """A tqdm bar on one line of a terminal, cleared when it is closed."""
 
     def __init__(self, file: TextIO) -> None:
-        """Nothing is drawn yet; `file` is closed with the bar."""
+        """Create a bar on `file`, which it closes; the first `show` draws it."""
         self._file = file
         self._drawn_s = float("-inf")
         self._tqdm: tqdm[NoReturn] | None = None
 
     def show(self, done: int, total: int | None, text: str) -> None:
-        """Draw that `done` are done, unless it was drawn just now.
+        """Draw the current state, at most once per `REDRAW_S`.
 
         Args:
-            done: How many are done.
-            total: Of how many; None where it is not known.
-            text: Of what, and what is worth knowing about them.
+            done: Number of items done.
+            total: Number of all items; None if unknown.
+            text: Description of the items.
         """
         now_s = time.monotonic()
         if now_s - self._drawn_s < REDRAW_S:
             return
         self._drawn_s = now_s
-        drawn = self._tqdm = self._tqdm or self._begun(done, total, text)
-        drawn.n = done
-        drawn.total = total
-        drawn.set_description_str(text, refresh=False)
-        with suppress(OSError):  # the terminal was closed: the job goes on
-            drawn.refresh()
+
+        if self._tqdm is None:
+            self._tqdm = self._start(done, total, text)
+        self._tqdm.n = done
+        self._tqdm.total = total
+        self._tqdm.set_description_str(text, refresh=False)
+        with suppress(OSError):  # a closed terminal must not stop the job
+            self._tqdm.refresh()
 
     def close(self) -> None:
-        """Clear the line."""
+        """Clear the line and close the file."""
         with suppress(OSError):
             if self._tqdm is not None:
                 self._tqdm.close()
             self._file.close()
 
-    def _begun(self, done: int, total: int | None, text: str) -> tqdm[NoReturn]:
+    def _start(self, done: int, total: int | None, text: str) -> tqdm[NoReturn]:
         from tqdm import tqdm
 
-        tqdm.monitor_interval = 0  # no thread of its own: it is redrawn from here
-        size = self._size()
-        columns, lines = size or _UNKNOWN_SIZE
+        tqdm.monitor_interval = 0  # `show` redraws the bar, so tqdm's monitor thread is not needed
+        size = self._terminal_size()
+        columns, lines = size or _DEFAULT_SIZE
         return tqdm(
             total=total,
             initial=done,
@@ -110,8 +109,8 @@ class Bar:
             nrows=lines,
         )
 
-    def _size(self) -> tuple[int, int] | None:
-        """Columns and lines; None where either is not known, as on terminals that programs make."""
+    def _terminal_size(self) -> tuple[int, int] | None:
+        """Return (columns, lines), or None if the terminal reports 0 for either, as pseudo-terminals may."""
         try:
             columns, lines = os.get_terminal_size(self._file.fileno())
         except OSError:

@@ -1,4 +1,4 @@
-"""Which terminal a bar may be drawn on: one on which somebody waits for this very job."""
+"""A bar is drawn only on the terminal on which a person waits for this job."""
 
 from __future__ import annotations
 
@@ -9,29 +9,47 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.reporting.terminal import TERMINAL_VARIABLE, bar, find_terminal
+from pipeline.reporting.terminal import TERMINAL_VARIABLE, find_terminal, open_progress_bar
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")
+pytestmark = pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
 
 FIND = f"""
-import os, sys
+import os
 from pipeline.reporting.terminal import find_terminal
-find_terminal(sys.argv)
+find_terminal()
 print(os.environ.get({TERMINAL_VARIABLE!r}, "none"))
 """
 
+FIND_IN_A_CHILD = f"""
+import multiprocessing, os
+from pipeline.reporting.terminal import find_terminal
 
-def found(arguments: list[str], *, background: bool = False, term: str = "xterm") -> tuple[str, str]:
-    """The name of a new terminal, and of the one that a process finds which was started on it."""
+def find():
+    find_terminal()
+    print(os.environ.get({TERMINAL_VARIABLE!r}, "none"))
+
+find_terminal()
+child = multiprocessing.get_context("fork").Process(target=find)
+child.start()
+child.join()
+"""
+"""A code server and a run of Dagster's UI, which is a multiprocessing child of it."""
+
+
+def found(
+    code: str = FIND, *, background: bool = False, term: str = "xterm", has_input: bool = True
+) -> tuple[str, str]:
+    """Return the name of a new terminal, and the one found by a process started on it."""
     ours, theirs = os.openpty()
     name = os.ttyname(theirs)
-    # A session of its own, whose terminal this becomes; the foreground is its first process.
+    # The process leads a new session, takes the terminal and is its foreground process.
     take = "import fcntl, os, sys, termios; fcntl.ioctl(2, termios.TIOCSCTTY, 0); "
-    run = f"os.execv(sys.executable, [sys.executable, '-c', {FIND!r}, *{arguments!r}])"
+    run = f"os.execv(sys.executable, [sys.executable, '-c', {code!r}])"
     if background:
         run = f"pid = os.fork(); os.waitpid(pid, 0) if pid else (os.setpgid(0, 0), {run})"
     done = subprocess.run(
         [sys.executable, "-c", take + run],
+        stdin=theirs if has_input else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=theirs,
         env={**os.environ, "TERM": term},
@@ -45,35 +63,38 @@ def found(arguments: list[str], *, background: bool = False, term: str = "xterm"
     return name, done.stdout.decode().strip()
 
 
-def test_a_job_executed_on_a_terminal_has_it() -> None:
-    name, seen = found(["job", "execute", "-m", "assets.definitions"])
+def test_a_foreground_job_on_a_terminal_finds_it() -> None:
+    name, seen = found()
     assert seen == name
 
 
 @pytest.mark.parametrize(
-    ("arguments", "background", "term"),
+    ("code", "background", "term", "has_input"),
     [
-        (["api", "execute_run"], False, "xterm"),
-        (["job", "execute"], True, "xterm"),
-        (["job", "execute"], False, "dumb"),
+        (FIND_IN_A_CHILD, False, "xterm", True),
+        (FIND, True, "xterm", True),
+        (FIND, False, "dumb", True),
+        (FIND, False, "xterm", False),
     ],
-    ids=["a run of the UI", "in the background", "a terminal that cannot go back"],
+    ids=["a run of the UI", "in the background", "a dumb terminal", "no standard input"],
 )
-def test_there_is_none_where_nobody_waits_for_this_job(
-    arguments: list[str], background: bool, term: str
+def test_no_terminal_is_found_where_nobody_waits_for_this_job(
+    code: str, background: bool, term: str, has_input: bool
 ) -> None:
-    assert found(arguments, background=background, term=term)[1] == "none"
+    assert found(code, background=background, term=term, has_input=has_input)[1] == "none"
 
 
-def test_redirected_output_is_no_terminal_and_an_inherited_name_is_forgotten(
+def test_redirected_output_is_not_a_terminal_and_clears_an_inherited_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(TERMINAL_VARIABLE, "/dev/null")
-    find_terminal(["dagster", "job", "execute"])
+    find_terminal()
     assert TERMINAL_VARIABLE not in os.environ
-    assert bar() is None
+    assert open_progress_bar() is None
 
 
-def test_a_terminal_that_has_gone_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_there_is_no_bar_on_a_terminal_that_was_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(TERMINAL_VARIABLE, str(tmp_path / "gone"))
-    assert bar() is None
+    assert open_progress_bar() is None
