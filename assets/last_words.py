@@ -80,9 +80,9 @@ def _history() -> str:
 
 
 def _advice(err: BaseException) -> str:
-    from pipeline.storage.os_errors import system_refusal
+    from pipeline.storage.os_errors import as_file_access_error
 
-    refusal = system_refusal(err)
+    refusal = as_file_access_error(err)
     if refusal is not None:
         return refusal.fix
     if type(err).__module__.startswith("dagster"):

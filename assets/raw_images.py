@@ -13,11 +13,11 @@ DESCRIPTION = "Every image file of the datasets: where it lies, its size after o
 
 def scanned(recipe: Recipe, context: AssetExecutionContext) -> MaterializeResult[Any]:
     """Every image; a local base model that cannot be used is told before any of them has been decoded."""
-    from pipeline.models.resolve import require_possible_base
+    from pipeline.models.resolve import check_local_base
     from pipeline.raw_images.stage import scan
     from pipeline.storage.tables import Tables
 
-    require_possible_base(recipe)
+    check_local_base(recipe)
     result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
     return publish(recipe, "raw_images", result)
 

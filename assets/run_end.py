@@ -29,7 +29,7 @@ from resources.run_worker import end_with_code_server
 from resources.tables import TableIOManager
 
 if TYPE_CHECKING:
-    from pipeline.reporting.summary import CheckSeen, RunSeen
+    from pipeline.reporting.summary import CheckResult, RunResult
 
 _LOOKED_AT = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -88,7 +88,7 @@ class EndedRun:
 
 def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> EndedRun:
     """What the run came to, from its events; `output_dirs` are those of all recipes, by name."""
-    from pipeline.reporting.summary import summary
+    from pipeline.reporting.summary import run_summary
 
     entries = instance.all_logs(run_id, of_type=_LOOKED_AT)
     events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
@@ -100,7 +100,9 @@ def ended_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, 
     took = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
     ended = f"{'failed' if problems else 'done'}{took}"
     seen = list(_seen(events, output_dirs))
-    numbers = {each.recipe: f"{_called(run, run_id, each.recipe)}: {ended}\n{summary(each)}" for each in seen}
+    numbers = {
+        each.recipe: f"{_called(run, run_id, each.recipe)}: {ended}\n{run_summary(each)}" for each in seen
+    }
     return EndedRun(numbers, problems)
 
 
@@ -119,12 +121,12 @@ def _all_steps_succeeded(instance: DagsterInstance, run_id: str, events: Sequenc
     return set(asked) <= {event.step_key for event in events if event.is_step_success}
 
 
-def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunSeen"]:
-    from pipeline.reporting.summary import RunSeen
+def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunResult"]:
+    from pipeline.reporting.summary import RunResult
 
     for recipe, output_dir in output_dirs.items():
         reports: dict[str, Any] = {}
-        checks: list[CheckSeen] = []
+        checks: list[CheckResult] = []
         for event in events:
             key = event.asset_key
             if event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
@@ -137,15 +139,15 @@ def _seen(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> It
             elif event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION:
                 checks.append(_check(event))
         if reports or checks:
-            yield RunSeen(recipe, output_dir, reports, checks)
+            yield RunResult(recipe, output_dir, reports, checks)
 
 
-def _check(event: DagsterEvent) -> "CheckSeen":
-    from pipeline.reporting.summary import CheckSeen
+def _check(event: DagsterEvent) -> "CheckResult":
+    from pipeline.reporting.summary import CheckResult
 
     said = event.asset_check_evaluation_data
     error = said.severity == AssetCheckSeverity.ERROR
-    return CheckSeen(
+    return CheckResult(
         asset=said.asset_key.path[-1],
         name=said.check_name,
         passed=said.passed,

@@ -60,7 +60,7 @@ class FamilyError(ModelError):
     """A base model of a family that Latentline does not know."""
 
 
-class SystemRefusalError(LatentlineError):
+class FileAccessError(LatentlineError):
     """A file or folder that the system did not let us read or write."""
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dagster import Failure
 
 from pipeline.errors import LatentlineError
-from pipeline.storage.os_errors import system_refusal
+from pipeline.storage.os_errors import as_file_access_error
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def failures_stated() -> Generator[None]:
     except LatentlineError as err:
         raise _failure(err) from err
     except Exception as err:
-        refusal = system_refusal(err)
+        refusal = as_file_access_error(err)
         if refusal is None:
             raise
         raise _failure(refusal) from err

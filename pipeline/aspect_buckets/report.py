@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.images.geometry import Geometry
-from pipeline.reporting.pictures import Shown, Strip, chart, png, sheet
+from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
 from pipeline.reporting.reports import Log
-from pipeline.storage.atomic import write_bytes, write_text, write_through
+from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.source import Source
 from pipeline.storage.sources import source_at
 from pipeline.storage.tables import content_digest
@@ -60,7 +60,7 @@ def write_bucket_report(recipe: Recipe, table: pl.DataFrame, *, log: Log) -> Pat
     if made_for.is_file() and made_for.read_text(encoding="utf-8") == digest:
         return folder
     folder.mkdir(parents=True, exist_ok=True)
-    write_through(folder / BUCKETS_FILE, buckets.write_parquet)
+    write_atomically(folder / BUCKETS_FILE, buckets.write_parquet)
     if len(table):
         write_bytes(folder / SIZES_FILE, _sizes(table))
         write_bytes(folder / CROPS_FILE, _crops(recipe, table, buckets, log))
@@ -101,12 +101,12 @@ def _digest(table: pl.DataFrame, buckets: pl.DataFrame) -> str:
     return content_digest(table.select(columns), buckets)
 
 
-def _shown(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[Shown]:
-    shown: list[Shown] = []
+def _shown(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetImage]:
+    shown: list[SheetImage] = []
     for row in table.iter_rows(named=True):
         geometry = Geometry.from_row(row)
         file = sources[row["dataset"]].file(row["path"])
-        shown.append(Shown(file, (row["height"], row["width"]), geometry.source_box))
+        shown.append(SheetImage(file, (row["height"], row["width"]), geometry.source_box))
     return shown
 
 
@@ -116,25 +116,25 @@ def _sources(recipe: Recipe) -> dict[str, Source]:
 
 def _crops(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log: Log) -> bytes:
     """A strip for each of the fullest buckets: samples evenly spread from its worst crop to its least."""
-    strips: list[Strip] = []
+    strips: list[SheetRow] = []
     sources = _sources(recipe)
     by_loss = table.sort("crop_loss", "sample_id", descending=[True, False])
     for bucket, samples in buckets.select("bucket", "samples").head(NUM_STRIPS).iter_rows():
         rows = by_loss.filter(pl.col("bucket") == bucket)
         number = min(NUM_IN_STRIP, len(rows))
         places = [round(index * (len(rows) - 1) / max(1, number - 1)) for index in range(number)]
-        strips.append(Strip(f"{bucket}: {samples:,}", _shown(rows[places], sources)))
-    return sheet(strips, log=log)
+        strips.append(SheetRow(f"{bucket}: {samples:,}", _shown(rows[places], sources)))
+    return contact_sheet(strips, log=log)
 
 
 def _worst_crops(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
     worst = table.sort("crop_loss", "sample_id", descending=[True, False]).head(NUM_WORST)
-    strips: list[Strip] = []
+    strips: list[SheetRow] = []
     sources = _sources(recipe)
     for rows in worst.iter_slices(NUM_IN_STRIP):
         losses = rows["crop_loss"]
-        strips.append(Strip(f"lose {losses[0]:.0%} to {losses[-1]:.0%}", _shown(rows, sources)))
-    return sheet(strips, log=log)
+        strips.append(SheetRow(f"lose {losses[0]:.0%} to {losses[-1]:.0%}", _shown(rows, sources)))
+    return contact_sheet(strips, log=log)
 
 
 def _sizes(table: pl.DataFrame) -> bytes:

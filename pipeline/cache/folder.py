@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import write_bytes
-from pipeline.storage.remote_files import stat_of_info
+from pipeline.storage.remote_files import stat_from_info
 from pipeline.storage.remote_folder import RemoteFolder
 
 
@@ -147,13 +147,13 @@ class RemoteCacheFolder(CacheFolder):
 
     def names(self, folder: str) -> list[str]:
         """As `CacheFolder.names`."""
-        found = (name.removeprefix(f"{folder}/") for name in self._folder.found(folder))
+        found = (name.removeprefix(f"{folder}/") for name in self._folder.list_files(folder))
         return sorted(name for name in found if "/" not in name)
 
     def files(self) -> Iterator[CacheFile]:
         """As `CacheFolder.files`."""
-        for name, info in sorted(self._folder.found().items()):
-            num_bytes, time_ns, _, _ = stat_of_info(info)
+        for name, info in sorted(self._folder.list_files().items()):
+            num_bytes, time_ns, _, _ = stat_from_info(info)
             yield CacheFile(name, num_bytes, time_ns / 1e9 if time_ns else None)
 
     def delete(self, name: str) -> None:

@@ -21,8 +21,8 @@ from pipeline.cache.entry_format import DATA_START, EntrySpec, Kind, WrongEntryE
 from pipeline.cache.store import DISPLACED_SUFFIX, NO_STAT, EntryStat, Store
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.remote_files import stat_of_info
-from pipeline.storage.remote_folder import ACCESS, RemoteFolder
+from pipeline.storage.remote_files import stat_from_info
+from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder
 
 _ASKED_SINGLY = 32
 """Up to so many entries are asked for one by one; of more, all that there are get listed."""
@@ -46,7 +46,7 @@ class FsspecStore(Store):
 
     threads = 16
     readers = 8
-    fix = ACCESS
+    fix = ACCESS_FIX
 
     def __init__(self, url: Url) -> None:
         """Open the file system; nothing is read yet.
@@ -68,7 +68,7 @@ class FsspecStore(Store):
         places = [self.path(EntrySpec(kind, key, {})).as_posix() for key in asked]
         if len(asked) > _ASKED_SINGLY:
             try:
-                infos = self.folder.found(kind)
+                infos = self.folder.list_files(kind)
             except OSError as err:
                 raise self._refused(Path(kind), err, "looked for") from err
             stats = [_entry_stat(infos[place]) if place in infos else None for place in places]
@@ -113,7 +113,7 @@ class FsspecStore(Store):
 
 def _entry_stat(info: dict[str, Any]) -> EntryStat:
     """Of what a file system says; where it tells a version, without the time: listings differ."""
-    num_bytes, time_ns, _, version = stat_of_info(info)
+    num_bytes, time_ns, _, version = stat_from_info(info)
     if version:
         return EntryStat(num_bytes, 0, 0, version)
     equal_to_none = 0 if time_ns else time.monotonic_ns()

@@ -36,7 +36,7 @@ from pipeline.cache.entry_format import (
 )
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
-from pipeline.storage.atomic import temp_beside
+from pipeline.storage.atomic import temp_path_for
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +306,7 @@ class Store:
     def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
         """As `write`, of the entry's bytes."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        temp = temp_beside(path)
+        temp = temp_path_for(path)
         try:
             with temp.open("xb") as file:
                 file.write(raw)
@@ -327,7 +327,7 @@ class Store:
         Between looking and moving, another process may have put a valid entry there: what was moved is looked
         at again, and put back if it is good.
         """
-        aside = temp_beside(path)
+        aside = temp_path_for(path)
         try:
             path.rename(aside)
         except FileNotFoundError:

@@ -26,8 +26,8 @@ from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.columns import distinct, slices
-from pipeline.storage.os_errors import system_refusal
-from pipeline.storage.remote_folder import ACCESS
+from pipeline.storage.os_errors import as_file_access_error
+from pipeline.storage.remote_folder import ACCESS_FIX
 
 FOLDER = "outputs"
 _KEY_BYTES = 32
@@ -72,11 +72,11 @@ def register(cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, ke
         _replace(folder, f"{FOLDER}/{name}.json", said.encode("utf-8"))
         _replace(folder, f"{FOLDER}/{name}-{kind}.keys", raw)
     except OSError as err:
-        refusal = system_refusal(err)
+        refusal = as_file_access_error(err)
         what = f"the cache cannot be written: {refusal.what if refusal else err}"
         fix = "see that cache_dir lies on a working disk"
         if isinstance(cache_dir, Url):
-            fix = ACCESS
+            fix = ACCESS_FIX
         elif refusal:
             fix = refusal.fix
         raise StoreError(what, where=folder.where(FOLDER), fix=fix) from err
@@ -93,7 +93,7 @@ def registered(cache_dir: Address) -> Iterator[Registered]:
         names = folder.names(FOLDER)
     except OSError as err:
         raise StoreError(
-            f"the cache cannot be listed: {err}", where=folder.where(FOLDER), fix=ACCESS
+            f"the cache cannot be listed: {err}", where=folder.where(FOLDER), fix=ACCESS_FIX
         ) from err
     for name in names:
         if not name.endswith(".json"):

@@ -55,9 +55,9 @@ def main() -> None:
     except LatentlineError as error:
         _end(error, named)
     except OSError as error:
-        from pipeline.storage.os_errors import system_refusal
+        from pipeline.storage.os_errors import as_file_access_error
 
-        refusal = system_refusal(error)
+        refusal = as_file_access_error(error)
         if refusal is None:
             raise
         _end(refusal, named)

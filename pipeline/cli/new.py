@@ -71,8 +71,8 @@ def _require_valid(name: str, text: str, file: Path) -> None:
         ModelError: The base model cannot be.
         PathIsolationError: The images lie in the cache or in the output folder, or they in it.
     """
-    from pipeline.models.resolve import require_possible_base
-    from pipeline.models.size_multiple import require_divisible
+    from pipeline.models.resolve import check_local_base
+    from pipeline.models.size_multiple import require_size_multiple
     from pipeline.recipe import load_recipe
     from pipeline.recipe.isolation import require_isolation
     from pipeline.recipe.load import require_own_output
@@ -83,5 +83,5 @@ def _require_valid(name: str, text: str, file: Path) -> None:
         recipe = load_recipe(trial).model_copy(update={"source": file})
         require_isolation(recipe)
         require_own_output(recipe)
-        require_possible_base(recipe)
-        require_divisible([recipe])
+        check_local_base(recipe)
+        require_size_multiple([recipe])

@@ -6,8 +6,8 @@ import click
 
 from pipeline.cli.arguments import RECIPE
 from pipeline.errors import counted
-from pipeline.models.resolve import require_possible_base
-from pipeline.models.size_multiple import require_divisible
+from pipeline.models.resolve import check_local_base
+from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
@@ -21,10 +21,10 @@ def command(recipe: Recipe) -> None:
 
     require_isolation(recipe)
     require_own_output(recipe)
-    require_divisible([recipe])
+    require_size_multiple([recipe])
     for dataset in recipe.datasets:
         require_there(dataset)
-    require_possible_base(recipe)
+    check_local_base(recipe)
     click.echo(
         f"{recipe.source}: valid; {counted(len(recipe.datasets), 'dataset')}, output in {recipe.output_dir}"
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
-from pipeline.models.hub import component_files, looks_like_hub_id, refusals_told
+from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def _resolved(role: str, named: str, where: str) -> Path:
         _require_complete(role, place)
         return place
     name, _, revision = named.partition("@")
-    if not looks_like_hub_id(name):
+    if not is_hub_id(name):
         raise ModelError(
             f"{named} does not exist",
             where=f"{where}, looked for {local}",
@@ -97,7 +97,7 @@ def _is_complete(role: str, place: Path) -> bool:
 def _downloaded(role: str, name: str, revision: str | None, where: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    with refusals_told(name, where):
+    with explain_download_errors(name, where):
         names = HfApi().list_repo_files(name, revision=revision)
         inside = role if any(each.startswith(f"{role}/") for each in names) else ""
         wanted = _without_weights(role, component_files(names, inside))

@@ -15,14 +15,14 @@ where a component has no others."""
 _VARIANT_PARTS = (*WEIGHT_VARIANTS, "non_ema", "ema_only")
 
 
-def looks_like_hub_id(name: str) -> bool:
+def is_hub_id(name: str) -> bool:
     """Whether `name` has the form owner/name."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 @contextmanager
-def refusals_told(name: str, where: str) -> Generator[None]:
+def explain_download_errors(name: str, where: str) -> Generator[None]:
     """Within, whatever keeps a download from the Hub becomes a `ModelError`.
 
     Args:

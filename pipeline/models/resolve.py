@@ -13,7 +13,7 @@ from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.families import Family, detect, family_class
-from pipeline.models.hub import component_files, looks_like_hub_id, refusals_told
+from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def resolve_base(recipe: Recipe) -> Path:
     return folder if whole else _downloaded(base, revision, elsewhere, where)
 
 
-def require_possible_base(recipe: Recipe) -> None:
+def check_local_base(recipe: Recipe) -> None:
     """Nothing, where what lies on this machine does not already say that `resolve_base` will fail.
 
     Of a base model or a component on the Hub nothing is asked.
@@ -99,7 +99,7 @@ def _local_base(recipe: Recipe) -> Path | None:
         what = f"model.base {base} is a file by its name, and does not exist"
         fix = _FOLDER_OF_A_FILE.format(file=base, name=local.stem)
         raise ModelError(what, where=f"{_where(recipe)}, looked for {local}", fix=fix)
-    if not looks_like_hub_id(base):
+    if not is_hub_id(base):
         raise ModelError(
             f"model.base {base} does not exist",
             where=f"{_where(recipe)}, looked for {local}",
@@ -157,7 +157,7 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
 
     index = try_to_load_from_cache(base, _INDEX, revision=revision)
     if not isinstance(index, str):
-        with refusals_told(base, where):
+        with explain_download_errors(base, where):
             index = hf_hub_download(base, _INDEX, revision=revision)
     return Path(index).parent
 
@@ -165,7 +165,7 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
 def _downloaded(base: str, revision: str | None, elsewhere: Mapping[str, Path], where: str) -> Path:
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
-    with refusals_told(base, where):
+    with explain_download_errors(base, where):
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_class(Path(index).parent), names, without=elsewhere)

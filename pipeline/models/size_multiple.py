@@ -34,7 +34,7 @@ def local_family(recipe: Recipe) -> Family | None:
         return None
 
 
-def require_divisible(recipes: Iterable[Recipe]) -> None:
+def require_size_multiple(recipes: Iterable[Recipe]) -> None:
     """Nothing, when each local base model can divide the edges of all buckets its recipe may use.
 
     Raises:

@@ -17,9 +17,9 @@ from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
 from pipeline.errors import LatentlineError
 from pipeline.processes.guard import end_with_parent
 from pipeline.processes.launch import ERROR_FILE_VARIABLE
-from pipeline.reporting.terminal import Bar, bar
+from pipeline.reporting.terminal import ProgressBar, open_progress_bar
 from pipeline.storage.atomic import write_text
-from pipeline.storage.os_errors import system_refusal
+from pipeline.storage.os_errors import as_file_access_error
 
 PROGRESS_INTERVAL_S = 2.0
 """Least time between two lines of progress; each line is a row in Dagster's event log."""
@@ -28,7 +28,7 @@ PROGRESS_INTERVAL_S = 2.0
 class Reporter:
     """Takes what an entry module has to say; one a process, for the whole of its life."""
 
-    def __init__(self, say: Callable[[str], None], bar: Bar | None = None) -> None:
+    def __init__(self, say: Callable[[str], None], bar: ProgressBar | None = None) -> None:
         """Hand each line to `say`; progress is shown on `bar` instead, if there is one."""
         self._say = say
         self._bar = bar
@@ -76,13 +76,13 @@ def reporter() -> Generator[Reporter]:
     """
     end_with_parent()
     left: BaseException | None = None
-    with _channel() as say, closing(Reporter(say, bar() if rank() == 0 else None)) as report:
+    with _channel() as say, closing(Reporter(say, open_progress_bar() if rank() == 0 else None)) as report:
         try:
             yield report
         except (LatentlineError, SystemExit) as err:
             left = err  # kept until the channel is closed, which would report it with its traceback
         except Exception as err:
-            left = system_refusal(err)
+            left = as_file_access_error(err)
             if left is None:
                 raise
             traceback.print_exc()

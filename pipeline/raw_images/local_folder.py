@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
 from pipeline.raw_images.path_list import Paths
-from pipeline.storage.source import open_unblocked, signed
+from pipeline.storage.source import open_nonblocking, to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
@@ -86,12 +86,12 @@ class FoundFiles:
             yield Found(path, *self._numbers[5 * row : 5 * row + 5])
 
     def _extend(self, numbers: Sequence[int]) -> None:
-        """With numbers as a stat has them, or as `signed` has these."""
+        """With numbers as a stat has them, or as `to_int64` has these."""
         try:
             self._numbers.extend(numbers)
         except OverflowError:
             del self._numbers[5 * len(self.paths) :]
-            self._numbers.extend(map(signed, numbers))
+            self._numbers.extend(map(to_int64, numbers))
 
     def stats(self) -> npt.NDArray[np.int64]:
         """Of each file its size, times, inode and device: int64 (N, 5)."""
@@ -313,7 +313,7 @@ class _Walker:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 return  # it went while the folder was listed, as if it had never been there
-            if self._following and (stat.st_dev, signed(stat.st_ino)) in self._files_met:
+            if self._following and (stat.st_dev, to_int64(stat.st_ino)) in self._files_met:
                 self.walk.passed_over["linked_twice"] += 1
             else:
                 self._image(path, stat)
@@ -321,7 +321,7 @@ class _Walker:
     def _looks_like_image(self, path: str) -> bool:
         """By its first bytes, for a file without a suffix, as scrapers leave them."""
         try:
-            with open_unblocked(self._root + "/" + path) as file:
+            with open_nonblocking(self._root + "/" + path) as file:
                 return sniff(file.read(64)) is not None
         except OSError:
             return False
@@ -338,7 +338,7 @@ class _Walker:
         except OSError as err:
             self._broken_link(path, err)
             return
-        identity = (stat.st_dev, signed(stat.st_ino))
+        identity = (stat.st_dev, to_int64(stat.st_ino))
         if identity in self._folders_met or identity in self._files_met:
             self.walk.passed_over["linked_twice"] += 1
             return
@@ -363,9 +363,9 @@ class _Walker:
 
 
 def _numbers(stat: os.stat_result) -> tuple[int, int, int, int, int]:
-    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino), signed(stat.st_dev))
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, to_int64(stat.st_ino), to_int64(stat.st_dev))
 
 
 def _identity(path: str | Path) -> tuple[int, int]:
     stat = Path(path).stat()
-    return stat.st_dev, signed(stat.st_ino)
+    return stat.st_dev, to_int64(stat.st_ino)

@@ -20,7 +20,7 @@ from pipeline.images.formats import ImageError
 from pipeline.raw_images.local_folder import Found, Problem, Walk
 from pipeline.raw_images.manifest_file import read_listing
 from pipeline.storage.addresses import Url, is_url
-from pipeline.storage.source import NO_FILE, Source, signed
+from pipeline.storage.source import NO_FILE, Source, to_int64
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -225,7 +225,7 @@ def _look(root: Path, path: str, within: Any) -> Found | Problem:
         return Problem(path, "outside_dataset", detail, "put the image itself there in place of the link")
     if not S_ISREG(stat.st_mode):
         return Problem(path, "special_file", "it is no regular file", "remove it from the listing")
-    return Found(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, signed(stat.st_ino), stat.st_dev)
+    return Found(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, to_int64(stat.st_ino), stat.st_dev)
 
 
 def _inside_of(root: Path) -> Any:

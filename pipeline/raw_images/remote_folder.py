@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.errors import DatasetError
 from pipeline.images.formats import sniff
 from pipeline.raw_images.local_folder import Found, Problem, Walk, is_hidden, may_be_image
-from pipeline.storage.remote_source import Entry, RemoteSource
+from pipeline.storage.remote_source import ListedPath, RemoteSource
 
 _SNIFFED_BYTES = 64
 
@@ -48,10 +48,10 @@ def walk_remote(
     return found
 
 
-def _entries(source: RemoteSource, folder: str, found: Walk) -> list[Entry]:
+def _entries(source: RemoteSource, folder: str, found: Walk) -> list[ListedPath]:
     """What a folder holds; a folder that we may not list is a problem of its own, as a local one is."""
     try:
-        return source.entries(folder)
+        return source.list_folder(folder)
     except DatasetError as err:
         if not folder or not isinstance(err.__cause__, PermissionError):
             raise

@@ -73,7 +73,7 @@ def _remote_lines(url: Url) -> Iterator[bytes]:
         yield f"{url}\0{stat}\n".encode()
         return
     source = RemoteSource(url)
-    for entry in source.below():
+    for entry in source.walk_files():
         yield f"{source.where(entry.path)}\0{entry.stat}\n".encode("utf-8", "surrogateescape")
 
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import polars as pl
 
 from pipeline.reporting.progress import progress
-from pipeline.storage.atomic import write_through
+from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables import REJECTED, only, write_rows
 from pipeline.versions import CAPTIONS_VERSION
 
@@ -90,7 +90,7 @@ class Known:
         kept = (("pixels", pixels, self._pixels), ("captions", captions, self.captions))
         for name, rows, before in kept:
             if not rows.equals(before):
-                write_through(self._folder / f"{name}.parquet", partial(write_rows, rows))
+                write_atomically(self._folder / f"{name}.parquet", partial(write_rows, rows))
 
 
 def made_by(recorded: pl.Series, decoders: Iterator[str]) -> pl.Series:
@@ -108,7 +108,7 @@ def write_refused(tables: Tables, rows: pl.DataFrame) -> None:
     """Replace what `read_refused` gives, if anything has changed."""
     ordered = rows.sort("sample_id")
     if not ordered.equals(read_refused(tables)):
-        write_through(tables.folder / "known" / _REFUSED_FILE, partial(write_rows, ordered))
+        write_atomically(tables.folder / "known" / _REFUSED_FILE, partial(write_rows, ordered))
 
 
 def caption_rule(settings: DatasetSettings) -> str | None:
@@ -152,7 +152,7 @@ def same_files(sources: Mapping[str, Source], rows: pl.DataFrame, *, log: Log) -
     stat = ["file_bytes", "mtime_ns", "ctime_ns", "inode"]
     scanned = rows.select("dataset", "path", *stat)
     for part, now, source in stats_in(sources, scanned, "path", log=log, doing="files compared"):
-        columns = list(source.told_by)
+        columns = list(source.compared_columns)
         then = part.select(stat).to_numpy()
         same[part["row"].to_numpy()] = (then[:, columns] == now[:, columns]).all(axis=1)
     return pl.Series(same, dtype=pl.Boolean)

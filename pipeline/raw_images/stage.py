@@ -156,7 +156,7 @@ def _read(source: Source, path: str, listed: Stat, *, max_px: int) -> Row:
 
 
 def _stat(source: Source, file: Opened, listed: Stat) -> dict[str, int]:
-    stat = source.stat_of(file, listed)
+    stat = source.stat_open(file, listed)
     if stat is None:
         raise ImageError("special_file", "it is no regular file", fix="move it away")
     return dict(zip(STAT, stat, strict=True))

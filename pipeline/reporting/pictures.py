@@ -36,8 +36,8 @@ _DPI = 90
 
 
 @dataclass(frozen=True)
-class Shown:
-    """An image on a sheet.
+class SheetImage:
+    """An image on a contact_sheet.
 
     Attributes:
         path: Of the file; None for one that must not be opened, which is a grey frame.
@@ -53,14 +53,14 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Strip:
-    """A line of a sheet: a label, and the images to its right."""
+class SheetRow:
+    """A line of a contact_sheet: a label, and the images to its right."""
 
     label: str
-    images: Sequence[Shown]
+    images: Sequence[SheetImage]
 
 
-def sheet(strips: Sequence[Strip], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
+def contact_sheet(strips: Sequence[SheetRow], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
     """A JPEG with one line of thumbnails a strip, at least one strip.
 
     Every image is decoded, on all cores, JPEGs at a fraction of their size: dozens of images, seconds.
@@ -93,7 +93,7 @@ def sheet(strips: Sequence[Strip], *, log: Log, max_bytes: int = MAX_PICTURE_BYT
     return jpeg(canvas, max_bytes)
 
 
-def thumbnail(shown: Shown) -> Image.Image:
+def thumbnail(shown: SheetImage) -> Image.Image:
     """The image, RGB, its longer edge a little below `THUMBNAIL_PX`, what is outside of its box darkened."""
     from PIL import Image, ImageEnhance
 
@@ -117,7 +117,7 @@ def thumbnail(shown: Shown) -> Image.Image:
     return dark
 
 
-def beside(left: Image.Image, right: Image.Image, *, edge_px: int) -> Image.Image:
+def side_by_side(left: Image.Image, right: Image.Image, *, edge_px: int) -> Image.Image:
     """Two pictures of one size side by side, the longer edge of each `edge_px` at most."""
     from PIL import Image
 

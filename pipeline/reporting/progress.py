@@ -36,9 +36,9 @@ def progress(done: Callable[[], int], total: int | None, doing: str, *, log: Log
         log: Gets the lines, from another thread, where there is no terminal.
     """
     over = threading.Event()
-    bar = terminal.bar()
+    bar = terminal.open_progress_bar()
 
-    def draw(bar: terminal.Bar) -> None:
+    def draw(bar: terminal.ProgressBar) -> None:
         wait_s = BAR_AFTER_S
         while not over.wait(wait_s):
             bar.show(done(), total, doing)

@@ -18,7 +18,7 @@ MAX_WARNINGS = 8
 
 
 @dataclass(frozen=True)
-class CheckSeen:
+class CheckResult:
     """What one check said in the run.
 
     Attributes:
@@ -39,7 +39,7 @@ class CheckSeen:
 
 
 @dataclass(frozen=True)
-class RunSeen:
+class RunResult:
     """What one run did for one recipe.
 
     Attributes:
@@ -52,10 +52,10 @@ class RunSeen:
     recipe: str
     output_dir: Path
     reports: Mapping[str, Report]
-    checks: Sequence[CheckSeen]
+    checks: Sequence[CheckResult]
 
 
-def summary(seen: RunSeen) -> str:
+def run_summary(seen: RunResult) -> str:
     """The run's numbers, a line each, `name  what`; nothing about what the run did not do."""
     lines = [*_funnel(seen.reports), *_cached(seen.reports), *_checked(seen.checks), *_trained(seen)]
     width = max((len(name) for name, _ in lines), default=0)
@@ -90,7 +90,7 @@ def _cached(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
     return lines
 
 
-def _checked(checks: Sequence[CheckSeen]) -> list[tuple[str, str]]:
+def _checked(checks: Sequence[CheckResult]) -> list[tuple[str, str]]:
     if not checks:
         return []
     passed = sum(check.passed for check in checks if check.gate)
@@ -104,7 +104,7 @@ def _checked(checks: Sequence[CheckSeen]) -> list[tuple[str, str]]:
     return lines
 
 
-def _trained(seen: RunSeen) -> list[tuple[str, str]]:
+def _trained(seen: RunResult) -> list[tuple[str, str]]:
     report = seen.reports.get("trained_lora")
     if report is None:
         return []

@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from pipeline.storage.os_errors import system_number
+from pipeline.storage.os_errors import os_error_number
 
 TEMP_SUFFIX = ".tmp"
 """Of every file that is still being written; nothing finished ends so."""
@@ -19,7 +19,7 @@ TEMP_SUFFIX = ".tmp"
 _TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
 
 
-def temp_beside(path: Path) -> Path:
+def temp_path_for(path: Path) -> Path:
     """A new path in `path`'s folder that no other process or thread will choose; see `temp_name`."""
     return path.with_name(temp_name())
 
@@ -34,7 +34,7 @@ def is_temp_name(name: str) -> bool:
     return _TEMP_NAME.fullmatch(name) is not None
 
 
-def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Replace `path` with what `write` puts into the binary file it is given; makes the parent folders.
 
     A reader sees the old file or the new one, never a part. When anything fails, `path` is as it was, the
@@ -45,7 +45,7 @@ def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
             system refused a library that raises errors of its own.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = temp_beside(path)
+    temp = temp_path_for(path)
     try:
         with temp.open("xb") as file:
             write(file)
@@ -55,7 +55,7 @@ def write_through(path: Path, write: Callable[[BinaryIO], object]) -> None:
     except BaseException as err:
         with suppress(OSError):
             temp.unlink()
-        number = system_number(err)
+        number = os_error_number(err)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from err
@@ -77,10 +77,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, as `write_through`."""
-    write_through(path, lambda file: file.write(data))
+    """Replace `path` with `data`, as `write_atomically`."""
+    write_atomically(path, lambda file: file.write(data))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text` in UTF-8, as `write_through`."""
+    """Replace `path` with `text` in UTF-8, as `write_atomically`."""
     write_bytes(path, text.encode("utf-8"))

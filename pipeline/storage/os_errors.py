@@ -9,7 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import SystemRefusalError
+from pipeline.errors import FileAccessError
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -29,21 +29,21 @@ _IN_TEXT = re.compile(r"\(os error (\d+)\)")
 """How libraries written in Rust pass on the system's number: safetensors, Polars."""
 
 
-def system_refusal(err: BaseException) -> SystemRefusalError | None:
+def as_file_access_error(err: BaseException) -> FileAccessError | None:
     """The refusal behind `err` in words; None where no error number of the system is to be found.
 
     The error itself and what it came from are looked at; the first with a number counts.
     """
     looked_at: BaseException | None = err
     while looked_at is not None:
-        number = system_number(looked_at)
+        number = os_error_number(looked_at)
         if number is not None:
             return _stated(looked_at, number)
         looked_at = looked_at.__cause__ or looked_at.__context__
     return None
 
 
-def system_number(err: BaseException) -> int | None:
+def os_error_number(err: BaseException) -> int | None:
     """The system's error number that `err` itself carries or tells; None where there is none."""
     if isinstance(err, OSError):
         return err.errno
@@ -52,7 +52,7 @@ def system_number(err: BaseException) -> int | None:
 
 
 @contextmanager
-def refusals_named(path: Path) -> Generator[None]:
+def attach_path(path: Path) -> Generator[None]:
     """Let a refusal in the body name `path`, which a library that writes it may leave out.
 
     Raises:
@@ -61,17 +61,17 @@ def refusals_named(path: Path) -> Generator[None]:
     try:
         yield
     except Exception as err:
-        number = system_number(err)
+        number = os_error_number(err)
         if number is None:
             raise
         raise OSError(number, os.strerror(number), str(path)) from err
 
 
-def _stated(err: BaseException, number: int) -> SystemRefusalError:
+def _stated(err: BaseException, number: int) -> FileAccessError:
     names = [str(name) for name in (getattr(err, "filename", None), getattr(err, "filename2", None)) if name]
     what = "the disk is full" if number in DISK_FULL else os.strerror(number)
     code = errno.errorcode.get(number, str(number))
-    return SystemRefusalError(
+    return FileAccessError(
         f"{what} ({code})",
         where="\n".join(names) or str(err),
         fix=_FIXES.get(number, "see that the path is there and can be used, and start the job again"),

@@ -79,7 +79,7 @@ def one_at_a_time(files: Any) -> AbstractContextManager[Any]:
     return nullcontext() if names & _TOGETHER or files.async_impl else threading.Lock()
 
 
-def stat_of_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
+def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
     """Size in bytes, modification and change time in nanoseconds, and a number that stands for its version.
 
     Of what a file system says of one file. Size is -1 and times are 0 where they are not known. A file whose

@@ -21,7 +21,7 @@ OBJECT_STORES = frozenset(
 )
 """Protocols of stores in which an object appears whole when it is put, and which have no folders."""
 
-ACCESS = (
+ACCESS_FIX = (
     "see that the address is right, its service answers and this user may read and write there; credentials "
     "come from its own variables and files, other options from fsspec's (FSSPEC_<PROTOCOL>_<OPTION>)"
 )
@@ -50,7 +50,7 @@ class RemoteFolder:
             raise StoreError(what, where=str(url), fix=f"pip install {missing_package(url)}") from err
         except Exception as err:
             what = f"the cache's address cannot be opened: {type(err).__name__}: {err}"
-            raise StoreError(what, where=str(url), fix=f"correct cache_dir; {ACCESS}") from err
+            raise StoreError(what, where=str(url), fix=f"correct cache_dir; {ACCESS_FIX}") from err
         self.base = base.rstrip("/")
         protocol = self.files.protocol
         names = {protocol} if isinstance(protocol, str) else set(protocol)
@@ -116,7 +116,7 @@ class RemoteFolder:
             return None
         return True
 
-    def found(self, below: str = "") -> dict[str, dict[str, Any]]:
+    def list_files(self, below: str = "") -> dict[str, dict[str, Any]]:
         """Every file below a folder, by name, with what the file system says of it.
 
         Raises:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.remote_files import missing_package, number_of, one_at_a_time, open_url, stat_of_info
+from pipeline.storage.remote_files import missing_package, number_of, one_at_a_time, open_url, stat_from_info
 from pipeline.storage.source import NO_FILE, Opened, Source, Stat, UnreachableError, stat_columns
 
 REMOTE_THREADS = 16
@@ -24,7 +24,7 @@ MAX_WHOLE_BYTES = 64_000_000
 """Larger remote files are read in parts where their bytes need not be in memory at once."""
 
 
-class Entry(NamedTuple):
+class ListedPath(NamedTuple):
     """What a remote folder holds: a path below the source, and its stat; None for a folder."""
 
     path: str
@@ -36,7 +36,7 @@ class RemoteSource(Source):
     """A folder of a file system that fsspec opens."""
 
     threads = REMOTE_THREADS
-    told_by = (0, 1, 3)
+    compared_columns = (0, 1, 3)
 
     def __init__(self, url: Url) -> None:
         """Open the file system anew.
@@ -74,8 +74,8 @@ class RemoteSource(Source):
         except Exception as err:
             raise _of_one_file(err) from err
 
-    def stat_of(self, file: Opened, listed: Stat) -> Stat | None:
-        """As `Source.stat_of`: as listed before it was read, with the size that was read."""
+    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
+        """As `Source.stat_open`: as listed before it was read, with the size that was read."""
         position = file.tell()
         size = file.seek(0, os.SEEK_END)
         file.seek(position)
@@ -102,14 +102,14 @@ class RemoteSource(Source):
                 listed.update((entry.path, entry.stat) for entry in entries)
         return stat_columns([listed.get(path) or NO_FILE for path in paths])
 
-    def names_beside(self, path: str) -> list[str]:
-        """As `Source.names_beside`."""
+    def sibling_names(self, path: str) -> list[str]:
+        """As `Source.sibling_names`."""
         try:
-            return [posixpath.basename(each.path) for each in self.entries(posixpath.dirname(path))]
+            return [posixpath.basename(each.path) for each in self.list_folder(posixpath.dirname(path))]
         except DatasetError:
             return []
 
-    def entries(self, folder: str) -> list[Entry]:
+    def list_folder(self, folder: str) -> list[ListedPath]:
         """What the folder holds now; "" is the source's own.
 
         Raises:
@@ -127,25 +127,25 @@ class RemoteSource(Source):
         except Exception as err:
             raise unreadable(self.where(folder) if folder else self.address, err) from err
 
-    def below(self, folder: str = "") -> Iterator[Entry]:
+    def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
         """Every file below the folder, whose name and whose folders' names begin with no dot."""
-        for entry in self.entries(folder):
+        for entry in self.list_folder(folder):
             if posixpath.basename(entry.path).startswith("."):
                 continue
             if entry.stat is None and not entry.is_special:
-                yield from self.below(entry.path)
+                yield from self.walk_files(entry.path)
             else:
                 yield entry
 
-    def _entries_or_none(self, folder: str) -> list[Entry]:
+    def _entries_or_none(self, folder: str) -> list[ListedPath]:
         try:
-            return self.entries(folder)
+            return self.list_folder(folder)
         except DatasetError as err:
             if isinstance(err.__cause__, (FileNotFoundError, NotADirectoryError)):
                 return []
             raise
 
-    def _entries_of(self, folder: str, infos: Sequence[Mapping[str, Any]]) -> Iterator[Entry]:
+    def _entries_of(self, folder: str, infos: Sequence[Mapping[str, Any]]) -> Iterator[ListedPath]:
         """Without what is not directly in the folder: a marker of itself, a web page's other links."""
         top = self._full(folder).strip("/")
         sizeless: list[str] = []
@@ -156,20 +156,20 @@ class RemoteSource(Source):
                 continue
             path = f"{folder}/{below}" if folder else below
             if info["type"] != "file":
-                yield Entry(path, None, is_special=info["type"] != "directory")
+                yield ListedPath(path, None, is_special=info["type"] != "directory")
             elif "\0" in below:  # a key may be anything
-                yield Entry(path, None, is_special=True)
+                yield ListedPath(path, None, is_special=True)
             elif info.get("size") is None:
                 sizeless.append(path)
             else:
-                yield Entry(path, self._stat(info))
+                yield ListedPath(path, self._stat(info))
         with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
             told = pool.map(self._files.info, map(self._full, sizeless))
-            yield from (Entry(path, self._stat(info)) for path, info in zip(sizeless, told, strict=True))
+            yield from (ListedPath(path, self._stat(info)) for path, info in zip(sizeless, told, strict=True))
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
-        """As `stat_of_info`, but where no version is told a file of another address has another number."""
-        num_bytes, time_ns, changed_ns, version = stat_of_info(info)
+        """As `stat_from_info`, but where no version is told a file of another address has another number."""
+        num_bytes, time_ns, changed_ns, version = stat_from_info(info)
         return num_bytes, time_ns, changed_ns, version or self._no_version
 
     def _full(self, path: str) -> str:

@@ -59,11 +59,11 @@ class Source(ABC):
     Attributes:
         address: Of the folder that paths are relative to.
         threads: How many may read at a time; None for one a core.
-        told_by: Columns of a stat by which a change between two stages is told.
+        compared_columns: Columns of a stat by which a change between two stages is told.
     """
 
     threads: int | None = None
-    told_by: tuple[int, ...] = (0, 1)
+    compared_columns: tuple[int, ...] = (0, 1)
 
     def __init__(self, address: Address) -> None:
         """Nothing is opened yet."""
@@ -94,7 +94,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def stat_of(self, file: Opened, listed: Stat) -> Stat | None:
+    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
         """The stat of a file that `open` gave; None where it is no regular file.
 
         Args:
@@ -111,7 +111,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def names_beside(self, path: str) -> list[str]:
+    def sibling_names(self, path: str) -> list[str]:
         """Names in the folder that the file at `path` lies in; none where it cannot be listed."""
 
     def file(self, path: str) -> Path | SourceFile:
@@ -125,19 +125,19 @@ class LocalSource(Source):
     def open(self, path: str, num_bytes: int = 0) -> Opened:
         """As `Source.open`."""
         del num_bytes
-        return open_unblocked(f"{self.address}/{path}")
+        return open_nonblocking(f"{self.address}/{path}")
 
     def read(self, path: str) -> bytes:
         """As `Source.read`."""
         return Path(self.address, path).read_bytes()
 
-    def stat_of(self, file: Opened, listed: Stat) -> Stat | None:
-        """As `Source.stat_of`: what the system says of it now."""
+    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
+        """As `Source.stat_open`: what the system says of it now."""
         del listed
         stat = os.fstat(file.fileno())
         if not S_ISREG(stat.st_mode):
             return None
-        return (stat.st_size, signed(stat.st_mtime_ns), signed(stat.st_ctime_ns), signed(stat.st_ino))
+        return (stat.st_size, to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns), to_int64(stat.st_ino))
 
     def file(self, path: str) -> Path:
         """As `Source.file`."""
@@ -148,8 +148,8 @@ class LocalSource(Source):
         root = str(self.address)
         return stat_columns([_stat_or_none(f"{root}/{path}") for path in paths])
 
-    def names_beside(self, path: str) -> list[str]:
-        """As `Source.names_beside`."""
+    def sibling_names(self, path: str) -> list[str]:
+        """As `Source.sibling_names`."""
         try:
             return os.listdir(posixpath.dirname(f"{self.address}/{path}"))  # noqa: PTH208 - names are all
         except OSError:
@@ -161,7 +161,7 @@ def threads_for(sources: Iterable[Source]) -> int | None:
     return max((source.threads for source in sources if source.threads), default=None)
 
 
-def open_unblocked(path: str) -> io.BufferedReader:
+def open_nonblocking(path: str) -> io.BufferedReader:
     """The file opened for reading in binary, at once, even where a FIFO has taken its place meanwhile.
 
     Raises:
@@ -170,7 +170,7 @@ def open_unblocked(path: str) -> io.BufferedReader:
     return open(path, "rb", opener=_opener)
 
 
-def signed(number: int) -> int:
+def to_int64(number: int) -> int:
     """A number of a stat as the tables hold it, in 63 bits and a sign.
 
     Some file systems use all 64 for inodes; and nanoseconds take more in 2262, which a file may be dated.
@@ -183,11 +183,11 @@ def _opener(path: str, flags: int) -> int:
 
 
 def stat_columns(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
-    """Stats as int64 (N, 4), each number as `signed` has it."""
+    """Stats as int64 (N, 4), each number as `to_int64` has it."""
     try:
         return np.array(stats, dtype=np.int64).reshape(-1, 4)
     except OverflowError:
-        return np.array([list(map(signed, stat)) for stat in stats], dtype=np.int64)
+        return np.array([list(map(to_int64, stat)) for stat in stats], dtype=np.int64)
 
 
 def _stat_or_none(path: str) -> Stat:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.reporting.pictures import chart, jpeg, png
-from pipeline.storage.atomic import write_bytes, write_through
+from pipeline.storage.atomic import write_atomically, write_bytes
 from pipeline.trained_lora.export.model_card import SHEET_FILE
 from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
 from pipeline.trained_lora.sample_losses import sample_statistics
@@ -33,7 +33,7 @@ def write_run_report(order: TrainingJob, layout: RunLayout) -> None:
     if sheet := sample_sheet(layout.samples):
         write_bytes(layout.report / SHEET_FILE, sheet)
     table = sample_statistics(order.inputs, layout, steps)
-    write_through(layout.report / LOSSES_FILE, table.write_parquet)
+    write_atomically(layout.report / LOSSES_FILE, table.write_parquet)
 
 
 def hardest(layout: RunLayout) -> list[dict[str, Any]]:

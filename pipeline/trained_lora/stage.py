@@ -23,7 +23,7 @@ from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import differing, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
-from pipeline.storage.atomic import write_bytes, write_text, write_through
+from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import SCHEMAS, Tables, empty, in_order, only, validated
 from pipeline.text_embeddings import checks as text_embeddings
 from pipeline.trained_lora.export.lora_files import PROVENANCE_FILE, SAMPLES_FILE
@@ -245,7 +245,7 @@ def _train(
 
 def _write_beside(order: TrainingJob, layout: RunLayout, table: pl.DataFrame, result: dict[str, Any]) -> None:
     """What lies beside the LoRA files: their table, pictures, card, and provenance."""
-    write_through(layout.exported / SAMPLES_FILE, table.write_parquet)
+    write_atomically(layout.exported / SAMPLES_FILE, table.write_parquet)
     sheet = layout.report / SHEET_FILE
     if sheet.is_file():
         write_bytes(layout.exported / SHEET_FILE, sheet.read_bytes())

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.cache.entry_format import LATENT, MEAN
-from pipeline.reporting.pictures import beside, jpeg
+from pipeline.reporting.pictures import jpeg, side_by_side
 from pipeline.storage.atomic import write_bytes, write_text
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def keep(folder: Path, key: str, image: Pixels, decoded: Pixels, *, seconds: flo
     mean = np.broadcast_to(image.mean(axis=(0, 1)).round().astype(np.uint8), image.shape)
     ratios = (round(psnr_db(image, other), 3) for other in (decoded, mean))
     seen = Seen(key, *ratios, seconds=round(seconds, 3))
-    pair = beside(Image.fromarray(image), Image.fromarray(decoded), edge_px=_EDGE_PX)
+    pair = side_by_side(Image.fromarray(image), Image.fromarray(decoded), edge_px=_EDGE_PX)
     write_bytes(_file(folder, key, ".jpg"), jpeg(pair, MAX_PICTURE_BYTES))
     write_text(_file(folder, key, ".json"), json.dumps(asdict(seen)))
     return seen

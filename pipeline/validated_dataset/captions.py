@@ -151,7 +151,7 @@ def _suffixes_in(source: Source, folder: str) -> Mapping[str, tuple[str, ...]]:
     A folder is listed once: thousands of its images may have no caption.
     """
     found: dict[str, set[str]] = {}
-    for name in source.names_beside(f"{folder}/" if folder else ""):
+    for name in source.sibling_names(f"{folder}/" if folder else ""):
         if name.rpartition(".")[2].lower() in SUFFIXES:
             continue
         for place, letter in enumerate(name):

@@ -187,11 +187,11 @@ def _file_size_outliers(
 
 def _changes(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
     """What happened to files of one dataset; a new time or version with the old content is no change."""
-    told_by = list(source.told_by)
+    compared_columns = list(source.compared_columns)
     then = rows.select("file_bytes", "mtime_ns", "ctime_ns", "inode").to_numpy()
     now = source.stats(rows["path"].to_list())
     told: list[dict[str, Any]] = []
-    for index in np.flatnonzero((then[:, told_by] != now[:, told_by]).any(axis=1)).tolist():
+    for index in np.flatnonzero((then[:, compared_columns] != now[:, compared_columns]).any(axis=1)).tolist():
         row = rows.row(index, named=True)
         problem = _change(source.file(row["path"]), row, int(now[index, 0]))
         if problem:

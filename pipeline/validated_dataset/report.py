@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
-from pipeline.reporting.pictures import Shown, Strip, charts, png, sheet
+from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source
@@ -57,13 +57,13 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
     if len(table):
         some = _spread(table, NUM_STRIPS * NUM_IN_STRIP)
         shown = [
-            Shown(sources[dataset].file(path), (height, width))
+            SheetImage(sources[dataset].file(path), (height, width))
             for dataset, path, height, width in some.select("dataset", "path", "height", "width").rows()
         ]
-        write_bytes(folder / KEPT_FILE, sheet(_strips(f"{len(table):,} kept", shown), log=log))
+        write_bytes(folder / KEPT_FILE, contact_sheet(_strips(f"{len(table):,} kept", shown), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
     if len(rejected):
-        write_bytes(folder / REJECTED_FILE, sheet(_by_reason(rejected, sources), log=log))
+        write_bytes(folder / REJECTED_FILE, contact_sheet(_by_reason(rejected, sources), log=log))
     write_text(made_for, digest)
     return folder
 
@@ -79,14 +79,14 @@ def _spread(table: pl.DataFrame, number: int) -> pl.DataFrame:
     return table[[index * len(table) // number for index in range(number)]] if number else table
 
 
-def _strips(label: str, shown: Sequence[Shown]) -> list[Strip]:
+def _strips(label: str, shown: Sequence[SheetImage]) -> list[SheetRow]:
     lines = [shown[start : start + NUM_IN_STRIP] for start in range(0, len(shown), NUM_IN_STRIP)]
-    return [Strip("" if index else label, line) for index, line in enumerate(lines)]
+    return [SheetRow("" if index else label, line) for index, line in enumerate(lines)]
 
 
-def _by_reason(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[Strip]:
+def _by_reason(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
     """A strip for each of the most frequent reasons."""
-    strips: list[Strip] = []
+    strips: list[SheetRow] = []
     counts = rejected.group_by("reason").len().sort("len", "reason", descending=[True, False])
     for reason, count in counts.head(NUM_STRIPS).rows():
         some = _spread(rejected.filter(pl.col("reason") == reason), NUM_IN_STRIP)
@@ -94,10 +94,10 @@ def _by_reason(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> list[St
         # nor what would fill the memory.
         is_safe = reason not in {"too_large", "out_of_memory"}
         shown = [
-            Shown(sources[dataset].file(path) if content_hash and is_safe else None)
+            SheetImage(sources[dataset].file(path) if content_hash and is_safe else None)
             for dataset, path, content_hash in some.select("dataset", "path", "content_hash").rows()
         ]
-        strips.append(Strip(f"{count:,} {reason}", shown))
+        strips.append(SheetRow(f"{count:,} {reason}", shown))
     return strips
 
 

@@ -17,7 +17,7 @@ import polars as pl
 import pytest
 
 from pipeline.reporting.reports import report_path, write_report
-from pipeline.storage.os_errors import system_refusal
+from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.tables import REJECTED, Tables, frame
 
 
@@ -32,7 +32,7 @@ def refused(work: Callable[[], object]) -> dict[str, str]:
     """The error of `work` as a user reads it."""
     with pytest.raises(OSError) as raised:  # noqa: PT011 - its number is looked at below
         work()
-    refusal = system_refusal(raised.value)
+    refusal = as_file_access_error(raised.value)
     assert refusal is not None
     return {"what": refusal.what, "where": refusal.where, "fix": refusal.fix}
 

@@ -22,7 +22,7 @@ from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families import detect
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import AccelerateSettings
-from pipeline.storage.atomic import sync_file, sync_folder, temp_beside, write_text
+from pipeline.storage.atomic import sync_file, sync_folder, temp_path_for, write_text
 
 if TYPE_CHECKING:
     from pipeline.models.families.base import BetaPrediction, Family
@@ -116,7 +116,7 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
     )
     family = resolve_like(like, copied)
     schedule = _schedule(contents, family, choices)
-    plan = Plan(contents, folder, temp_beside(folder), like, family, schedule, copied, choices.parts_only)
+    plan = Plan(contents, folder, temp_path_for(folder), like, family, schedule, copied, choices.parts_only)
     if plan.parts_only and schedule is not None and schedule.config != family.scheduler_config:
         raise ModelError(
             f"the file predicts {schedule.prediction}, which its noise schedule has to say, and "

@@ -9,7 +9,7 @@ from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
 from pipeline.models.families import detect
 from pipeline.models.families.diffusers_family import DiffusersFamily
-from pipeline.models.hub import component_files, looks_like_hub_id, refusals_told
+from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.models.resolve import indexed_snapshot
 
 WHERE = "--like"
@@ -49,7 +49,7 @@ def resolve_like(like: str, whole: Collection[str] | None) -> DiffusersFamily:
         _require(family, whole)
         return family
     name, _, revision = like.partition("@")
-    if not looks_like_hub_id(name):
+    if not is_hub_id(name):
         fix = "name an existing diffusers folder, or a Hub id (owner/name)"
         raise ModelError(f"{like} does not exist", where=f"{WHERE}, looked for {local.absolute()}", fix=fix)
     family = family_in(indexed_snapshot(name, revision or None, WHERE))
@@ -99,7 +99,7 @@ def is_component(said: object) -> bool:
 def _downloaded(name: str, revision: str | None, whole: Collection[str] | None) -> DiffusersFamily:
     from huggingface_hub import HfApi, snapshot_download
 
-    with refusals_told(name, WHERE):
+    with explain_download_errors(name, WHERE):
         folder = indexed_snapshot(name, revision, WHERE)
         files = HfApi().list_repo_files(name, revision=revision)
         wanted = wanted_files(present_roles(family_in(folder)), files, whole)

@@ -16,7 +16,7 @@ from typing import BinaryIO
 import polars as pl
 
 from pipeline.errors import TableError
-from pipeline.storage.atomic import write_through
+from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables.schemas import ASSETS, empty, row_names, validated
 
 _ROWS_AT_ONCE = 8_192
@@ -78,7 +78,7 @@ class Tables:
         """
         path = self.path(asset)
         rows = validated(asset, table, f"table of {asset} to be written to {path}").sort(row_names(asset))
-        write_through(path, partial(write_rows, rows))
+        write_atomically(path, partial(write_rows, rows))
         return path
 
     def write_rejected(self, stage: str, rows: pl.DataFrame) -> None:
@@ -89,12 +89,12 @@ class Tables:
         """
         stage_file = self.folder / "rejected" / f"{stage}.parquet"
         checked = validated("rejected", rows, f"samples rejected by {stage}")
-        write_through(stage_file, partial(write_rows, checked.sort("sample_id")))
+        write_atomically(stage_file, partial(write_rows, checked.sort("sample_id")))
 
         states: list[tuple[int, int]] = []
         while states != (current := self._rejected_states()):
             states = current
-            write_through(self.path("rejected"), partial(write_rows, self.read_rejected()))
+            write_atomically(self.path("rejected"), partial(write_rows, self.read_rejected()))
 
     def read_rejected(self, stage: str | None = None) -> pl.DataFrame:
         """Read the samples rejected by one stage, or by all; no rows if nothing was ever rejected.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import TrainingError
-from pipeline.storage.atomic import write_text, write_through
+from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.export.lora_files import LAYOUTS, PROVENANCE_FILE, SAMPLES_FILE, layout_file
 from pipeline.trained_lora.export.model_card import CARD_FILE, SHEET_FILE
 from pipeline.trained_lora.run_folder import RunLayout
@@ -107,7 +107,7 @@ def file_sha256(path: Path) -> str:
 
 def _copy(source: Path, target: Path) -> None:
     with source.open("rb") as original:
-        write_through(target, lambda file: shutil.copyfileobj(original, file))
+        write_atomically(target, lambda file: shutil.copyfileobj(original, file))
 
 
 def _no_result(path: Path, reason: str) -> TrainingError:

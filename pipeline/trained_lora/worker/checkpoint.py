@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import TEMP_SUFFIX, sync_file, sync_folder
-from pipeline.storage.os_errors import refusals_named
+from pipeline.storage.os_errors import attach_path
 
 MARKER = "COMPLETE"
 ADAPTER_FILE = "adapter.safetensors"
@@ -69,7 +69,7 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
     temp.mkdir(parents=True)
     try:
         # Python's own file, because torch's does not say why it cannot be written
-        with refusals_named(final), (temp / OPTIMIZER_FILE).open("wb") as file:
+        with attach_path(final), (temp / OPTIMIZER_FILE).open("wb") as file:
             save_file(state.adapter, temp / ADAPTER_FILE)
             torch.save(state.optimizer, file)
         hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.cache.remote_store import store_at
 from pipeline.images.geometry import Size
 from pipeline.processes.worker.devices import free_memory
-from pipeline.storage.atomic import write_through
+from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.loader import read_entry
 
@@ -64,7 +64,7 @@ def _drawn(order: TrainingJob, family: Family, engine: Engine, step: int) -> Ite
     pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
     for number, path in enumerate(_paths(order, step)):
         picture = _picture(order, family, engine, pipeline=pipeline, prompt=order.prompts[number])
-        write_through(path, partial(picture.save, format="PNG"))
+        write_atomically(path, partial(picture.save, format="PNG"))
         yield path
 
 

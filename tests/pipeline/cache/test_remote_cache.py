@@ -68,7 +68,9 @@ def test_entries_and_tables_are_those_of_a_local_cache_and_a_warm_run_makes_none
     warm.cache()
     assert forecast(job.recipe, job.tables, log=lambda _: None).latents.to_make == 0
     local = sorted(here.recipe.cache_dir.rglob("*.safetensors"))
-    found = {name.rpartition("/")[2]: name for name in files(job).found() if name.endswith(".safetensors")}
+    found = {
+        name.rpartition("/")[2]: name for name in files(job).list_files() if name.endswith(".safetensors")
+    }
     assert sorted(found) == sorted(path.name for path in local)
     assert all(files(job).read(found[path.name]) == path.read_bytes() for path in local)
 
@@ -108,9 +110,9 @@ def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) ->
     found = survey(cache, grace_s=-60)
     assert set(found.orphans) == gone
     assert found.foreign == ["notes.txt"]
-    before = set(files(job).found())
+    before = set(files(job).list_files())
     assert delete(cache, found) == (2, sum(found.orphans.values()))
-    assert set(files(job).found()) == before - gone
+    assert set(files(job).list_files()) == before - gone
     assert all(job.failing(asset) == {} for asset in ASSETS)
     assert forget(cache, job.recipe.output_dir)
     assert list(registered(cache)) == []

@@ -81,7 +81,7 @@ def test_what_the_system_refuses_is_told_with_its_path_and_a_fix(tmp_path: Path)
         check=False,
     )
     assert done.returncode == 1
-    assert f"SystemRefusalError: File too large (EFBIG)\n  where: {file}\n  fix:" in done.stderr
+    assert f"FileAccessError: File too large (EFBIG)\n  where: {file}\n  fix:" in done.stderr
     assert "Traceback" not in done.stderr
     assert file.read_bytes() == before
 

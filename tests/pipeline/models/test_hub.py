@@ -13,7 +13,7 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HTTPError
 
 from pipeline.errors import ModelError
-from pipeline.models.hub import refusals_told
+from pipeline.models.hub import explain_download_errors
 
 
 @pytest.fixture
@@ -46,7 +46,10 @@ def test_a_refused_connection_is_an_error_with_where_and_fix(
 ) -> None:
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
     told = "someone/tiny is neither a local folder nor could it be downloaded"
-    with pytest.raises(ModelError, match=told) as caught, refusals_told("someone/tiny", "x.yaml, model.base"):
+    with (
+        pytest.raises(ModelError, match=told) as caught,
+        explain_download_errors("someone/tiny", "x.yaml, model.base"),
+    ):
         request_(closed, tmp_path)
     assert isinstance(caught.value.__cause__, error)
     assert caught.value.where == "x.yaml, model.base"

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.errors import FamilyError, ModelError
 from pipeline.models.families.sd import StableDiffusion
-from pipeline.models.resolve import require_possible_base, resolve_base, wanted_files
+from pipeline.models.resolve import check_local_base, resolve_base, wanted_files
 from tests.pipeline.model_recipe import recipe
 
 HUB_FILES = [
@@ -50,7 +50,7 @@ def test_T01_a_revision_of_a_local_folder_is_refused_and_not_printed_as_used(
     tmp_path: Path, model: Path
 ) -> None:
     asked = recipe(tmp_path, model, revision="v1")
-    for look in (resolve_base, require_possible_base):
+    for look in (resolve_base, check_local_base):
         with pytest.raises(ModelError, match=r"model\.revision v1 has no effect") as caught:
             look(asked)
         assert caught.value.where.endswith("model.revision")
@@ -88,7 +88,7 @@ def test_a_weight_file_that_was_cut_short_is_refused_before_anything_is_loaded(
     weights = model / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ModelError, match="cut short or damaged") as caught:
-        require_possible_base(recipe(tmp_path, model))
+        check_local_base(recipe(tmp_path, model))
     assert caught.value.where == str(weights)
 
 

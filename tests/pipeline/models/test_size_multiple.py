@@ -12,7 +12,7 @@ import pytest
 
 from demo.tiny_models import make_tiny_flux
 from pipeline.errors import RecipeError
-from pipeline.models.size_multiple import local_family, require_divisible
+from pipeline.models.size_multiple import local_family, require_size_multiple
 from pipeline.recipe import Recipe, load_recipes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +49,7 @@ def test_B03_edges_that_the_model_cannot_divide_are_refused_with_line_and_multip
     tmp_path: Path, flux: Path, buckets: str, key: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        require_divisible(recipes(tmp_path, flux, one=buckets))
+        require_size_multiple(recipes(tmp_path, flux, one=buckets))
     assert caught.value.where == f"{tmp_path / 'one.yaml'}:7, {key}"
     assert "16" in caught.value.what
     assert "16" in caught.value.fix
@@ -64,14 +64,14 @@ def test_B03_edges_that_the_model_cannot_divide_are_refused_with_line_and_multip
     ],
 )
 def test_sizes_that_the_model_can_divide_pass(tmp_path: Path, flux: Path, buckets: str) -> None:
-    require_divisible(recipes(tmp_path, flux, one=buckets))
+    require_size_multiple(recipes(tmp_path, flux, one=buckets))
 
 
 def test_every_recipe_that_is_wrong_is_listed(tmp_path: Path, flux: Path) -> None:
     wrong = "{resolution: 64, step: 8}"
     made = recipes(tmp_path, flux, one=wrong, good="{resolution: 64, step: 16}", two=wrong)
     with pytest.raises(RecipeError) as caught:
-        require_divisible(made)
+        require_size_multiple(made)
     assert "2 mistakes" in caught.value.what
     assert "one.yaml" in caught.value.what
     assert "two.yaml" in caught.value.what
@@ -81,13 +81,13 @@ def test_every_recipe_that_is_wrong_is_listed(tmp_path: Path, flux: Path) -> Non
 def test_a_model_that_is_not_here_yet_is_not_asked(tmp_path: Path, base: str) -> None:
     made = recipes(tmp_path, base, one="{resolution: 64, step: 8}")
     assert local_family(made[0]) is None
-    require_divisible(made)
+    require_size_multiple(made)
 
 
 def test_a_folder_of_another_pipeline_is_left_to_the_job_that_names_the_families(tmp_path: Path) -> None:
     (tmp_path / "video").mkdir()
     (tmp_path / "video" / "model_index.json").write_text('{"_class_name": "VideoPipeline"}')
-    require_divisible(recipes(tmp_path, tmp_path / "video", one="{resolution: 64, step: 8}"))
+    require_size_multiple(recipes(tmp_path, tmp_path / "video", one="{resolution: 64, step: 8}"))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import pipeline.processes.pipes
 from pipeline.errors import TrainingError
 from pipeline.processes.pipes import Reporter, rank, reporter
-from pipeline.reporting.terminal import Bar
+from pipeline.reporting.terminal import ProgressBar
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def test_O09_progress_is_throttled_but_the_first_and_the_last_line_come() -> Non
 def test_with_a_bar_progress_is_drawn_and_only_its_end_is_said(tmp_path: Path) -> None:
     said: list[str] = []
     drawn = tmp_path / "terminal"
-    report = Reporter(said.append, Bar(drawn.open("w", encoding="utf-8")))
+    report = Reporter(said.append, ProgressBar(drawn.open("w", encoding="utf-8")))
     for done in range(1, 41):
         report.progress(done, 40, "latents encoded")
     report.close()
@@ -69,7 +69,7 @@ def test_a_full_disk_is_left_for_the_launcher_too(
     assert left.value.code == 1
     assert "Traceback" in capsys.readouterr().err
     parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
-    assert (parts["kind"], parts["what"]) == ("SystemRefusalError", "the disk is full (ENOSPC)")
+    assert (parts["kind"], parts["what"]) == ("FileAccessError", "the disk is full (ENOSPC)")
     assert parts["where"] == "/out/step-00000002"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.errors import DatasetError
 from pipeline.raw_images import local_folder as folder
-from pipeline.raw_images.local_folder import Found, FoundFiles, signed, walk
+from pipeline.raw_images.local_folder import Found, FoundFiles, to_int64, walk
 
 
 def names(root: Path, suffix: str | None = None) -> list[str]:
@@ -159,8 +159,8 @@ def test_captions_are_told_from_other_files(tmp_path: Path) -> None:
 
 
 def test_inode_numbers_of_64_bits_fit_the_tables() -> None:
-    assert [signed(inode) for inode in (5, 2**63 - 1, 2**63, 2**64 - 1)] == [5, 2**63 - 1, -(2**63), -1]
-    assert [signed(time_ns) for time_ns in (-(2**63), -(2**63) - 1, 2**64 + 7)] == [-(2**63), 2**63 - 1, 7]
+    assert [to_int64(inode) for inode in (5, 2**63 - 1, 2**63, 2**64 - 1)] == [5, 2**63 - 1, -(2**63), -1]
+    assert [to_int64(time_ns) for time_ns in (-(2**63), -(2**63) - 1, 2**64 + 7)] == [-(2**63), 2**63 - 1, 7]
 
 
 def test_files_of_one_folder_come_as_if_one_by_one_also_with_inode_numbers_of_64_bits() -> None:
@@ -169,7 +169,7 @@ def test_files_of_one_folder_come_as_if_one_by_one_also_with_inode_numbers_of_64
         numbers = [number for inode in inodes for number in (7, -1, 9, inode, 2**64 - 2)]
         together.extend("a/", [f"{inode}.png" for inode in inodes], numbers)
         for inode in inodes:
-            one_by_one.append(Found(f"a/{inode}.png", 7, -1, 9, signed(inode), -2))
+            one_by_one.append(Found(f"a/{inode}.png", 7, -1, 9, to_int64(inode), -2))
     assert list(together) == list(one_by_one)
     assert together.stats().tolist() == one_by_one.stats().tolist()
 

@@ -13,12 +13,12 @@ from PIL import Image
 from pipeline.reporting.pictures import (
     LABEL_PX,
     THUMBNAIL_PX,
-    Shown,
-    Strip,
+    SheetImage,
+    SheetRow,
     chart,
+    contact_sheet,
     jpeg,
     png,
-    sheet,
     thumbnail,
 )
 from pipeline.storage.source import LocalSource, SourceFile
@@ -31,7 +31,7 @@ def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[
 
 def test_a_thumbnail_keeps_the_box_as_it_is_and_darkens_the_rest(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png")
-    small = np.asarray(thumbnail(Shown(path, (40, 80), (20.0, 0.0, 60.0, 40.0))))
+    small = np.asarray(thumbnail(SheetImage(path, (40, 80), (20.0, 0.0, 60.0, 40.0))))
     assert small.shape == (45, 90, 3)
     assert (small[:, 24:66] == (200, 120, 40)).all()
     assert (small[:, :21].max(axis=(0, 1)) < 100).all()
@@ -39,7 +39,7 @@ def test_a_thumbnail_keeps_the_box_as_it_is_and_darkens_the_rest(tmp_path: Path)
 
 
 def test_a_thumbnail_without_a_box_is_the_whole_image(tmp_path: Path) -> None:
-    small = np.asarray(thumbnail(Shown(save(tmp_path / "a.png"), (40, 80))))
+    small = np.asarray(thumbnail(SheetImage(save(tmp_path / "a.png"), (40, 80))))
     assert (small == (200, 120, 40)).all()
 
 
@@ -50,24 +50,24 @@ def test_I20_an_image_that_cannot_be_read_any_more_is_a_grey_frame(
     path = tmp_path / "gone.png"
     if content is not None:
         path.write_bytes(content)
-    small = np.asarray(thumbnail(Shown(path, (40, 80), (0.0, 0.0, 40.0, 40.0))))
+    small = np.asarray(thumbnail(SheetImage(path, (40, 80), (0.0, 0.0, 40.0, 40.0))))
     assert small.shape == (45, 90, 3)
     assert (small == 211).all()
 
 
 def test_an_extreme_image_still_has_a_thumbnail(tmp_path: Path) -> None:
     path = save(tmp_path / "line.png", size=(6000, 1))
-    small = thumbnail(Shown(path, (1, 6000), (2999.0, 0.0, 3001.0, 1.0)))
+    small = thumbnail(SheetImage(path, (1, 6000), (2999.0, 0.0, 3001.0, 1.0)))
     assert small.size == (90, 1)
 
 
 def test_a_sheet_has_a_line_a_strip_and_its_images_in_order(tmp_path: Path) -> None:
     red, blue = save(tmp_path / "r.png", (250, 0, 0)), save(tmp_path / "b.png", (0, 0, 250))
     strips = [
-        Strip("two", [Shown(red, (40, 80)), Shown(blue, (40, 80))]),
-        Strip("one", [Shown(blue, (40, 80))]),
+        SheetRow("two", [SheetImage(red, (40, 80)), SheetImage(blue, (40, 80))]),
+        SheetRow("one", [SheetImage(blue, (40, 80))]),
     ]
-    picture = np.asarray(Image.open(io.BytesIO(sheet(strips, log=print))).convert("RGB"), dtype=int)
+    picture = np.asarray(Image.open(io.BytesIO(contact_sheet(strips, log=print))).convert("RGB"), dtype=int)
     assert picture.shape == (2 * THUMBNAIL_PX, LABEL_PX + 2 * THUMBNAIL_PX, 3)
     centres = [
         picture[THUMBNAIL_PX // 2, LABEL_PX + THUMBNAIL_PX // 2],
@@ -112,7 +112,7 @@ def test_thumbnails_that_take_long_say_how_far_they_are(
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
     Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
     said: list[str] = []
-    shown = [Shown(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
-    assert sheet([Strip("slow", shown)], log=said.append).startswith(b"\xff\xd8")
+    shown = [SheetImage(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
+    assert contact_sheet([SheetRow("slow", shown)], log=said.append).startswith(b"\xff\xd8")
     assert said
     assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in said)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pipeline.reporting.summary import CheckSeen, RunSeen, summary
+from pipeline.reporting.summary import CheckResult, RunResult, run_summary
 
 REPORTS = {
     "raw_images": {"in": 1200, "kept": 1190, "rejected": 10, "rejected_by_reason": {"undecodable": 10}},
@@ -27,14 +27,16 @@ REPORTS = {
 }
 
 CHECKS = [
-    CheckSeen("raw_images", "images_found", passed=True, gate=True, closes=False, text="1,200 images"),
-    CheckSeen("raw_images", "oddities", passed=False, gate=False, closes=False, text="2 wrong suffixes"),
-    CheckSeen("validated_dataset", "captions_present", passed=False, gate=True, closes=False, text="1 lacks"),
+    CheckResult("raw_images", "images_found", passed=True, gate=True, closes=False, text="1,200 images"),
+    CheckResult("raw_images", "oddities", passed=False, gate=False, closes=False, text="2 wrong suffixes"),
+    CheckResult(
+        "validated_dataset", "captions_present", passed=False, gate=True, closes=False, text="1 lacks"
+    ),
 ]
 
 
 def test_a_whole_run_is_the_funnel_the_caches_the_gates_the_loss_and_the_place() -> None:
-    text = summary(RunSeen("flowers", Path("/out"), REPORTS, CHECKS))
+    text = run_summary(RunResult("flowers", Path("/out"), REPORTS, CHECKS))
     assert text.splitlines() == [
         "  images    1,200 found, 12 rejected (undecodable 10, caption_empty 1), 1,188 kept",
         "  buckets   7",
@@ -49,16 +51,16 @@ def test_a_whole_run_is_the_funnel_the_caches_the_gates_the_loss_and_the_place()
 
 
 def test_of_what_the_run_did_not_do_nothing_is_said() -> None:
-    closed = CheckSeen("raw_images", "images_found", passed=False, gate=True, closes=True, text="none")
-    text = summary(RunSeen("flowers", Path("/out"), {"raw_images": REPORTS["raw_images"]}, [closed]))
+    closed = CheckResult("raw_images", "images_found", passed=False, gate=True, closes=True, text="none")
+    text = run_summary(RunResult("flowers", Path("/out"), {"raw_images": REPORTS["raw_images"]}, [closed]))
     assert text.splitlines() == [
         "  images  1,200 found, 10 rejected (undecodable 10), 1,190 kept",
         "  gates   0 passed, 1 closed, 0 warnings",
     ]
-    assert summary(RunSeen("flowers", Path("/out"), {}, [])) == ""
+    assert run_summary(RunResult("flowers", Path("/out"), {}, [])) == ""
 
 
 def test_a_run_found_finished_says_so() -> None:
     trained = {"steps": 1, "launched": False, "resumed_from": 500, "first_loss": None, "last_loss": None}
-    text = summary(RunSeen("flowers", Path("/out"), {"trained_lora": trained}, []))
+    text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))
     assert text.splitlines()[0] == "  training  1 step; finished before and unchanged"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_bytes, write_text, write_through
+from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_atomically, write_bytes, write_text
 
 
 def test_a_file_is_written_with_its_parent_folders(tmp_path: Path) -> None:
@@ -20,7 +20,7 @@ def test_L06_a_failed_write_leaves_the_old_file_and_no_temp_file(tmp_path: Path)
         raise RuntimeError("disk on fire")
 
     with pytest.raises(RuntimeError, match="disk on fire"):
-        write_through(path, fail)
+        write_atomically(path, fail)
     assert [entry.name for entry in tmp_path.iterdir()] == ["table.parquet"]
     assert path.read_bytes() == b"old"
 
@@ -32,7 +32,7 @@ def test_while_a_file_is_written_only_a_temp_file_with_the_temp_suffix_is_seen(t
     def look(file: object) -> None:
         seen.extend(entry.name for entry in tmp_path.iterdir())
 
-    write_through(path, look)
+    write_atomically(path, look)
     assert len(seen) == 1
     assert seen[0].endswith(TEMP_SUFFIX)
     assert is_temp_name(seen[0])

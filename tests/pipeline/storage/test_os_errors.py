@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.os_errors import refusals_named, system_refusal
+from pipeline.storage.os_errors import as_file_access_error, attach_path
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE])
 def test_each_number_has_its_name_the_path_and_a_fix(number: int) -> None:
-    stated = system_refusal(OSError(number, "text", "/data/x.png"))
+    stated = as_file_access_error(OSError(number, "text", "/data/x.png"))
     assert stated is not None
     assert errno.errorcode[number] in stated.what
     assert stated.where == "/data/x.png"
@@ -22,7 +22,7 @@ def test_each_number_has_its_name_the_path_and_a_fix(number: int) -> None:
 def test_both_paths_of_a_rename_are_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No such file") as raised:
         (tmp_path / "a").rename(tmp_path / "b")
-    stated = system_refusal(raised.value)
+    stated = as_file_access_error(raised.value)
     assert stated is not None
     assert stated.where == f"{tmp_path / 'a'}\n{tmp_path / 'b'}"
 
@@ -30,19 +30,19 @@ def test_both_paths_of_a_rename_are_named(tmp_path: Path) -> None:
 def test_the_number_is_found_in_a_rust_librarys_text_and_below_another_error() -> None:
     outer = RuntimeError("writing failed")
     outer.__cause__ = ValueError("I/O error: No space left on device (os error 28)")
-    stated = system_refusal(outer)
+    stated = as_file_access_error(outer)
     assert stated is not None
     assert stated.what == "the disk is full (ENOSPC)"
 
 
 def test_an_error_without_a_number_is_none_of_the_systems() -> None:
-    assert system_refusal(ValueError("x")) is None
-    assert system_refusal(OSError("a picture that ends too early")) is None
+    assert as_file_access_error(ValueError("x")) is None
+    assert as_file_access_error(OSError("a picture that ends too early")) is None
 
 
 def test_a_refusal_of_a_library_gets_the_path_that_was_being_written() -> None:
-    with pytest.raises(OSError, match="No space left") as raised, refusals_named(Path("/out/lora")):
+    with pytest.raises(OSError, match="No space left") as raised, attach_path(Path("/out/lora")):
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert (raised.value.errno, raised.value.filename) == (errno.ENOSPC, "/out/lora")
-    with pytest.raises(KeyError), refusals_named(Path("/out/lora")):
+    with pytest.raises(KeyError), attach_path(Path("/out/lora")):
         raise KeyError("x")

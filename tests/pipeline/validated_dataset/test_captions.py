@@ -214,9 +214,9 @@ def test_C03_a_folder_is_listed_once_however_many_captions_are_missing(tmp_path:
     class Counted(LocalSource):
         listed = 0
 
-        def names_beside(self, path: str) -> list[str]:
+        def sibling_names(self, path: str) -> list[str]:
             self.listed += 1
-            return super().names_beside(path)
+            return super().sibling_names(path)
 
     (tmp_path / "sub").mkdir()
     for name in ("a.b.caption", "a.json", "sub/a.b.md", ".a.b.hidden"):

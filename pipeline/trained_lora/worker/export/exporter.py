@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
 from pipeline.models.diffusers_folder import read_json
-from pipeline.storage.os_errors import refusals_named
+from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, layout_file
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
@@ -120,7 +120,7 @@ class Exporter:
         state = collect(networks, lora_state)
         modules = describe_all(self._family, networks)
         lengths = row_lengths(denoiser) if magnitudes(denoiser) else {}
-        with refusals_named(folder):
+        with attach_path(folder):
             self._save_diffusers(folder, networks, modules, state)
             for layout in ("kohya", "comfyui"):
                 tensors = layout_tensors(layout, modules, state, lengths)

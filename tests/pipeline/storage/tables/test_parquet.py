@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from polars.testing import assert_frame_equal
 
 from pipeline.errors import TableError
-from pipeline.storage.atomic import write_through
+from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables import ASSETS, SCHEMAS, Tables, content_digest, empty, frame
 
 VALUES = {
@@ -143,9 +143,9 @@ def test_O07_rejected_rows_are_rebuilt_if_another_stage_wrote_its_own_meanwhile(
         if path == tables.path("rejected") and not rebuilt:
             rebuilt.append(path)
             other.write_rejected("vae_latents", frame("rejected", [rejection("d/b", "vae_latents")]))
-        write_through(path, content)
+        write_atomically(path, content)
 
-    monkeypatch.setattr("pipeline.storage.tables.parquet.write_through", write_late)
+    monkeypatch.setattr("pipeline.storage.tables.parquet.write_atomically", write_late)
     tables.write_rejected("raw_images", frame("rejected", [rejection("d/a", "raw_images")]))
     assert sorted(tables.read("rejected")["sample_id"]) == ["d/a", "d/b"]
 
