@@ -16,7 +16,7 @@ def write_tiny_model(folder: Path) -> bool:
     if (folder / "model_index.json").exists():
         return False
     from demo.tiny_models import make_tiny
-    from pipeline.models.worker.quiet import keep_quiet
+    from pipeline.models.worker.loading import keep_quiet
 
     keep_quiet()
     make_tiny(folder)

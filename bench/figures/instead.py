@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.measure import Figure, Sides, Workplace
 from bench.workload import Project, photographs
 from demo.tiny_models import make_tiny
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 from pipeline.recipe import recipe_from_mapping
 
@@ -65,7 +65,7 @@ def _instead(*, in_memory: bool) -> Callable[[Workplace], AbstractContextManager
         make_tiny(place.folder / "tiny")
         paths = photographs(place.folder / "photos", count, max_px=4_000_000)
         project = square_project(place.folder, resolution=resolution, steps=epochs * count // BATCH_SIZE)
-        targets = detect(place.folder / "tiny").lora_targets()
+        targets = load_family(place.folder / "tiny").lora_targets()
         settings = LoopSettings(resolution, BATCH_SIZE, epochs, LEARNING_RATE, RANK, targets)
         loop = DiffusersLoop(place.folder / "tiny", paths, settings)
         torch.set_num_threads(CPU_THREADS_PER_PROCESS)

@@ -19,7 +19,7 @@ from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project, photographs
 from demo.tiny_models import make_tiny
 from pipeline.cache.entry_format import KINDS
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 from pipeline.text_embeddings.stage import wanted_captions
 
@@ -46,8 +46,8 @@ def _cold(place: Workplace) -> Generator[Sides]:
     project.validate()
     project.buckets()
     rows = project.tables.read("aspect_buckets").to_dicts()
-    family = detect(base)
-    vae = family.load_vae("float32", "cpu")
+    family = load_family(base)
+    vae = family.vae.load("float32", "cpu")
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
 
     def ours() -> float:
@@ -63,7 +63,7 @@ def _cold(place: Workplace) -> Generator[Sides]:
         images = decoded()
         decode_s = time.perf_counter() - start_s
         tensors = [torch.from_numpy(each).permute(2, 0, 1)[None].float() / 127.5 - 1 for each in images]
-        return decode_s + timed(lambda: [family.posterior(vae, pixels) for pixels in tensors])()
+        return decode_s + timed(lambda: [family.vae.posterior(vae, pixels) for pixels in tensors])()
 
     yield Sides(len(paths), ours, limit)
 
@@ -81,8 +81,8 @@ def _text(place: Workplace, *, count: int = 100, larger: bool = False) -> Genera
     project.scan()
     project.validate()
     captions = project.tables.read("validated_dataset")["caption"].to_list()
-    family = detect(base)
-    encoders = family.load_text_encoders("float32", "cpu")
+    family = load_family(base)
+    encoders = family.text.load("float32", "cpu")
     tokens = [
         encoders.tokenizer(text, padding="max_length", truncation=True, return_tensors="pt")
         for text in wanted_captions(project.recipe, captions)

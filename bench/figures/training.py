@@ -58,13 +58,13 @@ def _steps(place: Workplace) -> Generator[Sides]:
     from diffusers import UNet2DConditionModel
     from peft import LoraConfig
 
-    from pipeline.models.families import detect
+    from pipeline.models.worker.family import load_family
     from pipeline.trained_lora.worker.engine import Engine
     from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
     order = prepared_order(place.folder, steps=200 if place.full else 30)
-    plan, family = order.plan(), detect(order.base)
+    plan, family = order.plan(), load_family(order.base)
     engine = Engine(order, family)
     device = engine.accelerator.device
     maker = MicroBatchMaker(order, family, engine.scheduler)
@@ -94,12 +94,12 @@ def _loader(place: Workplace) -> Generator[Sides]:
     from safetensors.torch import load_file
 
     from pipeline.cache.remote_store import store_at
-    from pipeline.models.families import detect
+    from pipeline.models.worker.family import load_family
     from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
     order = prepared_order(place.folder, steps=2000 if place.full else 400)
-    plan, family, store = order.plan(), detect(order.base), store_at(order.recipe.cache_dir)
+    plan, family, store = order.plan(), load_family(order.base), store_at(order.recipe.cache_dir)
     scheduler = make_noise_scheduler(family, order.recipe.training)
     maker = MicroBatchMaker(order, family, scheduler)
     entries = {item.variant_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from bench.gpu.rig import LEARNING_RATE, RANK, Rig
+from pipeline.models.worker.loading import component_class
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,10 +51,10 @@ def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[],
     family = rig.family
     asked: list[tuple[Any, list[Tensor]]] = []
     for role in ("text_encoder", "text_encoder_2"):
-        kind: Any = family.class_of(role)
+        kind: Any = component_class(family, role)
         network = kind.from_pretrained(family.place(role), dtype=torch.bfloat16).to(device).eval()
         name = role.replace("text_encoder", "tokenizer")
-        tokenizer = family.class_of(name).from_pretrained(family.place(name))
+        tokenizer = component_class(family, name).from_pretrained(family.place(name))
         limit = 77 if "clip" in family.config(role)["model_type"] else family.max_length()
         options = {"padding": "max_length", "truncation": True, "max_length": limit, "return_tensors": "pt"}
         asked.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
@@ -84,7 +85,7 @@ class BareTraining:
         from peft import LoraConfig
 
         self._device = device.partition(":")[0]
-        kind: Any = rig.family.class_of(rig.family.denoiser_name)
+        kind: Any = component_class(rig.family, rig.family.denoiser_name)
         folder = rig.family.place(rig.family.denoiser_name)
         self._denoiser: Any = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).to(device)
         self._denoiser.train().requires_grad_(False)
@@ -96,7 +97,7 @@ class BareTraining:
         if rig.recipe.training.gradient_checkpointing:
             self._denoiser.enable_gradient_checkpointing()
         self._optimizer = torch.optim.AdamW(self.weights, lr=LEARNING_RATE)
-        scheduler = rig.family.load_noise_scheduler()
+        scheduler = rig.family.noise.load_scheduler()
         bare = _sdxl_batch if rig.model.name == "SDXL" else _flux_batch
         self._batches = [bare(scheduler, batch.to(torch.device(device))) for batch in batches]
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.gpu.models import BaseModel
 from bench.workload import Project, photographs
 from pipeline.cache.requests import Entries
-from pipeline.models.families import detect
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import TrainingSettings, recipe_from_mapping
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import polars as pl
 
     from pipeline.encoding.jobs import Job, Order
-    from pipeline.models.families.diffusers_family import DiffusersFamily
     from pipeline.processes.launch import Launch, Meanwhile
     from pipeline.recipe import Recipe
     from pipeline.reporting.reports import Log, StageResult
@@ -116,9 +115,9 @@ class Rig:
     place: Path
 
     @cached_property
-    def family(self) -> DiffusersFamily:
+    def family(self) -> WorkerFamily:
         """Of the model."""
-        return cast("DiffusersFamily", detect(self.bench.base(self.model)))
+        return load_family(self.bench.base(self.model))
 
     @cached_property
     def project(self) -> Project:

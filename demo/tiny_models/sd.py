@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from demo.tiny_models.parts import TEXT_WIDTH, assemble, clip, vae, write_clip_tokenizer
-from pipeline.models.families.base import BetaPrediction
+from pipeline.models.families import BetaPrediction
 
 
 def make_tiny(folder: Path, *, prediction_type: BetaPrediction = "epsilon", seed: int = 0) -> None:

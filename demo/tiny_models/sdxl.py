@@ -7,7 +7,7 @@ from pathlib import Path
 
 from demo.tiny_models.parts import TEXT_WIDTH, assemble, clip, vae, write_clip_tokenizer
 from demo.tiny_models.sized_unet import sized_unet
-from pipeline.models.families.base import BetaPrediction
+from pipeline.models.families import BetaPrediction
 
 _POOLED_WIDTH = 48
 """Of the second encoder's projection; not its hidden width, so that no test mistakes one for the other."""

@@ -13,8 +13,7 @@ from pipeline.cli.sizes import bytes_text
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
-    from pipeline.models.families import Family
-    from pipeline.models.families.base import BetaPrediction
+    from pipeline.models.families import BetaPrediction, Family
 
 _MB = 1_000_000
 _PATH = click.Path(path_type=Path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
-from pipeline.models.families import Family, detect, family_class
+from pipeline.models.families import Family, FamilySpec, detect, family_spec
 from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.recipe import in_project
 
@@ -43,12 +43,12 @@ def resolve_base(recipe: Recipe) -> Path:
     """
     local = _local_base(recipe)
     if local is not None:
-        _require_known(recipe, family_class(local))
+        _require_known(recipe, family_spec(local))
         _require_complete(detect(local, resolve_components(recipe)))
         return local
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
     folder = indexed_snapshot(base, revision, where)
-    _require_known(recipe, family_class(folder))
+    _require_known(recipe, family_spec(folder))
     elsewhere = resolve_components(recipe)
     whole = missing_files(folder, elsewhere) is None
     return folder if whole else _downloaded(base, revision, elsewhere, where)
@@ -66,7 +66,7 @@ def check_local_base(recipe: Recipe) -> None:
     local = _local_base(recipe)
     if local is None:
         return
-    _require_known(recipe, family_class(local))
+    _require_known(recipe, family_spec(local))
     elsewhere = local_components(recipe)
     if elsewhere.keys() == recipe.model.components.given().keys():
         _require_complete(detect(local, elsewhere))
@@ -109,7 +109,7 @@ def _local_base(recipe: Recipe) -> Path | None:
     return None
 
 
-def _require_known(recipe: Recipe, family: type[Family]) -> None:
+def _require_known(recipe: Recipe, family: FamilySpec) -> None:
     """Nothing, when the family has every component that the recipe takes from elsewhere."""
     known = [role for role in family.components if role != "scheduler"]  # its settings are the base model's
     for role in recipe.model.components.given():
@@ -168,7 +168,7 @@ def _downloaded(base: str, revision: str | None, elsewhere: Mapping[str, Path], 
     with explain_download_errors(base, where):
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
-        wanted = wanted_files(family_class(Path(index).parent), names, without=elsewhere)
+        wanted = wanted_files(family_spec(Path(index).parent), names, without=elsewhere)
         folder = Path(snapshot_download(base, revision=revision, allow_patterns=wanted))
     missing = missing_files(folder, elsewhere)
     if missing is not None:
@@ -178,7 +178,7 @@ def _downloaded(base: str, revision: str | None, elsewhere: Mapping[str, Path], 
 
 
 def wanted_files(
-    family: type[Family], repository_files: Iterable[str], *, without: Collection[str] = ()
+    family: FamilySpec, repository_files: Iterable[str], *, without: Collection[str] = ()
 ) -> list[str]:
     """The files of a repository that the family needs: no unused components, see `component_files`.
 

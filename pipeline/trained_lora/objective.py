@@ -36,9 +36,7 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
     """
     if settings.lora.text_encoders is None or family.trainable_text_encoders():
         return
-    can = [
-        each.name for each in FAMILIES if each.trainable_text_encoders is not Family.trainable_text_encoders
-    ]
+    can = [each.name for each in FAMILIES if each.trains_text_encoders]
     raise TrainingError(
         f"no LoRA on the text encoders of {family.name}: diffusers' loader would not take it, or it is not "
         "supported here yet",

@@ -12,12 +12,11 @@ from tempfile import TemporaryDirectory
 from demo.tiny_models import TINY
 from pipeline.images.geometry import Size
 from pipeline.models.families import Family, detect
-from pipeline.models.families.diffusers_family import DiffusersFamily
 
 PAGE = Path("docs/families.md")
 START, END = "<!-- families: begin -->", "<!-- families: end -->"
 
-Row = tuple[str, Callable[[DiffusersFamily], str]]
+Row = tuple[str, Callable[[Family], str]]
 
 
 def table(work: Path) -> str:
@@ -40,7 +39,6 @@ def proof(family: Family) -> str:
 def _section(name: str, folder: Path) -> str:
     TINY[name](folder)
     family = detect(folder)
-    assert isinstance(family, DiffusersFamily), f"{family.name} is not made of diffusers' parts"
     lines = [f"| **{name}** | |", "|---|---|", *(f"| {head} | {say(family)} |" for head, say in ROWS)]
     return "\n".join(lines) + "\n"
 
@@ -58,30 +56,30 @@ def _codes(*names: str) -> str:
     return ", ".join(_code(name) for name in names)
 
 
-def _latent(family: DiffusersFamily) -> str:
+def _latent(family: Family) -> str:
     size = Size(8 * family.size_multiple(), 8 * family.size_multiple())
     channels, height, _ = family.latent_shape(size)
     return f"latents of {channels} channels, {size.height // height} px a value"
 
 
-def _encoders(family: DiffusersFamily) -> str:
+def _encoders(family: Family) -> str:
     roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
     shape = family.text_shapes()["text_embedding"]
     return f"{_codes(*(_class(family.components[role]) for role in roles))}; {shape[0]} tokens"
 
 
-def _prediction(family: DiffusersFamily) -> str:
+def _prediction(family: Family) -> str:
     words = {"flow": "flow: noise minus latent", "epsilon": "epsilon or v, as its schedule says"}
     return f"{words[family.prediction_type()]}; noise levels {family.density.replace('_', '-')}"
 
 
-def _targets(family: DiffusersFamily) -> str:
+def _targets(family: Family) -> str:
     ends = {target.split(".", 1)[1] if target[0].isdigit() else target for target in family.lora_targets()}
     text = "".join(f", {_code(role)}" for role in family.trainable_text_encoders())
     return _codes(*sorted(ends)) + (f"; with `training.lora.text_encoders` also{text[1:]}" if text else "")
 
 
-def _kohya(family: DiffusersFamily) -> str:
+def _kohya(family: Family) -> str:
     return "read back by diffusers" if family.kohya_loads() else "read back by its rule"
 
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 from pipeline.errors import LatentlineError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families import detect
-from pipeline.models.families.diffusers_family import DiffusersFamily
 from pipeline.recipe import in_project
 
 USUAL = 1024
@@ -53,7 +52,6 @@ def size_of(base: str) -> Size:
 def _of_folder(folder: Path) -> Size:
     try:
         family = detect(folder)
-        assert isinstance(family, DiffusersFamily)
         edge = family.denoiser_config.get("sample_size") if family.denoiser_name == "unet" else None
         multiple = family.size_multiple()
     except LatentlineError:  # whoever reads the recipe is told what is wrong with the model

@@ -25,8 +25,7 @@ from pipeline.recipe import AccelerateSettings
 from pipeline.storage.atomic import sync_file, sync_folder, temp_path_for, write_text
 
 if TYPE_CHECKING:
-    from pipeline.models.families.base import BetaPrediction, Family
-    from pipeline.models.families.diffusers_family import DiffusersFamily
+    from pipeline.models.families import BetaPrediction, Family
     from pipeline.processes.launch import Launch
 
 ENTRY_MODULE = "pipeline.models.convert.worker"
@@ -71,7 +70,7 @@ class Plan:
     folder: Path
     building: Path
     like: str
-    family: DiffusersFamily
+    family: Family
     schedule: Schedule | None
     copied: tuple[str, ...]
     parts_only: bool
@@ -127,7 +126,7 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
     return plan
 
 
-def _schedule(contents: Contents, family: DiffusersFamily, choices: Choices) -> Schedule | None:
+def _schedule(contents: Contents, family: Family, choices: Choices) -> Schedule | None:
     if family.prediction_type() == "flow":
         if choices.prediction is not None or choices.zero_snr is not None:
             raise ModelError(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
-from pipeline.models.families import detect
-from pipeline.models.families.diffusers_family import DiffusersFamily
+from pipeline.models.families import Family, detect
 from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
 from pipeline.models.resolve import indexed_snapshot
 
@@ -17,19 +16,17 @@ WHERE = "--like"
 _WEIGHTS = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
 
 
-def family_in(folder: Path) -> DiffusersFamily:
+def family_in(folder: Path) -> Family:
     """The family of a diffusers folder.
 
     Raises:
         FamilyError: As `detect`.
         ModelError: As `detect`.
     """
-    family = detect(folder)
-    assert isinstance(family, DiffusersFamily)
-    return family
+    return detect(folder)
 
 
-def resolve_like(like: str, whole: Collection[str] | None) -> DiffusersFamily:
+def resolve_like(like: str, whole: Collection[str] | None) -> Family:
     """The family in the folder that `like` names, with all files that are needed of it.
 
     A local folder is taken as it is. Of a Hub id a snapshot on this machine is, if it has them; otherwise
@@ -61,7 +58,7 @@ def resolve_like(like: str, whole: Collection[str] | None) -> DiffusersFamily:
     return family
 
 
-def _require(family: DiffusersFamily, whole: Collection[str] | None) -> None:
+def _require(family: Family, whole: Collection[str] | None) -> None:
     """Nothing, when every component has its configuration, and those of `whole` their weights.
 
     Raises:
@@ -81,7 +78,7 @@ def _require(family: DiffusersFamily, whole: Collection[str] | None) -> None:
             weight_files(place)
 
 
-def present_roles(family: DiffusersFamily) -> tuple[str, ...]:
+def present_roles(family: Family) -> tuple[str, ...]:
     """The components that the model has, among those that its family uses."""
     index = family.index
     return tuple(role for role in family.components if (index.get(role) or [None])[0] is not None)
@@ -96,7 +93,7 @@ def is_component(said: object) -> bool:
             return False
 
 
-def _downloaded(name: str, revision: str | None, whole: Collection[str] | None) -> DiffusersFamily:
+def _downloaded(name: str, revision: str | None, whole: Collection[str] | None) -> Family:
     from huggingface_hub import HfApi, snapshot_download
 
     with explain_download_errors(name, WHERE):

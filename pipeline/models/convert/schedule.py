@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 from pipeline.models.convert.header import Header
-from pipeline.models.families.base import BetaPrediction
+from pipeline.models.families import BetaPrediction
 
 Source = Literal["the file", "--prediction", "--like"]
 

@@ -9,11 +9,9 @@ from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families.aura_flow import AuraFlow
 from pipeline.models.families.base import (
-    Conditions,
-    EncodedCaption,
-    Family,
+    BetaPrediction,
+    Density,
     Layer,
-    Posterior,
     Prediction,
     Shapes,
     Use,
@@ -21,6 +19,7 @@ from pipeline.models.families.base import (
 from pipeline.models.families.bria_fibo import BriaFibo
 from pipeline.models.families.chroma import Chroma
 from pipeline.models.families.cogview4 import CogView4
+from pipeline.models.families.diffusers_family import DiffusersFamily as Family
 from pipeline.models.families.ernie_image import ErnieImage
 from pipeline.models.families.flux import Flux
 from pipeline.models.families.flux2 import Flux2Klein
@@ -38,7 +37,9 @@ from pipeline.models.families.sd3 import StableDiffusion3
 from pipeline.models.families.sdxl import StableDiffusionXL
 from pipeline.models.families.z_image import ZImage
 
-FAMILIES: tuple[type[Family], ...] = (
+FamilySpec = type[Family]
+
+FAMILIES: tuple[FamilySpec, ...] = (
     StableDiffusion,
     StableDiffusionXL,
     StableDiffusion3,
@@ -64,20 +65,20 @@ FAMILIES: tuple[type[Family], ...] = (
 
 __all__ = [
     "FAMILIES",
-    "Conditions",
-    "EncodedCaption",
+    "BetaPrediction",
+    "Density",
     "Family",
+    "FamilySpec",
     "Layer",
-    "Posterior",
     "Prediction",
     "Shapes",
     "Use",
     "detect",
-    "family_class",
+    "family_spec",
 ]
 
 
-def family_class(folder: Path) -> type[Family]:
+def family_spec(folder: Path) -> FamilySpec:
     """The family whose pipeline class `folder/model_index.json` names; no other file is read.
 
     Raises:
@@ -105,7 +106,7 @@ def detect(folder: Path, elsewhere: Mapping[str, Path] | None = None) -> Family:
         elsewhere: Folders of the components that are not taken from there.
 
     Raises:
-        FamilyError: As `family_class`, or a configuration asks for what the family cannot do.
+        FamilyError: As `family_spec`, or a configuration asks for what the family cannot do.
         ModelError: A file that the family needs is missing or unreadable.
     """
-    return family_class(folder)(folder, elsewhere)
+    return family_spec(folder)(folder, elsewhere)

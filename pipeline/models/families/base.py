@@ -121,6 +121,9 @@ class Family(ABC):
     density: ClassVar[Density]
     """Of the noise levels that training draws, where the recipe names none."""
 
+    trains_text_encoders: ClassVar[bool] = False
+    """Whether a LoRA may adapt the text encoders."""
+
     denoiser_name: ClassVar[Denoiser]
     """The denoiser's component: a subfolder, and the prefix of its keys in diffusers' LoRA files."""
 

@@ -11,6 +11,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pipeline.images.geometry import Size, latent_size
@@ -129,6 +130,53 @@ class DiffusersFamily(Family):
         return ModelPart(role, (folder / "config.json",), weight_files(folder))
 
     # torch side
+
+    @cached_property
+    def vae(self) -> Any:
+        """The VAE codec."""
+        return SimpleNamespace(
+            load=self.load_vae,
+            posterior=self.posterior,
+            normalise=self.normalise,
+            denormalise=self.denormalise,
+            decode=self.decode,
+        )
+
+    @cached_property
+    def text(self) -> Any:
+        """The text conditioner."""
+        return SimpleNamespace(
+            load=self.load_text_encoders,
+            encode_caption=self.encode_caption,
+            stack=self.stack_texts,
+            network=self.text_network,
+            embed_captions=self.embed_captions,
+        )
+
+    @cached_property
+    def denoiser(self) -> Any:
+        """The denoiser call."""
+        return SimpleNamespace(
+            load=self.load_denoiser,
+            predict=self.predict,
+            recompute_activations=self.recompute_activations,
+        )
+
+    @cached_property
+    def noise(self) -> Any:
+        """The noise process."""
+        return SimpleNamespace(
+            load_scheduler=self.load_noise_scheduler,
+            timesteps=self.timesteps,
+            signal_to_noise=self.signal_to_noise,
+            add_noise=self.add_noise,
+            target=self.target,
+        )
+
+    @cached_property
+    def drawing(self) -> Any:
+        """The part that draws previews."""
+        return SimpleNamespace(load_pipeline=self.load_pipeline, draw=self.draw)
 
     def pipeline_options(self) -> dict[str, Any]:
         """Settings of the pipeline class's constructor that are not its defaults."""
@@ -264,7 +312,7 @@ class DiffusersFamily(Family):
         pipeline_class = self.pipeline_class()
         loaded: dict[str, Any] = dict.fromkeys(_component_names(pipeline_class))
         del loaded["scheduler"]
-        loaded["vae"] = self.load_vae(dtype, device)
+        loaded["vae"] = self.vae.load(dtype, device)
         loaded[self.denoiser_name] = denoiser if denoiser is not None else self.load_denoiser(dtype, device)
         pipeline = pipeline_class.from_pretrained(
             self.folder, **{**loaded, **self.pipeline_options()}, local_files_only=True

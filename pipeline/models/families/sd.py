@@ -27,6 +27,7 @@ class StableDiffusion(ClipUNet):
     }
     latent_method = "autoencoder-kl scaled, 1"
     text_method = "clip last hidden state padded, 1"
+    trains_text_encoders = True
     guidance_scale = 7.5
 
     def pipeline_options(self) -> dict[str, Any]:
@@ -70,3 +71,6 @@ class StableDiffusion(ClipUNet):
             "prompt_embeds": text["text_embedding"],
             "negative_prompt_embeds": empty_text["text_embedding"],
         }
+
+
+STABLE_DIFFUSION = StableDiffusion

@@ -30,6 +30,7 @@ class StableDiffusionXL(SizedUNet):
     }
     latent_method = "autoencoder-kl scaled, 1"
     text_method = "two clips penultimate padded, 1"
+    trains_text_encoders = True
     guidance_scale = 5.0
 
     def method_of_latents(self) -> str:

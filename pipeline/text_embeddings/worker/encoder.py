@@ -14,7 +14,8 @@ from pipeline.encoding.jobs import Job, Order
 from pipeline.encoding.outcome import Encoded, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
-from pipeline.models.families import EncodedCaption, detect
+from pipeline.models.worker.family import load_family
+from pipeline.models.worker.parts import EncodedCaption
 from pipeline.processes.worker.devices import memory_ran_out
 
 
@@ -27,12 +28,12 @@ class TextEncoder:
         Raises:
             LaunchError: Memory does not suffice.
         """
-        self._family = detect(order.model_folder, order.elsewhere)
+        self._family = load_family(order.model_folder, order.elsewhere)
         self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
         with memory_ran_out(self._too_large):
-            self._encoders = self._family.load_text_encoders(self._dtype, device)
+            self._encoders = self._family.text.load(self._dtype, device)
         self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
@@ -58,13 +59,13 @@ class TextEncoder:
 
     def _encode(self, job: Job) -> EncodedCaption:
         """In the compute dtype, and again in float32 when that overflowed."""
-        encoded = self._family.encode_caption(self._encoders, job.work["caption"])
+        encoded = self._family.text.encode_caption(self._encoders, job.work["caption"])
         if _all_finite(encoded.tensors) or self._dtype == "float32":
             return encoded
         self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
         if self._exact_encoders is None:
-            self._exact_encoders = self._family.load_text_encoders("float32", self._device)
-        return self._family.encode_caption(self._exact_encoders, job.work["caption"])
+            self._exact_encoders = self._family.text.load("float32", self._device)
+        return self._family.text.encode_caption(self._exact_encoders, job.work["caption"])
 
     def _too_large(self, seen: str) -> LaunchError:
         fix = "free the device, or encode captions on the CPU (see the README)"

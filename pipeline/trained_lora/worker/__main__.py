@@ -14,7 +14,7 @@ def main(order_path: Path) -> None:
     with reporter() as report:
         import torch
 
-        from pipeline.models.worker.quiet import keep_quiet
+        from pipeline.models.worker.loading import keep_quiet
         from pipeline.processes.launch import cpu_threads
         from pipeline.trained_lora.job import read_job
         from pipeline.trained_lora.worker.loop import STOPPED_STATUS, stop_on_signals, train

@@ -12,7 +12,7 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from torch import nn
 
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe
 
 BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
@@ -21,14 +21,14 @@ BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
 _WHERE = "training.quantize"
 
 
-def load_base(family: Family, recipe: Recipe, device: str) -> nn.Module:
+def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     """The frozen denoiser on `device`, its weights packed where the recipe asks for it.
 
     Raises:
         TrainingError: The packing needs a package or a GPU that is not there, or fits no weight.
     """
     dtype, kind = BASE_DTYPES[recipe.accelerate.mixed_precision], recipe.training.quantize
-    denoiser = family.load_denoiser(dtype, device, quantization=quantization(kind, dtype, device))
+    denoiser = family.denoiser.load(dtype, device, quantization=quantization(kind, dtype, device))
     if kind != "none" and not any(map(_packed, denoiser.parameters())):
         what, fix = f"{kind} packed no weight of {type(denoiser).__name__}", "set training.quantize: none"
         raise TrainingError(what, where=_WHERE, fix=fix)
@@ -74,7 +74,7 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
     )
 
 
-def enable_memory_savings_and_compile(family: Family, denoiser: nn.Module, recipe: Recipe) -> None:
+def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module, recipe: Recipe) -> None:
     """Recompute activations instead of keeping them, and compile the repeated blocks, as the recipe asks.
 
     Call it when the adapter is in place.
@@ -84,7 +84,7 @@ def enable_memory_savings_and_compile(family: Family, denoiser: nn.Module, recip
     """
     try:
         if recipe.training.gradient_checkpointing:
-            family.recompute_activations(denoiser)
+            family.denoiser.recompute_activations(denoiser)
         if recipe.training.compile:
             cast("Any", denoiser).compile_repeated_blocks()
     except ValueError as err:

@@ -38,7 +38,7 @@ from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedul
 from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
 
 if TYPE_CHECKING:
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.plan.steps import StepPlan
 
@@ -79,7 +79,7 @@ class Engine:
         weights: What is trained, of all of them.
     """
 
-    def __init__(self, order: TrainingJob, family: Family) -> None:
+    def __init__(self, order: TrainingJob, family: WorkerFamily) -> None:
         """Load the base model and put a fresh adapter on it.
 
         Raises:
@@ -197,18 +197,18 @@ class Engine:
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
         """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
         family, scheduler = self._family, self.scheduler
-        noisy = family.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
+        noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         prediction = self._predict(model, noisy, micro)
-        target = family.target(scheduler, micro.latent, micro.noise, micro.timesteps)
+        target = family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
         losses = sample_losses(prediction, target, self._settings.loss)
         if self._settings.loss.weighting == "none":
             return losses
-        snr = family.signal_to_noise(scheduler, micro.timesteps)
+        snr = family.noise.signal_to_noise(scheduler, micro.timesteps)
         return losses * snr_weights(snr, self._settings.loss, family.prediction_type())
 
     def _predict(self, model: nn.Module, noisy: Tensor, micro: MicroInput) -> Tensor:
         if self.text is None:
-            return self._family.predict(model, noisy, micro.timesteps, micro.conditions)
+            return self._family.denoiser.predict(model, noisy, micro.timesteps, micro.conditions)
         return model(noisy, micro.timesteps, micro.conditions, micro.captions)
 
     def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
@@ -222,7 +222,7 @@ class Engine:
         """
         here = micro.to(self.accelerator.device)
         with self.evaluation():
-            target = self._family.target(scheduler, here.latent, here.noise, here.timesteps)
+            target = self._family.noise.target(scheduler, here.latent, here.noise, here.timesteps)
             return sample_losses(self._answer(here, scheduler), target, LossSettings())
 
     def output_change(self, micro: MicroInput) -> float:
@@ -254,7 +254,7 @@ class Engine:
                     network.enable_adapters()
 
     def _answer(self, here: MicroInput, scheduler: Any) -> Tensor:
-        noisy = self._family.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
+        noisy = self._family.noise.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
         return self._predict(self._whole, noisy, here)
 
     @property

@@ -29,7 +29,7 @@ from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
 from pipeline.trained_lora.worker.noise import Noise, noise_levels
 
 if TYPE_CHECKING:
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.samples import TrainingInput
 
 AHEAD = 4
@@ -99,7 +99,7 @@ class MicroInput:
 class MicroBatchMaker:
     """Turns shares of a plan into tensors; safe to use from several threads."""
 
-    def __init__(self, order: TrainingJob, family: Family, scheduler: Any) -> None:
+    def __init__(self, order: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
         """Keep what all shares need; nothing is read yet.
 
         Args:
@@ -145,7 +145,7 @@ class MicroBatchMaker:
             latent=latent,
             noise=torch.from_numpy(np.stack([each.target for each in drawn])),
             input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
-            timesteps=self._family.timesteps(self._scheduler, levels, shape),
+            timesteps=self._family.noise.timesteps(self._scheduler, levels, shape),
             conditions=self._conditions(share, items),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
@@ -185,7 +185,7 @@ class MicroBatchMaker:
             latent=latent,
             noise=noise,
             input_noise=noise,
-            timesteps=self._family.timesteps(self._scheduler, at, shape),
+            timesteps=self._family.noise.timesteps(self._scheduler, at, shape),
             conditions=self._conditions(share, items),
             weights=torch.ones(len(share)),
             indices=torch.tensor([slot.index for slot in share]),
@@ -213,14 +213,14 @@ class MicroBatchMaker:
         return conditions
 
     def _text(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
-        """What the cache has of the slots' captions, as `Family.stack_texts` puts it together."""
+        """What the cache has of the slots' captions, as `Family.text.stack` puts it together."""
         texts = [
             self._read(
                 self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.variant_id
             )
             for slot, item in zip(share, items, strict=True)
         ]
-        return self._family.stack_texts(texts)
+        return self._family.text.stack(texts)
 
     def _captions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> tuple[str, ...]:
         if self._reads_text:

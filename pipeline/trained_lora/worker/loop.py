@@ -17,7 +17,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 
 from pipeline.errors import TrainingError, counted, verb
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import memory_ran_out, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
@@ -115,7 +115,7 @@ class _Run:
     def __init__(self, order: TrainingJob, report: Report) -> None:
         self.order = order
         self.plan = order.plan()
-        self.family = detect(order.base, order.component_folders)
+        self.family = load_family(order.base, order.component_folders)
         with memory_ran_out(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
             self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process

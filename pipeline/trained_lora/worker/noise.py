@@ -18,8 +18,8 @@ from pipeline.trained_lora.plan.seeding import stream
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.models.families import Family
-    from pipeline.models.families.base import Density
+    from pipeline.models.families import Density
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import TimestepSettings, TrainingSettings
 
 Array: TypeAlias = npt.NDArray[np.float32]
@@ -94,13 +94,13 @@ def noise_levels(uniform: Tensor, settings: TimestepSettings, own: Density) -> T
     return (settings.min + (settings.max - settings.min) * levels).clamp(0.0, below_one)
 
 
-def make_noise_scheduler(family: Family, settings: TrainingSettings) -> Any:
+def make_noise_scheduler(family: WorkerFamily, settings: TrainingSettings) -> Any:
     """The family's training scheduler, changed as the recipe asks.
 
     Betas are rescaled to zero terminal SNR by diffusers (algorithm 1 of https://arxiv.org/abs/2305.08891); a
     `timesteps.shift` takes the place of the schedule's own, also of one that depends on the image's size.
     """
-    scheduler = family.load_noise_scheduler()
+    scheduler = family.noise.load_scheduler()
     changed: dict[str, Any] = {}
     if settings.noise.zero_terminal_snr:
         changed["rescale_betas_zero_snr"] = True

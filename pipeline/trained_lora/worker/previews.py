@@ -22,7 +22,7 @@ from pipeline.trained_lora.worker.loader import read_entry
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import Prompt, TrainingJob
     from pipeline.trained_lora.worker.engine import Engine
 
@@ -30,7 +30,7 @@ DRAWING_STEPS = 20
 
 
 def draw_previews(
-    order: TrainingJob, family: Family, engine: Engine, *, step: int, warn: Callable[[str], None]
+    order: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
     """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
 
@@ -59,9 +59,9 @@ def draw_previews(
     return drawn
 
 
-def _drawn(order: TrainingJob, family: Family, engine: Engine, step: int) -> Iterator[Path]:
+def _drawn(order: TrainingJob, family: WorkerFamily, engine: Engine, step: int) -> Iterator[Path]:
     device = str(engine.accelerator.device)
-    pipeline = family.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
+    pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
     for number, path in enumerate(_paths(order, step)):
         picture = _picture(order, family, engine, pipeline=pipeline, prompt=order.prompts[number])
         write_atomically(path, partial(picture.save, format="PNG"))
@@ -73,10 +73,12 @@ def _paths(order: TrainingJob, step: int) -> list[Path]:
     return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
 
 
-def _picture(order: TrainingJob, family: Family, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
+def _picture(
+    order: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt
+) -> Image:
     store = store_at(order.recipe.cache_dir)
     text, empty_text = engine.embed_caption(prompt.caption), engine.embed_caption("")
-    return family.draw(
+    return family.drawing.draw(
         pipeline,
         text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),
         empty_text or read_entry(store, order.empty_text, "the empty caption"),

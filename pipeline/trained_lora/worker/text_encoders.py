@@ -22,14 +22,14 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 
 if TYPE_CHECKING:
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe
 
 
 class TextEncoders:
     """The text encoders of a base model with fresh adapters."""
 
-    def __init__(self, family: Family, recipe: Recipe, device: str) -> None:
+    def __init__(self, family: WorkerFamily, recipe: Recipe, device: str) -> None:
         """Load them, and adapt those that the family lets be trained.
 
         Args:
@@ -44,10 +44,10 @@ class TextEncoders:
         assert settings is not None
         assert own is not None
         self._family = family
-        self._encoders = family.load_text_encoders(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
+        self._encoders = family.text.load(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
         self.networks: dict[str, nn.Module] = {}
         for role, clip in family.trainable_text_encoders().items():
-            network = family.text_network(self._encoders, role)
+            network = family.text.network(self._encoders, role)
             seed = hash_bits(32, recipe.training.seed, role)
             add_lora(cast("Any", network), settings, targets=clip.targets(own.targets), seed=seed)
             self.networks[role] = network
@@ -55,13 +55,13 @@ class TextEncoders:
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """The tensors of `Family.text_shapes` with B in front, as the adapters make them by now."""
         with _nothing_said():
-            return self._family.embed_captions(self._encoders, captions)
+            return self._family.text.embed_captions(self._encoders, captions)
 
 
 class JointModel(nn.Module):
     """Text encoders and denoiser as one network, so that gradients of both are exchanged together."""
 
-    def __init__(self, family: Family, denoiser: nn.Module, text: TextEncoders) -> None:
+    def __init__(self, family: WorkerFamily, denoiser: nn.Module, text: TextEncoders) -> None:
         """Hold the very networks that are given."""
         super().__init__()
         self.denoiser = denoiser
@@ -74,7 +74,7 @@ class JointModel(nn.Module):
     ) -> Tensor:
         """`Family.predict` for what the encoders make of the captions, and the other conditions."""
         told = {**conditions, **self._text.embed(captions)}
-        return self._family.predict(self.denoiser, noisy, timesteps, told)
+        return self._family.denoiser.predict(self.denoiser, noisy, timesteps, told)
 
 
 @contextmanager

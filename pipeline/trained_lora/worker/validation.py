@@ -15,7 +15,7 @@ from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.models.families import Family
+    from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
@@ -42,7 +42,7 @@ class ValidationLoss:
 class Validation:
     """Measures the loss of an engine's adapter on samples with their first caption, as they are."""
 
-    def __init__(self, order: TrainingJob, family: Family, samples: TrainingInputs) -> None:
+    def __init__(self, order: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
         """Plan the batches; every rank has to make one, and to call `loss` when the others do.
 
         Args:
@@ -50,7 +50,7 @@ class Validation:
             family: Gives levels their timesteps.
             samples: At least one, of the order's.
         """
-        self._scheduler: Any = family.load_noise_scheduler()
+        self._scheduler: Any = family.noise.load_scheduler()
         self._maker = MicroBatchMaker(order, family, self._scheduler)
         self._names: list[str] = samples.table["variant_id"].to_list()
         by_bucket: defaultdict[str, list[int]] = defaultdict(list)

@@ -17,11 +17,10 @@ def main(order_file: Path) -> None:
     """Encode this process's share of the entries in the order."""
     watch_parent()
     with reporter() as report:
-        from pipeline.models.worker.lean import import_autoencoders
-
-        import_autoencoders()
+        from pipeline.models.worker.loading import keep_quiet
         from pipeline.vae_latents.worker.run import run
 
+        keep_quiet()
         run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 

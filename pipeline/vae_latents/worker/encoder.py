@@ -26,7 +26,8 @@ from pipeline.errors import LatentlineError, ModelError
 from pipeline.images.decode import File, load_pixels
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
-from pipeline.models.families import Posterior, detect
+from pipeline.models.worker.family import load_family
+from pipeline.models.worker.parts import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
 from pipeline.storage.source import Source
@@ -47,7 +48,7 @@ class LatentEncoder:
 
     def __init__(self, order: Order, device: str, progress: Progress, *, threads: int | None = None) -> None:
         """Load the VAE of the order's model; `threads` decode, by default `decode_threads()`."""
-        self._family = detect(order.model_folder, order.elsewhere)
+        self._family = load_family(order.model_folder, order.elsewhere)
         self._settings = order.settings
         self._progress = progress
         self._sources: dict[str, Source] = {}
@@ -202,7 +203,7 @@ class LatentEncoder:
 
         A family's normalisation is affine, so a standard deviation is normalised without its shift.
         """
-        raw, normalise = posterior.mean, self._family.normalise
+        raw, normalise = posterior.mean, self._family.vae.normalise
         if self._settings["posterior"] == "moments":
             std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
             return {MEAN: normalise(raw)[0], STD: std[0]}

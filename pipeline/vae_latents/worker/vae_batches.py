@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import LaunchError
-from pipeline.models.families import Family, Posterior
+from pipeline.models.worker.family import WorkerFamily
+from pipeline.models.worker.parts import Posterior
 from pipeline.processes.worker.devices import is_out_of_memory
 from pipeline.vae_latents.worker.tiling import tiled_posterior
 
@@ -71,12 +72,12 @@ class Passes:
         overlap: Passes that it pays to have under way beside the one that is waited for.
     """
 
-    def __init__(self, family: Family, *, dtype: str, device: str, say: Callable[[str], None]) -> None:
+    def __init__(self, family: WorkerFamily, *, dtype: str, device: str, say: Callable[[str], None]) -> None:
         """Load the VAE in `dtype`; `say` is told when memory runs out."""
         self._family = family
         self._device = device
         self._say = say
-        self._vae = family.load_vae(dtype, device)
+        self._vae = family.vae.load(dtype, device)
         self._exact_vae: nn.Module | None = self._vae if dtype == "float32" else None
         self.overlap = 1 if device != "cpu" else 0
         self._max_px = GPU_BATCH_PX if device != "cpu" else 1
@@ -142,15 +143,15 @@ class Passes:
 
         Half precision that overflows is repeated in float32. None when memory runs out.
         """
-        picture = self._tried(partial(self._family.decode, self._vae, latent))
+        picture = self._tried(partial(self._family.vae.decode, self._vae, latent))
         if picture is not None and not torch.isfinite(picture).all() and self._vae is not self._exact_vae:
-            picture = self._tried(lambda: self._family.decode(self._exactly(), latent))
+            picture = self._tried(lambda: self._family.vae.decode(self._exactly(), latent))
         return None if picture is None else picture[0].cpu()
 
     def _exactly(self) -> nn.Module:
         """The VAE in float32."""
         if self._exact_vae is None:
-            self._exact_vae = self._family.load_vae("float32", self._device)
+            self._exact_vae = self._family.vae.load("float32", self._device)
         return self._exact_vae
 
     def _in_parts(self, vae: nn.Module, name: str, pixels: Pixels) -> Answer:
@@ -184,7 +185,7 @@ class Passes:
         return None
 
     def _begun(self, vae: nn.Module, images: Sequence[Pixels]) -> Begun:
-        posterior = self._family.posterior(vae, self._loaded(images))
+        posterior = self._family.vae.posterior(vae, self._loaded(images))
         # From a GPU this is into pinned memory, and not waited for.
         copied = Posterior(*(each.to("cpu", non_blocking=True) for each in (posterior.mean, posterior.std)))
         if self._device == "cpu":
@@ -194,7 +195,7 @@ class Passes:
         return Begun(copied, there)
 
     def _in_tiles(self, vae: nn.Module, pixels: Pixels, tile_px: int) -> Posterior:
-        encode, multiple = partial(self._family.posterior, vae), self._family.size_multiple()
+        encode, multiple = partial(self._family.vae.posterior, vae), self._family.size_multiple()
         return tiled_posterior(encode, self._loaded([pixels]), tile_px=tile_px, multiple=multiple)
 
     def _loaded(self, images: Sequence[Pixels]) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from bench.gpu.models import MODELS, empty_network, fill, random_network
 from bench.gpu.published import NUM_WEIGHTS
 from pipeline.images.geometry import Size
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 
 
 @pytest.mark.parametrize(
@@ -53,11 +53,11 @@ def test_a_written_model_is_of_its_family_with_the_published_geometry_and_reads_
         }
         monkeypatch.setitem(model.__dict__, "networks", small)
         model.write(tmp_path / model.name, "cpu")
-        family = detect(tmp_path / model.name)
+        family = load_family(tmp_path / model.name)
         assert family.name == {"SDXL": "Stable Diffusion XL", "FLUX.1": "FLUX.1"}[model.name]
         assert family.latent_shape(Size(1024, 1024)) == (channels, 128, 128)
         assert family.size_multiple() == multiple
-        encoded = family.encode_caption(family.load_text_encoders("bfloat16", "cpu"), "a red cat")
+        encoded = family.text.encode_caption(family.text.load("bfloat16", "cpu"), "a red cat")
         assert all(bool(torch.isfinite(each).all()) for each in encoded.tensors.values())
 
 

@@ -19,7 +19,7 @@ from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.gc import delete, survey
 from pipeline.maintenance.verify import needed_entries, verify
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import check_isolation
 from pipeline.trained_lora.job import TrainingJob
@@ -130,13 +130,13 @@ def test_training_reads_the_same_tensors_as_from_a_local_cache(
 ) -> None:
     here = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-here")), launch_here)
     here.run()
-    family = detect(tiny_sd)
+    family = load_family(tiny_sd)
 
     def read(job: Job) -> list[Any]:
         entries = Entries(job.recipe)
         inputs = training_inputs(job.recipe, entries, *(job.tables.read(asset) for asset in ASSETS))
         order = TrainingJob(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), ())
-        maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+        maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
         found = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
         read = [next(found)[1] for _ in range(6)]
         found.close()

@@ -14,7 +14,7 @@ from PIL import Image
 
 from pipeline.cli.convert_checkpoint import command
 from pipeline.cli.validate import command as validate
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from tests.pipeline.models.convert import unet_originals
 from tests.pipeline.models.convert.conversion_case import as_file, require_same
 
@@ -56,7 +56,7 @@ def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
     ):
         assert said in done.output
     require_same(folder, tiny_sdxl, ("unet", "vae", "text_encoder", "text_encoder_2"))
-    scheduler = detect(folder).load_noise_scheduler()
+    scheduler = load_family(folder).noise.load_scheduler()
     assert float(scheduler.alphas_cumprod[-1]) == 0.0
     assert [each.name for each in folder.parent.iterdir()] == ["noob"]
     (tmp_path / "photos").mkdir()

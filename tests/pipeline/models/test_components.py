@@ -13,10 +13,10 @@ from pipeline.cache.requests import Entries
 from pipeline.encoding.jobs import Order, read_job, write_order
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
-from pipeline.models.families import detect
-from pipeline.models.families.sd import StableDiffusion
+from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.hub import component_files
 from pipeline.models.resolve import resolve_base, wanted_files
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.provenance import shareable
@@ -69,10 +69,10 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
     row = tables.read("vae_latents").row(0, named=True)
     latent = entries.store.read_torch(entries.latent(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
-    family = detect(order.base, order.component_folders)
+    family = load_family(order.base, order.component_folders)
     with torch.no_grad():
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
-    torch.testing.assert_close(family.decode(family.load_vae("float32", "cpu"), latent[None]), expected)
+    torch.testing.assert_close(family.vae.decode(family.vae.load("float32", "cpu"), latent[None]), expected)
     pipe = StableDiffusionPipeline.from_pretrained(base, vae=vae, safety_checker=None)
     pipe.load_lora_weights(asked.output_dir / "lora")
     assert list((order.folder / "samples").glob("*.png"))
@@ -143,7 +143,7 @@ def test_only_the_files_of_the_part_are_downloaded() -> None:
     assert component_files(files, "") == [*weights, "config.json", "tokenizer.json"]
     assert component_files(files, "sub") == ["sub/config.json"]
     kept = wanted_files(
-        StableDiffusion, ["model_index.json", "vae/config.json", "unet/config.json"], without={"vae"}
+        STABLE_DIFFUSION, ["model_index.json", "vae/config.json", "unet/config.json"], without={"vae"}
     )
     assert kept == ["model_index.json", "unet/config.json"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import FamilyError, ModelError
-from pipeline.models.families.sd import StableDiffusion
+from pipeline.models.families.sd import STABLE_DIFFUSION
 from pipeline.models.resolve import check_local_base, resolve_base, wanted_files
 from tests.pipeline.model_recipe import recipe
 
@@ -153,7 +153,7 @@ def test_a_hub_id_that_is_not_here_and_cannot_be_downloaded_is_a_clear_error(
 
 
 def test_only_what_the_family_needs_is_downloaded() -> None:
-    wanted = wanted_files(StableDiffusion, HUB_FILES)
+    wanted = wanted_files(STABLE_DIFFUSION, HUB_FILES)
     assert set(wanted) == {
         "model_index.json",
         "scheduler/scheduler_config.json",
@@ -178,7 +178,7 @@ def test_of_a_repository_whose_weights_are_all_of_a_variant_these_are_downloaded
         *("vae/diffusion_pytorch_model.fp16.bin", "vae/diffusion_pytorch_model.non_ema.safetensors"),
         *("vae/config.json", "unet/config.json", "tokenizer/vocab.json", "model_index.json"),
     )
-    assert set(names) - set(wanted_files(StableDiffusion, names)) == {
+    assert set(names) - set(wanted_files(STABLE_DIFFUSION, names)) == {
         "unet/diffusion_pytorch_model.bf16.safetensors",
         "text_encoder/model.fp16.bin",
         "vae/diffusion_pytorch_model.non_ema.safetensors",

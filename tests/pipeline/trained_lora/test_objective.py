@@ -11,7 +11,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from torch.nn.functional import huber_loss
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
 from pipeline.trained_lora.objective import require_objective
 from pipeline.trained_lora.worker.engine import Engine
@@ -64,7 +64,7 @@ def test_the_losses_of_a_batch_equal_the_papers_formulas_on_diffusers_parts(
     make_project: Callable[..., Project], prediction: str, training: dict[str, Any]
 ) -> None:
     order = make_project(prediction=prediction, gradient_accumulation=1, **training).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     micro = MicroBatchMaker(order, family, engine.scheduler).make(0, order.plan()[0].micro_batches[0][0])
     with torch.no_grad():

@@ -13,7 +13,7 @@ import torch
 from pipeline.cache.requests import Entries
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json, training_inputs
@@ -104,7 +104,7 @@ def with_views_and_variants(project: Project) -> TrainingJob:
 
 
 def maker_of(order: TrainingJob) -> MicroBatchMaker:
-    family = detect(order.base)
+    family = load_family(order.base)
     return MicroBatchMaker(order, family, make_noise_scheduler(family, order.recipe.training))
 
 

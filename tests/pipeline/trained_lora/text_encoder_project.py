@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.worker.engine import Engine
@@ -33,7 +33,7 @@ def project_of(
 
 
 def engine_of(order: TrainingJob) -> Engine:
-    return Engine(order, detect(order.base))
+    return Engine(order, load_family(order.base))
 
 
 def loosened(engine: Engine) -> Engine:

@@ -206,14 +206,14 @@ def test_what_memory_does_not_suffice_for_or_cannot_be_read_is_said_and_the_rest
 ) -> None:
     drawing = Drawing(cache, launch_here)
     (cache.photos / "cat.png").unlink()
-    decode = drawing.encoder._family.decode
+    decode = drawing.encoder._family.vae.decode
 
     def cramped(vae: Any, latent: torch.Tensor) -> torch.Tensor:
         if latent.shape[-1] > latent.shape[-2]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return decode(vae, latent)
 
-    drawing.encoder._family.decode = cramped  # type: ignore[method-assign]
+    drawing.encoder._family.vae.decode = cramped  # type: ignore[method-assign]
     wide = cache.buckets().filter(pl.col("target_width") > pl.col("target_height"))
     seen = drawing.draw()
     assert len(seen) == 5 - 1 - len(wide)

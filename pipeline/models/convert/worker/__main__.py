@@ -15,7 +15,7 @@ def main(order_file: Path) -> None:
     with reporter() as report:
         from pipeline.models.convert.job import read_order
         from pipeline.models.convert.worker.parts import convert_parts
-        from pipeline.models.worker.quiet import keep_quiet
+        from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
         convert_parts(read_order(order_file), report.progress)

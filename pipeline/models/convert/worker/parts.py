@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import ModelError
 from pipeline.models.convert.job import Order, PartOrder
 from pipeline.models.convert.like import family_in, is_component
+from pipeline.models.worker.loading import component_class, pipeline_class
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from pipeline.models.families.diffusers_family import DiffusersFamily
+    from pipeline.models.families import Family
 
 _UNET_PREFIX = "model.diffusion_model."
 """Without it diffusers does not know a UNet's names; a transformer's it knows without any."""
@@ -45,7 +46,7 @@ def convert_parts(order: Order, progress: Callable[[int, int, str], None]) -> No
     progress(len(order.parts), len(order.parts), "components")
 
 
-def _read(order: Order, family: DiffusersFamily, role: str, part: PartOrder) -> Any:
+def _read(order: Order, family: Family, role: str, part: PartOrder) -> Any:
     import torch
     from diffusers.loaders.single_file_utils import SingleFileComponentError
 
@@ -55,9 +56,9 @@ def _read(order: Order, family: DiffusersFamily, role: str, part: PartOrder) -> 
         if part.how == "text_encoder":
             others = {name: None for name, said in family.index.items() if is_component(said)}
             del others[role]
-            pipeline = family.pipeline_class().from_single_file(str(order.file), **common, **others)
+            pipeline = pipeline_class(family).from_single_file(str(order.file), **common, **others)
             return getattr(pipeline, role)
-        return family.class_of(role).from_single_file(_tensors(order, part), subfolder=role, **common)
+        return component_class(family, role).from_single_file(_tensors(order, part), subfolder=role, **common)
     except NotImplementedError as err:  # of torch, when weights that no tensor was found for are converted
         raise _misfit(order, role, "the file lacks some of the weights") from err
     except (ValueError, KeyError, IndexError, RuntimeError, SingleFileComponentError) as err:

@@ -13,7 +13,7 @@ from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import Entries
 from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Placed, Placement, ladder
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import Tables
@@ -102,9 +102,9 @@ def failing(recipe: Recipe) -> set[str]:
 
 def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
     """What SDXL's denoiser itself is told of each sample's size and crop."""
-    family = detect(order.base)
-    denoiser = family.load_denoiser("float32", "cpu")
-    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    family = load_family(order.base)
+    denoiser = family.denoiser.load("float32", "cpu")
+    maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
     told: dict[str, tuple[float, ...]] = {}
     calls: list[torch.Tensor] = []
     denoiser.register_forward_pre_hook(
@@ -114,7 +114,7 @@ def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
         for micro in step.micro_batches:
             made = maker.make(step.step, micro[0])
             with torch.no_grad():
-                family.predict(denoiser, made.latent, made.timesteps, made.conditions)
+                family.denoiser.predict(denoiser, made.latent, made.timesteps, made.conditions)
             told |= dict(zip(made.sample_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
     return told
 

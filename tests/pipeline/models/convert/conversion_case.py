@@ -12,7 +12,7 @@ from pipeline.models.convert.contents import read_contents
 from pipeline.models.convert.convert import Choices, Plan, convert, plan_conversion
 from pipeline.models.convert.job import read_order
 from pipeline.models.convert.worker.parts import convert_parts
-from pipeline.models.families.base import Family
+from pipeline.models.worker.family import WorkerFamily
 from pipeline.processes.launch import Meanwhile
 from tests.pipeline.models.convert.renaming import State, weights
 
@@ -46,7 +46,7 @@ def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch
         assert (folder / role / "config.json").read_bytes() == (model / role / "config.json").read_bytes()
 
 
-def prove_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> Family:
+def prove_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> WorkerFamily:
     """What Latentline finds in the folder that is made of the file with `state`."""
     file = as_file(model.parent / "single.safetensors", state, prefix=prefix)
     plan = planned(file, model)

@@ -13,7 +13,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -52,9 +52,9 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_a_size_beyond_the_table_of_positions_is_an_error(tmp_path: Path) -> None:
     make_tiny_aura_flow(tmp_path)
-    assert detect(tmp_path).latent_shape(Size(192, 64)) == (4, 24, 8)
+    assert load_family(tmp_path).latent_shape(Size(192, 64)) == (4, 24, 8)
     with pytest.raises(BucketError, match="64x208"):
-        detect(tmp_path).latent_shape(Size(64, 208))
+        load_family(tmp_path).latent_shape(Size(64, 208))
 
 
 def test_the_tokenizer_that_is_used_decides_on_which_side_captions_are_filled_up(tmp_path: Path) -> None:
@@ -65,5 +65,5 @@ def test_the_tokenizer_that_is_used_decides_on_which_side_captions_are_filled_up
     write_json(path, {**read_json(path), "padding_side": "right"})
     text = {"text_embedding": torch.ones(3, 32)}
     for elsewhere, full in (({}, slice(-3, None)), ({"tokenizer": path.parent}, slice(0, 3))):
-        stacked = detect(base, elsewhere).stack_texts([text])["text_embedding"][0]
+        stacked = load_family(base, elsewhere).text.stack([text])["text_embedding"][0]
         assert stacked[full].sum() == stacked.sum() == 3 * 32

@@ -13,7 +13,7 @@ from diffusers import ChromaPipeline
 
 from demo.tiny_models import make_tiny_chroma
 from pipeline.images.geometry import Size
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case, drawn
@@ -72,8 +72,8 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_the_first_padding_token_is_seen_and_no_other(tmp_path: Path) -> None:
     make_tiny_chroma(tmp_path)
-    family = detect(tmp_path)
-    encoded = family.encode_caption(family.load_text_encoders("float32", "cpu"), "a cat")
+    family = load_family(tmp_path)
+    encoded = family.text.encode_caption(family.text.load("float32", "cpu"), "a cat")
     assert encoded.num_tokens == 3
     assert encoded.tensors["text_mask"].tolist() == [1.0] * 4 + [0.0] * 508
 
@@ -82,12 +82,12 @@ def test_a_schedule_of_beta_sigmas_is_read_and_drawn_with_by_what_is_installed_a
     make_tiny_chroma(tmp_path)
     path = tmp_path / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_beta_sigmas": True}))
-    family = detect(tmp_path)
-    assert family.load_noise_scheduler().config.use_beta_sigmas
-    encoders = family.load_text_encoders("float32", "cpu")
-    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
-    pipeline = family.load_pipeline(dtype="float32", device="cpu")
-    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    family = load_family(tmp_path)
+    assert family.noise.load_scheduler().config.use_beta_sigmas
+    encoders = family.text.load("float32", "cpu")
+    text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
+    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     pipe = ChromaPipeline.from_pretrained(tmp_path)
     expected = drawn(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
     np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)

@@ -9,7 +9,7 @@ import torch
 from diffusers import CogView4Pipeline
 
 from demo.tiny_models import make_tiny_cogview4
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -61,9 +61,9 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_the_shift_grows_with_the_root_of_the_number_of_tokens(tmp_path: Path) -> None:
     make_tiny_cogview4(tmp_path)
-    family = detect(tmp_path)
-    scheduler = family.load_noise_scheduler()
+    family = load_family(tmp_path)
+    scheduler = family.noise.load_scheduler()
     half = torch.tensor([0.5], dtype=torch.float64)
     for edge, mu in ((32, 1.0), (128, 0.75 * 4 + 0.25)):
-        got = family.timesteps(scheduler, half, (16, edge, edge)).item()
+        got = family.noise.timesteps(scheduler, half, (16, edge, edge)).item()
         assert got == pytest.approx(1000 * mu / (mu + 1), abs=1e-2)

@@ -11,7 +11,7 @@ from diffusers import ErnieImagePipeline
 from demo.tiny_models import make_tiny_ernie_image
 from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -67,9 +67,9 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_a_tokenizer_that_takes_any_number_of_tokens_is_given_a_limit(tmp_path: Path) -> None:
     make_tiny_ernie_image(tmp_path)
-    assert detect(tmp_path).max_length() == 256
+    assert load_family(tmp_path).max_length() == 256
     path = tmp_path / "tokenizer" / "tokenizer_config.json"
     write_json(path, {**read_json(path), "model_max_length": 1000000000000000019884624838656})
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     assert family.text_shapes() == {"text_embedding": (2048, 48)}
-    assert family.load_text_encoders("float32", "cpu").tokenizer.model_max_length == 2048
+    assert family.text.load("float32", "cpu").tokenizer.model_max_length == 2048

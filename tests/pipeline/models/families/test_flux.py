@@ -9,7 +9,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 
 from demo.tiny_models import make_tiny_flux
-from pipeline.models.families import Family, detect
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.exporter import Exporter
@@ -85,15 +85,15 @@ def test_the_whole_job_of_schnell_equals_diffusers_and_its_files_change_the_pict
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(tmp_path_factory: pytest.TempPathFactory) -> WorkerFamily:
     folder = tmp_path_factory.mktemp("base")
     make_tiny_flux(folder)
-    return detect(folder)
+    return load_family(folder)
 
 
-def test_what_the_configurations_say(family: Family, tmp_path: Path) -> None:
+def test_what_the_configurations_say(family: WorkerFamily, tmp_path: Path) -> None:
     make_tiny_flux(tmp_path, schnell=True)
-    schnell = detect(tmp_path)
+    schnell = load_family(tmp_path)
     assert family.size_multiple() == 16
     assert (family.max_length(), schnell.max_length()) == (512, 256)
     assert (family.modelspec_architecture(), schnell.modelspec_architecture()) == (
@@ -103,17 +103,19 @@ def test_what_the_configurations_say(family: Family, tmp_path: Path) -> None:
 
 
 def test_a_larger_picture_gets_more_noise_from_dev_and_not_from_schnell(
-    family: Family, tmp_path: Path
+    family: WorkerFamily, tmp_path: Path
 ) -> None:
     make_tiny_flux(tmp_path, schnell=True)
     half = torch.tensor([0.5], dtype=torch.float64)
-    for each, expected in ((family, (622.459, 759.511)), (detect(tmp_path), (500.0, 500.0))):
-        scheduler = each.load_noise_scheduler()
-        got = [each.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
+    for each, expected in ((family, (622.459, 759.511)), (load_family(tmp_path), (500.0, 500.0))):
+        scheduler = each.noise.load_scheduler()
+        got = [each.noise.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
         assert got == pytest.approx(expected, abs=0.01)
 
 
-def test_kohyas_layout_of_the_published_width_is_read_by_diffusers(family: Family, tmp_path: Path) -> None:
+def test_kohyas_layout_of_the_published_width_is_read_by_diffusers(
+    family: WorkerFamily, tmp_path: Path
+) -> None:
     """Its converter knows only that width, which no tiny model has: here without base weights."""
     with torch.device("meta"):
         sizes = {"num_layers": 1, "num_single_layers": 1}

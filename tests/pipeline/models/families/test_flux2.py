@@ -8,7 +8,7 @@ import torch
 from diffusers import Flux2KleinPipeline
 
 from demo.tiny_models import make_tiny_flux2_klein
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from tests.pipeline.models.families.flux2_case import Flux2Case
 from tests.pipeline.models.families.whole_job import Case
 
@@ -29,11 +29,11 @@ def test_the_whole_job_of_klein_equals_diffusers_and_its_files_change_the_pictur
 
 def test_the_shift_is_the_one_of_the_pipelines_pictures(tmp_path: Path) -> None:
     make_tiny_flux2_klein(tmp_path)
-    family = detect(tmp_path)
-    scheduler = family.load_noise_scheduler()
+    family = load_family(tmp_path)
+    scheduler = family.noise.load_scheduler()
     half = torch.tensor([0.5], dtype=torch.float64)
     for edge in (16, 64, 80):  # 64: what the pipeline computes for 1024 px; 80: beyond its 4300 tokens
-        got = family.timesteps(scheduler, half, (32, edge, edge)).item()
+        got = family.noise.timesteps(scheduler, half, (32, edge, edge)).item()
         tokens = edge * edge
         slow, fast = 0.00016927 * tokens + 0.45666666, 8.73809524e-05 * tokens + 1.89833333
         mu = slow if tokens > 4300 else slow + (fast - slow) * 150 / 190

@@ -8,7 +8,7 @@ from diffusers import Flux2Pipeline
 from transformers import AutoTokenizer
 
 from demo.tiny_models import make_tiny_flux2_dev
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from tests.pipeline.models.families.flux2_case import Flux2Case
 from tests.pipeline.models.families.whole_job import Case
 
@@ -35,15 +35,15 @@ def test_the_whole_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
 
 def test_what_a_caption_loses_is_counted_behind_the_system_message(tmp_path: Path) -> None:
     make_tiny_flux2_dev(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
-    short = family.encode_caption(encoders, "a cat")
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
+    short = family.text.encode_caption(encoders, "a cat")
     assert short.num_cut == 0
     assert short.cut_from is None
     before = short.num_tokens - len(["a", " cat", "[/INST]"])
     for extra in (0, 1, 7):
         caption = "a" + " cat" * (512 - before - len(["a", "[/INST]"]) + extra)
-        encoded = family.encode_caption(encoders, caption)
+        encoded = family.text.encode_caption(encoders, caption)
         assert (encoded.num_tokens, encoded.num_cut) == (512 + extra, extra)
         lost = " cat" * (extra - 1) if extra else None  # the first that is cut is the end mark
         assert encoded.cut_from == (None if lost is None else len(caption) - len(lost))

@@ -10,7 +10,7 @@ import torch
 
 from demo.tiny_models import TINY
 from pipeline.images.geometry import Size
-from pipeline.models.families import Family, detect
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
 
@@ -33,8 +33,8 @@ def test_every_adapter_of_the_default_targets_gets_a_gradient_from_one_backward_
     tmp_path: Path, kind: str
 ) -> None:
     TINY[kind](tmp_path)
-    family = detect(tmp_path)
-    denoiser = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path)
+    denoiser = family.denoiser.load("float32", "cpu")
     add_lora(cast("Any", denoiser), LoraSettings(rank=2), targets=family.lora_targets(), seed=1)
     backward(family, denoiser.train())
     weights = {name: weight for name, weight in denoiser.named_parameters() if weight.requires_grad}
@@ -44,17 +44,17 @@ def test_every_adapter_of_the_default_targets_gets_a_gradient_from_one_backward_
     assert still == SILENT.get(kind, set())
 
 
-def backward(family: Family, denoiser: torch.nn.Module) -> None:
+def backward(family: WorkerFamily, denoiser: torch.nn.Module) -> None:
     """The gradient of the family's loss on two samples of noise."""
-    encoders = family.load_text_encoders("float32", "cpu")
-    texts = [family.encode_caption(encoders, caption).tensors for caption in CAPTIONS]
+    encoders = family.text.load("float32", "cpu")
+    texts = [family.text.encode_caption(encoders, caption).tensors for caption in CAPTIONS]
     size, count = Size(64, 64), len(CAPTIONS)
     shape, draw = family.latent_shape(size), torch.Generator().manual_seed(1)
     latent, noise = (torch.randn(count, *shape, generator=draw) for _ in range(2))
-    scheduler = family.load_noise_scheduler()
-    timesteps = family.timesteps(scheduler, torch.tensor([0.3, 0.7], dtype=torch.float64), shape)
+    scheduler = family.noise.load_scheduler()
+    timesteps = family.noise.timesteps(scheduler, torch.tensor([0.3, 0.7], dtype=torch.float64), shape)
     sizes = {name: torch.tensor([tuple(size)] * count) for name in ("original_size_hw", "target_size_hw")}
-    conditions = {**family.stack_texts(texts), **sizes, "crop_top_left": torch.zeros(count, 2)}
-    noisy = family.add_noise(scheduler, latent, noise, timesteps)
-    answer = family.predict(denoiser, noisy, timesteps, conditions)
-    (answer - family.target(scheduler, latent, noise, timesteps)).square().mean().backward()
+    conditions = {**family.text.stack(texts), **sizes, "crop_top_left": torch.zeros(count, 2)}
+    noisy = family.noise.add_noise(scheduler, latent, noise, timesteps)
+    answer = family.denoiser.predict(denoiser, noisy, timesteps, conditions)
+    (answer - family.noise.target(scheduler, latent, noise, timesteps)).square().mean().backward()

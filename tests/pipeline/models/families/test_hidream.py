@@ -15,7 +15,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -87,21 +87,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_while_it_trains_the_transformer_answers_the_same_and_its_experts_pass_gradients_on(
     tiny: Path, size: tuple[int, int]
 ) -> None:
-    family = detect(tiny)
-    denoiser = family.load_denoiser("float32", "cpu")
+    family = load_family(tiny)
+    denoiser = family.denoiser.load("float32", "cpu")
     random = torch.Generator().manual_seed(1)
     noisy = torch.randn(2, 16, size[0] // 8, size[1] // 8, generator=random, requires_grad=True)
     shapes = {name: (2, *shape) for name, shape in family.text_shapes().items()}
     conditions = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
-    expected = family.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
+    expected = family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
     denoiser.train()
-    got = family.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
+    got = family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
     torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-5)
     experts = [module for name, module in denoiser.named_modules() if name.endswith("ff_i.experts")]
     weights = [weight for module in experts for weight in module.parameters()]
     for weight in weights:
         weight.requires_grad_(True)
-    family.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions).sum().backward()
+    family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions).sum().backward()
     assert experts
     assert all(any(w.grad is not None for w in module.parameters()) for module in experts)
 
@@ -114,19 +114,21 @@ def test_a_published_model_lacks_its_llama_and_takes_one_from_elsewhere(tiny: Pa
         index[role] = [None, None]
     write_json(base / "model_index.json", index)
     with pytest.raises(FamilyError, match=r"(?s)no tokenizer_4.*model\.components\.tokenizer_4.*Llama-3\.1"):
-        detect(base).parts("text")
-    family = detect(base, {role: llama / role for role in BROUGHT})
-    assert [part.role for part in family.parts("text")] == [part.role for part in detect(tiny).parts("text")]
-    encoders = [each.load_text_encoders("float32", "cpu") for each in (family, detect(tiny))]
+        load_family(base).parts("text")
+    family = load_family(base, {role: llama / role for role in BROUGHT})
+    assert [part.role for part in family.parts("text")] == [
+        part.role for part in load_family(tiny).parts("text")
+    ]
+    encoders = [each.text.load("float32", "cpu") for each in (family, load_family(tiny))]
     own, whole = (
-        each.encode_caption(pipe, "a cat").tensors
-        for each, pipe in zip((family, detect(tiny)), encoders, strict=True)
+        each.text.encode_caption(pipe, "a cat").tensors
+        for each, pipe in zip((family, load_family(tiny)), encoders, strict=True)
     )
     assert all(torch.equal(own[name], whole[name]) for name in whole)
 
 
 def test_what_is_no_square_has_as_many_patches_as_the_transformer_fills_up_to(tiny: Path) -> None:
-    family = detect(tiny)
+    family = load_family(tiny)
     assert family.latent_shape(Size(256, 256)) == (16, 32, 32)
     assert family.latent_shape(Size(64, 256)) == (16, 8, 32)
     with pytest.raises(BucketError, match=r"(?s)128x256 is too large.*set it to 128 at most"):

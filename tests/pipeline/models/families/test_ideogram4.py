@@ -9,7 +9,8 @@ from diffusers import Ideogram4Pipeline
 from diffusers.pipelines.ideogram4.pipeline_ideogram4 import _logit_normal_sigmas, _resolution_aware_mu
 
 from demo.tiny_models import make_tiny_ideogram4
-from pipeline.models.families import Layer, detect
+from pipeline.models.families import Layer
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -84,7 +85,7 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_its_layers_in_the_original_code_are_those_that_diffusers_reads(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     for path in originals():
         weights = {"lora_A.weight": torch.zeros(1, 1), "lora_B.weight": torch.arange(3.0)[:, None]}
         read = Ideogram4Pipeline.lora_state_dict(
@@ -100,23 +101,23 @@ def test_its_layers_in_the_original_code_are_those_that_diffusers_reads(tmp_path
 
 def test_noise_levels_lie_where_the_pipelines_steps_do(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     shares = torch.linspace(0, 1, 9, dtype=torch.float64)[1:].flip(0)
     levels = torch.sigmoid(torch.special.ndtri(shares))  # at equal shares of a logit-normal density
     for height, width in ((512, 512), (1024, 2048), (64, 96)):
         expected = _logit_normal_sigmas(8, _resolution_aware_mu(height, width, 0.0), std=1.5)
-        got = family.timesteps(family.load_noise_scheduler(), levels, (32, height // 16, width // 16))
+        got = family.noise.timesteps(family.noise.load_scheduler(), levels, (32, height // 16, width // 16))
         torch.testing.assert_close(got, 1000 * expected, rtol=0, atol=1e-3)
 
 
 def test_a_caption_that_the_pipeline_refuses_is_cut_and_its_template_is_not(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
-    around = family.encode_caption(encoders, "").num_tokens
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
+    around = family.text.encode_caption(encoders, "").num_tokens
     fits = "a" + " cat" * (2048 - around - 1)
-    whole = family.encode_caption(encoders, fits)
+    whole = family.text.encode_caption(encoders, fits)
     assert (whole.num_tokens, whole.num_cut, whole.cut_from) == (2048, 0, None)
-    longer = family.encode_caption(encoders, fits + " cup cup")
+    longer = family.text.encode_caption(encoders, fits + " cup cup")
     assert (longer.num_tokens, longer.num_cut, longer.cut_from) == (2050, 2, len(fits))
     assert torch.equal(longer.tensors["text_embedding"], whole.tensors["text_embedding"])

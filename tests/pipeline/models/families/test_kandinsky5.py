@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from demo.tiny_models import make_tiny_kandinsky5
 from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -85,16 +85,16 @@ def test_a_caption_is_cut_where_the_language_model_is_given_no_more_of_it(
 ) -> None:
     """Where long words stand at the limit and a short one ends it, more is taken off than is beyond."""
     make_tiny_kandinsky5(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
     given: list[list[int]] = []
     encoders.text_encoder.register_forward_pre_hook(
         lambda _, __, told: given.append(told["input_ids"][0].tolist()), with_kwargs=True
     )
-    fits = 552 - family.encode_caption(encoders, f"{last} {last}").num_tokens
+    fits = 552 - family.text.encode_caption(encoders, f"{last} {last}").num_tokens
     for extra in (1, 2, 3, 9, 40):
         caption = last + f" {word}" * (fits + extra) + f" {last}"
-        encoded = family.encode_caption(encoders, caption)
+        encoded = family.text.encode_caption(encoders, caption)
         assert encoded.num_tokens == 552 + extra
         assert 0 < encoded.num_cut < encoded.num_tokens
         cut = encoded.cut_from
@@ -107,6 +107,6 @@ def test_a_caption_is_cut_where_the_language_model_is_given_no_more_of_it(
 
 def test_a_size_beyond_the_tables_of_positions_is_an_error(tmp_path: Path) -> None:
     make_tiny_kandinsky5(tmp_path)
-    assert detect(tmp_path).latent_shape(Size(2048, 64)) == (16, 256, 8)
+    assert load_family(tmp_path).latent_shape(Size(2048, 64)) == (16, 256, 8)
     with pytest.raises(BucketError, match="64x2064"):
-        detect(tmp_path).latent_shape(Size(64, 2064))
+        load_family(tmp_path).latent_shape(Size(64, 2064))

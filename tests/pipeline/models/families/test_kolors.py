@@ -9,7 +9,7 @@ import torch
 from diffusers import DDPMScheduler
 
 from demo.tiny_models import make_tiny_kolors
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 from tests.pipeline.models.families.whole_job import Case
@@ -54,11 +54,11 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 def test_what_a_caption_loses_is_told_in_characters_not_bytes(tmp_path: Path) -> None:
     """FAILURES C05."""
     make_tiny_kolors(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
     fits = "é" + " cat" * 252  # two marks, the first word's space, one letter: 256
-    assert family.encode_caption(encoders, fits).num_cut == 0
-    encoded = family.encode_caption(encoders, fits + " cup photo")
+    assert family.text.encode_caption(encoders, fits).num_cut == 0
+    encoded = family.text.encode_caption(encoders, fits + " cup photo")
     assert (encoded.num_tokens, encoded.num_cut) == (258, 2)
     assert encoded.cut_from is not None
     assert (fits + " cup photo")[encoded.cut_from :].strip() == "cup photo"

@@ -11,7 +11,7 @@ from diffusers import Krea2Pipeline
 from demo.tiny_models import make_tiny_krea2
 from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -81,7 +81,7 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_its_names_in_the_original_code_are_those_that_diffusers_reads(tmp_path: Path) -> None:
     make_tiny_krea2(tmp_path)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     blocks = ("transformer_blocks.1", "text_fusion.layerwise_blocks.0", "text_fusion.refiner_blocks.0")
     modules = [f"{block}.{layer}" for block in blocks for layer in LAYERS] + ["text_fusion.projector"]
     ends = ("lora_A.weight", "lora_B.weight")
@@ -97,9 +97,9 @@ def test_a_distilled_model_has_one_shift_for_every_size(tmp_path: Path) -> None:
     for distilled in (False, True):
         index = {**read_json(tmp_path / "model_index.json"), "is_distilled": distilled}
         write_json(tmp_path / "model_index.json", index)
-        family = detect(tmp_path)
-        scheduler = family.load_noise_scheduler()
-        shifts[distilled] = [family.timesteps(scheduler, half, (16, e, e)).item() for e in (32, 160)]
+        family = load_family(tmp_path)
+        scheduler = family.noise.load_scheduler()
+        shifts[distilled] = [family.noise.timesteps(scheduler, half, (16, e, e)).item() for e in (32, 160)]
         assert family.timestep_facts()["is_distilled"] == distilled
     expected = [1000 / (1 + torch.exp(torch.tensor(-mu)).item()) for mu in (0.5, 1.15)]
     assert shifts[False] == pytest.approx(expected, abs=1e-2)

@@ -8,7 +8,7 @@ import torch
 from diffusers import Lumina2Pipeline, Lumina2Transformer2DModel
 
 from demo.tiny_models import make_tiny_lumina2
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.exporter import Exporter
@@ -62,7 +62,7 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 def test_its_fused_layers_of_the_published_width_are_read_by_diffusers(tmp_path: Path) -> None:
     """Its converter knows only that width, and not kohya's names: those are put into the original's."""
     make_tiny_lumina2(tmp_path)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     with torch.device("meta"):
         real: Any = Lumina2Transformer2DModel(num_layers=0, num_refiner_layers=1)
     del real.noise_refiner

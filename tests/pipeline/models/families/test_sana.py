@@ -9,7 +9,7 @@ import torch
 from diffusers import SanaPipeline
 
 from demo.tiny_models import make_tiny_sana
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -73,23 +73,25 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 def test_the_shift_is_the_one_of_the_base_models_solver(tmp_path: Path) -> None:
     make_tiny_sana(tmp_path)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     half = torch.tensor([0.5], dtype=torch.float64)
-    assert family.timesteps(family.load_noise_scheduler(), half, (32, 2, 2)).item() == 750.0
+    assert family.noise.timesteps(family.noise.load_scheduler(), half, (32, 2, 2)).item() == 750.0
     assert family.timestep_facts()["flow_shift"] == 3.0
 
 
 def test_what_a_caption_loses_is_counted_behind_the_instruction(tmp_path: Path) -> None:
     make_tiny_sana(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
     caption = "cat" + " cat" * 305
-    whole = family.encode_caption(encoders, caption)
+    whole = family.text.encode_caption(encoders, caption)
     assert family.max_length() == len(whole.tensors["text_embedding"]) == 300
     assert whole.num_cut > 0
-    assert family.encode_caption(encoders, caption[: whole.cut_from]).num_cut == 0
+    assert family.text.encode_caption(encoders, caption[: whole.cut_from]).num_cut == 0
     same, less = (
-        family.encode_caption(encoders, caption[: (whole.cut_from or 0) - letters]).tensors["text_embedding"]
+        family.text.encode_caption(encoders, caption[: (whole.cut_from or 0) - letters]).tensors[
+            "text_embedding"
+        ]
         for letters in (0, 4)
     )
     assert torch.equal(same, whole.tensors["text_embedding"])

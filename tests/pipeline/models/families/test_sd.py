@@ -16,7 +16,8 @@ from diffusers import StableDiffusionPipeline
 from demo.tiny_models import make_tiny
 from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
-from pipeline.models.families import Family, Layer, detect
+from pipeline.models.families import Layer
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -90,16 +91,16 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 
 
 @pytest.fixture
-def family(tiny_sd: Path) -> Family:
-    return detect(tiny_sd)
+def family(tiny_sd: Path) -> WorkerFamily:
+    return load_family(tiny_sd)
 
 
 @pytest.fixture
-def v_family(tiny_sd: Path, tmp_path: Path) -> Family:
+def v_family(tiny_sd: Path, tmp_path: Path) -> WorkerFamily:
     folder = shutil.copytree(tiny_sd, tmp_path / "v")
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "v_prediction"}))
-    return detect(folder)
+    return load_family(folder)
 
 
 def test_what_the_configurations_say_is_known_without_torch(tiny_sd: Path) -> None:
@@ -121,33 +122,33 @@ def test_what_the_configurations_say_is_known_without_torch(tiny_sd: Path) -> No
     )
 
 
-def test_B03_a_size_the_vae_cannot_divide_is_an_error(family: Family) -> None:
+def test_B03_a_size_the_vae_cannot_divide_is_an_error(family: WorkerFamily) -> None:
     with pytest.raises(BucketError):
         family.latent_shape(Size(60, 64))
 
 
-def test_posterior_and_scaling_are_those_of_diffusers(family: Family, tiny_sd: Path) -> None:
+def test_posterior_and_scaling_are_those_of_diffusers(family: WorkerFamily, tiny_sd: Path) -> None:
     from diffusers import AutoencoderKL
 
     pixels = torch.rand(2, 3, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
-    posterior = family.posterior(family.load_vae("float32", "cpu"), pixels)
+    posterior = family.vae.posterior(family.vae.load("float32", "cpu"), pixels)
     vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
     with torch.no_grad():
         expected = vae.encode(pixels).latent_dist
     torch.testing.assert_close(posterior.mean, expected.mean, rtol=0, atol=0)
     torch.testing.assert_close(posterior.std, expected.std, rtol=0, atol=0)
     assert posterior.mean.shape == (2, 4, 8, 6)
-    assert torch.equal(family.normalise(posterior.mean), posterior.mean * 0.18215)
+    assert torch.equal(family.vae.normalise(posterior.mean), posterior.mean * 0.18215)
 
 
 def test_a_shift_is_taken_off_before_the_scaling(tiny_sd: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_sd, tmp_path / "shifted")
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shift_factor": 0.5, "scaling_factor": 2.0}))
-    assert torch.equal(detect(folder).normalise(torch.tensor([1.0, 0.5])), torch.tensor([1.0, 0.0]))
+    assert torch.equal(load_family(folder).vae.normalise(torch.tensor([1.0, 0.5])), torch.tensor([1.0, 0.0]))
 
 
-def _formula(family: Family, latent, noise, timestep: int):
+def _formula(family: WorkerFamily, latent, noise, timestep: int):
     """Signal and noise rates of the scaled linear schedule, in float64, by hand."""
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     signal = np.cumprod(1 - betas)[timestep]
@@ -156,46 +157,46 @@ def _formula(family: Family, latent, noise, timestep: int):
 
 @pytest.mark.parametrize("kind", ["family", "v_family"])
 def test_noise_and_target_follow_the_formulas(kind: str, request: pytest.FixtureRequest) -> None:
-    family: Family = request.getfixturevalue(kind)
-    scheduler = family.load_noise_scheduler()
+    family: WorkerFamily = request.getfixturevalue(kind)
+    scheduler = family.noise.load_scheduler()
     generator = torch.Generator().manual_seed(2)
     latent, noise = (torch.randn(1, 4, 8, 8, generator=generator) for _ in range(2))
     for timestep in (0, 321, 999):
         a, s = _formula(family, latent, noise, timestep)
         times = torch.tensor([timestep])
         torch.testing.assert_close(
-            family.add_noise(scheduler, latent, noise, times), a * latent + s * noise, rtol=0, atol=1e-5
+            family.noise.add_noise(scheduler, latent, noise, times), a * latent + s * noise, rtol=0, atol=1e-5
         )
         expected = noise if kind == "family" else a * noise - s * latent
         torch.testing.assert_close(
-            family.target(scheduler, latent, noise, times), expected, rtol=0, atol=1e-5
+            family.noise.target(scheduler, latent, noise, times), expected, rtol=0, atol=1e-5
         )
 
 
-def test_uniform_numbers_become_each_timestep_equally(family: Family) -> None:
-    scheduler = family.load_noise_scheduler()
+def test_uniform_numbers_become_each_timestep_equally(family: WorkerFamily) -> None:
+    scheduler = family.noise.load_scheduler()
     uniform = torch.arange(4000, dtype=torch.float64) / 4000
-    timesteps = family.timesteps(scheduler, uniform, (4, 8, 8))
+    timesteps = family.noise.timesteps(scheduler, uniform, (4, 8, 8))
     assert timesteps.dtype == torch.int64
     assert torch.equal(torch.bincount(timesteps), torch.full((1000,), 4))
 
 
-def test_a_prediction_is_the_unet_called_by_hand(family: Family) -> None:
-    unet = family.load_denoiser("float32", "cpu")
+def test_a_prediction_is_the_unet_called_by_hand(family: WorkerFamily) -> None:
+    unet = family.denoiser.load("float32", "cpu")
     noisy, text = torch.ones(2, 4, 8, 8), torch.ones(2, 77, 32)
     times = torch.tensor([5, 900])
     with torch.no_grad():
-        predicted = family.predict(unet, noisy, times, {"text_embedding": text})
+        predicted = family.denoiser.predict(unet, noisy, times, {"text_embedding": text})
         assert torch.equal(predicted, unet(noisy, times, text, return_dict=False)[0])
     assert predicted.shape == noisy.shape
     assert not any(parameter.requires_grad for parameter in unet.parameters())
 
 
-def test_a_picture_is_that_of_the_whole_pipeline(family: Family, tiny_sd: Path) -> None:
-    encoders = family.load_text_encoders("float32", "cpu")
-    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
-    pipeline = family.load_pipeline(dtype="float32", device="cpu")
-    drawn = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
+def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, tiny_sd: Path) -> None:
+    encoders = family.text.load("float32", "cpu")
+    text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
+    drawn = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
     whole = StableDiffusionPipeline.from_pretrained(tiny_sd)
     expected = whole(
         "a cat", height=64, width=64, num_inference_steps=2, generator=torch.Generator().manual_seed(7)
@@ -205,8 +206,8 @@ def test_a_picture_is_that_of_the_whole_pipeline(family: Family, tiny_sd: Path) 
     assert np.asarray(drawn).std() > 1
 
 
-def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: Family) -> None:
-    unet = family.load_denoiser("float32", "cpu")
+def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: WorkerFamily) -> None:
+    unet = family.denoiser.load("float32", "cpu")
     modules = [name for name, _ in unet.named_modules() if name.endswith(tuple(family.lora_targets()))]
     assert len(modules) == 4 * 8
     assert len({family.kohya_layer(name).key for name in modules}) == len(modules)
@@ -237,11 +238,11 @@ def test_comfyui_keys_are_the_blocks_of_the_published_unet(
     folder = shutil.copytree(tiny_sd, tmp_path / "wide")
     path = folder / "unet" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "layers_per_block": 2}))
-    key = detect(folder).comfyui_key(f"{module}.transformer_blocks.0.attn1.to_q")
+    key = load_family(folder).comfyui_key(f"{module}.transformer_blocks.0.attn1.to_q")
     assert key == f"diffusion_model.{original}.transformer_blocks.0.attn1.to_q"
 
 
-def test_a_module_without_an_original_name_is_an_error(family: Family) -> None:
+def test_a_module_without_an_original_name_is_an_error(family: WorkerFamily) -> None:
     with pytest.raises(FamilyError, match="conv_in"):
         family.comfyui_key("conv_in")
 
@@ -251,4 +252,4 @@ def test_a_prediction_type_that_cannot_be_trained_is_an_error(tiny_sd: Path, tmp
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "prediction_type": "sample"}))
     with pytest.raises(FamilyError, match="sample"):
-        detect(folder).prediction_type()
+        load_family(folder).prediction_type()

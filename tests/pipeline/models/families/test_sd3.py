@@ -11,7 +11,8 @@ from diffusers import StableDiffusion3Pipeline
 from demo.tiny_models import make_tiny_sd3
 from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
-from pipeline.models.families import Family, Layer, detect
+from pipeline.models.families import Layer
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -76,20 +77,20 @@ def test_the_whole_job_equals_diffusers_without_t5_and_with_dual_attention(
 
 
 @pytest.fixture(scope="module")
-def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
+def family(tmp_path_factory: pytest.TempPathFactory) -> WorkerFamily:
     folder = tmp_path_factory.mktemp("base")
     make_tiny_sd3(folder)
-    return detect(folder)
+    return load_family(folder)
 
 
 def test_without_t5_its_tokens_are_zeros_as_diffusers_has_them(tmp_path: Path) -> None:
     make_tiny_sd3(tmp_path, t5_encoder=False)
-    family = detect(tmp_path)
+    family = load_family(tmp_path)
     assert family.max_length() == 77
     assert [part.role for part in family.parts("text")] == [
         "tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"
     ]  # fmt: skip
-    encoded = family.encode_caption(family.load_text_encoders("float32", "cpu"), "cat " * 80)
+    encoded = family.text.encode_caption(family.text.load("float32", "cpu"), "cat " * 80)
     pipe = StableDiffusion3Pipeline.from_pretrained(tmp_path, text_encoder_3=None, tokenizer_3=None)
     with torch.no_grad():
         expected = pipe.encode_prompt("cat " * 80, None, None, do_classifier_free_guidance=False)[0][0]
@@ -98,21 +99,21 @@ def test_without_t5_its_tokens_are_zeros_as_diffusers_has_them(tmp_path: Path) -
     assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (82, 5, 4 * 75)
 
 
-def test_a_caption_is_cut_only_where_t5_ends_too(family: Family) -> None:
-    encoders = family.load_text_encoders("float32", "cpu")
-    short = family.encode_caption(encoders, "cat " * 80)
+def test_a_caption_is_cut_only_where_t5_ends_too(family: WorkerFamily) -> None:
+    encoders = family.text.load("float32", "cpu")
+    short = family.text.encode_caption(encoders, "cat " * 80)
     assert (short.num_cut, short.cut_from) == (0, None)
-    long = family.encode_caption(encoders, "cat " * 300)
+    long = family.text.encode_caption(encoders, "cat " * 300)
     assert (long.num_tokens, long.num_cut, long.cut_from) == (301, 45, 4 * 255)
 
 
-def test_a_size_beyond_the_table_of_positions_is_an_error(family: Family) -> None:
+def test_a_size_beyond_the_table_of_positions_is_an_error(family: WorkerFamily) -> None:
     assert family.latent_shape(Size(192, 64)) == (16, 24, 8)
     with pytest.raises(BucketError, match="208x64"):
         family.latent_shape(Size(208, 64))
 
 
-def test_query_key_and_value_are_one_layer_of_kohyas(family: Family) -> None:
+def test_query_key_and_value_are_one_layer_of_kohyas(family: WorkerFamily) -> None:
     names = ("to_q", "to_k", "to_v")
     modules = tuple(f"transformer_blocks.1.attn.{name}" for name in names)
     assert family.kohya_layer(modules[1]) == Layer("lora_unet_joint_blocks_1_x_block_attn_qkv", modules)

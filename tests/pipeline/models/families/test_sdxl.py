@@ -15,8 +15,9 @@ from diffusers import StableDiffusionXLImg2ImgPipeline, StableDiffusionXLPipelin
 from demo.tiny_models import make_tiny_sdxl
 from pipeline.errors import FamilyError
 from pipeline.images.geometry import Size
-from pipeline.models.families import Family, detect
 from pipeline.models.fingerprints import Fingerprints
+from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.loading import load_component
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.export.exporter import Exporter
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 
 @pytest.fixture(scope="module")
-def family(tiny_sdxl: Path) -> Family:
-    return detect(tiny_sdxl)
+def family(tiny_sdxl: Path) -> WorkerFamily:
+    return load_family(tiny_sdxl)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +95,7 @@ def test_the_whole_job_equals_diffusers_where_all_weights_are_of_a_variant(
 
 
 def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprint_under_either_name(
-    family: Family, tiny_sdxl: Path, tmp_path: Path
+    family: WorkerFamily, tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(tiny_sdxl, tmp_path / "other")
     pipe = StableDiffusionXLPipeline.from_pretrained(other)
@@ -105,10 +106,10 @@ def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprin
         assert len(list((other / role).glob("*.bf16-0000?-of-*.safetensors"))) > 1
     vae = other / "vae" / "diffusion_pytorch_model.safetensors"
     vae.rename(vae.with_suffix(".fp16.safetensors"))
-    changed, hashes = detect(other), Fingerprints(tmp_path)
+    changed, hashes = load_family(other), Fingerprints(tmp_path)
     for role in ("unet", "text_encoder", "vae"):
         expected, got = (
-            each.load_component(role, "float32", "cpu").state_dict() for each in (family, changed)
+            load_component(each, role, "float32", "cpu").state_dict() for each in (family, changed)
         )
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert hashes.of(changed.parts("latents")) == hashes.of(family.parts("latents"))
@@ -143,16 +144,16 @@ def test_the_whole_job_equals_diffusers_where_each_channel_has_a_mean_and_a_devi
 
 
 def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_give_other_keys(
-    family: Family, tmp_path: Path
+    family: WorkerFamily, tmp_path: Path
 ) -> None:
     ChannelCase().make(tmp_path)
-    changed = detect(tmp_path)
+    changed = load_family(tmp_path)
     assert changed.method_of_latents() != family.method_of_latents() == family.latent_method
-    vae, draw = changed.load_vae("float32", "cpu"), torch.Generator().manual_seed(1)
+    vae, draw = changed.vae.load("float32", "cpu"), torch.Generator().manual_seed(1)
     pixels = torch.rand(1, 3, 64, 64, generator=draw) * 2 - 1
-    posterior = changed.posterior(vae, pixels)
+    posterior = changed.vae.posterior(vae, pixels)
     raw = posterior.mean + posterior.std * torch.randn(1, 4, 8, 8, generator=draw.manual_seed(2))
-    latent = changed.normalise(raw)
+    latent = changed.vae.normalise(raw)
     pipe: Any = StableDiffusionXLImg2ImgPipeline.from_pretrained(tmp_path, add_watermarker=False)
     told = {"generator": draw.manual_seed(2), "add_noise": False, "dtype": torch.float32, "device": "cpu"}
     with torch.no_grad():
@@ -161,22 +162,22 @@ def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_giv
     pipe = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
     picture = pipe("a cat", **size, callback_on_step_end=lambda *_: {"latents": latent}).images
-    decoded = (changed.decode(vae, latent) / 2 + 0.5).clamp(0, 1)
+    decoded = (changed.vae.decode(vae, latent) / 2 + 0.5).clamp(0, 1)
     assert decoded.std() > 0.01
     torch.testing.assert_close(decoded, picture, rtol=0, atol=1e-5)
 
 
-def test_a_picture_is_that_of_the_whole_pipeline(family: Family, whole: Any) -> None:
-    encoders = family.load_text_encoders("float32", "cpu")
-    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
-    pipeline = family.load_pipeline(dtype="float32", device="cpu")
-    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, whole: Any) -> None:
+    encoders = family.text.load("float32", "cpu")
+    text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
+    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     np.testing.assert_allclose(np.asarray(own) / 255, drawn(whole), atol=0.6 / 255)
 
 
-def test_what_a_caption_loses_is_counted(family: Family) -> None:
-    encoders = family.load_text_encoders("float32", "cpu")
-    encoded = family.encode_caption(encoders, "cat " * 80)
+def test_what_a_caption_loses_is_counted(family: WorkerFamily) -> None:
+    encoders = family.text.load("float32", "cpu")
+    encoded = family.text.encode_caption(encoders, "cat " * 80)
     assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (82, 5, 4 * 75)
 
 
@@ -191,18 +192,18 @@ def test_a_schedule_that_cannot_be_trained_is_an_error(
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(FamilyError, match=said):
-        detect(folder).prediction_type()
+        load_family(folder).prediction_type()
 
 
-def test_a_module_that_kohya_has_no_name_for_is_an_error(family: Family) -> None:
+def test_a_module_that_kohya_has_no_name_for_is_an_error(family: WorkerFamily) -> None:
     with pytest.raises(FamilyError, match="no name in the original"):
         family.kohya_layer("add_embedding.linear_1")
 
 
 def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
-    family: Family, tiny_sdxl: Path, tmp_path: Path
+    family: WorkerFamily, tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    unet: Any = family.load_denoiser("float32", "cpu")
+    unet: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings(rank=2, alpha=2.0, modules=("*.time_emb_proj", "*.conv_shortcut"), conv_rank=2)
     add_lora(unet, settings, targets=family.lora_targets(), seed=1)
     for weight in trainable_weights(unet):
@@ -221,7 +222,7 @@ def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
     } <= keys
 
 
-def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
+def test_a_large_size_is_told_exactly_in_half_precision(family: WorkerFamily) -> None:
     told: list[torch.Tensor] = []
 
     class Listening(torch.nn.Module):
@@ -235,7 +236,7 @@ def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
         "text_embedding": torch.ones(1, 77, 72).bfloat16(),
         "pooled_text_embedding": torch.ones(1, 48).bfloat16(),
     }
-    family.predict(Listening(), torch.ones(1, 4, 8, 8), torch.tensor([5]), conditions)
+    family.denoiser.predict(Listening(), torch.ones(1, 4, 8, 8), torch.tensor([5]), conditions)
     assert told[0].dtype == torch.float32
     assert told[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
 
@@ -243,9 +244,9 @@ def test_a_large_size_is_told_exactly_in_half_precision(family: Family) -> None:
 def test_detection_goes_by_the_pipeline_class_and_an_unknown_one_lists_the_families(
     tiny_sdxl: Path, tmp_path: Path
 ) -> None:
-    assert detect(tiny_sdxl).name == "Stable Diffusion XL"
+    assert load_family(tiny_sdxl).name == "Stable Diffusion XL"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NobodysPipeline"}))
     with pytest.raises(FamilyError, match="NobodysPipeline") as caught:
-        detect(tmp_path)
+        load_family(tmp_path)
     assert "StableDiffusionXLPipeline" in caught.value.fix
     assert "StableDiffusionPipeline" in caught.value.fix

@@ -9,7 +9,7 @@ import torch
 from diffusers import ZImagePipeline
 
 from demo.tiny_models import make_tiny_z_image
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.whole_job import Case
 
@@ -55,11 +55,11 @@ def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
 @pytest.mark.parametrize("words", [3, 600])
 def test_what_a_caption_loses_is_counted_inside_of_the_template(tmp_path: Path, words: int) -> None:
     make_tiny_z_image(tmp_path)
-    family = detect(tmp_path)
-    encoders = family.load_text_encoders("float32", "cpu")
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
     caption = " cat" * words
-    encoded = family.encode_caption(encoders, caption)
-    frame = family.encode_caption(encoders, "").num_tokens
+    encoded = family.text.encode_caption(encoders, caption)
+    frame = family.text.encode_caption(encoders, "").num_tokens
     assert encoded.num_tokens == words + frame
     assert encoded.num_cut == max(0, words + frame - 512)
     before = len(encoders.tokenizer("<|im_start|>user\n").input_ids)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import Entries
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
-from pipeline.models.families import Family, detect
-from pipeline.models.families.diffusers_family import DiffusersFamily
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.processes.launch import Meanwhile
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import recipe_from_mapping
@@ -118,14 +117,14 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     recipe = recipe_from_mapping("demo", settings(folder, photos, base))
     tables, launch = Tables(recipe.output_dir), Here(encode)
     entries, order = whole_job(recipe, tables, launch)
+    family = load_family(base)
     pipe = case.pipeline(base)
     pipe.set_progress_bar_config(disable=True)
     for row in tables.read("vae_latents").to_dicts():
         check_latent(case, row, photos, entries, pipe)
-    check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, pipe)
+    check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, family, pipe)
     for caption in [*tables.read("text_embeddings")["caption"], ""]:
-        check_text(case, caption, entries, pipe)
-    family = cast("DiffusersFamily", detect(base))
+        check_text(case, caption, entries, family, pipe)
     check_cut(family)
     check_step(case, order, family, pipe)
     check_lengths(order, family)
@@ -186,9 +185,10 @@ def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries
     torch.testing.assert_close(stored, expected[0], **TOLERANCE)
 
 
-def check_decoding(case: Case, row: dict[str, Any], entries: Entries, pipe: Any) -> None:
+def check_decoding(
+    case: Case, row: dict[str, Any], entries: Entries, family: WorkerFamily, pipe: Any
+) -> None:
     """A latent of the store becomes the picture that the pipeline draws where its last step ends in it."""
-    family = entries.family
     latent = entries.store.read_torch(entries.latent(row))["latent"][None]
     height, width = Geometry.from_row(row).target_size
 
@@ -204,33 +204,33 @@ def check_decoding(case: Case, row: dict[str, Any], entries: Entries, pipe: Any)
     size = {"height": height, "width": width, "num_inference_steps": 1}
     given = {**size, **case.drawing, "callback_on_step_end": replaced, "output_type": "pt"}
     expected = pipe(prompt="a cat", **given, return_dict=False)[0]
-    decoded = family.decode(family.load_vae("float32", "cpu"), latent)
+    decoded = family.vae.decode(family.vae.load("float32", "cpu"), latent)
     assert decoded.shape == (1, 3, height, width)
     assert decoded.std() > 0.01
     torch.testing.assert_close((decoded / 2 + 0.5).clamp(0, 1), expected, **TOLERANCE)
-    raw = family.denormalise(latent)
-    torch.testing.assert_close(family.normalise(raw), latent, **TOLERANCE)
+    raw = family.vae.denormalise(latent)
+    torch.testing.assert_close(family.vae.normalise(raw), latent, **TOLERANCE)
 
 
-def check_text(case: Case, caption: str, entries: Entries, pipe: Any) -> None:
+def check_text(case: Case, caption: str, entries: Entries, family: WorkerFamily, pipe: Any) -> None:
     stored = entries.store.read_torch(entries.text(caption))
     with torch.no_grad():
         expected = case.embed(pipe, caption)
-    if entries.family.text_padding == "masked":
+    if family.text_padding == "masked":
         length = int(expected["text_mask"].sum())
-        assert len(stored["text_embedding"]) == length < entries.family.max_length()
+        assert len(stored["text_embedding"]) == length < family.max_length()
         expected |= {name: expected[name][:, :length] for name in ("text_embedding", "text_mask")}
-    conditions = entries.family.stack_texts([stored])
+    conditions = family.text.stack([stored])
     assert set(conditions) == set(expected)
     for name, tensor in conditions.items():
         torch.testing.assert_close(tensor, expected[name].float(), **TOLERANCE)
 
 
-def check_cut(family: DiffusersFamily) -> None:
+def check_cut(family: WorkerFamily) -> None:
     """What a caption is said to lose makes no difference, and the word before it does."""
-    encoders = family.load_text_encoders("float32", "cpu")
+    encoders = family.text.load("float32", "cpu")
     caption = "cat " * (family.max_length() + 20)
-    encoded = family.encode_caption(encoders, caption)
+    encoded = family.text.encode_caption(encoders, caption)
     cut = encoded.cut_from
     assert cut is not None
     kept, lost = caption[:cut], caption[cut:]
@@ -239,21 +239,21 @@ def check_cut(family: DiffusersFamily) -> None:
     for other, same in ((kept + lost.replace("cat", "cup"), True), (before + "cup" + rest + lost, False)):
         assert word == "cat"
         assert len(other) == len(caption)
-        tensors = family.encode_caption(encoders, other).tensors
+        tensors = family.text.encode_caption(encoders, other).tensors
         assert all(torch.equal(tensors[name], encoded.tensors[name]) for name in tensors) == same
 
 
-def check_drawing(case: Case, family: DiffusersFamily, pipe: Any) -> None:
+def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     """A preview is the picture that the whole pipeline draws of the same words."""
-    encoders = family.load_text_encoders("float32", "cpu")
-    text, empty = (family.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
-    pipeline = family.load_pipeline(dtype="float32", device="cpu")
-    own = family.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    encoders = family.text.load("float32", "cpu")
+    text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
+    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     expected = drawn(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
     np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
 
 
-def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
+def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
     """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
@@ -261,7 +261,7 @@ def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
     with torch.no_grad():
         noisy = case.noisy(pipe, micro)
         expected = case.predict(pipe, noisy, micro)
-        got = family.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
+        got = family.denoiser.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
         losses = engine.losses(micro, engine.denoiser)
     assert got.shape == micro.latent.shape
     assert got.std() > 1e-3
@@ -271,34 +271,34 @@ def check_step(case: Case, order: Any, family: Family, pipe: Any) -> None:
     check_checkpointing(family, engine, micro)
 
 
-def check_lengths(order: Any, family: DiffusersFamily) -> None:
+def check_lengths(order: Any, family: WorkerFamily) -> None:
     """A short caption, a long one and none in one batch get the answers that each gets alone."""
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
     one = next(iter(order.plan())).micro_batches[0][0][0]
     micro = maker.make(0, (one,) * 3)
-    encoders = family.load_text_encoders("float32", "cpu")
-    texts = [family.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
+    encoders = family.text.load("float32", "cpu")
+    texts = [family.text.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]
     lengths = {len(text["text_embedding"]) for text in texts}
     assert (len(lengths) == 1) == (family.text_padding == "stored")
     sizes = {name: micro.conditions[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")}
     with torch.no_grad():
-        together = family.predict(
-            engine.denoiser, micro.latent, micro.timesteps, family.stack_texts(texts) | sizes
+        together = family.denoiser.predict(
+            engine.denoiser, micro.latent, micro.timesteps, family.text.stack(texts) | sizes
         )
         for at, text in enumerate(texts):
-            alone = family.stack_texts([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
+            alone = family.text.stack([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
             its = slice(at, at + 1)
-            answer = family.predict(engine.denoiser, micro.latent[its], micro.timesteps[its], alone)
+            answer = family.denoiser.predict(engine.denoiser, micro.latent[its], micro.timesteps[its], alone)
             torch.testing.assert_close(together[its], answer, **TOLERANCE)
 
 
-def check_checkpointing(family: Family, engine: Engine, micro: MicroInput) -> None:
+def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput) -> None:
     """Activations computed a second time give the same gradients, to the bit."""
     found: list[list[torch.Tensor]] = []
     for again in (False, True):
         if again:
-            family.recompute_activations(engine.denoiser)
+            family.denoiser.recompute_activations(engine.denoiser)
         engine.losses(micro, engine.denoiser).sum().backward()
         found.append([weight.grad for weight in engine.weights if weight.grad is not None])
         for weight in engine.weights:
@@ -308,7 +308,7 @@ def check_checkpointing(family: Family, engine: Engine, micro: MicroInput) -> No
     assert any(bool(gradient.any()) for gradient in found[0])
 
 
-def check_files(case: Case, lora: Path, pipe: Any, family: Family) -> None:
+def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None:
     plain = drawn(case, pipe)
     own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
     golden = golden_keys(case, pipe, family.denoiser_name)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe.locate import dotted
 from pipeline.recipe.mistakes import find_mistakes
 from pipeline.trained_lora.worker.base_model import quantization
@@ -26,7 +26,7 @@ HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 def made(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
     order = project.changed("-".join(["made", *training]), **training).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     with torch.no_grad():
         for number, weight in enumerate(engine.weights):
@@ -126,7 +126,7 @@ def test_packed_weights_answer_almost_the_same_train_and_export(
     assert not torch.equal(again, losses)
     for one, other in zip(found, expected, strict=True):
         assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.98
-    exported = Exporter(detect(project.order().base), "demo", {}).export(engine.denoiser, tmp_path)
+    exported = Exporter(load_family(project.order().base), "demo", {}).export(engine.denoiser, tmp_path)
     assert max(file.max_error for file in exported) < 1e-6
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from demo.tiny_models import TINY
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import AccelerateSettings
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.engine import Engine
@@ -81,7 +81,7 @@ def test_a_model_whose_last_text_layers_answer_nobody_trains_with_several_proces
     tiny_bases["qwen"] = tmp_path / "qwen"
     lora = {"rank": 4, "targets": "blocks"}
     order = make_project(prediction="qwen", gradient_accumulation=1, lora=lora).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     engine._model = exchanging(engine.denoiser, engine.accelerator)
     maker = MicroBatchMaker(order, family, engine.scheduler)

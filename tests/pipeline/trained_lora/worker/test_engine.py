@@ -12,7 +12,7 @@ from peft import LoraConfig
 
 from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 
 def engine_of(order: TrainingJob) -> Engine:
-    return Engine(order, detect(order.base))
+    return Engine(order, load_family(order.base))
 
 
 def inputs_of(order: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
-    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
@@ -195,8 +195,8 @@ def test_R10_trained_weights_are_float32_and_the_base_is_bfloat16_and_stays_as_i
 def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Callable[..., Project]) -> None:
     project = make_project(sizes={"64x64": 8}, steps=2, batch_size=4, gradient_accumulation=1)
     order = project.order()
-    family = detect(order.base)
-    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    family = load_family(order.base)
+    maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
     share = order.plan()[0].micro_batches[0][0]
     together = maker.make(0, share)
     alone = [maker.make(0, (slot,)) for slot in share]
@@ -209,8 +209,8 @@ def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Ca
 
 def test_dropped_captions_are_replaced_by_the_empty_one(make_project: Callable[..., Project]) -> None:
     order = make_project(dropout=1.0).order()
-    family = detect(order.base)
-    maker = MicroBatchMaker(order, family, family.load_noise_scheduler())
+    family = load_family(order.base)
+    maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
     micro = maker.make(0, order.plan()[0].micro_batches[0][0])
     empty = Store(order.recipe.cache_dir).read_torch(order.empty_text)["text_embedding"].float()
     assert all(torch.equal(row, empty) for row in micro.conditions["text_embedding"])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 import pytest
 
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker.engine import Engine
@@ -30,7 +30,7 @@ def shuffled(order: TrainingJob) -> TrainingJob:
 
 def losses(order: TrainingJob) -> tuple[float, float, float]:
     """The loss at fixed noise before training; afterwards, with the captions trained; with others."""
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     true = Validation(order, family, order.inputs)
     other = Validation(shuffled(order), family, order.inputs)

@@ -13,7 +13,7 @@ import torch
 
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import StoreError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 def maker_of(order: TrainingJob) -> MicroBatchMaker:
-    family = detect(order.base)
-    return MicroBatchMaker(order, family, family.load_noise_scheduler())
+    family = load_family(order.base)
+    return MicroBatchMaker(order, family, family.noise.load_scheduler())
 
 
 def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[..., Project]) -> None:

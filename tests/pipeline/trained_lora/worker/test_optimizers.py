@@ -155,16 +155,16 @@ def test_R01_a_cut_run_goes_on_bit_for_bit_with_every_optimizer(
 
 
 def engine_of(order: Any) -> Engine:
-    from pipeline.models.families import detect
+    from pipeline.models.worker.family import load_family
 
-    return Engine(order, detect(order.base))
+    return Engine(order, load_family(order.base))
 
 
 def step_of(engine: Engine, order: Any, step: int) -> None:
-    from pipeline.models.families import detect
+    from pipeline.models.worker.family import load_family
     from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
     batch = order.plan()[step]
-    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
     made = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
     engine.step(batch, iter(made), stop=False)

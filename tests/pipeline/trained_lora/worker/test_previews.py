@@ -12,8 +12,8 @@ from PIL import Image
 
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
-from pipeline.models.families import detect
 from pipeline.models.families.diffusers_family import unpacked_weight
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.previews import draw_previews
@@ -26,7 +26,7 @@ def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(sample_every=2).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     warnings: list[str] = []
     first = draw_previews(order, family, engine, step=2, warn=warnings.append)
@@ -47,7 +47,7 @@ def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
 
 def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     Store(order.recipe.cache_dir).path(order.prompts[0].text).unlink()
     warnings: list[str] = []
@@ -62,16 +62,16 @@ def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     order = make_project(sample_every=2).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
-    load, loaded = family.load_vae, list[weakref.ref[Any]]()
+    load, loaded = family.vae.load, list[weakref.ref[Any]]()
 
     def remembered(*arguments: Any) -> Any:
         vae = load(*arguments)
         loaded.append(weakref.ref(vae))
         return vae
 
-    monkeypatch.setattr(family, "load_vae", remembered)
+    monkeypatch.setattr(family.vae, "load", remembered)
     if fails:
         Store(order.recipe.cache_dir).path(order.prompts[1].text).unlink()
     drawn = draw_previews(order, family, engine, step=2, warn=print)
@@ -80,7 +80,7 @@ def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
 
 
 def test_a_pipeline_s_vae_is_gone_with_the_pipeline(make_project: Callable[..., Project]) -> None:
-    pipeline = detect(make_project().order().base).load_pipeline(dtype="float32", device="cpu")
+    pipeline = load_family(make_project().order().base).drawing.load_pipeline(dtype="float32", device="cpu")
     vae = weakref.ref(pipeline.vae)
     gc.disable()
     try:
@@ -100,15 +100,15 @@ def test_a_picture_is_decoded_in_float32_though_training_computes_in_half_precis
 ) -> None:
     """SDXL's VAE overflows in float16, and the picture would be black."""
     order = make_project(sample_every=2).order()
-    family = detect(order.base)
-    pipeline = family.load_pipeline(dtype="float32", device="cpu")
+    family = load_family(order.base)
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     seen: list[torch.dtype] = []
     pipeline.vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(
         lambda module, inputs, output: seen.append(output.dtype)
     )
     text = read_entry(Store(order.recipe.cache_dir), order.prompts[0].text, "a prompt")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        family.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
+        family.drawing.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
     assert seen == [torch.float32]
 
 

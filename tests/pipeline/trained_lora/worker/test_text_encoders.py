@@ -17,7 +17,7 @@ from demo.tiny_models import TINY
 from pipeline.cache.requests import Entries
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
 from pipeline.storage.tables import Tables
@@ -52,7 +52,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 
 def inputs_of(order: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
     batch = order.plan()[step]
-    maker = MicroBatchMaker(order, detect(order.base), engine.scheduler)
+    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
@@ -65,7 +65,7 @@ def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = make_project(steps=2).order()
-    family = detect(order.base)
+    family = load_family(order.base)
 
     def loads(*_: Any) -> Any:
         pytest.fail("a VAE or a text encoder was loaded")
@@ -89,9 +89,9 @@ def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     order = project_of(make_project, prediction, dropout=0.5).order()
-    engine, family = engine_of(order), detect(order.base)
+    engine, family = engine_of(order), load_family(order.base)
     assert engine.text is not None
-    plain = family.load_text_encoders("float32", "cpu")
+    plain = family.text.load("float32", "cpu")
     told = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
     assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(told[0].conditions), "no cache is read"
     captions = {caption for micro in told for caption in micro.captions}
@@ -100,7 +100,7 @@ def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
     for micro in told[:3]:
         embedded = engine.text.embed(micro.captions)
         for number, caption in enumerate(micro.captions):
-            expected = family.encode_caption(plain, caption).tensors
+            expected = family.text.encode_caption(plain, caption).tensors
             assert set(embedded) == set(expected) == set(family.text_shapes())
             for name, tensor in expected.items():
                 assert embedded[name].requires_grad
@@ -283,7 +283,7 @@ def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a
     make_project: Callable[..., Project],
 ) -> None:
     order = project_of(make_project).order()
-    engine, family = engine_of(order), detect(order.base)
+    engine, family = engine_of(order), load_family(order.base)
     validation = Validation(order, family, order.inputs[:1])
     losses = [validation.loss(engine).mean]
     with engine.evaluation():

@@ -8,7 +8,7 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from pipeline.cache.store import Store
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.plan.seeding import stream
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
@@ -26,7 +26,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(datasets=HALF, batch_size=3).order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     found = Validation(order, family, order.inputs.held_out).loss(engine)
     assert set(found.by_sample) == {item.variant_id for item in order.inputs.held_out}
@@ -63,7 +63,7 @@ def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_no
     order = project.order()
     found = []
     for each in (order, other):
-        family = detect(each.base)
+        family = load_family(each.base)
         engine = Engine(each, family)
         before = adapter_state(engine.denoiser)
         validation = Validation(each, family, each.inputs.held_out)
@@ -80,7 +80,7 @@ def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project().order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
     slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
@@ -96,6 +96,6 @@ def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with
     with engine.evaluation():
         adapted = engine._answer(micro, engine.scheduler)
         unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
-        noisy = family.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
+        noisy = family.noise.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
         plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
     assert moved[1] == pytest.approx(float((adapted - plain).norm() / plain.norm()), rel=1e-4)

@@ -19,7 +19,7 @@ from pipeline.encoding.jobs import Job, Order, write_order
 from pipeline.encoding.outcome import Encoded, Failure
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
-from pipeline.models.families import Posterior
+from pipeline.models.worker.parts import Posterior
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 
@@ -76,7 +76,7 @@ def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentE
 def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = float("inf")) -> list[int]:
     """Record the images of each forward pass; more than `limit`, or of more pixels, run out of memory."""
     sizes: list[int] = []
-    inner = encoder._family.posterior
+    inner = encoder._family.vae.posterior
 
     def posterior(vae, pixels) -> Posterior:
         sizes.append(len(pixels))
@@ -84,7 +84,7 @@ def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = f
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return inner(vae, pixels)
 
-    encoder._family.posterior = posterior  # type: ignore[method-assign]
+    encoder._family.vae.posterior = posterior  # type: ignore[method-assign]
     return sizes
 
 
@@ -145,7 +145,7 @@ def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
 ) -> None:
     encoder = encoder_of(order, listener)
     encoder._passes.overlap = 1
-    inner = encoder._family.posterior
+    inner = encoder._family.vae.posterior
     passes: list[int] = []
 
     def until_the_last(vae, pixels) -> Posterior:
@@ -154,7 +154,7 @@ def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
             torch.empty(2**60, dtype=torch.uint8)
         return inner(vae, pixels)
 
-    encoder._family.posterior = until_the_last  # type: ignore[method-assign]
+    encoder._family.vae.posterior = until_the_last  # type: ignore[method-assign]
     ended: list[str] = []
     with pytest.raises(LaunchError, match="memory ran out"):
         ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
@@ -269,13 +269,13 @@ def test_L05_where_a_plain_picture_is_encoded_well_the_images_are_to_blame(
 ) -> None:
     """As on the second run of a dataset whose few rejected images are all that is missing."""
     encoder = encoder_of(order, listener)
-    inner = encoder._family.posterior
+    inner = encoder._family.vae.posterior
 
     def only_plain(vae, pixels) -> Posterior:
         answer = inner(vae, pixels)
         return answer if pixels.std() == 0 else Posterior(answer.mean * float("nan"), answer.std)
 
-    encoder._family.posterior = only_plain  # type: ignore[method-assign]
+    encoder._family.vae.posterior = only_plain  # type: ignore[method-assign]
     outcomes = [outcome for _, outcome in encoder.encoded(order.jobs, Store(order.store_root))]
     assert [outcome.reason for outcome in outcomes if isinstance(outcome, Failure)] == [
         "latent_not_finite"
@@ -286,13 +286,13 @@ def test_L03_a_vae_of_another_shape_than_its_configuration_says_is_an_error_at_o
     order: Order, listener: Listener
 ) -> None:
     encoder = encoder_of(order, listener)
-    inner = encoder._family.posterior
+    inner = encoder._family.vae.posterior
 
     def halved(vae, pixels) -> Posterior:
         answer = inner(vae, pixels)
         return Posterior(answer.mean[..., ::2], answer.std[..., ::2])
 
-    encoder._family.posterior = halved  # type: ignore[method-assign]
+    encoder._family.vae.posterior = halved  # type: ignore[method-assign]
     with pytest.raises(ModelError, match=r"shape \(4, \d+, \d+\) of \S+\.png, not of \(4, "):
         encode(encoder, order)
 

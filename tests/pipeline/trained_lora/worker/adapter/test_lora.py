@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import (
     adapter_state,
@@ -20,8 +20,8 @@ from tests.pipeline.trained_lora.adapters import delta_weights
 
 
 def adapted(base: Path, *, seed: int = 1, targets: list[str] | None = None, dtype: str = "float32") -> Any:
-    family = detect(base)
-    denoiser = cast("Any", family.load_denoiser(dtype, "cpu"))
+    family = load_family(base)
+    denoiser = cast("Any", family.denoiser.load(dtype, "cpu"))
     add_lora(denoiser, LoraSettings(rank=4, alpha=2.0), targets=targets or family.lora_targets(), seed=seed)
     return denoiser
 

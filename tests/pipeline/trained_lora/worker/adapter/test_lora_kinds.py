@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from demo.tiny_models import TINY, make_tiny_sd3
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.recipe.lora import lokr_shapes
 from pipeline.storage.tables import Tables
@@ -68,7 +68,7 @@ class Loose:
     def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
         settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
         self.order = project.changed("kind", lora=settings).order()
-        family = detect(self.order.base)
+        family = load_family(self.order.base)
         self.denoiser: Any = Engine(self.order, family).denoiser.eval()
         loosen(self.denoiser)
         self.exporter = Exporter(family, "demo", header_metadata(self.order, family))
@@ -275,7 +275,7 @@ def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_pa
     """Autocast keeps the weights that it has cast, whatever they are changed to meanwhile."""
     project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
     order = project.changed("half", mixed_precision="bf16").order()
-    family = detect(order.base)
+    family = load_family(order.base)
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
     slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
@@ -287,7 +287,7 @@ def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_pa
 
 def engine_error(order: TrainingJob) -> TrainingError:
     with pytest.raises(TrainingError) as caught:
-        Engine(order, detect(order.base))
+        Engine(order, load_family(order.base))
     return caught.value
 
 
@@ -329,8 +329,8 @@ def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
     tmp_path: Path, kind: str, lora: dict[str, Any]
 ) -> None:
     TINY[kind](tmp_path / "base")
-    family = detect(tmp_path / "base")
-    denoiser: Any = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path / "base")
+    denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     loosen(denoiser)
@@ -352,8 +352,8 @@ def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
 def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp_path: Path) -> None:
     """The weights of bitsandbytes' nf4 are columns of bytes, each of two numbers."""
     make_tiny_sd3(tmp_path)
-    family = detect(tmp_path)
-    denoiser: Any = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path)
+    denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.attn.to_q"]}')
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     plain = describe_modules(family, denoiser)
@@ -376,8 +376,8 @@ def test_what_kohyas_fused_layers_cannot_hold_is_refused(
     tmp_path: Path, lora: dict[str, Any], said: str
 ) -> None:
     make_tiny_sd3(tmp_path)
-    family = detect(tmp_path)
-    denoiser: Any = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path)
+    denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json(json.dumps(lora))
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     with pytest.raises(TrainingError, match=said):

@@ -10,7 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules, trainable_weights
 from pipeline.trained_lora.worker.adapter.svd_init import init_from_base_weights, largest_singular
@@ -21,8 +21,8 @@ SETTINGS = {"rank": 4, "alpha": 2.0}
 
 def begun(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tuple[Any, Any]:
     """A denoiser that begins so, and one without an adapter."""
-    family = detect(base)
-    denoiser: Any = family.load_denoiser(dtype, "cpu")
+    family = load_family(base)
+    denoiser: Any = family.denoiser.load(dtype, "cpu")
     plain = copy.deepcopy(denoiser)
     lora = LoraSettings(init=init, **{**SETTINGS, **settings})
     add_lora(denoiser, lora, targets=family.lora_targets(), seed=1)

@@ -9,7 +9,7 @@ import pytest
 
 from demo.tiny_models import TINY, make_tiny_sd3
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.targets import target_modules
 
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:Fut
 
 def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
     make_tiny_sd3(tmp_path)
-    family = detect(tmp_path)
-    denoiser = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path)
+    denoiser = family.denoiser.load("float32", "cpu")
     with pytest.raises(TrainingError, match="SD3Transformer2DModel have no convolutions"):
         target_modules(denoiser, LoraSettings(conv_rank=4), family.lora_targets())
 
@@ -31,8 +31,8 @@ def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", TINY)
 def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
     TINY[kind](tmp_path)
-    family = detect(tmp_path)
-    denoiser = family.load_denoiser("float32", "cpu")
+    family = load_family(tmp_path)
+    denoiser = family.denoiser.load("float32", "cpu")
     chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
     assert all(family.kohya_layer(name).key and family.comfyui_key(name) for name in chosen)
     assert not any("norm" in name or "embed" in name or "mod" in name for name in chosen)

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cache.requests import Entries
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, recipe_from_mapping
 from pipeline.recipe.load import project_root
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
@@ -36,7 +36,7 @@ def settings(**lora: Any) -> LoraSettings:
 
 def engine(project: Project, **lora: Any) -> Engine:
     order = project.changed("started", lora=settings(**lora)).order()
-    return Engine(order, detect(order.base))
+    return Engine(order, load_family(order.base))
 
 
 @pytest.fixture(params=KINDS)
@@ -51,7 +51,7 @@ def files(project: Project, folder: Path, **lora: Any) -> Engine:
     with torch.no_grad():
         for weight in made.weights:
             weight.copy_(weight + 0.2 * torch.rand(weight.shape, generator=rng))
-    Exporter(detect(project.order().base), "demo", {}).export(made.denoiser, folder)
+    Exporter(load_family(project.order().base), "demo", {}).export(made.denoiser, folder)
     return made
 
 

@@ -13,7 +13,7 @@ from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import Family, detect
+from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.export.lora_files import (
     ADAPTER_METADATA_KEY,
     LAYOUTS,
@@ -37,7 +37,7 @@ class Trained:
 
     def __init__(self, project: Project) -> None:
         self.order = project.order()
-        self.family: Family = detect(self.order.base)
+        self.family: WorkerFamily = load_family(self.order.base)
         self.engine = Engine(self.order, self.family)
         rng = torch.Generator().manual_seed(3)
         with torch.no_grad():

@@ -12,7 +12,7 @@ from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
 from safetensors.torch import load_file, save_file
 
 from pipeline.errors import TrainingError
-from pipeline.models.families import detect
+from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, read_lora_file
 from pipeline.trained_lora.worker.adapter.lora import adapter_state, collect
 from pipeline.trained_lora.worker.engine import Engine
@@ -36,7 +36,7 @@ class Exported:
     def __init__(self, project: Project, folder: Path) -> None:
         self.order = project.order()
         self.engine = loosened(engine_of(self.order))
-        self.exporter = Exporter(detect(self.order.base), "demo", {})
+        self.exporter = Exporter(load_family(self.order.base), "demo", {})
         self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
 
 
