@@ -1,1 +1,1 @@
-"""What exists: the Dagster assets, their checks, jobs, schedules and sensors."""
+"""The Dagster layer: assets, checks, jobs, schedules and sensors."""

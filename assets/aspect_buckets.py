@@ -1,32 +1,46 @@
 """aspect_buckets: the size each image is scaled and cropped to."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, MaterializeResult
+from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import step_name
 from assets.publishing import picture_metadata, publish
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
+from resources.failures import errors_as_failures
 
 DESCRIPTION = (
     "The bucket of each image: how it is scaled and cropped, as a pure function of its size and the settings."
 )
 
 
-def bucketed(recipe: Recipe, context: AssetExecutionContext, validated: Any) -> MaterializeResult[Any]:
-    """The geometry of every sample."""
-    from pipeline.aspect_buckets.report import write_bucket_report
-    from pipeline.aspect_buckets.stage import assign_buckets
+def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/aspect_buckets` with its checks."""
 
-    result = assign_buckets(recipe, validated, log=context.log.info)
-    pictures = write_bucket_report(recipe, result.table, log=context.log.info)
-    return publish(recipe, "aspect_buckets", result, pictures=picture_metadata(pictures))
+    @multi_asset(
+        name=step_name(recipe, "aspect_buckets"),
+        outs={TABLE: table_out(recipe, "aspect_buckets", description=DESCRIPTION, kinds={"polars"})},
+        ins={"validated": table_in(recipe, "validated_dataset", reader="aspect_buckets")},
+        check_specs=check_specs(recipe, "aspect_buckets"),
+        can_subset=True,
+    )
+    def aspect_buckets(
+        context: AssetExecutionContext, validated: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.aspect_buckets.report import write_bucket_report
+        from pipeline.aspect_buckets.stage import assign_buckets
 
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
 
-ASPECT_BUCKETS = AssetStep(
-    "aspect_buckets",
-    DESCRIPTION,
-    bucketed,
-    kinds=frozenset({"polars"}),
-    reads={"validated": "validated_dataset"},
-)
+            if context.selected_asset_keys:
+                result = assign_buckets(recipe, validated, log=context.log.info)
+                folder = write_bucket_report(recipe, result.table, log=context.log.info)
+                yield publish(recipe, "aspect_buckets", result, pictures=picture_metadata(folder))
+
+            yield from check_results(context, recipe, "aspect_buckets")
+
+    return aspect_buckets

@@ -1,4 +1,4 @@
-"""When the cache is brought up to date unasked: a schedule, and a sensor that watches the files."""
+"""Automatic cache updates: a schedule, and a sensor that watches the files of the datasets."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -8,7 +8,6 @@ from dagster import (
     DagsterRunStatus,
     DefaultScheduleStatus,
     DefaultSensorStatus,
-    JobDefinition,
     RunRequest,
     RunsFilter,
     ScheduleDefinition,
@@ -20,14 +19,13 @@ from dagster import (
     schedule,
     sensor,
 )
-from dagster._core.definitions.assets.job.asset_job import IMPLICIT_ASSET_JOB_NAME
 
-from assets.naming import RECIPE_TAG
+from assets.names import RECIPE_TAG
 from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Address
 
-_UNDER_WAY = [
+_IN_PROGRESS = [
     DagsterRunStatus.QUEUED,
     DagsterRunStatus.NOT_STARTED,
     DagsterRunStatus.STARTING,
@@ -37,61 +35,71 @@ _UNDER_WAY = [
 
 
 @dataclass(frozen=True)
-class Watch:
-    """What the sensor remembers between two looks.
+class SensorState:
+    """What the sensor stores between two ticks, as JSON in its cursor.
 
     Attributes:
-        seen: Fingerprint of the listing at the last look.
-        handled: Fingerprint for which the last run was asked; going back to an older one is a new state.
+        seen: Fingerprint of the files at the last tick.
+        handled: Fingerprint of the files for which a run was last requested. Files that return to an older
+            state are a change again.
     """
 
     seen: str | None = None
     handled: str | None = None
 
-    def look(self, now: str, *, busy: str | None) -> tuple["Watch", str | None]:
-        """What to remember after seeing `now`, and why no run is asked for; None asks for one.
+    def advance(self, fingerprint: str, *, active_run: str | None) -> tuple["SensorState", str | None]:
+        """Return the next state, and the reason to skip this tick or None to request a run.
 
         Args:
-            now: The listing's fingerprint.
-            busy: Id of a run of the recipe that is under way.
+            fingerprint: Fingerprint of the files now.
+            active_run: Id of a run of the recipe that has not ended.
         """
-        if now == self.handled:
-            return Watch(now, self.handled), "nothing has changed since the last run was asked for"
-        if now != self.seen:
-            return Watch(now, self.handled), f"files are changing (state {now}): waiting until they settle"
-        if busy is not None:
-            return self, f"run {busy} of this recipe is under way: the new state {now} waits for its end"
-        return Watch(now, now), None
+        if fingerprint == self.handled:
+            return SensorState(fingerprint, self.handled), "nothing has changed since the last requested run"
+        if fingerprint != self.seen:
+            return (
+                SensorState(fingerprint, self.handled),
+                f"files are changing (state {fingerprint}): waiting until they settle",
+            )
+        if active_run is not None:
+            return self, f"run {active_run} of this recipe is in progress: waiting for its end"
+        return SensorState(fingerprint, fingerprint), None
 
 
-def recache_schedule(recipe: Recipe, job: JobDefinition) -> ScheduleDefinition | None:
-    """`<recipe>_recache`, running by itself when `recache.enabled`; None without a cron expression."""
+def recache_schedule(recipe: Recipe, job_name: str) -> ScheduleDefinition | None:
+    """Return the schedule `<recipe>_recache` of a job, or None without a cron expression.
+
+    It runs from the start if `recache.enabled`.
+    """
     if recipe.recache.cron is None:
         return None
     status = DefaultScheduleStatus.RUNNING if recipe.recache.enabled else DefaultScheduleStatus.STOPPED
 
     @schedule(
         cron_schedule=recipe.recache.cron,
-        job=job,
+        job_name=job_name,
         name=f"{recipe.name}_recache",
         default_status=status,
-        description=f"Brings the cache of {recipe.name} up to date; skipped while a run of it is under way.",
+        description=f"Brings the cache of {recipe.name} up to date, unless one of its runs is in progress.",
     )
     def recache(context: ScheduleEvaluationContext) -> RunRequest | SkipReason:
-        busy = run_under_way(context.instance, recipe)
-        if busy is not None:
-            return SkipReason(f"run {busy} of this recipe is under way")
+        active_run = find_active_run(context.instance, recipe)
+        if active_run is not None:
+            return SkipReason(f"run {active_run} of this recipe is in progress")
         return RunRequest(tags={RECIPE_TAG: recipe.name})
 
     return recache
 
 
-def dataset_sensor(recipe: Recipe, job: JobDefinition) -> SensorDefinition:
-    """`<recipe>_dataset_changed`, running by itself when `recache.enabled` and `recache.on_change`."""
+def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
+    """Return the sensor `<recipe>_dataset_changed` of a job.
+
+    It runs from the start if `recache.enabled` and `recache.on_change`.
+    """
     running = recipe.recache.enabled and recipe.recache.on_change
 
     @sensor(
-        job=job,
+        job_name=job_name,
         name=f"{recipe.name}_dataset_changed",
         minimum_interval_seconds=recipe.recache.settle_s,
         default_status=DefaultSensorStatus.RUNNING if running else DefaultSensorStatus.STOPPED,
@@ -101,35 +109,34 @@ def dataset_sensor(recipe: Recipe, job: JobDefinition) -> SensorDefinition:
         from pipeline.raw_images.scan_fingerprint import listing_fingerprint
 
         try:
-            now = listing_fingerprint(watched(recipe))
+            fingerprint = listing_fingerprint(watched_addresses(recipe))
         except (OSError, DatasetError) as err:
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
-        watch = Watch(**json.loads(context.cursor)) if context.cursor else Watch()
-        watch, reason = watch.look(now, busy=run_under_way(context.instance, recipe))
-        cursor = json.dumps(asdict(watch))
-        if reason is not None:
-            return SensorResult(skip_reason=reason, cursor=cursor)
+
+        state = SensorState(**json.loads(context.cursor)) if context.cursor else SensorState()
+        state, skip_reason = state.advance(fingerprint, active_run=find_active_run(context.instance, recipe))
+        cursor = json.dumps(asdict(state))
+        if skip_reason is not None:
+            return SensorResult(skip_reason=skip_reason, cursor=cursor)
+        # No run_key: Dagster would never run the same key twice, and files may return to an older state.
         return SensorResult(run_requests=[RunRequest(tags={RECIPE_TAG: recipe.name})], cursor=cursor)
 
     return dataset_changed
 
 
-def watched(recipe: Recipe) -> list[Address]:
-    """Every folder and listing that a change of the datasets shows in."""
+def watched_addresses(recipe: Recipe) -> list[Address]:
+    """Return every folder and manifest in which a change of the datasets is visible."""
     return list(dict.fromkeys(path for dataset in recipe.datasets for path in (dataset.root, dataset.path)))
 
 
-def run_under_way(instance: DagsterInstance, recipe: Recipe) -> str | None:
-    """Id of a run of `recipe` that has not ended, queued ones included; None when there is none.
+def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:
+    """Return the id of a run of `recipe` that is queued or in progress, or None.
 
-    That is a run of its jobs, or one in which some of its assets were selected by hand.
+    A run belongs to the recipe by the tag of its jobs, or by assets of the recipe that were selected by hand.
     """
-    of_jobs = RunsFilter(tags={RECIPE_TAG: recipe.name}, statuses=_UNDER_WAY)
-    runs = [record.dagster_run for record in instance.get_run_records(of_jobs, limit=1)]
-    by_hand = RunsFilter(job_name=IMPLICIT_ASSET_JOB_NAME, statuses=_UNDER_WAY)
-    runs += [
-        record.dagster_run
-        for record in instance.get_run_records(by_hand)
-        if any(key.path[0] == recipe.name for key in record.dagster_run.asset_selection or ())
-    ]
-    return runs[0].run_id if runs else None
+    for record in instance.get_run_records(RunsFilter(statuses=_IN_PROGRESS)):
+        run = record.dagster_run
+        selected = run.asset_selection or ()
+        if run.tags.get(RECIPE_TAG) == recipe.name or any(key.path[0] == recipe.name for key in selected):
+            return run.run_id
+    return None

@@ -1,57 +1,122 @@
-"""The answers of an asset's checks.
+"""An asset's checks: their declarations, and their results as Dagster records them.
 
-A gate is a blocking check with severity ERROR: its step fails, and nothing downstream runs. The pipeline's
-`checks.<asset>.run` decides; here its findings become Dagster's results.
+A gate is a blocking check with severity ERROR. When it fails, its step fails and nothing downstream runs.
+`pipeline/<asset>/checks.py` decides what passes; this module translates its findings.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from dagster import (
     AssetCheckResult,
     AssetCheckSeverity,
+    AssetCheckSpec,
+    AssetExecutionContext,
     AssetKey,
     MetadataValue,
 )
 
-from assets.naming import asset_key
+from assets.names import asset_key
 from assets.publishing import report_metadata, table_metadata
+from pipeline.errors import PathIsolationError
 from pipeline.recipe import Recipe
+from pipeline.recipe.gates import PATH_ISOLATION, specs_of
 
 if TYPE_CHECKING:
     from pipeline.checks.findings import Finding
 
 
-def answers(recipe: Recipe, asset: str, asked: Collection[str]) -> Iterator[AssetCheckResult]:
-    """What each of the checks `asked` of the asset's table says.
+def check_specs(recipe: Recipe, asset: str) -> list[AssetCheckSpec]:
+    """Declare every check of `asset`."""
+    key = asset_key(recipe, asset)
+    return [
+        AssetCheckSpec(spec.name, asset=key, description=spec.explained, blocking=spec.gate)
+        for spec in specs_of(asset)
+    ]
+
+
+def path_isolation_results(context: AssetExecutionContext, recipe: Recipe) -> Iterator[AssetCheckResult]:
+    """Yield the result of `path_isolation` if it is selected; every step runs this before it writes anything.
 
     Raises:
-        GateClosedError: One or more of them close, once all have answered.
+        PathIsolationError: Two paths of the recipe overlap, whether or not the check is selected.
+    """
+    error = _path_conflict(context.run.run_id, recipe)  # pyright: ignore[reportArgumentType] - a frozen model is hashable
+    if PATH_ISOLATION.name in _selected_checks(context):
+        yield _path_isolation_result(error)
+    if error is not None:
+        raise error
+
+
+def check_results(context: AssetExecutionContext, recipe: Recipe, asset: str) -> Iterator[AssetCheckResult]:
+    """Yield the result of each selected check of the asset's table, except `path_isolation`.
+
+    Raises:
+        GateClosedError: At least one gate closed. It is raised after all results, and names all closed gates.
     """
     from pipeline.checks.findings import CheckContext, closed_gates_error, write_findings
     from pipeline.storage.tables import Tables
 
+    selected = _selected_checks(context) - {PATH_ISOLATION.name}
+    if not selected:
+        return
+
+    # All checks run, so that the report lists all of them, but only the selected ones have a result.
     key = asset_key(recipe, asset)
-    run = import_module(f"pipeline.{asset}.checks").run
-    findings = run(CheckContext(recipe, Tables(recipe.output_dir)))
+    findings = import_module(f"pipeline.{asset}.checks").run(CheckContext(recipe, Tables(recipe.output_dir)))
     write_findings(recipe.output_dir, asset, findings)
-    chosen = [finding for finding in findings if finding.name in asked]
-    yield from (_result(key, finding) for finding in chosen)
-    closed = [finding for finding in chosen if finding.closes]
-    if closed:  # Dagster itself would only count them
+    selected_findings = [finding for finding in findings if finding.name in selected]
+    for finding in selected_findings:
+        yield _check_result(key, finding)
+
+    # Dagster would fail the step as well, but its message gives only the number of failed checks.
+    closed = [finding for finding in selected_findings if finding.closes]
+    if closed:
         raise closed_gates_error({key.to_user_string(): closed})
 
 
-def _result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
-    where = {"rows": table_metadata(finding.rows)} if finding.rows else {}
+def _selected_checks(context: AssetExecutionContext) -> set[str]:
+    return {check.name for check in context.selected_asset_check_keys}
+
+
+# Each step of a run calls this, and the test walks the datasets for symlinks: one walk per run is enough.
+@lru_cache(maxsize=8)
+def _path_conflict(run_id: str, recipe: Recipe) -> PathIsolationError | None:
+    del run_id
+    from pipeline.recipe.isolation import require_isolation
+
+    try:
+        require_isolation(recipe)
+    except PathIsolationError as err:
+        return err
+    return None
+
+
+def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult:
+    if error is None:
+        return AssetCheckResult(
+            passed=True, check_name=PATH_ISOLATION.name, description="No two paths overlap."
+        )
+    return AssetCheckResult(
+        passed=False,
+        check_name=PATH_ISOLATION.name,
+        severity=AssetCheckSeverity.ERROR,
+        description=str(error),
+        metadata={"what": error.what, "where": error.where, "fix": error.fix},
+    )
+
+
+def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
+    rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
     fix = {"fix": MetadataValue.text(finding.fix)} if finding.fix else {}
-    text = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
+    description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
     return AssetCheckResult(
         asset_key=key,
         check_name=finding.name,
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
-        description=text,
-        metadata={**report_metadata(finding.numbers), **where, **fix},
+        description=description,
+        metadata={**report_metadata(finding.numbers), **rows, **fix},
     )

@@ -1,25 +1,43 @@
 """raw_images: every image file of the datasets, with its size and content hash."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, MaterializeResult
+from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import step_name
 from assets.publishing import publish
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_out
 from pipeline.recipe import Recipe
+from resources.failures import errors_as_failures
 
-DESCRIPTION = "Every image file of the datasets: where it lies, its size after orientation, its content hash."
-
-
-def scanned(recipe: Recipe, context: AssetExecutionContext) -> MaterializeResult[Any]:
-    """Every image; a local base model that cannot be used is told before any of them has been decoded."""
-    from pipeline.models.resolve import check_local_base
-    from pipeline.raw_images.stage import scan
-    from pipeline.storage.tables import Tables
-
-    check_local_base(recipe)
-    result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
-    return publish(recipe, "raw_images", result)
+DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
 
 
-RAW_IMAGES = AssetStep("raw_images", DESCRIPTION, scanned, kinds=frozenset({"polars"}))
+def build_raw_images(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/raw_images` with its checks."""
+
+    @multi_asset(
+        name=step_name(recipe, "raw_images"),
+        outs={TABLE: table_out(recipe, "raw_images", description=DESCRIPTION, kinds={"polars"})},
+        check_specs=check_specs(recipe, "raw_images"),
+        can_subset=True,
+    )
+    def raw_images(context: AssetExecutionContext) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.models.resolve import check_local_base
+        from pipeline.raw_images.stage import scan
+        from pipeline.storage.tables import Tables
+
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
+
+            if context.selected_asset_keys:
+                # An unusable local base model fails here, before any image has been read.
+                check_local_base(recipe)
+                result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
+                yield publish(recipe, "raw_images", result)
+
+            yield from check_results(context, recipe, "raw_images")
+
+    return raw_images

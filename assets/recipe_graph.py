@@ -1,50 +1,48 @@
 """The graph of one recipe: its assets, checks, jobs, schedule and sensor."""
 
-from collections.abc import Mapping
-from typing import Any
+from dagster import AssetSelection, Definitions, define_asset_job
 
-from dagster import AssetSelection, Definitions, define_asset_job, in_process_executor
-from dagster._core.definitions.assets.graph.asset_graph import AssetGraph
-
-from assets.aspect_buckets import ASPECT_BUCKETS
+from assets.aspect_buckets import build_aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule
-from assets.naming import JOBS, RECIPE_TAG, asset_key
-from assets.raw_images import RAW_IMAGES
-from assets.text_embeddings import TEXT_EMBEDDINGS
-from assets.trained_lora import TRAINED_LORA
-from assets.vae_latents import VAE_LATENTS
-from assets.validated_dataset import VALIDATED_DATASET
+from assets.names import RECIPE_TAG, asset_key
+from assets.raw_images import build_raw_images
+from assets.text_embeddings import build_text_embeddings
+from assets.trained_lora import build_trained_lora
+from assets.vae_latents import build_vae_latents
+from assets.validated_dataset import build_validated_dataset
 from pipeline.recipe import Recipe
 
-ASSETS = (RAW_IMAGES, VALIDATED_DATASET, ASPECT_BUCKETS, VAE_LATENTS, TEXT_EMBEDDINGS, TRAINED_LORA)
-"""In the order of the graph."""
+ASSET_BUILDERS = (
+    build_raw_images,
+    build_validated_dataset,
+    build_aspect_buckets,
+    build_vae_latents,
+    build_text_embeddings,
+    build_trained_lora,
+)
+"""Builders of a recipe's assets, from the first to the last."""
 
 
-def recipe_graph(recipe: Recipe, resources: Mapping[str, Any]) -> Definitions:
-    """Everything that follows from `recipe`, without `resources`, which all recipes share.
+def recipe_graph(recipe: Recipe) -> Definitions:
+    """Return every definition that follows from `recipe`, without the resources, which all recipes share."""
+    every_asset = AssetSelection.groups(recipe.name)
+    cache_job = define_asset_job(
+        f"{recipe.name}_cache",
+        selection=every_asset - AssetSelection.assets(asset_key(recipe, "trained_lora")),
+        description="Brings tables, latents and text embeddings up to date.",
+        tags={RECIPE_TAG: recipe.name},
+    )
+    train_job = define_asset_job(
+        f"{recipe.name}_train",
+        selection=every_asset,
+        description="Brings the cache up to date, then trains the LoRA.",
+        tags={RECIPE_TAG: recipe.name},
+    )
 
-    Its jobs are resolved here, among its own assets: for each, Dagster would else look at all recipes'.
-    """
-    assets = [step.of(recipe) for step in ASSETS]
-    trained = AssetSelection.assets(asset_key(recipe, "trained_lora"))
-    selections = {"cache": AssetSelection.all() - trained, "train": AssetSelection.all()}
-    unresolved = [
-        define_asset_job(
-            f"{recipe.name}_{name}",
-            selection=selections[name],
-            description=description,
-            tags={RECIPE_TAG: recipe.name},
-            executor_def=in_process_executor,
-        )
-        for name, description in JOBS.items()
-    ]
-    graph = AssetGraph.from_assets(assets)
-    jobs = [job.resolve(graph, resource_defs=resources) for job in unresolved]
-    cache_job = jobs[0]
-    schedule = recache_schedule(recipe, cache_job)
+    schedule = recache_schedule(recipe, cache_job.name)
     return Definitions(
-        assets=assets,
-        jobs=jobs,
+        assets=[build(recipe) for build in ASSET_BUILDERS],
+        jobs=[cache_job, train_job],
         schedules=[schedule] if schedule is not None else [],
-        sensors=[dataset_sensor(recipe, cache_job)],
+        sensors=[dataset_sensor(recipe, cache_job.name)],
     )

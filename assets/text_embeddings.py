@@ -1,39 +1,52 @@
-"""text_embeddings: the store entry of each caption's embedding."""
+"""text_embeddings: the cache entry of each distinct caption's embedding."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, MaterializeResult
+from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
-from assets.naming import LAUNCHER_RESOURCE
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import GPU_POOL, step_name
 from assets.publishing import picture_metadata, publish
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
+from resources.failures import errors_as_failures
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
-    "Each caption's embedding in the store, each different caption once, and the empty one for dropout."
+    "The cache entry of each caption's embedding: one for each distinct caption, and one for the empty "
+    "caption of caption dropout."
 )
 
 
-def cached(recipe: Recipe, context: AssetExecutionContext, validated: Any) -> MaterializeResult[Any]:
-    """The cached embeddings; a child process encodes what is missing, and none is started when nothing is."""
-    from pipeline.storage.tables import Tables
-    from pipeline.text_embeddings.report import write_caption_report
-    from pipeline.text_embeddings.stage import cache_text
+def build_text_embeddings(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/text_embeddings` with its checks."""
 
-    launcher: AccelerateLauncher = context.resources.launcher
-    launch = launcher.bind(context, recipe.accelerate)
-    tables = Tables(recipe.output_dir)
-    result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
-    pictures = picture_metadata(write_caption_report(recipe, result.table))
-    return publish(recipe, "text_embeddings", result, pictures=pictures)
+    @multi_asset(
+        name=step_name(recipe, "text_embeddings"),
+        outs={TABLE: table_out(recipe, "text_embeddings", description=DESCRIPTION, kinds={"pytorch"})},
+        ins={"validated": table_in(recipe, "validated_dataset", reader="text_embeddings")},
+        check_specs=check_specs(recipe, "text_embeddings"),
+        can_subset=True,
+        pool=GPU_POOL,
+    )
+    def text_embeddings(
+        context: AssetExecutionContext, launcher: AccelerateLauncher, validated: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.storage.tables import Tables
+        from pipeline.text_embeddings.report import write_caption_report
+        from pipeline.text_embeddings.stage import cache_text
 
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
 
-TEXT_EMBEDDINGS = AssetStep(
-    "text_embeddings",
-    DESCRIPTION,
-    cached,
-    kinds=frozenset({"pytorch"}),
-    reads={"validated": "validated_dataset"},
-    resources=frozenset({LAUNCHER_RESOURCE}),
-)
+            if context.selected_asset_keys:
+                launch = launcher.bind(context, recipe.accelerate)
+                tables = Tables(recipe.output_dir)
+                result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
+                pictures = picture_metadata(write_caption_report(recipe, result.table))
+                yield publish(recipe, "text_embeddings", result, pictures=pictures)
+
+            yield from check_results(context, recipe, "text_embeddings")
+
+    return text_embeddings

@@ -1,81 +1,111 @@
 """trained_lora: the LoRA, trained from the cache alone."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from dagster import (
+    AssetCheckResult,
     AssetExecutionContext,
+    AssetsDefinition,
     Field,
     Float,
     Int,
     MaterializeResult,
     MetadataValue,
     Noneable,
+    multi_asset,
 )
 
-from assets.naming import LAUNCHER_RESOURCE
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import GPU_POOL, step_name
 from assets.publishing import picture_metadata, publish, table_metadata
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
+from resources.failures import errors_as_failures
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
-    "The LoRA in three layouts, trained from the cache under accelerate; a finished, unchanged run is kept."
+    "The LoRA in three layouts, trained from the cache with accelerate. A finished run with the same inputs "
+    "and settings is reused."
 )
 
-STEPS = "Optimizer steps, in place of the recipe's steps or epochs; null: as the recipe says."
 
+def build_trained_lora(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/trained_lora` with its checks."""
 
-def trained(
-    recipe: Recipe, context: AssetExecutionContext, latents: Any, text: Any
-) -> MaterializeResult[Any]:
-    """The trained adapter; what it was trained on is its table."""
-    from pipeline.trained_lora.stage import train_lora
-
-    launcher: AccelerateLauncher = context.resources.launcher
-    launch = launcher.bind(context, recipe.accelerate)
-    given = context.op_execution_context.op_config
-    result = train_lora(recipe, latents, text, launch=launch, log=context.log.info, overrides=given)
-    pictures = recipe.output_dir / "reports" / "trained_lora"
-    return publish(
-        recipe,
-        "trained_lora",
-        result,
-        pictures=picture_metadata(pictures),
-        files=_files(recipe, result.report["run"]),
+    @multi_asset(
+        name=step_name(recipe, "trained_lora"),
+        outs={
+            TABLE: table_out(
+                recipe, "trained_lora", description=DESCRIPTION, kinds={"pytorch", "huggingface"}
+            )
+        },
+        ins={
+            "latents": table_in(recipe, "vae_latents", reader="trained_lora"),
+            "text": table_in(recipe, "text_embeddings", reader="trained_lora"),
+        },
+        check_specs=check_specs(recipe, "trained_lora"),
+        can_subset=True,
+        pool=GPU_POOL,
+        config_schema=_run_config(recipe),
     )
+    def trained_lora(
+        context: AssetExecutionContext, launcher: AccelerateLauncher, latents: Any, text: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.trained_lora.stage import train_lora
+
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
+
+            if context.selected_asset_keys:
+                launch = launcher.bind(context, recipe.accelerate)
+                overrides = context.op_execution_context.op_config
+                result = train_lora(
+                    recipe, latents, text, launch=launch, log=context.log.info, overrides=overrides
+                )
+                pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
+                files = _file_metadata(recipe, result.report["run"])
+                yield publish(recipe, "trained_lora", result, pictures=pictures, files=files)
+
+            yield from check_results(context, recipe, "trained_lora")
+
+    return trained_lora
 
 
-def _files(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
-    """Where the LoRA, the run's checkpoints and its logs are, and which checkpoints are kept."""
-    from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, run_folder
-
-    folder = run_folder(recipe.output_dir, run)
-    kept = table_metadata(checkpoint_list(RunLayout(folder)))
-    places = {"lora": recipe.output_dir / "lora"}
-    places |= {name: folder / name for name in ("checkpoints", "logs")}
-    paths = {name: MetadataValue.path(str(path)) for name, path in places.items()}
-    return {"checkpoint_list": kept, **paths}
-
-
-def _run_settings(recipe: Recipe) -> dict[str, Field]:
-    """What a run may be given in the launchpad or a `-c` file; what it isn't given is the recipe's."""
-    own = recipe_values(recipe)
+def _run_config(recipe: Recipe) -> dict[str, Field]:
+    """Declare the settings that a run may override in the launchpad or a `-c` file."""
+    values = recipe_values(recipe)
     return {
-        "steps": Field(Noneable(Int), default_value=own["steps"], description=STEPS),
-        "rank": Field(Int, default_value=own["rank"], description="Inner dimension of each adapter matrix."),
-        "learning_rate": Field(Float, default_value=own["learning_rate"], description="After warm-up."),
+        "steps": Field(
+            Noneable(Int),
+            default_value=values["steps"],
+            description="Number of optimizer steps. null uses the recipe's steps or epochs.",
+        ),
+        "rank": Field(
+            Int, default_value=values["rank"], description="Inner dimension of each adapter matrix."
+        ),
+        "learning_rate": Field(
+            Float, default_value=values["learning_rate"], description="Learning rate after warm-up."
+        ),
         "seed": Field(
-            Int, default_value=own["seed"], description="Decides noise, order and initial weights."
+            Int,
+            default_value=values["seed"],
+            description="Seed of noise, sample order and initial weights.",
         ),
     }
 
 
-TRAINED_LORA = AssetStep(
-    "trained_lora",
-    DESCRIPTION,
-    trained,
-    kinds=frozenset({"pytorch", "huggingface"}),
-    reads={"latents": "vae_latents", "text": "text_embeddings"},
-    resources=frozenset({LAUNCHER_RESOURCE}),
-    settings=_run_settings,
-)
+def _file_metadata(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
+    """Return the paths of the LoRA, the checkpoints and the logs, and the list of checkpoints on disk."""
+    from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, run_folder
+
+    folder = run_folder(recipe.output_dir, run)
+    paths = {
+        "lora": recipe.output_dir / "lora",
+        "checkpoints": folder / "checkpoints",
+        "logs": folder / "logs",
+    }
+    return {
+        "checkpoint_list": table_metadata(checkpoint_list(RunLayout(folder))),
+        **{name: MetadataValue.path(str(path)) for name, path in paths.items()},
+    }

@@ -1,50 +1,71 @@
-"""vae_latents: the store entry of each image's latent."""
+"""vae_latents: the cache entry of each image's latent."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, MaterializeResult, MetadataValue
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetsDefinition,
+    MaterializeResult,
+    MetadataValue,
+    multi_asset,
+)
 
-from assets.naming import LAUNCHER_RESOURCE
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import GPU_POOL, step_name
 from assets.publishing import captioned, escaped, publish
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
+from resources.failures import errors_as_failures
 from resources.launcher import AccelerateLauncher
 
 DESCRIPTION = (
-    "Each image's latent in the store, by a key of all that decides its bytes; only missing ones are encoded."
+    "The cache entry of each image's latent. Its key covers everything that decides the bytes; "
+    "only missing entries are encoded."
 )
 
 
-def cached(recipe: Recipe, context: AssetExecutionContext, buckets: Any) -> MaterializeResult[Any]:
-    """The cached latents; a child process encodes what is missing, and none is started when nothing is."""
-    from pipeline.storage.tables import Tables
-    from pipeline.vae_latents.stage import cache_latents
+def build_vae_latents(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/vae_latents` with its checks."""
 
-    launcher: AccelerateLauncher = context.resources.launcher
-    launch = launcher.bind(context, recipe.accelerate)
-    tables = Tables(recipe.output_dir)
-    result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
-    return publish(recipe, "vae_latents", result, pictures=_decoded(recipe, result.report))
+    @multi_asset(
+        name=step_name(recipe, "vae_latents"),
+        outs={TABLE: table_out(recipe, "vae_latents", description=DESCRIPTION, kinds={"pytorch"})},
+        ins={"buckets": table_in(recipe, "aspect_buckets", reader="vae_latents")},
+        check_specs=check_specs(recipe, "vae_latents"),
+        can_subset=True,
+        pool=GPU_POOL,
+    )
+    def vae_latents(
+        context: AssetExecutionContext, launcher: AccelerateLauncher, buckets: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        from pipeline.storage.tables import Tables
+        from pipeline.vae_latents.stage import cache_latents
+
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
+
+            if context.selected_asset_keys:
+                launch = launcher.bind(context, recipe.accelerate)
+                tables = Tables(recipe.output_dir)
+                result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
+                pictures = _decoded_latents(recipe, result.report)
+                yield publish(recipe, "vae_latents", result, pictures=pictures)
+
+            yield from check_results(context, recipe, "vae_latents")
+
+    return vae_latents
 
 
-def _decoded(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
-    """A few images as the VAE saw them, each with what its latent decodes to."""
+def _decoded_latents(recipe: Recipe, report: Report) -> dict[str, MetadataValue[Any]]:
+    """Return pictures of a few images as the VAE received them, each next to its decoded latent."""
     from pipeline.vae_latents.report import shown
 
-    rows, folder = report.get("decoded", []), recipe.output_dir / "reports" / "vae_latents"
+    folder = recipe.output_dir / "reports" / "vae_latents"
     captions = {
         folder / row["picture"]: f"{escaped(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
-        for row in shown(rows)
+        for row in shown(report.get("decoded", []))
     }
     return {"picture_decoded": captioned(captions)} if captions else {}
-
-
-VAE_LATENTS = AssetStep(
-    "vae_latents",
-    DESCRIPTION,
-    cached,
-    kinds=frozenset({"pytorch"}),
-    reads={"buckets": "aspect_buckets"},
-    resources=frozenset({LAUNCHER_RESOURCE}),
-)

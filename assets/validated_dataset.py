@@ -1,31 +1,49 @@
 """validated_dataset: every image that decodes, with its caption."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetExecutionContext, MaterializeResult
+from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
 
+from assets.checks import check_results, check_specs, path_isolation_results
+from assets.names import step_name
 from assets.publishing import picture_metadata, publish
-from assets.steps import AssetStep
+from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
+from resources.failures import errors_as_failures
 
-DESCRIPTION = "Each image decoded once, with its caption; what cannot be used is rejected with a reason."
-
-
-def validated(recipe: Recipe, context: AssetExecutionContext, raw: Any) -> MaterializeResult[Any]:
-    """The images and captions that can be trained on."""
-    import polars as pl
-
-    from pipeline.storage.tables import Tables
-    from pipeline.validated_dataset.report import write_dataset_report
-    from pipeline.validated_dataset.stage import validate
-
-    tables = Tables(recipe.output_dir)
-    result = validate(recipe, raw, tables, log=context.log.info)
-    rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-    pictures = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
-    return publish(recipe, "validated_dataset", result, pictures=picture_metadata(pictures))
+DESCRIPTION = "Images that decode, with their captions; unusable ones are rejected with a reason."
 
 
-VALIDATED_DATASET = AssetStep(
-    "validated_dataset", DESCRIPTION, validated, kinds=frozenset({"polars"}), reads={"raw": "raw_images"}
-)
+def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
+    """Build the asset `<recipe>/validated_dataset` with its checks."""
+
+    @multi_asset(
+        name=step_name(recipe, "validated_dataset"),
+        outs={TABLE: table_out(recipe, "validated_dataset", description=DESCRIPTION, kinds={"polars"})},
+        ins={"raw": table_in(recipe, "raw_images", reader="validated_dataset")},
+        check_specs=check_specs(recipe, "validated_dataset"),
+        can_subset=True,
+    )
+    def validated_dataset(
+        context: AssetExecutionContext, raw: Any
+    ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        import polars as pl
+
+        from pipeline.storage.tables import Tables
+        from pipeline.validated_dataset.report import write_dataset_report
+        from pipeline.validated_dataset.stage import validate
+
+        with errors_as_failures():
+            yield from path_isolation_results(context, recipe)
+
+            if context.selected_asset_keys:
+                tables = Tables(recipe.output_dir)
+                result = validate(recipe, raw, tables, log=context.log.info)
+                rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
+                folder = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
+                yield publish(recipe, "validated_dataset", result, pictures=picture_metadata(folder))
+
+            yield from check_results(context, recipe, "validated_dataset")
+
+    return validated_dataset

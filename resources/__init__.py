@@ -1,1 +1,1 @@
-"""With what the assets work: table IO, and the launcher of GPU processes."""
+"""The resources that assets use: table IO, the launcher of GPU processes, and how runs are watched."""

@@ -1,4 +1,4 @@
-"""A step that fails says what, where and how to fix it, as Dagster's `Failure`, which keeps them apart."""
+"""Errors of a step as Dagster failures, which show what, where and fix as separate metadata."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from pipeline.storage.os_errors import as_file_access_error
 
 
 @contextmanager
-def failures_stated() -> Generator[None]:
-    """Turn a `LatentlineError`, and an `OSError` that the system gave, into a Dagster `Failure`.
+def errors_as_failures() -> Generator[None]:
+    """Turn a `LatentlineError`, or an `OSError` of the operating system, into a Dagster `Failure`.
 
     Raises:
-        Failure: With `what`, `where` and `fix` as metadata. It is not retried: the same input fails again.
+        Failure: With `what`, `where` and `fix` as metadata, and without retries: the same input fails again.
     """
     try:
         yield
     except LatentlineError as err:
         raise _failure(err) from err
     except Exception as err:
-        refusal = as_file_access_error(err)
-        if refusal is None:
+        access_error = as_file_access_error(err)
+        if access_error is None:
             raise
-        raise _failure(refusal) from err
+        raise _failure(access_error) from err
 
 
 def _failure(err: LatentlineError) -> Failure:

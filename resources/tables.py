@@ -1,4 +1,4 @@
-"""The IO manager of the tables: outputs become Parquet files, inputs are read from them."""
+"""The table IO manager: it writes an asset's output as a Parquet file and reads inputs from such files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dagster import InputContext, IOManager, OutputContext
+from dagster import AssetKey, InputContext, IOManager, OutputContext
 
-from resources.failures import failures_stated
+from resources.failures import errors_as_failures
 
 if TYPE_CHECKING:
     import polars as pl
@@ -17,37 +17,42 @@ if TYPE_CHECKING:
 
 
 COLUMNS = "columns"
-"""Key of an input's metadata: names of the columns that are read of its table."""
+"""Key of an input's metadata: the names of the columns to read."""
 
 
 class TableIOManager(IOManager):
-    """Tables below each recipe's `output_dir/tables`, replaced atomically, checked against their schemas.
+    """Tables below each recipe's `output_dir/tables`, replaced atomically and checked against their schemas.
 
-    Asset keys are `<recipe>/<asset>`; the first part chooses the folder. No run may configure it: where a
-    table lies is the recipe's to say.
+    The first part of an asset key `<recipe>/<asset>` selects the output folder. Run configuration cannot
+    change it, because the recipe decides where its tables are.
     """
 
     def __init__(self, output_dirs: Mapping[str, Path]) -> None:
-        """Take `output_dir` by recipe name."""
+        """Use these output folders, by recipe name."""
         self._output_dirs = output_dirs
 
     def handle_output(self, context: OutputContext, obj: pl.DataFrame) -> None:
-        """Replace the asset's table; fails as `failures_stated` when it is not what the schema says."""
-        with failures_stated():
-            tables, asset = self._tables(context.asset_key.path)
+        """Replace the asset's table.
+
+        Raises:
+            Failure: The table does not match its schema, or cannot be written.
+        """
+        with errors_as_failures():
+            tables, asset = self._locate(context.asset_key)
             context.add_output_metadata({"table": str(tables.write(asset, obj)), "rows": obj.height})
 
     def load_input(self, context: InputContext) -> pl.DataFrame:
-        """The upstream asset's table as last written, or those columns of it that the input's metadata names.
+        """Return the upstream asset's table, or only the columns that the input's metadata lists.
 
-        Fails as `failures_stated` when there is none.
+        Raises:
+            Failure: The table is missing or cannot be read.
         """
-        with failures_stated():
-            tables, asset = self._tables(context.asset_key.path)
+        with errors_as_failures():
+            tables, asset = self._locate(context.asset_key)
             return tables.read(asset, context.definition_metadata.get(COLUMNS))
 
-    def _tables(self, key: object) -> tuple[Tables, str]:
+    def _locate(self, key: AssetKey) -> tuple[Tables, str]:
         from pipeline.storage.tables import Tables
 
-        recipe, asset = list(key)  # pyright: ignore[reportArgumentType] - a sequence of two names
+        recipe, asset = key.path
         return Tables(self._output_dirs[recipe]), asset

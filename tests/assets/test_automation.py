@@ -17,9 +17,9 @@ from dagster import (
     build_sensor_context,
 )
 
-from assets.automation import Watch
+from assets.automation import SensorState
 from assets.definitions import build_definitions
-from assets.naming import RECIPE_TAG
+from assets.names import RECIPE_TAG
 from pipeline.recipe import Recipe, recipe_from_mapping
 
 
@@ -80,19 +80,19 @@ def test_O05_a_change_runs_once_when_it_has_settled(tmp_path: Path, instance: Da
 
 
 def test_O06_a_state_seen_before_runs_again_when_it_comes_back() -> None:
-    watch, asked = Watch(), list[str]()
+    watch, asked = SensorState(), list[str]()
     for now in ["one", "one", "two", "two", "one", "one", "one"]:
-        watch, reason = watch.look(now, busy=None)
+        watch, reason = watch.advance(now, active_run=None)
         asked += [now] if reason is None else []
     assert asked == ["one", "two", "one"]
 
 
 def test_a_change_that_is_taken_back_before_it_settles_runs_nothing() -> None:
-    watch = Watch("one", "one")
-    watch, _ = watch.look("two", busy=None)
-    watch, reason = watch.look("one", busy=None)
+    watch = SensorState("one", "one")
+    watch, _ = watch.advance("two", active_run=None)
+    watch, reason = watch.advance("one", active_run=None)
     assert reason is not None
-    assert watch == Watch("one", "one")
+    assert watch == SensorState("one", "one")
 
 
 def test_O07_sensor_and_schedule_wait_for_a_run_of_the_recipe_and_name_it(

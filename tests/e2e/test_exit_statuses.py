@@ -92,7 +92,7 @@ def test_a_disk_too_small_for_dagsters_own_history(cached) -> None:
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
     words = refused(cached.run(on_small_disk(str(home), "460k", command), DAGSTER_HOME=str(home)))
     what, _, said = words.what.partition(": ")
-    assert what == "Dagster cannot keep its history"
+    assert what == "Dagster cannot write its history"
     assert said in {"database or disk is full", "disk I/O error"}, "SQLite's words where it could not grow"
     assert str(home) in words.where
     assert "free space" in words.fix

@@ -20,7 +20,7 @@ NUM_ARRIVING = 8
 ARRIVE_EVERY_S = 2.0
 """Shorter than the 5 s between two looks: every look sees another state."""
 
-UNCHANGED = "nothing has changed since the last run was asked for"
+UNCHANGED = "nothing has changed since the last requested run"
 
 
 def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from dagster import DagsterEventType, DagsterInstance, DagsterRun, DagsterRunStatus
 
-from assets.naming import GPU_POOL
+from assets.names import GPU_POOL
 from tests.e2e.daemon import make_home, running, runs_of, until
 
 ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "sample_every": 0}

@@ -8,11 +8,11 @@ import pytest
 from dagster import Failure
 
 from pipeline.errors import StoreError
-from resources.failures import failures_stated
+from resources.failures import errors_as_failures
 
 
 def test_a_latentline_error_becomes_a_failure_that_is_not_retried() -> None:
-    with pytest.raises(Failure) as raised, failures_stated():
+    with pytest.raises(Failure) as raised, errors_as_failures():
         raise StoreError("the entry is cut short", where="cache/ab.safetensors", fix="run the cache job")
     assert raised.value.allow_retries is False
     assert raised.value.description is not None
@@ -21,12 +21,12 @@ def test_a_latentline_error_becomes_a_failure_that_is_not_retried() -> None:
 
 
 def test_what_the_system_refuses_becomes_a_failure_that_names_the_path() -> None:
-    with pytest.raises(Failure) as raised, failures_stated():
+    with pytest.raises(Failure) as raised, errors_as_failures():
         raise OSError(errno.ENOSPC, "No space left on device", "/mnt/small/tables/x.parquet")
     assert raised.value.metadata["what"].value == "the disk is full (ENOSPC)"
     assert raised.value.metadata["where"].value == "/mnt/small/tables/x.parquet"
 
 
 def test_any_other_error_is_a_defect_and_passes_through() -> None:
-    with pytest.raises(ZeroDivisionError), failures_stated():
+    with pytest.raises(ZeroDivisionError), errors_as_failures():
         raise ZeroDivisionError

@@ -1,0 +1,35 @@
+"""Code versions: what Dagster compares to mark an asset as stale after a change of the recipe or the code."""
+
+import hashlib
+from typing import Any
+
+from pipeline.recipe import Recipe
+from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
+
+_RECIPE_FIELDS: dict[str, dict[str, Any]] = {
+    "raw_images": {"datasets": True, "checks": {"max_image_pixels"}},
+    "validated_dataset": {"datasets": True, "checks": {"max_image_pixels", "near_duplicate_bits"}},
+    "aspect_buckets": {"buckets": True, "model": True},
+    "vae_latents": {"latents": True, "model": True},
+    "text_embeddings": {"text": True, "model": True, "training": True},
+    "trained_lora": {
+        **dict.fromkeys(("training", "accelerate", "text", "model", "datasets"), True),
+        "buckets": {"underfilled"},
+    },
+}
+"""Recipe sections, or keys of a section, that decide each asset's content in addition to its inputs."""
+
+_ALGORITHM_VERSIONS: dict[str, tuple[object, ...]] = {
+    "validated_dataset": (PREPROCESSING_VERSION, LOOK_VERSION, CAPTIONS_VERSION),
+    "vae_latents": (PREPROCESSING_VERSION,),
+    "trained_lora": (TRAINING_VERSION,),
+}
+"""Versions of the algorithms that decide each asset's content."""
+
+
+def code_version(recipe: Recipe, asset: str) -> str:
+    """Return 12 hex digits over the recipe fields and algorithm versions that decide the asset's content."""
+    settings = recipe.model_dump_json(include=_RECIPE_FIELDS[asset]) + repr(
+        _ALGORITHM_VERSIONS.get(asset, ())
+    )
+    return hashlib.sha256(settings.encode("utf-8")).hexdigest()[:12]

@@ -1,0 +1,24 @@
+"""Names that assets, jobs, resources and automation of a recipe share."""
+
+from dagster import AssetKey
+
+from pipeline.recipe import Recipe
+
+TABLES_RESOURCE = "tables"
+LAUNCHER_RESOURCE = "launcher"
+
+RECIPE_TAG = "latentline/recipe"
+"""Tag on each run of a recipe's jobs, by which the schedule and the sensor find runs in progress."""
+
+GPU_POOL = "gpu"
+"""Pool of the steps that may load a model; `.dagster/dagster.yaml` runs one of them at a time."""
+
+
+def asset_key(recipe: Recipe, asset: str) -> AssetKey:
+    """Return `<recipe>/<asset>`."""
+    return AssetKey([recipe.name, asset])
+
+
+def step_name(recipe: Recipe, asset: str) -> str:
+    """Return `<recipe>__<asset>`, the step's name in logs and in run configuration."""
+    return f"{recipe.name}__{asset}"

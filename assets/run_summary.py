@@ -1,0 +1,310 @@
+"""The summary that a `dagster` command prints last: what the run did, or what failed, where and its fix.
+
+Dagster ends a failed run with a long stack trace and "Run ... resulted in failure". People and CI read the
+last lines, so the summary must follow those. Three hooks are needed for that:
+
+    resource teardown   Dagster tears resources down after the last step, however the run ended. `run_tables`
+                        reads the run's events then.
+    sys.excepthook      An error may end the command without a run: a broken recipe, or a full disk below
+                        Dagster's history. Only this hook sees it, because Dagster's CLI does not catch it.
+    atexit              Dagster's CLI prints its own last line after all hooks that Dagster offers.
+"""
+
+import atexit
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import click
+from dagster import (
+    AssetCheckSeverity,
+    DagsterEvent,
+    DagsterEventType,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    DagsterRun,
+    InitResourceContext,
+    IOManagerDefinition,
+    io_manager,
+)
+
+from pipeline.errors import LatentlineError
+from pipeline.recipe.gates import SPECS
+from resources.run_worker import end_with_code_server
+from resources.tables import TableIOManager
+
+if TYPE_CHECKING:
+    from pipeline.reporting.summary import CheckResult, RunResult
+
+BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
+STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
+FINISHED_WORK = "finished work is not repeated"
+
+_SQLITE_FIXES = {
+    "database or disk is full": f"free space on that disk and start the command again: {FINISHED_WORK}",
+    "attempt to write a readonly database": "give this user write access to it and start the command again",
+    "disk I/O error": "free space if that disk is full (df -h), or check whether it fails (dmesg)",
+}
+"""Fixes for errors of SQLite, in which Dagster stores its history, by a part of SQLite's message."""
+
+_EVENT_TYPES = {
+    DagsterEventType.ASSET_MATERIALIZATION,
+    DagsterEventType.ASSET_CHECK_EVALUATION,
+    DagsterEventType.STEP_SUCCESS,
+    DagsterEventType.STEP_FAILURE,
+}
+
+_numbers: dict[str, str] = {}
+_problems: list[str] = []
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The outcome of one run.
+
+    Attributes:
+        numbers: Summary of several lines, by recipe.
+        problems: What, where and fix of each failed step in order, or of the interruption of the run.
+    """
+
+    numbers: dict[str, str]
+    problems: list[str]
+
+
+def command_words() -> list[str]:
+    """Return the running command, such as ["dagster", "job", "execute"], or [] outside of Dagster's CLI."""
+    context = click.get_current_context(silent=True)
+    words = context.command_path.removeprefix("python -m ").split() if context is not None else []
+    return words if words[:1] == ["dagster"] else []
+
+
+def print_summary_at_exit() -> None:
+    """Print the summary when this process exits, if it executes a `dagster` command."""
+    if not command_words():
+        return
+    previous_hook = sys.excepthook
+
+    def add_problem(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
+        previous_hook(kind, err, trace)
+        if not _problems:
+            _problems.append(command_problem(err))
+
+    sys.excepthook = add_problem
+    atexit.register(_print_summary)
+
+
+def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
+    """Return the table IO manager, which also watches the code server and summarizes the run at its end.
+
+    Args:
+        output_dirs: `output_dir` by recipe name.
+    """
+
+    # Dagster accepts a generator, and resumes it at the end of the run, but its annotation does not say so.
+    @io_manager(  # pyright: ignore[reportArgumentType]
+        config_schema={}, description="Parquet tables below each recipe's output_dir."
+    )
+    def tables(context: InitResourceContext) -> Iterator[TableIOManager]:
+        end_with_code_server()
+        try:
+            yield TableIOManager(output_dirs)
+        finally:
+            if context.run is not None and context.instance is not None and command_words():
+                summary = summarize_run(context.instance, context.run.run_id, output_dirs)
+                _numbers.update(summary.numbers)
+                _problems.extend(summary.problems)
+
+    return tables
+
+
+def summarize_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> RunSummary:
+    """Read the run's events and return its summary.
+
+    Args:
+        instance: Instance that holds the events.
+        run_id: Id of a run that has no more steps to execute.
+        output_dirs: `output_dir` by recipe name, of all recipes.
+    """
+    from pipeline.reporting.summary import run_summary
+
+    run = instance.get_run_by_id(run_id)
+    entries = instance.all_logs(run_id, of_type=_EVENT_TYPES)
+    events = [entry.dagster_event for entry in entries if entry.dagster_event is not None]
+    started_s = instance.get_run_stats(run_id).start_time
+
+    failures = [event for event in events if event.is_step_failure]
+    problems = list(dict.fromkeys(_step_problem(event, output_dirs, started_s) for event in failures))
+    if not problems and not _all_steps_succeeded(instance, run, events):
+        problems = [_stopped_problem("between two steps")]
+
+    duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
+    outcome = f"{'failed' if problems else 'done'}{duration}"
+    numbers = {
+        result.recipe: f"{_run_title(run, result.recipe)}: {outcome}\n{run_summary(result)}"
+        for result in _run_results(events, output_dirs)
+    }
+    return RunSummary(numbers, problems)
+
+
+def command_problem(err: BaseException) -> str:
+    """Return what, where and fix of an error that ended the command itself."""
+    command = " ".join(["dagster", *sys.argv[1:]])
+    cause: BaseException | None = err
+    while cause is not None:
+        if isinstance(cause, LatentlineError):
+            return f"{type(cause).__name__}: {cause}"
+        cause = cause.__cause__ or cause.__context__
+
+    if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
+        fix = f"start it again: {FINISHED_WORK}"
+        return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
+
+    for message, fix in _SQLITE_FIXES.items():
+        if message in str(err):
+            home = os.environ.get("DAGSTER_HOME", "")
+            where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
+            return f"Dagster cannot write its history: {message}\n  where: {where}\n  fix:   {fix}"
+
+    what = f"{type(err).__name__}: {str(err).strip()}".replace("\n", "\n    ")
+    return f"{what}\n  where: {command}\n  fix:   {_command_fix(err)}"
+
+
+def _command_fix(err: BaseException) -> str:
+    from pipeline.storage.os_errors import as_file_access_error
+
+    access_error = as_file_access_error(err)
+    if access_error is not None:
+        return access_error.fix
+    if type(err).__module__.startswith("dagster"):
+        return "compare the command and its configuration with the names in the message"
+    return BUG
+
+
+def _print_summary() -> None:
+    """Print the numbers of a good run to standard output, or everything about a bad one to standard error."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    stream = sys.stderr if _problems else sys.stdout
+    text = "".join(f"\n{part}\n" for part in (*_numbers.values(), *dict.fromkeys(_problems)))
+
+    # The stream's encoding may lack a character, and its reader may have gone away.
+    with suppress(OSError, ValueError):
+        os.write(stream.fileno(), text.encode(stream.encoding or "utf-8", "backslashreplace"))
+
+
+def _run_title(run: DagsterRun | None, recipe: str) -> str:
+    """Return the name of the run's job, or of the recipe for Dagster's hidden job of hand-selected assets."""
+    return recipe if run is None or run.job_name.startswith("__") else run.job_name
+
+
+def _all_steps_succeeded(
+    instance: DagsterInstance, run: DagsterRun | None, events: Sequence[DagsterEvent]
+) -> bool:
+    if run is None or run.execution_plan_snapshot_id is None:
+        return False
+    planned = instance.get_execution_plan_snapshot(run.execution_plan_snapshot_id).step_keys_to_execute
+    return set(planned) <= {event.step_key for event in events if event.is_step_success}
+
+
+def _run_results(events: Sequence[DagsterEvent], output_dirs: Mapping[str, Path]) -> Iterator["RunResult"]:
+    """Yield the reports and checks of each recipe that has any in the run."""
+    from pipeline.reporting.summary import RunResult
+
+    for recipe, output_dir in output_dirs.items():
+        reports: dict[str, Any] = {}
+        checks: list[CheckResult] = []
+        for event in events:
+            checked = event.event_type == DagsterEventType.ASSET_CHECK_EVALUATION
+            key = event.asset_check_evaluation_data.asset_key if checked else event.asset_key
+            if key is None or key.path[0] != recipe:
+                continue
+            if checked:
+                checks.append(_check_result(event))
+            elif event.event_type == DagsterEventType.ASSET_MATERIALIZATION:
+                path = output_dir / "reports" / f"{key.path[-1]}.json"
+                reports[key.path[-1]] = json.loads(path.read_text(encoding="utf-8"))
+        if reports or checks:
+            yield RunResult(recipe, output_dir, reports, checks)
+
+
+def _check_result(event: DagsterEvent) -> "CheckResult":
+    from pipeline.reporting.summary import CheckResult
+
+    evaluation = event.asset_check_evaluation_data
+    error = evaluation.severity == AssetCheckSeverity.ERROR
+    return CheckResult(
+        asset=evaluation.asset_key.path[-1],
+        name=evaluation.check_name,
+        passed=evaluation.passed,
+        gate=bool(evaluation.blocking),
+        closes=bool(evaluation.blocking) and error and not evaluation.passed,
+        text=(evaluation.description or "").split("\n")[0],
+    )
+
+
+def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None) -> str:
+    """Return what, where and fix of a failed step.
+
+    Args:
+        event: The failure.
+        output_dirs: `output_dir` by recipe name.
+        started_s: Start of the run as a Unix time; None if the run never started.
+    """
+    failure = event.step_failure_data
+    recipe, _, asset = str(event.step_key).rpartition("__")
+    is_asset = recipe in output_dirs and asset in SPECS
+    where = f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
+
+    if failure.error_source.value == "INTERRUPT":
+        trains = is_asset and asset == "trained_lora"
+        checkpoint = _newest_checkpoint(output_dirs[recipe], started_s or 0.0) if trains else None
+        return _stopped_problem(where, checkpoint)
+
+    # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
+    user_failure = failure.user_failure_data
+    if user_failure is not None and "fix" in user_failure.metadata:
+        return str(user_failure.description).replace("<recipe>", recipe)
+
+    # Anything else is a bug: the innermost error and its line help most.
+    error = failure.error
+    while error is not None and error.cause is not None:
+        error = error.cause
+    if error is None:
+        return f"{where} failed\n  where: {where}\n  fix:   {BUG}"
+    line = "".join(error.stack[-1:]).strip().split("\n")[0]
+    what = error.message.strip().replace("\n", "\n    ")
+    return f"{what}\n  where: {where}\n         {line}\n  fix:   {BUG}"
+
+
+def _stopped_problem(where: str, checkpoint: Path | None = None) -> str:
+    if checkpoint is None:
+        fix = f"start the same job again: {FINISHED_WORK}"
+    else:
+        where = f"{where}\n         checkpoint {checkpoint}"
+        fix = "start the same job again: it resumes from this checkpoint"
+    return f"Stopped: the run was {STOPPED}\n  where: {where}\n  fix:   {fix}"
+
+
+def _newest_checkpoint(output_dir: Path, since_s: float) -> Path | None:
+    """Return the newest complete checkpoint of the training run that started last, or None.
+
+    A training run writes run.json when it starts; one from before `since_s` belongs to another Dagster run.
+    """
+    starts = [file for file in output_dir.glob("runs/*/run.json") if _modified_s(file) >= since_s]
+    if not starts:
+        return None
+    markers = max(starts, key=_modified_s).parent.glob("checkpoints/*/COMPLETE")
+    newest = max(markers, key=_modified_s, default=None)
+    return newest.parent if newest is not None else None
+
+
+def _modified_s(path: Path) -> float:
+    return path.stat().st_mtime

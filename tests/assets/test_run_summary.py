@@ -1,0 +1,235 @@
+"""The summary of a run, and when and where a `dagster` command prints it."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import (
+    AssetCheckResult,
+    AssetCheckSpec,
+    DagsterExecutionInterruptedError,
+    DagsterInstance,
+    DagsterInvariantViolationError,
+    MaterializeResult,
+    asset,
+    materialize,
+)
+
+from assets.run_summary import RunSummary, command_problem, summarize_run
+from pipeline.errors import StoreError, TableError
+from pipeline.reporting.reports import write_report
+from resources.failures import errors_as_failures
+
+COMMAND = """
+import sys
+import click
+from assets import run_summary
+
+sys.argv = ["dagster", "job", "execute", "-j", "demo_train"]
+with click.Context(click.Command("cli"), info_name={program!r}):
+    run_summary.print_summary_at_exit()
+run_summary._numbers["demo"] = "demo_train: done \u2714"
+{body}
+"""
+
+FAILURE = """
+run_summary._problems += ["StoreError: one", "StoreError: one", "StoreError: two"]
+print("Error: Run 123 resulted in failure.", file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def run_command(program: str, body: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", COMMAND.format(program=program, body=body)],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("program", ["dagster", "python -m dagster"])
+def test_each_problem_is_printed_once_after_dagsters_own_last_line(program: str) -> None:
+    done = run_command(program, FAILURE)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    summary = "Error: Run 123 resulted in failure.\n\ndemo_train: done \u2714\n"
+    assert done.stderr == f"{summary}\nStoreError: one\n\nStoreError: two\n"
+
+
+def test_the_numbers_of_a_good_run_are_the_only_text_on_standard_output() -> None:
+    done = run_command("dagster", "print('log', file=sys.stderr)")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "\ndemo_train: done \u2714\n", "log\n")
+
+
+def test_characters_that_the_terminal_cannot_show_are_escaped() -> None:
+    done = run_command("dagster", "", PYTHONIOENCODING="ascii")
+    assert done.stdout == "\ndemo_train: done \\u2714\n"
+
+
+def test_a_closed_standard_output_is_no_error() -> None:
+    done = run_command("dagster", "import os; os.close(1)")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("program", ["pytest", "latentline"])
+def test_other_programs_that_import_the_definitions_print_nothing(program: str) -> None:
+    done = run_command(program, FAILURE)
+    assert (done.stdout, done.stderr) == ("", "Error: Run 123 resulted in failure.\n")
+
+
+def test_an_error_that_ends_the_command_is_printed_after_its_traceback() -> None:
+    done = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    what, where, fix = done.stderr.rsplit("\n\n", 1)[-1].splitlines()
+    assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
+    assert where == "  where: dagster job execute -j demo_train"
+    assert fix.startswith("  fix:   free space on that disk and start the job again: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "fix"),
+    [
+        (ValueError("no such\njob"), "ValueError: no such\n    job", "report it with the traceback above"),
+        (DagsterInvariantViolationError("no job x"), "DagsterInvariantViolationError: no job x", "compare"),
+        (DagsterExecutionInterruptedError(), "Stopped: the command was stopped by SIGINT", "start it again"),
+    ],
+)
+def test_each_kind_of_error_has_its_own_fix(error: BaseException, what: str, fix: str) -> None:
+    text = command_problem(error)
+    assert text.startswith(what)
+    assert fix in text[text.index("\n  fix:   ") :]
+
+
+def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    error = RuntimeError("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]")
+    monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
+    assert command_problem(error).splitlines() == [
+        "Dagster cannot write its history: database or disk is full",
+        "  where: /mnt/home (DAGSTER_HOME)",
+        "  fix:   free space on that disk and start the command again: finished work is not repeated",
+    ]
+    monkeypatch.delenv("DAGSTER_HOME")
+    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error)
+
+
+def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> None:
+    error = RuntimeError("step")
+    error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")
+    assert command_problem(error) == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
+
+
+@pytest.fixture
+def run_step(tmp_path) -> Any:
+    """Execute a body as a real run of the asset small/<name>, and return the run's summary."""
+
+    def run(body: Any, asset_name: str = "trained_lora") -> RunSummary:
+        check = AssetCheckSpec("loss_fell", asset=["small", asset_name], description="d")
+
+        @asset(key=["small", asset_name], name=None, check_specs=[check])
+        def step() -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+            body()
+            write_report(tmp_path, asset_name, {"steps": 3, "launched": True, "first_loss": None})
+            yield MaterializeResult()
+            yield AssetCheckResult(passed=True)
+
+        with DagsterInstance.ephemeral() as instance:
+            try:
+                run_id = materialize([step], instance=instance, raise_on_error=False).run_id
+            except BaseException:
+                [record] = instance.get_run_records()
+                run_id = record.dagster_run.run_id
+            return summarize_run(instance, run_id, {"small": tmp_path, "other": Path("/nowhere")})
+
+    return run
+
+
+def raises(error: BaseException) -> Any:
+    def body() -> None:
+        with errors_as_failures():
+            raise error
+
+    return body
+
+
+def test_a_good_run_has_the_numbers_of_its_recipe_and_no_problem(run_step, tmp_path) -> None:
+    summary = run_step(lambda: None)
+    assert summary.problems == []
+    assert set(summary.numbers) == {"small"}
+    title, *lines = summary.numbers["small"].splitlines()
+    assert title.startswith("small: done after"), "a run without a job is titled with its recipe"
+    assert lines == [
+        "  gates     0 passed, 0 warnings",
+        "  training  3 steps",
+        f"  LoRA      {tmp_path}/lora",
+    ]
+
+
+def test_an_error_of_ours_keeps_its_text_and_names_the_recipe(run_step) -> None:
+    summary = run_step(raises(TableError("no table", where="x.parquet", fix="run <recipe>_cache")))
+    assert summary.problems == ["TableError: no table\n  where: x.parquet\n  fix:   run small_cache"]
+    assert summary.numbers == {}
+
+
+def test_a_bug_is_reported_with_the_innermost_error_the_asset_and_the_line(run_step) -> None:
+    def body() -> None:
+        try:
+            _ = 1 // 0
+        except ZeroDivisionError as err:
+            raise RuntimeError("outer") from err
+
+    [problem] = run_step(body).problems
+    what, where, line, fix = problem.splitlines()
+    assert what == "ZeroDivisionError: integer division or modulo by zero"
+    assert where == "  where: asset small/trained_lora"
+    assert "test_run_summary.py" in line
+    assert fix.startswith("  fix:   this is a bug")
+
+
+def complete_checkpoint(run: Path, step: int) -> Path:
+    checkpoint = run / "checkpoints" / f"step-{step:08}"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "COMPLETE").touch()
+    return checkpoint
+
+
+def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, tmp_path) -> None:
+    checkpoint = complete_checkpoint(tmp_path / "runs" / "ab", 4)
+    os.utime(checkpoint / "COMPLETE", (1, 1))  # written by an earlier run that this one resumed
+
+    def body() -> None:
+        (tmp_path / "runs" / "ab" / "run.json").write_text("{}")
+        raise DagsterExecutionInterruptedError
+
+    [problem] = run_step(body).problems
+    assert problem.splitlines() == [
+        "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster",
+        "  where: asset small/trained_lora",
+        f"         checkpoint {checkpoint}",
+        "  fix:   start the same job again: it resumes from this checkpoint",
+    ]
+
+
+def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, tmp_path) -> None:
+    other = tmp_path / "runs" / "other settings"
+    complete_checkpoint(other, 400)
+    (other / "run.json").write_text("{}")
+    os.utime(other / "run.json", (1, 1))
+    [problem] = run_step(raises(DagsterExecutionInterruptedError())).problems
+    assert "checkpoint" not in problem
+    assert problem.endswith("finished work is not repeated")
+
+
+def test_a_stopped_cache_job_says_that_finished_work_is_not_repeated(run_step) -> None:
+    [problem] = run_step(raises(DagsterExecutionInterruptedError()), "vae_latents").problems
+    assert "asset small/vae_latents\n" in problem
+    assert problem.endswith("finished work is not repeated")
