@@ -57,8 +57,10 @@ class _Pile:
         self.bare.mkdir()
 
     def read(self, order: Sequence[int]) -> None:
+        from pipeline.cache.worker.tensors import read_torch
+
         for index in order:
-            self.store.read_torch(self.specs[index])
+            read_torch(self.store, self.specs[index])
 
     def read_bare(self, order: Sequence[int]) -> None:
         from safetensors.torch import load_file

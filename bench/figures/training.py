@@ -10,7 +10,7 @@ from bench.figures.instead import LEARNING_RATE, RANK, square_project
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import photographs
 from demo.tiny_models import make_tiny
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
@@ -33,9 +33,9 @@ def prepared_order(folder: Path, *, steps: int) -> TrainingJob:
     project = square_project(folder, resolution=RESOLUTION, steps=steps)
     for stage in (project.scan, project.validate, project.buckets, project.latents, project.text):
         stage()
-    recipe, tables, entries = project.recipe, project.tables, Entries(project.recipe)
+    recipe, tables, entries = project.recipe, project.tables, RecipeEntries(project.recipe)
     inputs = training_inputs(recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings"))
-    return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+    return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
 
 
 def bare_steps(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from bench.gpu.models import BaseModel
 from bench.workload import Project, photographs
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import TrainingSettings, recipe_from_mapping
 from pipeline.text_embeddings.stage import cache_text
@@ -174,13 +174,13 @@ class Rig:
             self.prepare()
             self._keep("vae_latents", cache_latents, "aspect_buckets", _TakeOrder())
             self._keep("text_embeddings", cache_text, "validated_dataset", _TakeOrder())
-        tables, entries = self.project.tables, Entries(self.recipe)
+        tables, entries = self.project.tables, RecipeEntries(self.recipe)
         inputs = training_inputs(
             self.recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings")
         )
         settings = TrainingSettings.model_validate({**self.recipe.training.model_dump(), **training})
         recipe = self.recipe.model_copy(update={"training": settings})
-        return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+        return TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
 
     def _keep(self, asset: str, stage: _CacheStage, source: str, launch: Launch) -> None:
         tables = self.project.tables

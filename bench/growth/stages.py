@@ -17,7 +17,7 @@ from bench.figures.scan import SETTLE_S
 from bench.workload import Project, tiny_files
 from demo.tiny_models import make_tiny
 from pipeline.cache.entry_format import EntrySpec
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext
 from pipeline.reporting.reports import StageResult, write_report
 from pipeline.text_embeddings.stage import wanted_captions
@@ -80,11 +80,11 @@ def _fill(project: Project) -> None:
 
 
 def _fill_store(project: Project) -> None:
-    entries = Entries(project.recipe)
+    entries = RecipeEntries(project.recipe)
     rows = project.tables.read("aspect_buckets").iter_rows(named=True)
     captions = project.tables.read("validated_dataset")["caption"]
-    specs = {spec.key: spec for spec in map(entries.latent, rows)}
-    specs |= {spec.key: spec for spec in map(entries.text, wanted_captions(project.recipe, captions))}
+    specs = {spec.key: spec for spec in map(entries.latent_spec, rows)}
+    specs |= {spec.key: spec for spec in map(entries.text_spec, wanted_captions(project.recipe, captions))}
     random = np.random.default_rng(0)
 
     def write(spec: EntrySpec) -> None:
@@ -121,10 +121,10 @@ def _checks(project: Project) -> None:
 
 
 def _plan(project: Project) -> None:
-    recipe, entries = project.recipe, Entries(project.recipe)
+    recipe, entries = project.recipe, RecipeEntries(project.recipe)
     latents, text = (project.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
     inputs = training_inputs(recipe, entries, latents, text)
-    order = TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text(""), prompts=())
+    order = TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
     # The first step shuffles its whole epoch.
     order.plan()[0]
 

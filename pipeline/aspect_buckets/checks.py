@@ -33,13 +33,13 @@ def run(context: CheckContext) -> list[Finding]:
         TableError: There is no table of validated_dataset or aspect_buckets.
         ModelError: The recipe's base model cannot be found, or is of no known family.
     """
-    from pipeline.cache.requests import Entries
+    from pipeline.cache.requests import RecipeEntries
 
     held_out = any(dataset.validation_fraction for dataset in context.recipe.datasets)
     table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if held_out else _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
     before = context.tables.read("validated_dataset", ["sample_id"])["sample_id"]
-    multiple = Entries(context.recipe).family.size_multiple()
+    multiple = RecipeEntries(context.recipe).family.size_multiple()
     outcomes = {
         "conservation": check_conservation(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),

@@ -56,7 +56,7 @@ _SHAPES = {
 }
 
 
-class Entries:
+class RecipeEntries:
     """The entries of one recipe; imports no torch, and looks for the base model when it is first needed."""
 
     def __init__(self, recipe: Recipe) -> None:
@@ -66,7 +66,7 @@ class Entries:
         self._fingerprints: dict[Use, str] = {}
 
     @property
-    def memory(self) -> Path:
+    def machine_state_dir(self) -> Path:
         """The folder of what holds for this machine: cache_dir, or output_dir where that is elsewhere."""
         cache_dir = self.recipe.cache_dir
         return self.recipe.output_dir if isinstance(cache_dir, Url) else cache_dir
@@ -87,10 +87,10 @@ class Entries:
         Raises:
             ModelError: As `model_folder`.
         """
-        return detect(self.model_folder, self.elsewhere)
+        return detect(self.model_folder, self.component_folders)
 
     @cached_property
-    def elsewhere(self) -> dict[str, Path]:
+    def component_folders(self) -> dict[str, Path]:
         """Of the base model's components that the recipe takes from elsewhere, as `resolve_components`."""
         return resolve_components(self.recipe)
 
@@ -101,7 +101,7 @@ class Entries:
             ModelError: A file of them is missing or unreadable.
         """
         if use not in self._fingerprints:
-            self._fingerprints[use] = Fingerprints(self.memory).of(self.family.parts(use))
+            self._fingerprints[use] = Fingerprints(self.machine_state_dir).of(self.family.parts(use))
         return self._fingerprints[use]
 
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:
@@ -121,7 +121,7 @@ class Entries:
             dtype=settings.dtype,
         )
 
-    def latent(self, row: Mapping[str, Any]) -> EntrySpec:
+    def latent_spec(self, row: Mapping[str, Any]) -> EntrySpec:
         """The entry of one row of aspect_buckets or vae_latents, with the tensors of `latent_tensors`."""
         tensors = self.latent_tensors(Geometry.from_row(row).target_size)
         return EntrySpec("latents", latent_key(self.latent_inputs(row)), tensors)
@@ -132,7 +132,7 @@ class Entries:
         names = MOMENTS if self.recipe.latents.posterior == "moments" else (LATENT,)
         return dict.fromkeys(names, tensor)
 
-    def latent_rows(self, buckets: pl.DataFrame) -> pl.DataFrame:
+    def latent_requests(self, buckets: pl.DataFrame) -> pl.DataFrame:
         """A row for each latent that the recipe asks for: those of aspect_buckets, and what follows.
 
         Added are `flipped`, `key`, `num_bytes` (of the entry's file), and the latent's shape and dtype.
@@ -155,7 +155,7 @@ class Entries:
             shapes.append(dict(zip(_SHAPES, values, strict=True)))
         return pl.DataFrame(shapes, schema=_SHAPES)
 
-    def text_rows(
+    def text_requests(
         self,
         captions: Iterable[str],
         known: pl.DataFrame | None = None,
@@ -217,7 +217,7 @@ class Entries:
             dtype=self.recipe.text.dtype,
         )
 
-    def text(self, caption: str, length: int | None = None) -> EntrySpec:
+    def text_spec(self, caption: str, length: int | None = None) -> EntrySpec:
         """The entry of one canonical caption, "" included: tensors as `Family.text_shapes` names them.
 
         Args:
@@ -283,7 +283,7 @@ def with_recorded(
     return beside(wanted, known.select("key", *columns), on="key")
 
 
-def caption_rows(validated: pl.DataFrame) -> pl.DataFrame:
+def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
     """validated_dataset with a row for each variant of a caption: `variant`, from 0, and `caption`."""
     plain = with_constant(validated, "variant", 0, pl.Int32)
     several = plain.filter(pl.col("more_captions") != "[]")
@@ -294,7 +294,7 @@ def caption_rows(validated: pl.DataFrame) -> pl.DataFrame:
     return pl.concat([plain, more.explode("caption", "variant")]).sort("sample_id", "variant")
 
 
-def unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
+def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
     """For each row, whether its entry is as it was when its stat was recorded; Boolean.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -37,9 +37,6 @@ from pipeline.cache.entry_format import (
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import temp_path_for
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
 
@@ -162,7 +159,7 @@ class Store:
             found.extend(each if regular else NO_STAT)
         return np.frombuffer(found, dtype=np.int64).reshape(-1, 4)
 
-    def stated(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
+    def read_tensor_specs(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
         """The shapes and dtypes in the header of the file in the entry's place; no data is read.
 
         None when there is no file, or it has no header that makes sense.
@@ -172,7 +169,7 @@ class Store:
         except (OSError, WrongEntryError):
             return None
 
-    def facts(self, kind: Kind, key: str) -> dict[str, Any] | None:
+    def read_metadata(self, kind: Kind, key: str) -> dict[str, Any] | None:
         """What the header of an entry says that it was made of, unchecked; no data is read.
 
         None when there is no file, or it has no header that makes sense.
@@ -198,16 +195,6 @@ class Store:
         except OSError as err:
             raise self._refused(path, err, "read") from err
         return arrays
-
-    def read_torch(self, spec: EntrySpec) -> dict[str, torch.Tensor]:
-        """The entry's tensors for torch, on the CPU, in the dtype they are stored in; as `read`."""
-        import torch
-
-        tensors: dict[str, torch.Tensor] = {}
-        for name, values in self.read(spec).items():
-            tensor = torch.from_numpy(values.copy())
-            tensors[name] = tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
-        return tensors
 
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
         """Put the entry in its place, unless a valid one is there: the first valid entry wins.

@@ -35,7 +35,7 @@ _SPEED_FILE = "speed.json"
 
 
 @dataclass(frozen=True)
-class Registered:
+class CacheUser:
     """One output folder that uses the store.
 
     Attributes:
@@ -49,7 +49,9 @@ class Registered:
     keys: frozenset[str]
 
 
-def register(cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, keys: Iterable[str]) -> None:
+def register_user(
+    cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, keys: Iterable[str]
+) -> None:
     """Say that `output_dir` needs the entries of `kind` with these keys, and no others of that kind.
 
     Nothing is written where the same is said already.
@@ -82,7 +84,7 @@ def register(cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, ke
         raise StoreError(what, where=folder.where(FOLDER), fix=fix) from err
 
 
-def registered(cache_dir: Address) -> Iterator[Registered]:
+def read_users(cache_dir: Address) -> Iterator[CacheUser]:
     """Every output folder that uses the store, by name.
 
     Raises:
@@ -103,7 +105,7 @@ def registered(cache_dir: Address) -> Iterator[Registered]:
             said = json.loads(folder.read(f"{FOLDER}/{name}"))
             own = [each for each in names if each.startswith(f"{stem}-") and each.endswith(".keys")]
             keys = [_keys(each, folder.read(f"{FOLDER}/{each}")) for each in own]
-            yield Registered(Path(said["output_dir"]), said["recipe"], frozenset().union(*keys))
+            yield CacheUser(Path(said["output_dir"]), said["recipe"], frozenset().union(*keys))
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise StoreError(
                 f"a registration in the cache cannot be read: {err}",
@@ -113,7 +115,7 @@ def registered(cache_dir: Address) -> Iterator[Registered]:
             ) from err
 
 
-def forget(cache_dir: Address, output_dir: Path) -> bool:
+def unregister_user(cache_dir: Address, output_dir: Path) -> bool:
     """Strike out an output folder, so that entries only it needs become orphans; False if it is unknown."""
     folder, stem = cache_folder(cache_dir), _id(output_dir)
     found = [name for name in folder.names(FOLDER) if name.startswith(stem)]
@@ -123,13 +125,13 @@ def forget(cache_dir: Address, output_dir: Path) -> bool:
     return bool(found)
 
 
-def note_speed(memory: Path, kind: str, seconds_per_cost: float) -> None:
+def record_speed(memory: Path, kind: str, seconds_per_cost: float) -> None:
     """Remember how long encoding took on this machine, for `speed`; losing it costs nothing."""
     with suppress(OSError):
         write_bytes(memory / _SPEED_FILE, json.dumps({**_speeds(memory), kind: seconds_per_cost}).encode())
 
 
-def speed(memory: Path, kind: str) -> float | None:
+def recorded_speed(memory: Path, kind: str) -> float | None:
     """Seconds for one unit of a job's cost when entries of this kind were last encoded; None if never."""
     return _speeds(memory).get(kind)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cache.users import forget
+from pipeline.cache.users import unregister_user
 from pipeline.cli.sizes import bytes_text
 from pipeline.errors import StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
@@ -53,7 +53,7 @@ def command(
     for folder in folders:
         for output_dir in forgotten:
             _require_gone(output_dir)
-            known = forget(folder, output_dir.expanduser().absolute())
+            known = unregister_user(folder, output_dir.expanduser().absolute())
             click.echo(f"{output_dir}: {'forgotten' if known else 'was not registered in'} {folder}")
         found = survey(folder, grace_s=grace_hours * 3600)
         if named:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from pipeline.cache.requests import unchanged
+from pipeline.cache.requests import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store
 from pipeline.checks.findings import Outcome
 from pipeline.errors import counted
@@ -57,7 +57,7 @@ class Problems:
         self.num_entries = len(wanted)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
         for part in wanted.iter_slices(AT_ONCE):
-            for row in part.filter(~unchanged(store, kind, part)).iter_rows(named=True):
+            for row in part.filter(~is_unchanged(store, kind, part)).iter_rows(named=True):
                 self._look(store, row["sample_id"], spec_of(row))
 
     def _look(self, store: Store, name: str, spec: EntrySpec) -> None:
@@ -87,7 +87,7 @@ def _kind(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
     """The check that a missing or wrong entry belongs to."""
     if stat is None:
         return "completeness"
-    stated = store.stated(spec)
+    stated = store.read_tensor_specs(spec)
     if not spec.may_have(stat.num_bytes):
         return "file_size_outliers"
     if stated is None or not spec.admits(stated):

@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
-from pipeline.cache.requests import STAT_COLUMNS, STATS, Entries, unchanged
+from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
-from pipeline.cache.users import note_speed, register
+from pipeline.cache.users import record_speed, register_user
 from pipeline.encoding.jobs import Beside, Job, Order, Results, read_results, write_jobs, write_order
 from pipeline.encoding.outcome import Failure
 from pipeline.encoding.turn import in_turn
@@ -108,7 +108,9 @@ class Maker:
     missing entry costs some hundred bytes here.
     """
 
-    def __init__(self, entries: Entries, kind: Kind, launch: Launch, *, log: Log, watch: Stopwatch) -> None:
+    def __init__(
+        self, entries: RecipeEntries, kind: Kind, launch: Launch, *, log: Log, watch: Stopwatch
+    ) -> None:
         """For entries of one kind, and the stage that `watch` times; what is found and done goes to `log`."""
         self._entries = entries
         self._kind: Kind = kind
@@ -129,7 +131,7 @@ class Maker:
             LatentlineError: As `Launch`; what was made before stays.
         """
         store, recipe, keys = self._entries.store, self._entries.recipe, wanted.rows["key"]
-        register(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
+        register_user(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
         made = Made(pl.DataFrame(schema={**_ENTRY_SCHEMA, **dict.fromkeys(wanted.facts, pl.Int32)}))
         if self._one_is_missing(wanted):
             missing, results = self._launched(lambda: self._found(wanted, made), wanted, settings)
@@ -154,7 +156,7 @@ class Maker:
             StoreError: The disk has no room for the missing ones.
         """
         store, rows = self._entries.store, wanted.rows
-        same = unchanged(store, self._kind, rows)
+        same = is_unchanged(store, self._kind, rows)
         reused = only(rows, same)
         for name in wanted.facts.keys() - set(rows.columns):
             reused = with_constant(reused, name, None, pl.Int32)
@@ -214,7 +216,7 @@ class Maker:
         self._watch.aside_s += results.aside_s
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
-            note_speed(self._entries.memory, self._kind, results.work_s / cost)
+            record_speed(self._entries.machine_state_dir, self._kind, results.work_s / cost)
         return missing, results
 
     def _name_damaged(self, damaged: pl.DataFrame, wanted: Wanted) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import Entries, caption_rows
+from pipeline.cache.requests import RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.storage.tables import ASSETS, empty
@@ -84,19 +84,19 @@ def _is_news(name: str, value: Any, earlier: Any) -> bool:
     return not any(row.get(name, ...) == value for row in earlier)
 
 
-def _wanted(entries: Entries, rows: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, EntrySpec]]:
+def _wanted(entries: RecipeEntries, rows: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, EntrySpec]]:
     """Each entry that the sample asks for: of its buckets, mirrored ones, and variants of its caption."""
     buckets = rows["aspect_buckets"]
-    for row in entries.latent_rows(buckets).iter_rows(named=True):
+    for row in entries.latent_requests(buckets).iter_rows(named=True):
         name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
-        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent(row)
-    for row in caption_rows(rows["validated_dataset"]).iter_rows(named=True):
+        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent_spec(row)
+    for row in caption_variants(rows["validated_dataset"]).iter_rows(named=True):
         name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
-        yield name, entries.text(row["caption"])
+        yield name, entries.text_spec(row["caption"])
 
 
 def _entries(recipe: Recipe, rows: Mapping[str, pl.DataFrame]) -> list[Known]:
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     try:
         wanted = list(_wanted(entries, rows))
     except LatentlineError as err:  # no base model, no keys
@@ -109,8 +109,8 @@ def _entries(recipe: Recipe, rows: Mapping[str, pl.DataFrame]) -> list[Known]:
             "path": entries.store.where(spec),
             "state": state.reason or state.status,
         }
-        stated = entries.store.facts(spec.kind, spec.key) or {}
-        tensors = entries.store.stated(spec) or spec.tensors
+        stated = entries.store.read_metadata(spec.kind, spec.key) or {}
+        tensors = entries.store.read_tensor_specs(spec) or spec.tensors
         facts |= {f"{name} {list(tensor.shape)}": tensor.dtype for name, tensor in tensors.items()}
         made_of = stated.get("inputs", {})
         facts |= {f"made of {name}": value for name, value in made_of.items() if name != "content_hash"}

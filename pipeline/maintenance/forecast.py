@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import Entries, caption_rows, unchanged, with_recorded
+from pipeline.cache.requests import RecipeEntries, caption_variants, is_unchanged, with_recorded
 from pipeline.cache.store import EntrySpec, Kind
-from pipeline.cache.users import speed
+from pipeline.cache.users import recorded_speed
 from pipeline.maintenance.plan_gates import ClosedGate, closed_gates, path_gate
 from pipeline.raw_images.stage import scan
 from pipeline.reporting.reports import Log
@@ -116,7 +116,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     for result in (raw, valid, buckets):
         for reason in result.rejected["reason"]:
             rejected[reason] += 1
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     latents, text = tables.read_previous("vae_latents"), tables.read_previous("text_embeddings")
     before: set[str] = set(latents["sample_id"]) if latents is not None else set()
     return Forecast(
@@ -124,17 +124,17 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         dict(rejected),
         sorted(before - set(buckets.table["sample_id"])),
         closed_gates(recipe, dict(zip(_STAGES, (raw, valid, buckets), strict=True))),
-        _latents(entries, entries.latent_rows(buckets.table), latents),
+        _latents(entries, entries.latent_requests(buckets.table), latents),
         _text(entries, valid.table, text),
     )
 
 
-def _latents(entries: Entries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
+def _latents(entries: RecipeEntries, rows: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     wanted = rows.unique("key", keep="first", maintain_order=True)
     before = {(row["sample_id"], row["flipped"]): row for row in _rows(known)}
     before |= {(row["sample_id"], row["bucket"], row["flipped"]): row for row in _rows(known)}
     expected, cost = Expected("latents"), 0
-    for row, spec, status in _unmade(entries, expected, wanted, known, entries.latent):
+    for row, spec, status in _unmade(entries, expected, wanted, known, entries.latent_spec):
         name = (row["sample_id"], row["bucket"], row["flipped"])
         earlier = before.get(name) or before.get((row["sample_id"], row["flipped"]))
         why = DAMAGED if status == "wrong" else _why_latent(entries, row, spec, earlier)
@@ -151,14 +151,14 @@ def _rows(table: pl.DataFrame | None) -> list[dict[str, Any]]:
 
 
 def _unmade(
-    entries: Entries,
+    entries: RecipeEntries,
     expected: Expected,
     wanted: pl.DataFrame,
     known: pl.DataFrame | None,
     spec_of: Callable[[dict[str, Any]], EntrySpec],
 ) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
     """The rows whose entry is missing or wrong; the others are counted as there."""
-    same = unchanged(entries.store, expected.kind, with_recorded(wanted, known))
+    same = is_unchanged(entries.store, expected.kind, with_recorded(wanted, known))
     expected.there = int(same.sum())
     for row in wanted.filter(~same).iter_rows(named=True):
         spec = spec_of(row)
@@ -169,7 +169,7 @@ def _unmade(
             yield row, spec, state.status
 
 
-def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
+def _why_latent(entries: RecipeEntries, row: Row, spec: EntrySpec, earlier: Row | None) -> str:
     if earlier is None:
         return NEW
     if earlier["content_hash"] != row["content_hash"]:
@@ -181,15 +181,15 @@ def _why_latent(entries: Entries, row: Row, spec: EntrySpec, earlier: Row | None
     return _changed_inputs(entries, spec, earlier["key"], vars(entries.latent_inputs(row)))
 
 
-def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
-    captions = caption_rows(valid).select("caption", "sample_id", "variant")
+def _text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
+    captions = caption_variants(valid).select("caption", "sample_id", "variant")
     captions = captions.unique("caption", keep="first", maintain_order=True)
-    wanted = entries.text_rows(wanted_captions(entries.recipe, captions["caption"]), known)
+    wanted = entries.text_requests(wanted_captions(entries.recipe, captions["caption"]), known)
     wanted = wanted.join(captions, on="caption", how="left", maintain_order="left")
     before = {(row["sample_id"], row["variant"]): row for row in _rows(known)}
     expected = Expected("text")
     for row, spec, status in _unmade(
-        entries, expected, wanted, known, lambda row: entries.text(row["caption"])
+        entries, expected, wanted, known, lambda row: entries.text_spec(row["caption"])
     ):
         caption, sample_id = row["caption"], row["sample_id"]
         why = (
@@ -203,7 +203,7 @@ def _text(entries: Entries, valid: pl.DataFrame, known: pl.DataFrame | None) -> 
     return expected
 
 
-def _why_text(entries: Entries, caption: str, spec: EntrySpec, earlier: Row | None) -> str:
+def _why_text(entries: RecipeEntries, caption: str, spec: EntrySpec, earlier: Row | None) -> str:
     if earlier is None:
         return NEW_CAPTION
     if earlier["caption"] != caption:
@@ -213,9 +213,11 @@ def _why_text(entries: Entries, caption: str, spec: EntrySpec, earlier: Row | No
     return _changed_inputs(entries, spec, earlier["key"], vars(entries.text_inputs(caption)))
 
 
-def _changed_inputs(entries: Entries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]) -> str:
+def _changed_inputs(
+    entries: RecipeEntries, spec: EntrySpec, earlier_key: str, inputs: Mapping[str, Any]
+) -> str:
     """Which inputs of the key are other than those that the earlier entry's header states."""
-    facts = entries.store.facts(spec.kind, earlier_key)
+    facts = entries.store.read_metadata(spec.kind, earlier_key)
     if facts is None or not isinstance(facts.get("inputs"), dict):
         return MODEL_UNKNOWN
     earlier = facts["inputs"]
@@ -229,6 +231,6 @@ def _changed_inputs(entries: Entries, spec: EntrySpec, earlier_key: str, inputs:
     )
 
 
-def _estimate(entries: Entries, expected: Expected, cost: int) -> None:
-    measured = speed(entries.memory, expected.kind)
+def _estimate(entries: RecipeEntries, expected: Expected, cost: int) -> None:
+    measured = recorded_speed(entries.machine_state_dir, expected.kind)
     expected.seconds = 0.0 if not cost else measured * cost if measured is not None else None

@@ -11,7 +11,7 @@ import polars as pl
 
 from pipeline.cache.folder import CacheFile, cache_folder
 from pipeline.cache.store import KINDS, SUFFIX
-from pipeline.cache.users import FOLDER, Registered, registered
+from pipeline.cache.users import FOLDER, CacheUser, read_users
 from pipeline.errors import StoreError, TableError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
@@ -42,7 +42,7 @@ class Survey:
     Files are named by their place below the cache. One whose age its service does not tell counts as young.
     """
 
-    users: list[Registered] = field(default_factory=list[Registered])
+    users: list[CacheUser] = field(default_factory=list[CacheUser])
     entries: int = 0
     entry_bytes: int = 0
     orphans: dict[str, int] = field(default_factory=dict[str, int])
@@ -61,7 +61,7 @@ def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
         StoreError: A registration or table cannot be read, so that nobody knows what it needs; or the cache
             cannot be listed.
     """
-    found = Survey(users=list(registered(cache_dir)))
+    found = Survey(users=list(read_users(cache_dir)))
     needed = _needed(found.users)
     oldest_kept_s = time.time() - grace_s
     for file in _files(cache_dir):
@@ -95,7 +95,7 @@ def delete(cache_dir: Address, found: Survey) -> tuple[int, int]:
     waste = {**found.orphans, **found.leftovers}
     files = bytes_freed = 0
     for names in _some_at_a_time(sorted(waste)):
-        needed = _needed(registered(cache_dir))  # asked again: a job may have begun
+        needed = _needed(read_users(cache_dir))  # asked again: a job may have begun
         for name in names:
             place = PurePosixPath(name)
             if place.suffix == SUFFIX and place.stem in needed:
@@ -148,7 +148,7 @@ def _is_ours(place: PurePosixPath) -> bool:
     return len(place.parts) == 2 and place.parts[0] == FOLDER and place.suffix in {".json", ".keys"}
 
 
-def _needed(users: Iterable[Registered]) -> set[str]:
+def _needed(users: Iterable[CacheUser]) -> set[str]:
     needed: set[str] = set()
     for user in users:
         needed |= user.keys | _in_tables(user.output_dir) | _in_runs(user.output_dir)

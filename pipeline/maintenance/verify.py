@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.processes.launch import LocalLaunch
 from pipeline.reporting.reports import Log
@@ -49,17 +49,17 @@ def needed_entries(recipe: Recipe, tables: Tables) -> list[Needed]:
         TableError: There is no table of one of them.
         ModelError: The base model cannot be found.
     """
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     latents = tables.read("vae_latents").to_dicts()
     text = tables.read("text_embeddings")
     first: dict[str, Needed] = {}
     for row in latents:
-        spec = entries.latent(row)
+        spec = entries.latent_spec(row)
         first.setdefault(spec.key, Needed(row["sample_id"], spec))
     samples = dict(zip(text["caption"].reverse(), text["sample_id"].reverse(), strict=True))
     lengths = dict(zip(text["caption"], text["text_length"], strict=True))
     for caption in wanted_captions(recipe, text["caption"]):
-        spec = entries.text(caption, lengths.get(caption))
+        spec = entries.text_spec(caption, lengths.get(caption))
         name = f"the sample prompt {caption!r}" if caption else "the empty caption"
         first.setdefault(spec.key, Needed(samples.get(caption, name), spec))
     return list(first.values())
@@ -78,7 +78,7 @@ def verify(
     Raises:
         StoreError: An entry may not be read.
     """
-    store = Entries(recipe).store
+    store = RecipeEntries(recipe).store
     with ThreadPoolExecutor(store.threads) as pool:
         states = progress(pool.map(lambda each: store.check(each.spec), needed))
         return [
@@ -97,7 +97,7 @@ def repair(recipe: Recipe, tables: Tables, bad: Sequence[Bad], *, log: Log) -> N
         StoreError: A file cannot be deleted, or the cache not written.
         LatentlineError: As `Launch`.
     """
-    store = Entries(recipe).store
+    store = RecipeEntries(recipe).store
     for each in bad:
         store.remove(each.needed.spec)  # a folder in its place is moved aside by the store itself
     launch = LocalLaunch(recipe.accelerate)

@@ -8,7 +8,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.requests import STAT_COLUMNS, Entries, caption_rows, with_recorded
+from pipeline.cache.requests import STAT_COLUMNS, RecipeEntries, caption_variants, with_recorded
 from pipeline.checks.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb
@@ -34,15 +34,15 @@ def run(context: CheckContext) -> list[Finding]:
         StoreError: An entry may not be read.
     """
     table = context.tables.read(STAGE, _COLUMNS)
-    entries = Entries(context.recipe)
+    entries = RecipeEntries(context.recipe)
     asked = _asked(entries, table)
     problems = Problems(
         entries.store,
         "text",
         _wanted(context, entries, table, asked),
-        lambda row: entries.text(row["caption"], row["text_length"]),
+        lambda row: entries.text_spec(row["caption"], row["text_length"]),
     )
-    validated = caption_rows(context.tables.read("validated_dataset", _CAPTIONS))
+    validated = caption_variants(context.tables.read("validated_dataset", _CAPTIONS))
     count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
@@ -62,29 +62,29 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
-def _asked(entries: Entries, table: pl.DataFrame) -> pl.DataFrame:
+def _asked(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
     """For each row of the table `text_length` and `num_bytes`, null where its key is not its caption's."""
     names = ["caption", "key"]
     parts = [
         part.select(names).join(
-            entries.text_rows(part["caption"].unique().to_list(), part),
+            entries.text_requests(part["caption"].unique().to_list(), part),
             on=names,
             how="left",
             maintain_order="left",
         )
         for part in table.iter_slices(AT_ONCE)
     ]
-    return pl.concat(parts or [entries.text_rows([])]).select("text_length", "num_bytes", "about_bytes")
+    return pl.concat(parts or [entries.text_requests([])]).select("text_length", "num_bytes", "about_bytes")
 
 
 def _wanted(
-    context: CheckContext, entries: Entries, table: pl.DataFrame, asked: pl.DataFrame
+    context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, asked: pl.DataFrame
 ) -> pl.DataFrame:
     """Each distinct entry of the table, and those that belong to no sample."""
     columns = ("sample_id", "caption", "key", "text_length", "num_bytes", *STAT_COLUMNS)
     own = only(table.drop("text_length").hstack(asked), asked["about_bytes"].is_not_null())
     own = only(own, own["key"].is_first_distinct()).select(columns)
-    extra = entries.text_rows(list(dict.fromkeys(("", *context.recipe.training.sample_prompts))))
+    extra = entries.text_requests(list(dict.fromkeys(("", *context.recipe.training.sample_prompts))))
     names = [
         f"the sample prompt {caption!r}" if caption else "the empty caption" for caption in extra["caption"]
     ]
@@ -93,9 +93,9 @@ def _wanted(
     return pl.concat([own, extra.join(own, on="key", how="anti")])
 
 
-def _other_lengths(entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
+def _other_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
     """Rows whose entry cannot be as long as the table says."""
-    tensor = entries.text("").tensors[TEXT]
+    tensor = entries.text_spec("").tensors[TEXT]
     most = tensor.shape[0]
     wrong = (
         pl.col("text_length").is_between(1, most).not_() if tensor.ragged else pl.col("text_length") != most
@@ -107,14 +107,14 @@ def _other_lengths(entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, 
 
 
 def _out_of_step(
-    entries: Entries, table: pl.DataFrame, asked: pl.DataFrame, validated: pl.DataFrame
+    entries: RecipeEntries, table: pl.DataFrame, asked: pl.DataFrame, validated: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
     names = ["sample_id", "variant"]
     same = table.select(*names, "caption").equals(validated.select(*names, "caption"))
     if same and not asked["about_bytes"].null_count():
         return
-    keys = entries.text_rows(validated["caption"].unique().to_list()).select("caption", wanted="key")
+    keys = entries.text_requests(validated["caption"].unique().to_list()).select("caption", wanted="key")
     expected = validated.join(keys, on="caption").select(*names, "wanted")
     both = table.select(*names, "key").join(expected, on=names, how="full", coalesce=True)
     wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
@@ -129,7 +129,7 @@ def _out_of_step(
         yield {"sample_id": sample_id, "problem": problem}
 
 
-def _captions_fit(entries: Entries, table: pl.DataFrame) -> Outcome:
+def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
     """Captions longer than the encoder takes, with what it never sees."""
     cut = (
         table.filter(pl.col("num_cut") > 0).sort("num_cut", "sample_id", descending=[True, False]).to_dicts()
@@ -153,7 +153,7 @@ def _captions_fit(entries: Entries, table: pl.DataFrame) -> Outcome:
     return Outcome(False, summary, fix, shown, numbers)
 
 
-def _cut_part(entries: Entries, caption: str) -> str:
+def _cut_part(entries: RecipeEntries, caption: str) -> str:
     """The end of the caption that the encoder never sees, as its entry recorded it."""
-    metadata = entries.store.check(entries.text(caption)).metadata
+    metadata = entries.store.check(entries.text_spec(caption)).metadata
     return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]

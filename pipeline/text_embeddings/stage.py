@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.cache.entry_format import TEXT
-from pipeline.cache.requests import STAT_COLUMNS, STATS, Entries, caption_rows
+from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.encoding.fill import Maker, Wanted
 from pipeline.encoding.jobs import Job
@@ -57,8 +57,8 @@ def cache_text(
         LatentlineError: As `Launch`.
     """
     watch = Stopwatch()
-    entries = Entries(recipe)
-    asked = caption_rows(validated.select(_ASKED))
+    entries = RecipeEntries(recipe)
+    asked = caption_variants(validated.select(_ASKED))
     rows, removed = _to_look_at(entries, wanted_captions(recipe, asked["caption"]), tables)
 
     wanted = Wanted(
@@ -93,13 +93,13 @@ _ASKED = ("sample_id", "dataset", "path", "caption", "more_captions")
 _COUNTS = ("num_tokens", "num_cut")
 
 
-def _to_look_at(entries: Entries, captions: pl.Series, tables: Tables) -> tuple[pl.DataFrame, int]:
+def _to_look_at(entries: RecipeEntries, captions: pl.Series, tables: Tables) -> tuple[pl.DataFrame, int]:
     """What `Wanted` and `_job` need, a row a caption.
 
     Beside it: how many entries of the last table are not wanted any more.
     """
     known = tables.read_previous(ASSET, ("key", "text_length", *_COUNTS, *STAT_COLUMNS))
-    rows = entries.text_rows(captions, known, STATS | dict.fromkeys(_COUNTS, pl.Int32))
+    rows = entries.text_requests(captions, known, STATS | dict.fromkeys(_COUNTS, pl.Int32))
     rows = rows.with_columns(name="caption")
     unwanted = 0 if known is None else num_beyond(known["key"], rows["key"])
     return with_constant(rows, "cost", 1, pl.Int32), unwanted
@@ -113,9 +113,9 @@ def _length(state: EntryState) -> int | None:
     return state.shapes[TEXT][0] if state.shapes else None
 
 
-def _job(entries: Entries, caption: str) -> Job:
+def _job(entries: RecipeEntries, caption: str) -> Job:
     inputs = dict(vars(entries.text_inputs(caption)))
     # A caption may be longer than an entry's header; its hash says which it was.
     inputs["caption"] = hashlib.sha256(inputs["caption"].encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"
-    return Job(entries.text(caption), {"inputs": inputs}, {"caption": caption}, name, 1)
+    return Job(entries.text_spec(caption), {"inputs": inputs}, {"caption": caption}, name, 1)

@@ -14,7 +14,7 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.versions import TRAINING_VERSION
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import Entries
+    from pipeline.cache.requests import RecipeEntries
     from pipeline.recipe import LoraSettings, Recipe
     from pipeline.trained_lora.samples import TrainingInputs
 
@@ -22,7 +22,7 @@ Facts = dict[str, Any]
 """JSON-serialisable, nested."""
 
 
-def run_facts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> Facts:
+def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
     """Everything that decides the weights, and nothing else.
 
     Not in it: how often checkpoints and pictures are made, paths and names, package versions, and the number
@@ -41,7 +41,7 @@ def run_facts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> Facts
     return {
         "version": TRAINING_VERSION,
         "samples": _samples(inputs.trained),
-        "empty_text": entries.text("").key if dropout > 0 else None,
+        "empty_text": entries.text_spec("").key if dropout > 0 else None,
         "model": {"family": entries.family.name, "denoiser": entries.fingerprint("denoiser")},
         "plan": {
             "seed": training.seed,

@@ -21,7 +21,7 @@ from pipeline.storage.tables import ASSETS, Tables
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 
 if TYPE_CHECKING:
-    from pipeline.cache.requests import Entries
+    from pipeline.cache.requests import RecipeEntries
     from pipeline.recipe import Recipe
     from pipeline.trained_lora.fingerprint import Facts
 
@@ -36,7 +36,7 @@ MAX_CAPTION_BYTES = 1_000_000
 _USES: tuple[Use, ...] = ("latents", "text", "denoiser")
 
 
-def provenance(recipe: Recipe, entries: Entries, facts: Facts, table: pl.DataFrame) -> dict[str, Any]:
+def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.DataFrame) -> dict[str, Any]:
     """Return the JSON-serializable record of a run.
 
     It holds the recipe, the facts that decide the run id, the SHA-256 of each upstream table, fingerprints of

@@ -29,7 +29,7 @@ from pipeline.validated_dataset.holdout import held_out
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.cache.requests import Entries
+    from pipeline.cache.requests import RecipeEntries
     from pipeline.recipe import Recipe
 
 
@@ -174,7 +174,7 @@ class TrainingInputs(Sequence[TrainingInput]):
 
 
 def training_inputs(
-    recipe: Recipe, entries: Entries, latents: pl.DataFrame, text: pl.DataFrame
+    recipe: Recipe, entries: RecipeEntries, latents: pl.DataFrame, text: pl.DataFrame
 ) -> TrainingInputs:
     """Join the tables of both caches into training inputs, sorted by variant_id.
 
@@ -211,7 +211,7 @@ def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Serie
     )
 
 
-def _captions_by_sample(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
+def _captions_by_sample(entries: RecipeEntries, text: pl.DataFrame) -> pl.DataFrame:
     """Return one row per sample with its `captions`, their keys (`texts`) and their `text_tensors`."""
     rows = text.select(NEEDED["trained_lora"]["text_embeddings"]).sort("sample_id", "variant")
     tensors = {length: tensors_json(entries.text_tensors(length)) for length in rows["text_length"].unique()}
@@ -223,7 +223,7 @@ def _captions_by_sample(entries: Entries, text: pl.DataFrame) -> pl.DataFrame:
     return by_sample.agg("texts", "text_tensors", captions="caption")
 
 
-def _views_by_bucket(recipe: Recipe, entries: Entries, latents: pl.DataFrame) -> pl.DataFrame:
+def _views_by_bucket(recipe: Recipe, entries: RecipeEntries, latents: pl.DataFrame) -> pl.DataFrame:
     """Return one row per training input with all of `COLUMNS` but the captions."""
     rows = latents.select(NEEDED["trained_lora"]["vae_latents"]).sort("sample_id", "bucket", "flipped")
     fractions = {dataset.name: dataset.validation_fraction for dataset in recipe.datasets}
@@ -252,7 +252,7 @@ def _views_by_bucket(recipe: Recipe, entries: Entries, latents: pl.DataFrame) ->
     )
 
 
-def _latent_tensors(entries: Entries, rows: pl.DataFrame) -> pl.DataFrame:
+def _latent_tensors(entries: RecipeEntries, rows: pl.DataFrame) -> pl.DataFrame:
     """Return one row per distinct target size with the `latent_tensors` of its entries."""
     sizes = rows.select(TARGET).unique()
     tensors = [tensors_json(entries.latent_tensors(Size(*size))) for size in sizes.iter_rows()]

@@ -17,7 +17,7 @@ import numpy as np
 import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
@@ -131,7 +131,7 @@ def _planned(
     recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, overrides: Mapping[str, Any]
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """What is trained, with its provenance; what the run's id is made of; and the table of trained_lora."""
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     require_objective(recipe.training, entries.family.prediction_type())
     require_text_encoders(recipe.training, entries.family)
     require_trackers(recipe.training)
@@ -141,10 +141,10 @@ def _planned(
     order = TrainingJob(
         recipe=recipe,
         base=entries.model_folder,
-        component_folders=entries.elsewhere,
+        component_folders=entries.component_folders,
         run=run_id(facts),
         inputs=inputs,
-        empty_text=entries.text(""),
+        empty_text=entries.text_spec(""),
         prompts=sample_prompts(recipe, entries, inputs),
     )
     table = trained_table(latents, order)
@@ -170,14 +170,14 @@ def require_valid_inputs(recipe: Recipe) -> None:
         raise closed_gates_error({asset: findings for asset, findings in closed.items() if findings})
 
 
-def sample_prompts(recipe: Recipe, entries: Entries, inputs: TrainingInputs) -> tuple[Prompt, ...]:
+def sample_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> tuple[Prompt, ...]:
     """What is drawn while training: the recipe's prompts, as squares; or the first captions."""
     if recipe.training.sample_every == 0:
         return ()
     largest = placement_of(recipe.buckets).sets[-1]
     square = min(largest.sizes, key=lambda size: (max(size) / min(size), -size.height))
     if recipe.training.sample_prompts:
-        return tuple(Prompt(text, entries.text(text), square) for text in recipe.training.sample_prompts)
+        return tuple(Prompt(text, entries.text_spec(text), square) for text in recipe.training.sample_prompts)
     captions = inputs.table["captions"].list.first()
     chosen = map(inputs.__getitem__, captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS])
     return tuple(

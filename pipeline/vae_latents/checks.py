@@ -7,7 +7,7 @@ from typing import Any
 
 import polars as pl
 
-from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries
+from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries
 from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
 from pipeline.checks.rejections import (
     REJECTED_COLUMNS,
@@ -45,13 +45,13 @@ def run(context: CheckContext) -> list[Finding]:
         StoreError: An entry may not be read.
     """
     table = context.tables.read(STAGE, _COLUMNS)
-    entries = Entries(context.recipe)
+    entries = RecipeEntries(context.recipe)
     asked = entries.latent_keys(table)
     own = only(table, table["key"] == asked)
     own = only(own, own["key"].is_first_distinct())
     sizes = entries.latent_shapes(own).select(*TARGET, "num_bytes")
     num_bytes = own.select(TARGET).join(sizes, on=TARGET, how="left", maintain_order="left")["num_bytes"]
-    problems = Problems(entries.store, "latents", own.with_columns(num_bytes), entries.latent)
+    problems = Problems(entries.store, "latents", own.with_columns(num_bytes), entries.latent_spec)
     del own
     count = counted(problems.num_entries, "entry", "entries")
     buckets = context.tables.read("aspect_buckets", _ASKED_FOR)
@@ -74,7 +74,7 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
-def _expected(entries: Entries, buckets: pl.DataFrame, rejected: pl.DataFrame) -> pl.DataFrame:
+def _expected(entries: RecipeEntries, buckets: pl.DataFrame, rejected: pl.DataFrame) -> pl.DataFrame:
     """The rows of aspect_buckets as those of vae_latents should be, but for what that rejected."""
     flips = (False, True) if entries.recipe.latents.flip else (False,)
     left = buckets.join(rejected, on="sample_id", how="anti") if len(rejected) else buckets
@@ -83,7 +83,7 @@ def _expected(entries: Entries, buckets: pl.DataFrame, rejected: pl.DataFrame) -
 
 
 def _out_of_step(
-    entries: Entries, table: pl.DataFrame, asked: pl.Series, expected: pl.DataFrame
+    entries: RecipeEntries, table: pl.DataFrame, asked: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
     """Samples that the table lacks, has too many, or has the entry of something else for."""
     if table.select(expected.columns).equals(expected) and table["key"].equals(asked):
@@ -105,14 +105,18 @@ def _out_of_step(
         yield {"sample_id": sample_id, "problem": problem}
 
 
-def _other_shapes(context: CheckContext, entries: Entries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
+def _other_shapes(
+    context: CheckContext, entries: RecipeEntries, table: pl.DataFrame
+) -> Iterator[dict[str, Any]]:
     """Rows whose latent is of no shape that the geometry, asked anew, gives for the original size."""
     placement = placement_of(context.recipe.buckets)
     for rows in table.iter_slices(AT_ONCE):
         yield from _shapes_beside(placement, entries, rows)
 
 
-def _shapes_beside(placement: Placement, entries: Entries, rows: pl.DataFrame) -> Iterator[dict[str, Any]]:
+def _shapes_beside(
+    placement: Placement, entries: RecipeEntries, rows: pl.DataFrame
+) -> Iterator[dict[str, Any]]:
     names = rows["sample_id"] if placement.crop == "random" else None
     anew = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names)
     columns = anew.columns

@@ -27,7 +27,7 @@ from pipeline.storage.atomic import write_bytes, write_text
 if TYPE_CHECKING:
     import polars as pl
 
-    from pipeline.cache.requests import Entries
+    from pipeline.cache.requests import RecipeEntries
 
 NUM_DECODED = 8
 """Latents that are decoded."""
@@ -170,7 +170,7 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [*[row for row in rows if row is not lowest][: NUM_SHOWN - 1], lowest]
 
 
-def statistics(entries: Entries, rows: pl.DataFrame, folder: Path) -> dict[str, Any]:
+def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict[str, Any]:
     """Mean and deviation of the values of a sample of stored latents, over all and for each channel.
 
     They should be near 0 and 1: that is what a VAE's shift and scaling are for. Read anew only when the
@@ -199,7 +199,7 @@ def statistics(entries: Entries, rows: pl.DataFrame, folder: Path) -> dict[str, 
         pass
     latents: list[npt.NDArray[np.float64]] = []
     for row in sample.iter_rows(named=True):
-        tensors = entries.store.read(entries.latent(row))
+        tensors = entries.store.read(entries.latent_spec(row))
         values = tensors.get(LATENT, tensors.get(MEAN))
         assert values is not None
         if values.dtype == np.uint16:  # bfloat16: the upper half of a float32

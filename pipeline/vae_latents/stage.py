@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, Entries, with_recorded
+from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
 from pipeline.encoding.fill import Made, Maker, Wanted
 from pipeline.encoding.jobs import Beside, Job
@@ -51,8 +51,8 @@ def cache_latents(
         LatentlineError: As `Launch`.
     """
     watch = Stopwatch()
-    entries = Entries(recipe)
-    rows = entries.latent_rows(buckets)
+    entries = RecipeEntries(recipe)
+    rows = entries.latent_requests(buckets)
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
 
     def job(row: Row) -> Job:
@@ -131,8 +131,8 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _job(entries: Entries, root: str, row: Row) -> Job:
-    geometry, spec = Geometry.from_row(row), entries.latent(row)
+def _job(entries: RecipeEntries, root: str, row: Row) -> Job:
+    geometry, spec = Geometry.from_row(row), entries.latent_spec(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
         "original_size": list(geometry.original_size),

@@ -11,7 +11,7 @@ from bench.__main__ import all_figures
 from bench.figures.store import plan_order, random_order
 from bench.measure import Workplace, measure
 from bench.results import as_json, compare
-from pipeline.cache.store import Store
+from pipeline.cache.worker import tensors
 
 READS = ("store read random", "store read plan")
 
@@ -33,13 +33,13 @@ def test_two_milliseconds_more_an_entry_are_seen_by_comparing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run_of(tmp_path / "before")
-    read_torch: Callable[..., Any] = Store.read_torch
+    read_torch: Callable[..., Any] = tensors.read_torch
 
     def slow_read(*arguments: Any) -> Any:
         time.sleep(0.002)
         return read_torch(*arguments)
 
-    monkeypatch.setattr(Store, "read_torch", slow_read)
+    monkeypatch.setattr(tensors, "read_torch", slow_read)
     slowed = compare(before, run_of(tmp_path / "after"))
     assert {change.name: change.slower for change in slowed} == dict.fromkeys(READS, True)
 

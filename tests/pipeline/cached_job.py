@@ -9,7 +9,7 @@ from typing import Any
 import polars as pl
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, Finding
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -58,9 +58,9 @@ class Job:
         return {finding.name: finding for finding in found if not finding.passed}
 
     def entry(self, asset: str, sample: str = "photos/cat.png") -> Path:
-        entries = Entries(self.recipe)
+        entries = RecipeEntries(self.recipe)
         row = self.tables.read(asset).row(by_predicate=pl.col("sample_id") == sample, named=True)
-        spec = entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+        spec = entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
         return entries.store.path(spec)
 
     def changed(self, **sections: dict[str, Any]) -> Recipe:

@@ -1,15 +1,31 @@
-"""Convert torch tensors to the arrays that the store writes."""
+"""Convert between torch tensors and the arrays that the store reads and writes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from pipeline.cache.store import EntrySpec, Store
 
 
 def as_stored(tensor: Tensor) -> npt.NDArray[Any]:
     """Return the tensor's values as `Store.write` expects them; bfloat16 becomes its bits as uint16."""
     tensor = tensor.detach().cpu().contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def read_torch(store: Store, spec: EntrySpec) -> dict[str, Tensor]:
+    """Read an entry's tensors by name, on the CPU and in their stored dtype.
+
+    Raises:
+        StoreError: The entry is missing or does not match `spec`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for name, values in store.read(spec).items():
+        tensor = torch.from_numpy(values.copy())  # the store's arrays are read-only
+        tensors[name] = tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
+    return tensors

@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeline.cache.entry_format import LATENT, MEAN, STD
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import EntrySpec, Store, TensorSpec
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.seeding import stream
@@ -246,7 +247,7 @@ def read_entry(store: Store, spec: EntrySpec, whose: str) -> dict[str, Tensor]:
         StoreError: The entry is missing or damaged, or a tensor has another shape; names `whose` and file.
     """
     try:
-        stored = store.read_torch(spec)
+        stored = read_torch(store, spec)
     except StoreError as err:
         raise StoreError(err.what, where=f"{err.where}\nof {whose}", fix=err.fix) from err
     tensors: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ import torch
 
 from pipeline.cache.entry_format import LATENT, MEAN
 from pipeline.cache.store import Store
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import Beside, Job
 from pipeline.encoding.progress import Progress
 from pipeline.errors import counted
@@ -50,7 +51,7 @@ def decode_beside(beside: Beside, encoder: LatentEncoder, store: Store, progress
 
 def _pair(encoder: LatentEncoder, job: Job, store: Store) -> tuple[decoded.Pixels, decoded.Pixels] | None:
     """The image as the VAE saw it and its decoded latent, of one size; None when memory runs out."""
-    tensors = store.read_torch(job.spec)
+    tensors = read_torch(store, job.spec)
     latent = (tensors[LATENT] if LATENT in tensors else tensors[MEAN]).float()
     image = encoder.image(job)
     factor = image.shape[0] // latent.shape[1]

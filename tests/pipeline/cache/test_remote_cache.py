@@ -12,8 +12,8 @@ import polars as pl
 import pytest
 import torch
 
-from pipeline.cache.requests import STAT_COLUMNS, Entries
-from pipeline.cache.users import forget, registered
+from pipeline.cache.requests import STAT_COLUMNS, RecipeEntries
+from pipeline.cache.users import read_users, unregister_user
 from pipeline.errors import StoreError
 from pipeline.maintenance.explain import explain
 from pipeline.maintenance.forecast import forecast
@@ -47,13 +47,13 @@ def job(address: str, tiny_sd: Path, photos: Path, launch_here: Any) -> Job:
 
 
 def files(job: Job) -> Any:
-    return Entries(job.recipe).store.folder  # pyright: ignore[reportAttributeAccessIssue]
+    return RecipeEntries(job.recipe).store.folder  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def spec_of(job: Job, asset: str, sample: str = "photos/cat.png") -> Any:
-    entries = Entries(job.recipe)
+    entries = RecipeEntries(job.recipe)
     row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == sample, named=True)
-    return entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+    return entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
 
 
 def test_entries_and_tables_are_those_of_a_local_cache_and_a_warm_run_makes_none(
@@ -79,7 +79,7 @@ def test_entries_and_tables_are_those_of_a_local_cache_and_a_warm_run_makes_none
 def test_L06_L07_damage_is_named_with_its_address_and_the_next_run_mends_it(
     job: Job, address: str, asset: str
 ) -> None:
-    store, spec = Entries(job.recipe).store, spec_of(job, asset)
+    store, spec = RecipeEntries(job.recipe).store, spec_of(job, asset)
     name = store.path(spec).as_posix()
     sound = files(job).read(name)
     for wrong in (sound[:-1], sound[:-1] + bytes([sound[-1] ^ 1]), b""):
@@ -99,12 +99,12 @@ def test_L06_L07_damage_is_named_with_its_address_and_the_next_run_mends_it(
 
 
 def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) -> None:
-    gone = {Entries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+    gone = {RecipeEntries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
     for suffix in (".png", ".txt"):
         (Path(job.recipe.datasets[0].path) / f"cat{suffix}").unlink()
     job.run()
     cache = job.recipe.cache_dir
-    assert [user.output_dir for user in registered(cache)] == [job.recipe.output_dir]
+    assert [user.output_dir for user in read_users(cache)] == [job.recipe.output_dir]
     files(job).put("notes.txt", b"mine")
     assert survey(cache).young == 2
     found = survey(cache, grace_s=-60)
@@ -114,8 +114,8 @@ def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) ->
     assert delete(cache, found) == (2, sum(found.orphans.values()))
     assert set(files(job).list_files()) == before - gone
     assert all(job.failing(asset) == {} for asset in ASSETS)
-    assert forget(cache, job.recipe.output_dir)
-    assert list(registered(cache)) == []
+    assert unregister_user(cache, job.recipe.output_dir)
+    assert list(read_users(cache)) == []
 
 
 def test_what_is_known_of_a_sample_has_the_address_of_its_entries(job: Job, address: str) -> None:
@@ -133,9 +133,9 @@ def test_training_reads_the_same_tensors_as_from_a_local_cache(
     family = load_family(tiny_sd)
 
     def read(job: Job) -> list[Any]:
-        entries = Entries(job.recipe)
+        entries = RecipeEntries(job.recipe)
         inputs = training_inputs(job.recipe, entries, *(job.tables.read(asset) for asset in ASSETS))
-        order = TrainingJob(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), ())
+        order = TrainingJob(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), ())
         maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
         found = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
         read = [next(found)[1] for _ in range(6)]

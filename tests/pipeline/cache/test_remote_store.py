@@ -78,8 +78,8 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
 def test_an_entry_is_the_same_bytes_everywhere_and_reads_back(backend: Backend) -> None:
     assert backend.made() == serialise(SPEC, VALUES, FACTS)
     assert np.array_equal(backend.store.read(SPEC)["latent"], VALUES["latent"])
-    assert backend.store.stated(SPEC) == SPEC.tensors
-    facts = backend.store.facts("latents", SPEC.key)
+    assert backend.store.read_tensor_specs(SPEC) == SPEC.tensors
+    facts = backend.store.read_metadata("latents", SPEC.key)
     assert facts is not None
     assert facts["original_size"] == [512, 384]
     assert backend.names() == [f"{SPEC.key}.safetensors"]
@@ -87,8 +87,8 @@ def test_an_entry_is_the_same_bytes_everywhere_and_reads_back(backend: Backend) 
 
 def test_a_missing_entry_is_missing_and_a_read_says_what_to_do(backend: Backend) -> None:
     assert backend.store.check(SPEC).status == "missing"
-    assert backend.store.stated(SPEC) is None
-    assert backend.store.facts("latents", SPEC.key) is None
+    assert backend.store.read_tensor_specs(SPEC) is None
+    assert backend.store.read_metadata("latents", SPEC.key) is None
     with pytest.raises(StoreError, match="start the cache job again"):
         backend.store.read(SPEC)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from demo.tiny_models import make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.keys import KeyTemplate
-from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, Entries
+from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
 from pipeline.models.fingerprints import canonical_hash
 from pipeline.recipe import recipe_from_mapping
 
@@ -33,18 +33,18 @@ ROW: dict[str, Any] = {
 }
 
 
-def entries(base: Path, root: Path, **sections: dict[str, Any]) -> Entries:
+def entries(base: Path, root: Path, **sections: dict[str, Any]) -> RecipeEntries:
     fields = {
         "datasets": [{"name": "photos", "path": str(root / "photos")}],
         "cache_dir": str(root / "cache"),
         "output_dir": str(root / "out"),
         "model": {"base": str(base)},
     }
-    return Entries(recipe_from_mapping("sample", fields | sections))
+    return RecipeEntries(recipe_from_mapping("sample", fields | sections))
 
 
 def test_an_images_entry_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path) -> None:
-    spec = entries(tiny_sd, tmp_path).latent(ROW)
+    spec = entries(tiny_sd, tmp_path).latent_spec(ROW)
     assert (spec.kind, len(spec.key)) == ("latents", 64)
     assert {name: (t.dtype, t.shape) for name, t in spec.tensors.items()} == {
         "latent": ("float16", (4, 8, 10))
@@ -53,23 +53,23 @@ def test_an_images_entry_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_pat
 
 def test_L04_what_decides_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
-    keys = {base.latent(ROW).key}
+    keys = {base.latent_spec(ROW).key}
     for name in ("resized_height", "resized_width", "crop_top", "crop_left"):
-        keys.add(base.latent({**ROW, name: ROW[name] + 1}).key)
-    keys.add(base.latent({**ROW, "target_height": 72}).key)
-    keys.add(base.latent({**ROW, "target_width": 72}).key)
-    keys.add(base.latent({**ROW, "content_hash": "cd" * 32}).key)
+        keys.add(base.latent_spec({**ROW, name: ROW[name] + 1}).key)
+    keys.add(base.latent_spec({**ROW, "target_height": 72}).key)
+    keys.add(base.latent_spec({**ROW, "target_width": 72}).key)
+    keys.add(base.latent_spec({**ROW, "content_hash": "cd" * 32}).key)
     for latents in (
         {"dtype": "float32"},
         {"compute_dtype": "bfloat16"},
         {"posterior": "mean"},
         {"background": [0, 0, 0]},
     ):
-        keys.add(entries(tiny_sd, tmp_path, latents=latents).latent(ROW).key)
+        keys.add(entries(tiny_sd, tmp_path, latents=latents).latent_spec(ROW).key)
     other = shutil.copytree(tiny_sd, tmp_path / "other")
     config = json.loads((other / "vae" / "config.json").read_text())
     (other / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 0.2}))
-    keys.add(entries(other, tmp_path).latent(ROW).key)
+    keys.add(entries(other, tmp_path).latent_spec(ROW).key)
     assert len(keys) == 13
 
 
@@ -89,7 +89,9 @@ def test_L04_what_does_not_decide_a_latent_leaves_its_key(
 ) -> None:
     renamed = {**ROW, "sample_id": "elsewhere/b.png", "path": "b.png", "height": 101}
     base = entries(tiny_sd, tmp_path)
-    assert entries(tiny_sd, tmp_path / "moved", **sections).latent(renamed).key == base.latent(ROW).key
+    assert (
+        entries(tiny_sd, tmp_path / "moved", **sections).latent_spec(renamed).key == base.latent_spec(ROW).key
+    )
 
 
 def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_its_own(
@@ -98,8 +100,8 @@ def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_i
     base = entries(tiny_sd, tmp_path)
     other = shutil.copytree(tiny_sd, tmp_path / "other")
     moved = entries(other, tmp_path)
-    assert moved.latent(ROW).key == base.latent(ROW).key
-    assert moved.text("a cat").key == base.text("a cat").key
+    assert moved.latent_spec(ROW).key == base.latent_spec(ROW).key
+    assert moved.text_spec("a cat").key == base.text_spec("a cat").key
     assert moved.fingerprint("denoiser") == base.fingerprint("denoiser")
     for file in ("tokenizer/merges.txt", "text_encoder/config.json"):
         path = other / file
@@ -108,8 +110,8 @@ def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_i
             text.replace("#version: 0.2", "#version: 0.3").replace("quick_gelu", "gelu"), encoding="utf-8"
         )
         changed = entries(other, tmp_path)
-        assert changed.text("a cat").key != base.text("a cat").key, file
-        assert changed.latent(ROW).key == base.latent(ROW).key
+        assert changed.text_spec("a cat").key != base.text_spec("a cat").key, file
+        assert changed.latent_spec(ROW).key == base.latent_spec(ROW).key
         path.write_text(text, encoding="utf-8")
 
 
@@ -128,7 +130,7 @@ def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path
         for _ in range(200)
     ]
     keys = base.latent_keys(pl.DataFrame(rows))
-    assert keys.to_list() == [base.latent(row).key for row in rows]
+    assert keys.to_list() == [base.latent_spec(row).key for row in rows]
     assert len(set(keys)) == 200
     assert base.latent_keys(pl.DataFrame(rows).clear()).to_list() == []
 
@@ -143,8 +145,8 @@ def test_T01_keys_of_many_captions_are_those_of_each(captions: list[str]) -> Non
 
 def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: Path, tmp_path: Path) -> None:
     base, captions = entries(tiny_sd, tmp_path), ["", "a cat", 'a "quoted" é\n', "@caption@"]
-    for row, caption in zip(base.text_rows(captions).to_dicts(), captions, strict=True):
-        spec = base.text(caption)
+    for row, caption in zip(base.text_requests(captions).to_dicts(), captions, strict=True):
+        spec = base.text_spec(caption)
         sizes = {"num_bytes": spec.file_bytes, "about_bytes": spec.file_bytes, "text_length": 77}
         assert row == {"caption": caption, "key": spec.key, **sizes}
 
@@ -153,9 +155,9 @@ def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp
     make_tiny_z_image(tmp_path / "base")
     base, long = entries(tmp_path / "base", tmp_path), "a cat " * 1000
     captions = ["", "a cat", long]
-    unknown = base.text_rows(captions)
+    unknown = base.text_requests(captions)
     assert unknown["num_bytes"].null_count() == unknown["text_length"].null_count() == 3
-    spec = base.text("a cat")
+    spec = base.text_spec("a cat")
     assert spec.ragged
     tensor = spec.tensors["text_embedding"]
     one_token = tensor.num_bytes // tensor.shape[0]
@@ -164,8 +166,8 @@ def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp
     known = pl.DataFrame(
         {"key": [spec.key], "text_length": [21]}, schema={"key": pl.String, "text_length": pl.Int32}
     )
-    row = base.text_rows(captions, known).row(1, named=True)
-    exact = base.text("a cat", 21)
+    row = base.text_requests(captions, known).row(1, named=True)
+    exact = base.text_spec("a cat", 21)
     assert not exact.ragged
     assert exact.key == spec.key
     assert row["num_bytes"] == row["about_bytes"] == exact.file_bytes == DATA_START + 21 * one_token
@@ -174,11 +176,11 @@ def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp
 def test_L11_a_mirrored_latent_and_moments_are_entries_of_their_own(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
     both = entries(tiny_sd, tmp_path, latents={"posterior": "moments", "flip": True})
-    mirrored, moments = base.latent({**ROW, "flipped": True}), both.latent(ROW)
-    assert len({base.latent(ROW).key, mirrored.key, moments.key}) == 3
+    mirrored, moments = base.latent_spec({**ROW, "flipped": True}), both.latent_spec(ROW)
+    assert len({base.latent_spec(ROW).key, mirrored.key, moments.key}) == 3
     assert set(moments.tensors) == {"mean", "std"}
-    rows = both.latent_rows(pl.DataFrame([ROW]))
+    rows = both.latent_requests(pl.DataFrame([ROW]))
     assert rows["flipped"].to_list() == [False, True]
-    assert rows["key"].to_list() == [both.latent({**ROW, "flipped": flip}).key for flip in (False, True)]
+    assert rows["key"].to_list() == [both.latent_spec({**ROW, "flipped": flip}).key for flip in (False, True)]
     assert rows["num_bytes"].to_list() == [moments.file_bytes] * 2
-    assert base.latent_rows(pl.DataFrame([ROW]))["flipped"].to_list() == [False]
+    assert base.latent_requests(pl.DataFrame([ROW]))["flipped"].to_list() == [False]

@@ -17,6 +17,7 @@ from safetensors.numpy import load_file
 
 from pipeline.cache.entry_format import serialise
 from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 
 SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
@@ -89,7 +90,7 @@ def test_bfloat16_reaches_torch_as_it_was(store: Store) -> None:
     spec = EntrySpec("latents", "ef" * 32, {"latent": TensorSpec("bfloat16", (3,))})
     values = torch.tensor([0.5, -1.0, 3.0], dtype=torch.bfloat16)
     store.write(spec, {"latent": values.view(torch.uint16).numpy()}, {})
-    read = store.read_torch(spec)["latent"]
+    read = read_torch(store, spec)["latent"]
     assert read.dtype == torch.bfloat16
     assert torch.equal(read, values)
 

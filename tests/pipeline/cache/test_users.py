@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.users import Registered, forget, note_speed, register, registered, speed
+from pipeline.cache.users import (
+    CacheUser,
+    read_users,
+    record_speed,
+    recorded_speed,
+    register_user,
+    unregister_user,
+)
 from pipeline.errors import StoreError
 
 KEYS = [hashlib.sha256(bytes([index])).hexdigest() for index in range(5)]
@@ -15,34 +22,34 @@ KEYS = [hashlib.sha256(bytes([index])).hexdigest() for index in range(5)]
 
 def test_each_output_folder_is_found_with_the_keys_of_all_kinds(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "zwei ü"
-    register(tmp_path, one, recipe="flowers", kind="latents", keys=KEYS[:2])
-    register(tmp_path, one, recipe="flowers", kind="text", keys=KEYS[2:3])
-    register(tmp_path, two, recipe="faces", kind="latents", keys=[])
-    found = {user.recipe: user for user in registered(tmp_path)}
-    assert found["flowers"] == Registered(one, "flowers", frozenset(KEYS[:3]))
-    assert found["faces"] == Registered(two, "faces", frozenset())
+    register_user(tmp_path, one, recipe="flowers", kind="latents", keys=KEYS[:2])
+    register_user(tmp_path, one, recipe="flowers", kind="text", keys=KEYS[2:3])
+    register_user(tmp_path, two, recipe="faces", kind="latents", keys=[])
+    found = {user.recipe: user for user in read_users(tmp_path)}
+    assert found["flowers"] == CacheUser(one, "flowers", frozenset(KEYS[:3]))
+    assert found["faces"] == CacheUser(two, "faces", frozenset())
 
 
 def test_the_last_registration_of_a_kind_counts(tmp_path: Path) -> None:
-    register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS[:2])
-    register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=[KEYS[4], KEYS[4]])
-    (user,) = registered(tmp_path)
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS[:2])
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=[KEYS[4], KEYS[4]])
+    (user,) = read_users(tmp_path)
     assert user.keys == {KEYS[4]}
 
 
 def test_saying_the_same_again_writes_nothing(tmp_path: Path) -> None:
     for _ in range(2):
-        register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
+        register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
         stats = {path: path.stat().st_ino for path in (tmp_path / "outputs").iterdir()}
-    register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=reversed(KEYS))
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=reversed(KEYS))
     assert {path: path.stat().st_ino for path in (tmp_path / "outputs").iterdir()} == stats
 
 
 def test_a_forgotten_folder_needs_nothing(tmp_path: Path) -> None:
-    register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
-    assert forget(tmp_path, tmp_path / "out")
-    assert list(registered(tmp_path)) == []
-    assert not forget(tmp_path, tmp_path / "out")
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
+    assert unregister_user(tmp_path, tmp_path / "out")
+    assert list(read_users(tmp_path)) == []
+    assert not unregister_user(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -51,22 +58,22 @@ def test_a_forgotten_folder_needs_nothing(tmp_path: Path) -> None:
 def test_L13_a_damaged_registration_is_an_error_and_never_a_need_for_nothing(
     tmp_path: Path, suffix: str, content: bytes
 ) -> None:
-    register(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
+    register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
     (path,) = (tmp_path / "outputs").glob(f"*{suffix}")
     path.write_bytes(content)
     with pytest.raises(StoreError, match="registration") as caught:
-        list(registered(tmp_path))
+        list(read_users(tmp_path))
     assert "run the cache job" in caught.value.fix
 
 
 def test_nothing_registered_is_nothing(tmp_path: Path) -> None:
-    assert list(registered(tmp_path / "none")) == []
+    assert list(read_users(tmp_path / "none")) == []
 
 
 def test_the_speed_is_remembered_by_kind_and_a_damaged_memory_is_none(tmp_path: Path) -> None:
-    assert speed(tmp_path, "latents") is None
-    note_speed(tmp_path, "latents", 0.5)
-    note_speed(tmp_path, "text", 0.25)
-    assert (speed(tmp_path, "latents"), speed(tmp_path, "text")) == (0.5, 0.25)
+    assert recorded_speed(tmp_path, "latents") is None
+    record_speed(tmp_path, "latents", 0.5)
+    record_speed(tmp_path, "text", 0.25)
+    assert (recorded_speed(tmp_path, "latents"), recorded_speed(tmp_path, "text")) == (0.5, 0.25)
     (tmp_path / "speed.json").write_text("nonsense")
-    assert speed(tmp_path, "text") is None
+    assert recorded_speed(tmp_path, "text") is None

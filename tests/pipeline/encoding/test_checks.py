@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from pipeline.cache.entry_format import DATA_START, serialise
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec, TensorSpec
 from tests.pipeline.cached_job import ASSETS, Job
 
@@ -75,9 +75,9 @@ def test_L03_a_header_of_another_shape_but_the_same_size_is_named_by_shape_unifo
     job: Job, asset: str
 ) -> None:
     path = job.entry(asset)
-    entries = Entries(job.recipe)
+    entries = RecipeEntries(job.recipe)
     row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == "photos/cat.png", named=True)
-    spec = entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+    spec = entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
     ((name, tensor),) = spec.tensors.items()
     turned = EntrySpec(
         spec.kind, spec.key, {name: TensorSpec(tensor.dtype, (tensor.shape[-1], *tensor.shape[:-1]))}
@@ -151,8 +151,8 @@ def test_a_caption_edited_after_the_embeddings_were_made_closes_the_gate(job: Jo
 
 
 def test_T02_a_missing_empty_caption_or_sample_prompt_closes_the_gate(job: Job) -> None:
-    entries = Entries(job.recipe)
-    path = entries.store.path(entries.text(""))
+    entries = RecipeEntries(job.recipe)
+    path = entries.store.path(entries.text_spec(""))
     sound = path.read_bytes()
     path.unlink()
     assert "the empty caption" in job.failing("text_embeddings")["completeness"].summary

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.cache.entry_format import DATA_START
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from tests.pipeline.cached_job import ASSETS, Job
 
 _random = random.Random(4)
@@ -66,10 +66,10 @@ DAMAGES = [emptied, cut, flipped_in_header, flipped_in_data, replaced, grown, de
 def test_L02_L06_L07_damage_to_any_entry_is_found_named_and_repaired(
     job: Job, asset: str, damage: Callable[[Path, Path], None]
 ) -> None:
-    entries = Entries(job.recipe)
+    entries = RecipeEntries(job.recipe)
     sound = contents(job)
     for row in job.tables.read(asset).to_dicts():
-        spec = entries.latent(row) if asset == "vae_latents" else entries.text(row["caption"])
+        spec = entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
         path = entries.store.path(spec)
         neighbour = next(other for other in sorted(path.parents[1].rglob("*.safetensors")) if other != path)
         damage(path, neighbour)

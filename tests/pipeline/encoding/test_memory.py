@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Kind
 from pipeline.encoding.jobs import Job, Order, read_results, write_order
 from pipeline.processes.launch import launch_environment
@@ -44,18 +44,18 @@ def test_L12_peak_memory_does_not_depend_on_the_number_of_jobs(
 
 def order_of(cache: Any, kind: Kind, count: int) -> Order:
     """`count` jobs of a few images or captions, each with a key of its own."""
-    entries, jobs = Entries(cache.recipe), list[Job]()
+    entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     rows = cache.buckets().to_dicts()
     for number in range(count):
         row = rows[number % len(rows)]
         if kind == "latents":
             spec, work = (
-                entries.latent(row),
+                entries.latent_spec(row),
                 {**row, "root": str(cache.photos), "flipped": False},
             )
             facts = {"inputs": dict(vars(entries.latent_inputs(row)))}
         else:
-            spec, work = entries.text(row["path"]), {"caption": f"picture {number}"}
+            spec, work = entries.text_spec(row["path"]), {"caption": f"picture {number}"}
             facts = {"inputs": dict(vars(entries.text_inputs(row["path"])))}
         spec = replace(spec, key=hashlib.sha256(b"%d" % number).hexdigest())
         jobs.append(Job(spec, facts, work, f"{row['sample_id']}-{number:06}", 4096))

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.encoding.worker.run import WRITES_BEHIND
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import LocalLaunch, Meanwhile
@@ -54,8 +54,8 @@ def many(cache: Any, count: int) -> Any:
 
 
 def wanted_specs(recipe: Recipe, buckets: pl.DataFrame) -> dict[str, Any]:
-    entries = Entries(recipe)
-    return {(spec := entries.latent(row)).key: spec for row in buckets.to_dicts()}
+    entries = RecipeEntries(recipe)
+    return {(spec := entries.latent_spec(row)).key: spec for row in buckets.to_dicts()}
 
 
 def visible(recipe: Recipe) -> set[str]:
@@ -69,7 +69,7 @@ def test_L06_killed_at_random_moments_nothing_torn_is_seen_and_nothing_finished_
     cache = many(cache, 32)
     recipe, buckets = cache.recipe, cache.buckets()
     specs = wanted_specs(recipe, buckets)
-    store = Entries(recipe).store
+    store = RecipeEntries(recipe).store
 
     def run(launch: Any) -> None:
         cache_latents(recipe, buckets, cache.tables, launch=launch, log=str)
@@ -261,9 +261,9 @@ def test_L02_whichever_samples_fail_the_others_get_their_own_latents(
     kept = [name for name, fate in zip(buckets["sample_id"], fates, strict=True) if fate == "kept"]
     assert result.table["sample_id"].to_list() == kept
     assert sorted(result.rejected["sample_id"]) == sorted(set(buckets["sample_id"]) - set(kept))
-    store = Entries(cache.recipe).store
+    store = RecipeEntries(cache.recipe).store
     for row in result.table.to_dicts():
-        spec = Entries(cache.recipe).latent(row)
+        spec = RecipeEntries(cache.recipe).latent_spec(row)
         assert store.path(spec).read_bytes() == alone[row["sample_id"]]
     assert visible(cache.recipe) == set(result.table["key"])
 
@@ -287,6 +287,6 @@ def encoded_alone(cache: Any, launch: Any) -> dict[str, bytes]:
     for row in cache.buckets().iter_slices(1):
         result = cache_latents(cache.recipe, row, cache.tables, launch=launch, log=str)
         (made,) = result.table.to_dicts()
-        spec = Entries(cache.recipe).latent(made)
-        alone[made["sample_id"]] = Entries(cache.recipe).store.path(spec).read_bytes()
+        spec = RecipeEntries(cache.recipe).latent_spec(made)
+        alone[made["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
     return alone

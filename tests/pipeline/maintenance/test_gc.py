@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cache.requests import Entries
-from pipeline.cache.users import forget, register
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.users import register_user, unregister_user
 from pipeline.errors import StoreError, TableError
 from pipeline.maintenance.gc import delete, survey
 from pipeline.storage.atomic import temp_name
@@ -75,10 +75,12 @@ def test_L13_the_empty_caption_and_sample_prompts_are_needed_without_a_row(job: 
 
 def test_L13_an_entry_that_another_project_needs_is_no_orphan(job: Job, tmp_path: Path) -> None:
     latent, _ = drop_sample(job)
-    register(job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem])
+    register_user(
+        job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem]
+    )
     age(job)
     assert not places(job, latent) & set(survey(job.recipe.cache_dir).orphans)
-    forget(job.recipe.cache_dir, tmp_path / "elsewhere")
+    unregister_user(job.recipe.cache_dir, tmp_path / "elsewhere")
     assert places(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
 
 
@@ -90,16 +92,18 @@ def test_L13_an_output_folder_that_is_gone_or_not_mounted_still_counts(job: Job)
 
 def test_L13_a_table_is_believed_beside_the_registration(job: Job) -> None:
     """A job that is running has registered other keys; its last tables still stand."""
-    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
+    register_user(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
     age(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
 def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_not(job: Job) -> None:
     tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
-    entries = Entries(job.recipe)
+    entries = RecipeEntries(job.recipe)
     inputs = training_inputs(job.recipe, entries, *tables)
-    order = TrainingJob(job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text(""), ())
+    order = TrainingJob(
+        job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text_spec(""), ()
+    )
     order.write()
     run = order.folder
     latent, text = drop_sample(job)
@@ -113,7 +117,9 @@ def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> N
     latent, text = drop_sample(job)
     age(job)
     found = survey(job.recipe.cache_dir)
-    register(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[latent.stem])
+    register_user(
+        job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[latent.stem]
+    )
     assert delete(job.recipe.cache_dir, found)[0] == 1
     assert latent.exists()
     assert not text.exists()

@@ -9,7 +9,8 @@ import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline
 
 from demo.tiny_models import make_tiny
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import Order, read_job, write_order
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
@@ -44,14 +45,15 @@ def test_another_vae_makes_other_latents_and_keeps_the_captions_entries(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     plain, changed = (
-        Entries(recipe(tmp_path, tiny_sd, components=components)) for components in ({}, {"vae": str(other)})
+        RecipeEntries(recipe(tmp_path, tiny_sd, components=components))
+        for components in ({}, {"vae": str(other)})
     )
-    same = Entries(
+    same = RecipeEntries(
         recipe(tmp_path, tiny_sd, components={"vae": str(shutil.copytree(tiny_sd, tmp_path / "copy"))})
     )
     assert changed.fingerprint("latents") != plain.fingerprint("latents")
     assert same.fingerprint("latents") == plain.fingerprint("latents")
-    assert changed.text("a cat") == plain.text("a cat")
+    assert changed.text_spec("a cat") == plain.text_spec("a cat")
     assert changed.fingerprint("denoiser") == plain.fingerprint("denoiser")
 
 
@@ -67,7 +69,7 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
     entries, order = whole_job(asked, tables, launch)
     assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
-    latent = entries.store.read_torch(entries.latent(row))["latent"]
+    latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
     family = load_family(order.base, order.component_folders)
     with torch.no_grad():

@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 import torch
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import LaunchError, ModelError
 from pipeline.reporting.reports import StageResult
 from pipeline.text_embeddings.stage import cache_text, wanted_captions
@@ -37,10 +38,10 @@ def test_embeddings_are_those_of_the_pipelines_encode_prompt(cache, launch_here,
     set_caption(cache, "cat", "a cat, " * 60 + "the end")
     cached(cache, launch_here)
     pipe = StableDiffusionPipeline.from_pretrained(tiny_sd)
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     for caption in ["", *cache.captions()["caption"]]:
         expected, _ = pipe.encode_prompt(caption, "cpu", 1, do_classifier_free_guidance=False)
-        stored = entries.store.read_torch(entries.text(caption))["text_embedding"]
+        stored = read_torch(entries.store, entries.text_spec(caption))["text_embedding"]
         assert stored.shape == (77, 32)
         torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-6)
 
@@ -58,8 +59,8 @@ def test_embeddings_are_those_of_the_encoder_on_ids_made_by_hand(cache, launch_h
     encoder = CLIPTextModel.from_pretrained(tiny_sd / "text_encoder")
     with torch.no_grad():
         expected = encoder(torch.tensor([[ids[token] for token in tokens]])).last_hidden_state[0]
-    entries = Entries(cache.recipe)
-    stored = entries.store.read_torch(entries.text("a photo"))["text_embedding"]
+    entries = RecipeEntries(cache.recipe)
+    stored = read_torch(entries.store, entries.text_spec("a photo"))["text_embedding"]
     torch.testing.assert_close(stored, expected, rtol=0, atol=1e-6)
 
 
@@ -71,9 +72,9 @@ def test_T02_T03_each_caption_once_and_always_the_empty_one_and_the_sample_promp
     result = cached(cache, launch_here)
     assert counts(result) == {"encoded": 6, "reused": 0, "removed": 0, "failed": 0}
     assert result.report["samples"] == 5
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     for caption in ("", "a moon"):
-        assert entries.store.check(entries.text(caption)).valid
+        assert entries.store.check(entries.text_spec(caption)).valid
 
 
 def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_size(cache, launch_here) -> None:
@@ -84,7 +85,9 @@ def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_siz
     assert len(result.table) == 1000
     assert result.table["key"].n_unique() == 5
     files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
-    foreseen = Entries(cache.recipe).text_rows(wanted_captions(cache.recipe, rows["caption"]))["num_bytes"]
+    foreseen = RecipeEntries(cache.recipe).text_requests(wanted_captions(cache.recipe, rows["caption"]))[
+        "num_bytes"
+    ]
     assert len(files) == len(foreseen) == 6
     assert sum(file.stat().st_size for file in files) == foreseen.sum() == result.report["bytes"]
 
@@ -110,8 +113,8 @@ def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(
     result = cached(cache, launch_here)
     rows = {row["sample_id"]: row for row in result.table.to_dicts()}
     row = rows["photos/cat.png"]
-    entries = Entries(cache.recipe)
-    metadata = entries.store.check(entries.text(row["caption"])).metadata
+    entries = RecipeEntries(cache.recipe)
+    metadata = entries.store.check(entries.text_spec(row["caption"])).metadata
     assert metadata is not None
     kept, tail = row["caption"][: metadata["cut_from"]], row["caption"][metadata["cut_from"] :]
     assert row["num_tokens"] - 77 == row["num_cut"] > 0
@@ -122,7 +125,7 @@ def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(
     rows = {row["sample_id"]: row for row in cached(cache, launch_here).table.to_dicts()}
     assert (rows["photos/rocket.png"]["num_tokens"], rows["photos/rocket.png"]["num_cut"]) == (77, 0)
     names = ("photos/cat.png", "photos/rocket.png")
-    same = [entries.store.read(entries.text(rows[name]["caption"]))["text_embedding"] for name in names]
+    same = [entries.store.read(entries.text_spec(rows[name]["caption"]))["text_embedding"] for name in names]
     assert np.array_equal(*same)
 
 
@@ -203,9 +206,9 @@ def test_rows_are_joined_by_sample_and_not_by_position(cache, launch_here) -> No
     cached(cache, launch_here)
     shuffled = cache.captions().sample(fraction=1.0, shuffle=True, seed=3)
     result = cache_text(cache.recipe, shuffled, cache.tables, launch=launch_here, log=lambda _: None)
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     captions = dict(cache.captions().select("sample_id", "caption").iter_rows())
-    assert [entries.text(captions[name]).key for name in result.table["sample_id"]] == result.table[
+    assert [entries.text_spec(captions[name]).key for name in result.table["sample_id"]] == result.table[
         "key"
     ].to_list()
     assert result.table["sample_id"].is_sorted()

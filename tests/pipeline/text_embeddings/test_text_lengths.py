@@ -10,7 +10,7 @@ import pytest
 
 from demo.tiny_models import make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START, serialise
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.maintenance.verify import needed_entries, verify
 from pipeline.trained_lora.samples import training_inputs
 from tests.pipeline.cached_job import Job, recipe_of
@@ -28,13 +28,13 @@ def job(tmp_path: Path, photos: Path, launch_here: Any) -> Job:
 
 
 def test_T03_each_entry_is_as_long_as_its_caption_and_the_table_says_so(job: Job) -> None:
-    table, entries = job.tables.read(ASSET), Entries(job.recipe)
+    table, entries = job.tables.read(ASSET), RecipeEntries(job.recipe)
     assert table["text_length"].n_unique() > 2
     assert (table["text_length"] == table["num_tokens"]).all()
-    longest = entries.text("").tensors["text_embedding"]
+    longest = entries.text_spec("").tensors["text_embedding"]
     one_token = longest.num_bytes // longest.shape[0]
     for row in table.to_dicts():
-        size = entries.store.path(entries.text(row["caption"])).stat().st_size
+        size = entries.store.path(entries.text_spec(row["caption"])).stat().st_size
         assert size == row["entry_bytes"] == DATA_START + row["text_length"] * one_token
     assert job.failing(ASSET) == {}
 
@@ -65,9 +65,9 @@ def test_T02_a_table_that_says_another_length_closes_the_gate(job: Job) -> None:
 
 
 def test_L07_an_entry_of_a_shorter_caption_under_its_name_is_found_and_made_again(job: Job) -> None:
-    entries, path = Entries(job.recipe), job.entry(ASSET)
+    entries, path = RecipeEntries(job.recipe), job.entry(ASSET)
     sound = path.read_bytes()
-    spec = entries.text(job.tables.read(ASSET).filter(sample_id="photos/cat.png")["caption"][0])
+    spec = entries.text_spec(job.tables.read(ASSET).filter(sample_id="photos/cat.png")["caption"][0])
     values = entries.store.read(spec)["text_embedding"]
     path.write_bytes(serialise(spec, {"text_embedding": values[:-1]}, {}))
     assert set(job.failing(ASSET)) == {"file_size_outliers"}
@@ -82,7 +82,7 @@ def test_L07_an_entry_of_a_shorter_caption_under_its_name_is_found_and_made_agai
 
 def test_training_asks_for_entries_of_the_recorded_length_and_remembers_it(job: Job) -> None:
     table = job.tables.read(ASSET)
-    inputs = training_inputs(job.recipe, Entries(job.recipe), job.tables.read("vae_latents"), table)
+    inputs = training_inputs(job.recipe, RecipeEntries(job.recipe), job.tables.read("vae_latents"), table)
     lengths = dict(table.select("sample_id", "text_length").iter_rows())
     for item in inputs:
         (tensor,) = item.variants[0].entry.tensors.values()

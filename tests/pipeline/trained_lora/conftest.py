@@ -15,7 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 
 from demo.tiny_models import make_tiny
-from pipeline.cache.requests import Entries, stat_columns
+from pipeline.cache.requests import RecipeEntries, stat_columns
 from pipeline.cache.store import EntrySpec
 from pipeline.images.geometry import Placement, Size, ladder
 from pipeline.recipe import Recipe, recipe_from_mapping
@@ -40,10 +40,10 @@ class Project:
     text: pl.DataFrame
 
     def order(self, run: str = "0123456789abcdef") -> TrainingJob:
-        entries = Entries(self.recipe)
+        entries = RecipeEntries(self.recipe)
         inputs = training_inputs(self.recipe, entries, self.latents, self.text)
         prompts = sample_prompts(self.recipe, entries, inputs)
-        return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text(""), prompts)
+        return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text_spec(""), prompts)
 
     def changed(
         self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any
@@ -134,17 +134,17 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
 
 def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
     """Random latents and text embeddings for every sample and the empty caption; the two tables."""
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
     for caption in ("", *recipe.training.sample_prompts):
-        put(entries, entries.text(caption))
+        put(entries, entries.text_spec(caption))
     for bucket, number in sizes.items():
         for index in range(number):
             dataset = recipe.datasets[index % len(recipe.datasets)].name
             row = geometry_row(bucket, index, dataset)
             ids = {name: row[name] for name in ("sample_id", "dataset", "path")}
-            spec = entries.latent(row)
+            spec = entries.latent_spec(row)
             channels, height, width = spec.tensors["latent"].shape
             shape = {
                 "latent_channels": channels,
@@ -154,7 +154,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
             }
             latents.append(as_row("vae_latents", {**row, **shape, **put(entries, spec)}))
             caption = f"photograph {index} of {bucket}"
-            spec = entries.text(caption)
+            spec = entries.text_spec(caption)
             length = next(iter(spec.tensors.values())).shape[0]
             counts = {"variant": 0, "num_tokens": 7, "num_cut": 0, "text_length": length}
             text.append({**ids, "caption": caption, **counts, **put(entries, spec)})
@@ -186,7 +186,7 @@ def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
     }
 
 
-def put(entries: Entries, spec: EntrySpec) -> dict[str, Any]:
+def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:
     """Write random values as the entry; the table's columns that tell of it."""
     rng = np.random.default_rng(int(spec.key[:8], 16))
     arrays = {

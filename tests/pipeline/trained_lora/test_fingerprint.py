@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.trained_lora.fingerprint import describe_difference, run_facts, run_id, say_what_differs
 from pipeline.trained_lora.samples import training_inputs
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def id_of(project: Project) -> str:
-    entries = Entries(project.recipe)
+    entries = RecipeEntries(project.recipe)
     inputs = training_inputs(project.recipe, entries, project.latents, project.text)
     return run_id(run_facts(project.recipe, entries, inputs))
 

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cli.main import latentline
 from pipeline.errors import TrainingError
 from pipeline.storage.tables import frame
@@ -44,7 +44,7 @@ TABLE = trained_on(("a.png", "rose", "train"), ("b.png", "oak", "train"), ("c.pn
 
 
 def record_of(project: Project, table: pl.DataFrame = TABLE) -> dict[str, Any]:
-    order, entries = project.order(), Entries(project.recipe)
+    order, entries = project.order(), RecipeEntries(project.recipe)
     return provenance(project.recipe, entries, run_facts(project.recipe, entries, order.inputs), table)
 
 

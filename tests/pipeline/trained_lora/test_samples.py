@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 import torch
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
@@ -35,7 +35,7 @@ def test_T07_every_caption_of_a_sample_is_a_variant_in_their_own_order(
     project = make_project()
     second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
     text = pl.concat([second, project.text])
-    inputs = training_inputs(project.recipe, Entries(project.recipe), project.latents, text)
+    inputs = training_inputs(project.recipe, RecipeEntries(project.recipe), project.latents, text)
     assert len(inputs) == 8
     for item in inputs:
         first, other = item.variants
@@ -48,7 +48,7 @@ def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Cal
     latents = project.latents.with_columns(
         resized_width=pl.col("target_width") + 10, crop_left=pl.lit(3, pl.Int32)
     )
-    entries = Entries(project.recipe)
+    entries = RecipeEntries(project.recipe)
     inputs = training_inputs(project.recipe, entries, flipped_too(latents), project.text)
     assert len(inputs) == 8
     for item in inputs:
@@ -71,7 +71,7 @@ def test_the_needed_columns_suffice_in_any_order_and_in_any_chunks(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
-    entries, whole = Entries(project.recipe), project.order().inputs
+    entries, whole = RecipeEntries(project.recipe), project.order().inputs
     latents, text = (
         pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
         for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
@@ -86,13 +86,13 @@ def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project
     gone = project.latents["sample_id"].min()
     text = project.text.filter(pl.col("sample_id") != gone)
     with pytest.raises(TrainingError) as caught:
-        training_inputs(project.recipe, Entries(project.recipe), project.latents, text)
+        training_inputs(project.recipe, RecipeEntries(project.recipe), project.latents, text)
     assert caught.value.where == gone
 
 
 def with_views_and_variants(project: Project) -> TrainingJob:
     """Two captions and two latents each; those of variant 1 and of the mirror are all ones."""
-    entries = Entries(project.recipe)
+    entries = RecipeEntries(project.recipe)
     second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
     text = pl.concat([second, project.text])
     inputs = training_inputs(project.recipe, entries, flipped_too(project.latents), text)
@@ -100,7 +100,7 @@ def with_views_and_variants(project: Project) -> TrainingJob:
         for spec in (item.views[1].entry, item.variants[1].entry):
             ones = {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in spec.tensors.items()}
             entries.store.write(spec, ones, {"made_by": "a test"})
-    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text(""), prompts=())
+    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text_spec(""), prompts=())
 
 
 def maker_of(order: TrainingJob) -> MicroBatchMaker:
@@ -159,9 +159,9 @@ def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
     assert not held_out & {sample.variant_id for sample in order.plan().samples}
     assert {item.variant_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
-    again = training_inputs(project.recipe, Entries(project.recipe), fewer, project.text)
+    again = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)
     kept = set(fewer["sample_id"])
     assert {item.variant_id for item in again if item.held_out} == held_out & kept
     copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
-    same = training_inputs(project.recipe, Entries(project.recipe), copies, project.text)
+    same = training_inputs(project.recipe, RecipeEntries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1

@@ -11,7 +11,7 @@ import polars as pl
 import pytest
 from safetensors.torch import load_file
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
@@ -250,7 +250,7 @@ def test_R12_an_interrupted_run_goes_on_when_it_is_started_again(
 def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Callable[..., Project]) -> None:
     project, launch = make_project(), Here()
     row = project.latents.row(0, named=True)
-    path = Store(project.recipe.cache_dir).path(Entries(project.recipe).latent(row))
+    path = Store(project.recipe.cache_dir).path(RecipeEntries(project.recipe).latent_spec(row))
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(GateClosedError) as caught:
         run(project, launch)

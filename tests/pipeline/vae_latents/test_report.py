@@ -16,7 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from skimage.metrics import peak_signal_noise_ratio
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import read_order
 from pipeline.encoding.progress import Progress
 from pipeline.images.decode import load_pixels
@@ -84,12 +85,12 @@ def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
     result = cached(cache, launch_here)
     rows, table = result.report["decoded"], {row["sample_id"]: row for row in result.table.to_dicts()}
     assert {row["sample_id"] for row in rows} == set(table)
-    vae, entries = AutoencoderKL.from_pretrained(tiny_sd / "vae"), Entries(cache.recipe)
+    vae, entries = AutoencoderKL.from_pretrained(tiny_sd / "vae"), RecipeEntries(cache.recipe)
     for said in rows:
         row = table[said["sample_id"]]
         path, geometry = cache.photos / row["path"], Geometry.from_row(row)
         image = load_pixels(path, geometry, WHITE, content_hash=row["content_hash"])
-        stored = entries.store.read_torch(entries.latent(row))["latent"].float()
+        stored = read_torch(entries.store, entries.latent_spec(row))["latent"].float()
         with torch.no_grad():
             drawn = vae.decode(stored[None] / vae.config.scaling_factor).sample
         picture = (drawn / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).numpy()
@@ -160,8 +161,8 @@ def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
     (cache.photos / "cat.later").rename(cache.photos / "cat.png")
     shutil.rmtree(folder_of(cache))
     for name in ("coffee", "rocket"):
-        entries, row = Entries(cache.recipe), cache.buckets().filter(pl.col("path") == f"{name}.png")
-        entries.store.path(entries.latent(row.row(0, named=True))).unlink()
+        entries, row = RecipeEntries(cache.recipe), cache.buckets().filter(pl.col("path") == f"{name}.png")
+        entries.store.path(entries.latent_spec(row.row(0, named=True))).unlink()
     cached(cache, launch)
     order = read_order(kept[0])
     assert {job.name for job in order.jobs} == {"photos/cat.png", "photos/coffee.png", "photos/rocket.png"}
@@ -176,7 +177,7 @@ class Drawing:
     def __init__(self, cache: Any, launch_here: Any) -> None:
         self.cache = cache
         self.said: list[str] = launch_here.said
-        entries = Entries(cache.recipe)
+        entries = RecipeEntries(cache.recipe)
         orders = [read_order(self._order(cache, launch_here))]
         progress = Progress(launch_here, cache.photos, jobs=range(5), what="latents", rank=0)
         self.encoder = LatentEncoder(orders[0], "cpu", progress)
@@ -307,9 +308,9 @@ def test_statistics_are_those_of_the_stored_values(
 ) -> None:
     cache = cache.with_settings(latents={"dtype": dtype, "posterior": posterior, "flip": True})
     result = cached(cache, launch_here)
-    entries, stored = Entries(cache.recipe), list[torch.Tensor]()
+    entries, stored = RecipeEntries(cache.recipe), list[torch.Tensor]()
     for row in result.table.filter(~pl.col("flipped")).to_dicts():
-        tensors = entries.store.read_torch(entries.latent(row))
+        tensors = read_torch(entries.store, entries.latent_spec(row))
         stored.append(tensors["mean" if posterior == "moments" else "latent"].double().flatten(1))
     values = torch.cat(stored, dim=1)
     assert result.report["latent_mean"] == pytest.approx(float(values.mean()), rel=1e-3)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.encoding.jobs import read_order
 from pipeline.errors import ModelError, StoreError
 from pipeline.images.geometry import Geometry
@@ -49,10 +50,10 @@ def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, t
     cache = cache.with_settings(latents={"posterior": posterior, "dtype": "float32"})
     result = cached(cache, launch_here)
     vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     assert result.table.height == 5
     for row in result.table.to_dicts():
-        spec = entries.latent(row)
+        spec = entries.latent_spec(row)
         assert spec.key == row["key"]
         with torch.no_grad():
             pixels = pixels_by_hand(cache.photos / row["path"], Geometry.from_row(row))
@@ -60,7 +61,7 @@ def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, t
         noise = torch.Generator("cpu").manual_seed(int(row["key"][:15], 16))
         raw = encoded.mean if posterior == "mean" else encoded.sample(noise)
         expected = raw[0] * vae.config.scaling_factor
-        stored = entries.store.read_torch(spec)["latent"]
+        stored = read_torch(entries.store, spec)["latent"]
         assert stored.shape == (4, row["target_height"] // 8, row["target_width"] // 8)
         torch.testing.assert_close(stored, expected, rtol=0, atol=1e-5)
         assert 0.3 < stored.std() < 3
@@ -72,7 +73,7 @@ def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here,
     cache = cache.with_settings(latents={"posterior": "moments", "flip": True, "dtype": "float32"})
     result = cached(cache, launch_here)
     vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     assert counts(result) == {"encoded": 10, "reused": 0, "removed": 0, "failed": 0}
     assert (result.report["samples"], result.report["kept"], result.report["in"]) == (5, 5, 5)
     assert result.table["sample_id"].n_unique() == 5
@@ -80,7 +81,7 @@ def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here,
         with torch.no_grad():
             pixels = pixels_by_hand(cache.photos / row["path"], Geometry.from_row(row))
             posterior = vae.encode(pixels.flip(3) if row["flipped"] else pixels).latent_dist
-        stored = entries.store.read_torch(entries.latent(row))
+        stored = read_torch(entries.store, entries.latent_spec(row))
         scale = vae.config.scaling_factor
         torch.testing.assert_close(stored["mean"], posterior.mean[0] * scale, rtol=0, atol=1e-5)
         torch.testing.assert_close(stored["std"], posterior.std[0] * scale, rtol=0, atol=1e-5)
@@ -214,10 +215,10 @@ def test_a_latents_bytes_do_not_depend_on_its_batch_mates(cache, launch_here, en
 def test_each_stored_dtype_reads_back(cache, launch_here, dtype: str) -> None:
     cache = cache.with_settings(latents={"dtype": dtype})
     result = cached(cache, launch_here)
-    entries = Entries(cache.recipe)
+    entries = RecipeEntries(cache.recipe)
     for row in result.table.to_dicts():
         assert row["dtype"] == dtype
-        latent = entries.store.read_torch(entries.latent(row))["latent"]
+        latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
         assert latent.dtype == getattr(torch, dtype)
         assert latent.isfinite().all()
 
@@ -267,11 +268,11 @@ def test_half_precision_compute_gives_almost_the_same_latents(cache, launch_here
         cached(cache.with_settings(latents={"compute_dtype": dtype, "posterior": "mean"}), launch_here)
         for dtype in ("float32", "bfloat16")
     )
-    a = Entries(cache.with_settings(latents={"posterior": "mean"}).recipe)
-    b = Entries(cache.with_settings(latents={"compute_dtype": "bfloat16", "posterior": "mean"}).recipe)
+    a = RecipeEntries(cache.with_settings(latents={"posterior": "mean"}).recipe)
+    b = RecipeEntries(cache.with_settings(latents={"compute_dtype": "bfloat16", "posterior": "mean"}).recipe)
     for row, other in zip(exact.table.to_dicts(), half.table.to_dicts(), strict=True):
         assert row["key"] != other["key"]
-        first, second = (e.store.read(e.latent(row))["latent"] for e in (a, b))
+        first, second = (e.store.read(e.latent_spec(row))["latent"] for e in (a, b))
         assert np.abs(first - second).max() < 0.25
 
 

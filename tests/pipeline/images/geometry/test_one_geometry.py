@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.checks.findings import CheckContext
 from pipeline.images.geometry import Placed, Placement, ladder
 from pipeline.models.worker.family import load_family
@@ -72,10 +73,10 @@ def cached(recipe: Recipe, launch: Any) -> Seen:
     buckets = keep("aspect_buckets", assign_buckets(recipe, valid, log=str))
     latents = keep("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=str))
     text = keep("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=str))
-    entries = Entries(recipe)
+    entries = RecipeEntries(recipe)
     inputs = training_inputs(recipe, entries, latents, text)
     prompts = sample_prompts(recipe, entries, inputs)
-    order = TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text(""), prompts)
+    order = TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), prompts)
     return Seen(
         latents={row["sample_id"]: _stored(entries, row) for row in latents.to_dicts()},
         failing_checks=failing(recipe),
@@ -89,8 +90,8 @@ def cached(recipe: Recipe, launch: Any) -> Seen:
     )
 
 
-def _stored(entries: Entries, row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
-    stored = entries.store.read_torch(entries.latent(row))["latent"]
+def _stored(entries: RecipeEntries, row: dict[str, Any]) -> tuple[str, tuple[int, ...]]:
+    stored = read_torch(entries.store, entries.latent_spec(row))["latent"]
     return row["key"], tuple(stored.shape)
 
 

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
 from pipeline.models.worker.family import WorkerFamily, load_family
@@ -156,7 +157,7 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
     }
 
 
-def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[Entries, Any]:
+def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[RecipeEntries, Any]:
     def kept(asset: str, result: Any) -> Any:
         tables.write(asset, result.table)
         tables.write_rejected(asset, result.rejected)
@@ -170,26 +171,26 @@ def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[Entries, Any]:
     text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
     assert len(latents) == len(text) == 5
     train_lora(recipe, latents, text, launch=launch, log=log)
-    return Entries(recipe), read_job(launch.orders[0])
+    return RecipeEntries(recipe), read_job(launch.orders[0])
 
 
-def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: Entries, pipe: Any) -> None:
+def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:
     file = photos / row["path"]
     image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
     pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255).contiguous()
     assert tuple(pixels.shape[2:]) == image.shape[:2]
     with torch.no_grad():
         expected = case.latent(pipe, pixels)
-    stored = entries.store.read_torch(entries.latent(row))["latent"]
+    stored = read_torch(entries.store, entries.latent_spec(row))["latent"]
     assert stored.std() > 0.1
     torch.testing.assert_close(stored, expected[0], **TOLERANCE)
 
 
 def check_decoding(
-    case: Case, row: dict[str, Any], entries: Entries, family: WorkerFamily, pipe: Any
+    case: Case, row: dict[str, Any], entries: RecipeEntries, family: WorkerFamily, pipe: Any
 ) -> None:
     """A latent of the store becomes the picture that the pipeline draws where its last step ends in it."""
-    latent = entries.store.read_torch(entries.latent(row))["latent"][None]
+    latent = read_torch(entries.store, entries.latent_spec(row))["latent"][None]
     height, width = Geometry.from_row(row).target_size
 
     def replaced(pipe: Any, step: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
@@ -212,8 +213,8 @@ def check_decoding(
     torch.testing.assert_close(family.vae.normalise(raw), latent, **TOLERANCE)
 
 
-def check_text(case: Case, caption: str, entries: Entries, family: WorkerFamily, pipe: Any) -> None:
-    stored = entries.store.read_torch(entries.text(caption))
+def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerFamily, pipe: Any) -> None:
+    stored = read_torch(entries.store, entries.text_spec(caption))
     with torch.no_grad():
         expected = case.embed(pipe, caption)
     if family.text_padding == "masked":

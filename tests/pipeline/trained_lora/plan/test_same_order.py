@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import polars as pl
 import pytest
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 
@@ -64,9 +64,9 @@ def untouched(project: Project) -> None:
 
 
 def order_of(project: Project) -> TrainingJob:
-    entries = Entries(project.recipe)
+    entries = RecipeEntries(project.recipe)
     inputs = training_inputs(project.recipe, entries, project.latents, project.text)
-    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text(""), ())
+    return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text_spec(""), ())
 
 
 def fingerprint(order: TrainingJob) -> str:

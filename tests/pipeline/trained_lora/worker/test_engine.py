@@ -11,6 +11,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from peft import LoraConfig
 
 from pipeline.cache.store import Store
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob
@@ -212,7 +213,7 @@ def test_dropped_captions_are_replaced_by_the_empty_one(make_project: Callable[.
     family = load_family(order.base)
     maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
     micro = maker.make(0, order.plan()[0].micro_batches[0][0])
-    empty = Store(order.recipe.cache_dir).read_torch(order.empty_text)["text_embedding"].float()
+    empty = read_torch(Store(order.recipe.cache_dir), order.empty_text)["text_embedding"].float()
     assert all(torch.equal(row, empty) for row in micro.conditions["text_embedding"])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from pipeline.cache.store import Store, TensorSpec
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
@@ -43,7 +44,7 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
     store = Store(order.recipe.cache_dir)
     for _, micro in made:
         for index, sample_id in enumerate(micro.sample_ids):
-            stored = store.read_torch(inputs[sample_id].views[0].entry)["latent"].float()
+            stored = read_torch(store, inputs[sample_id].views[0].entry)["latent"].float()
             assert torch.equal(micro.latent[index], stored)
         assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.sample_ids)
         assert micro.latent.dtype == micro.noise.dtype == torch.float32

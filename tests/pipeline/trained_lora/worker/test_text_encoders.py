@@ -14,7 +14,7 @@ from diffusers import DDPMScheduler, StableDiffusionPipeline, StableDiffusionXLP
 from peft import LoraConfig
 
 from demo.tiny_models import TINY
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
@@ -309,7 +309,7 @@ def test_the_settings_decide_the_run_and_without_them_it_is_the_one_it_was(
 
     def facts(lora: LoraSettings) -> Any:
         changed = project.changed("facts", lora=lora)
-        return run_facts(changed.recipe, Entries(changed.recipe), changed.order().inputs)
+        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.order().inputs)
 
     assert "text_encoders" not in facts(LoraSettings())["lora"]
     made = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]

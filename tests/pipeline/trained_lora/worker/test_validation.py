@@ -8,6 +8,7 @@ import torch
 from diffusers import DDPMScheduler, UNet2DConditionModel
 
 from pipeline.cache.store import Store
+from pipeline.cache.worker.tensors import read_torch
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.plan.seeding import stream
 from pipeline.trained_lora.plan.steps import Slot
@@ -36,8 +37,8 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     store = Store(order.recipe.cache_dir)
     table: list[list[float]] = []
     for item in order.inputs.held_out:
-        latent = store.read_torch(item.views[0].entry)["latent"].float()[None]
-        text = store.read_torch(item.variants[0].entry)["text_embedding"].float()[None]
+        latent = read_torch(store, item.views[0].entry)["latent"].float()[None]
+        text = read_torch(store, item.variants[0].entry)["text_embedding"].float()[None]
         row: list[float] = []
         for level in LEVELS:
             shape = tuple(latent.shape[1:])

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Job, Order, write_order
 from pipeline.encoding.outcome import Encoded, Failure
@@ -46,12 +46,12 @@ def order(cache, tmp_path: Path) -> Order:
 
 
 def order_of(cache, tmp_path: Path, **settings: str) -> Order:
-    entries, jobs = Entries(cache.recipe), list[Job]()
+    entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     for scanned in cache.buckets().to_dicts():
         square = {"target_height": 64, "target_width": 64}
         row = scanned | (square if scanned["path"] in SQUARE else {})
         work = {**row, "root": str(cache.photos), "flipped": False}
-        jobs.append(Job(entries.latent(row), {}, work, row["path"], 4096))
+        jobs.append(Job(entries.latent_spec(row), {}, work, row["path"], 4096))
     jobs.sort(key=lambda job: job.spec.tensors["latent"].shape)
     chosen = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255], **settings}
     return Order("latents", Path(cache.recipe.model.base), tmp_path / "store", chosen, jobs)
@@ -205,9 +205,9 @@ def test_L09_a_cpu_that_really_runs_out_of_memory_goes_on_in_tiles(cache, tmp_pa
         image.resize((1024, 1024)).save(cache.photos / "cat.png")
     large = cache.with_settings(buckets={"resolution": 1024, "step": 64})
     (row,) = large.buckets().to_dicts()
-    entries = Entries(large.recipe)
+    entries = RecipeEntries(large.recipe)
     work = {**row, "root": str(large.photos), "flipped": False}
-    job = Job(entries.latent(row), {}, work, row["path"], row["target_height"] * row["target_width"])
+    job = Job(entries.latent_spec(row), {}, work, row["path"], row["target_height"] * row["target_width"])
     settings = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255]}
     order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
     command = [sys.executable, "-m", "tests.pipeline.encoding.cramped"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.cache.requests import Entries
+from pipeline.cache.requests import RecipeEntries
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings, recipe_from_mapping
@@ -117,7 +117,7 @@ def test_the_files_bytes_decide_the_run_and_not_its_path(
 
     def facts(path: Path | None) -> Any:
         changed = project.changed("facts", lora=settings(start_from=path))
-        return run_facts(changed.recipe, Entries(changed.recipe), changed.order().inputs)
+        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.order().inputs)
 
     assert facts(tmp_path / "a") == facts(tmp_path / "b")
     assert len({json.dumps(facts(path)) for path in (None, tmp_path / "a", tmp_path / "c")}) == 3
