@@ -1,1 +1,1 @@
-"""Launched processes: starting them, watching them, and what they report."""
+"""Launched processes: how they start, report, and end with the process that started them."""

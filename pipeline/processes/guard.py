@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, also when that one is killed."""
+"""Guards for launched processes: they end with the process that started them, even if it is killed."""
 
 from __future__ import annotations
 
@@ -20,40 +20,42 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies, and name this process as its children's parent.
+    """Request a SIGTERM for the death of the parent, and become the guarded parent of own children.
 
-    The request says nothing about a parent that was gone before it was made. So the id the parent left in the
-    environment is compared afterwards; when another process is the parent by now, this one ends at once. On
-    other systems than Linux only that comparison is made.
+    The kernel does not report a parent that died before the request. Therefore the id that the parent left in
+    the environment is compared afterwards, and this process ends at once if it has another parent by then.
+    Outside of Linux, that comparison is all.
 
     Raises:
-        SystemExit: With status 143, as after a SIGTERM: the parent was gone already.
+        SystemExit: The parent is gone already. The status is 143, as after a SIGTERM.
+        OSError: The kernel rejected the request.
     """
     if sys.platform == "linux":
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+
     if parent_is_gone():
         raise SystemExit(128 + signal.SIGTERM)
     os.environ[PARENT_VARIABLE] = str(os.getpid())
 
 
-def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, last: Callable[[], object] = bool) -> None:
-    """From now on, look whether the parent named in the environment is still there; end this process if not.
+def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, on_death: Callable[[], object] = bool) -> None:
+    """Poll for the parent named in the environment, and end this process when it is gone.
 
-    Beside `end_with_parent`, for systems whose kernel does not tell, and for what a signal does not reach.
-    To be called before it, which puts this process's own id in the place of the parent's.
+    This complements `end_with_parent` on systems without its kernel request, and for processes that block or
+    ignore the signal. Call it first, because `end_with_parent` replaces the id in the environment.
 
     Args:
-        interval_s: Between two looks.
-        last: Done before the end, whose status is 143.
+        interval_s: Seconds between two polls.
+        on_death: Called before this process ends with status 143.
     """
     parent = int(os.environ.get(PARENT_VARIABLE, "0"))
 
     def watch() -> None:
         while not parent_is_gone(parent):
             time.sleep(interval_s)
-        last()
+        on_death()
         os._exit(128 + signal.SIGTERM)
 
     if parent:
@@ -61,9 +63,9 @@ def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, last: Callable[[], obj
 
 
 def end_now(status: int) -> NoReturn:
-    """End the process without taking the interpreter apart, which takes torch a second and serves nobody.
+    """End the process without finalizing the interpreter, which takes torch about a second.
 
-    For the end of a process's main module: all files are closed by then, and no other thread has work.
+    Call it at the end of a main module, when all files are closed and all threads are idle.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -72,9 +74,9 @@ def end_now(status: int) -> NoReturn:
 
 
 def parent_is_gone(expected: int | None = None) -> bool:
-    """Whether the parent is another process than `expected`, by default the one named in the environment.
+    """Return whether the parent is not `expected`, by default the process named in the environment.
 
-    False when nobody was named: the module was then started by hand.
+    Without a named process, as in a module started by hand, the result is False.
     """
-    named = expected if expected is not None else int(os.environ.get(PARENT_VARIABLE, "0"))
-    return named != 0 and os.getppid() != named
+    parent = expected if expected is not None else int(os.environ.get(PARENT_VARIABLE, "0"))
+    return parent != 0 and os.getppid() != parent

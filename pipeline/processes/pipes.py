@@ -1,4 +1,4 @@
-"""What an entry module says while it runs: to Dagster's log under Dagster, to the terminal otherwise."""
+"""Messages and errors of an entry module: to Dagster's log under Dagster, to the terminal otherwise."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import NoReturn
 
 from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
 
@@ -22,31 +21,31 @@ from pipeline.storage.atomic import write_text
 from pipeline.storage.os_errors import as_file_access_error
 
 PROGRESS_INTERVAL_S = 2.0
-"""Least time between two lines of progress; each line is a row in Dagster's event log."""
+"""Shortest time between two lines of progress; each line is a row in Dagster's event log."""
 
 
 class Reporter:
-    """Takes what an entry module has to say; one a process, for the whole of its life."""
+    """The log and the progress bar of an entry module."""
 
-    def __init__(self, say: Callable[[str], None], bar: ProgressBar | None = None) -> None:
-        """Hand each line to `say`; progress is shown on `bar` instead, if there is one."""
-        self._say = say
+    def __init__(self, log: Callable[[str], None], bar: ProgressBar | None = None) -> None:
+        """Write lines with `log`, and draw progress on `bar` if there is one."""
+        self._log = log
         self._bar = bar
         self._last_progress_s = float("-inf")
 
     def info(self, text: str) -> None:
-        """Say `text` at once."""
-        self._say(text)
+        """Log `text`."""
+        self._log(text)
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Say how far the work is, at most once in `PROGRESS_INTERVAL_S` seconds; the last one always.
+        """Log the progress, at most once per `PROGRESS_INTERVAL_S` seconds, and always the last one.
 
-        On a bar all of it is drawn, and only the last one said.
+        With a bar, the bar shows the progress and only the last one is logged.
 
         Args:
-            done: How many are done by now, from 0 to `total`.
-            total: How many there are.
-            text: What they are, and what is worth knowing about them: "steps, loss 0.1234".
+            done: Number of items done, from 0 to `total`.
+            total: Number of all items.
+            text: Description of the items with their state, such as "steps, loss 0.1234".
         """
         if self._bar is not None and done < total:
             self._bar.show(done, total, text)
@@ -54,7 +53,7 @@ class Reporter:
         now_s = time.monotonic()
         if done >= total or now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
             self._last_progress_s = now_s
-            self._say(f"{done}/{total} {text}")
+            self._log(f"{done}/{total} {text}")
 
     def close(self) -> None:
         """Clear the bar."""
@@ -64,36 +63,43 @@ class Reporter:
 
 @contextmanager
 def reporter() -> Generator[Reporter]:
-    """A `Reporter` around the whole of an entry module; the process ends with its parent from here on.
+    """Provide the `Reporter` of an entry module, end it with its parent, and hand its error to the launcher.
 
-    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error. A
-    `LatentlineError` that comes out of the body ends the process with status 1 and no traceback: it is
-    printed, and left whole for the launching process, which raises it again. So is what the system refuses,
-    such as space on a full disk, after its traceback.
+    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error.
+
+    A `LatentlineError` of the body ends the process with status 1 and no traceback. It is printed, and
+    written to the file from which the launching process raises it again. An error of the operating system,
+    such as a full disk, is handled in the same way after its traceback.
 
     Raises:
-        SystemExit: After a `LatentlineError` or a refusal of the system.
+        SystemExit: The body raised a `LatentlineError`, an error of the operating system, or SystemExit.
     """
     end_with_parent()
-    left: BaseException | None = None
-    with _channel() as say, closing(Reporter(say, open_progress_bar() if rank() == 0 else None)) as report:
+    error: BaseException | None = None
+    with (
+        _log_channel() as log,
+        closing(Reporter(log, open_progress_bar() if rank() == 0 else None)) as report,
+    ):
+        # The error is raised after the channel is closed, which would log it with a traceback otherwise.
         try:
             yield report
         except (LatentlineError, SystemExit) as err:
-            left = err  # kept until the channel is closed, which would report it with its traceback
+            error = err
         except Exception as err:
-            left = as_file_access_error(err)
-            if left is None:
+            error = as_file_access_error(err)
+            if error is None:
                 raise
             traceback.print_exc()
-    if isinstance(left, LatentlineError):
-        _leave(left)
-    if left is not None:
-        raise left
+
+    if isinstance(error, LatentlineError):
+        _write_error(error)
+        sys.exit(1)
+    if error is not None:
+        raise error
 
 
 @contextmanager
-def _channel() -> Generator[Callable[[str], None]]:
+def _log_channel() -> Generator[Callable[[str], None]]:
     if DAGSTER_PIPES_CONTEXT_ENV_VAR in os.environ and rank() == 0:
         with open_dagster_pipes() as pipes:
             yield pipes.log.info
@@ -102,18 +108,17 @@ def _channel() -> Generator[Callable[[str], None]]:
 
 
 def rank() -> int:
-    """This process's index among those of the launch; 0 when it is the only one."""
+    """Return this process's index within the launch; 0 for a single process."""
     return int(os.environ.get("RANK", "0"))
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - a terminal is where this is read
+    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the log of a process without Dagster
 
 
-def _leave(err: LatentlineError) -> NoReturn:
+def _write_error(err: LatentlineError) -> None:
     _print(f"{type(err).__name__}: {err}")
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is not None:
         parts = {"kind": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix}
         write_text(Path(file), json.dumps(parts))
-    sys.exit(1)

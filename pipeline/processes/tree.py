@@ -1,4 +1,4 @@
-"""A process with everything below it: seen, stopped and waited for as one."""
+"""A process and all its descendants, found, stopped and awaited together."""
 
 from __future__ import annotations
 
@@ -10,66 +10,69 @@ from contextlib import suppress
 import psutil
 
 KILL_WAIT_S = 10.0
-"""How long a killed process may take to vanish; one that hangs in the kernel (a GPU driver) takes longest."""
+"""Longest wait for a killed process to disappear; a process that hangs in a GPU driver takes longest."""
 
 _POLL_S = 0.02
 
 
 class ProcessTree:
-    """The processes that a root process started, directly or not.
+    """The descendants of a root process, including the root.
 
-    A process whose parent died is no longer found below the root. So each look keeps what it has seen, and
-    members of the root's own session count too (when the root was started in a session of its own). A process
-    is known by its id and its start time: an id that the system has given to another process is never
-    signalled.
+    A process whose parent died is no longer a descendant of the root. Therefore every call of `members`
+    remembers the processes it found, and the members of the root's own session count as well (if the root was
+    started in a new session). A process is identified by its id and start time, so an id that the system has
+    reused is never signalled.
     """
 
     def __init__(self, root: int) -> None:
-        """Watch the process `root`, which may have ended already."""
+        """Track the process with id `root`, which may have ended already."""
         self._root = root
         self._seen: dict[psutil.Process, None] = {}
         self._own_session = _session(root) == root and root != os.getpid()
 
     def members(self) -> list[psutil.Process]:
-        """All that live now, the root among them, parents before their children; zombies are not alive."""
+        """Return all live processes, parents before their children. Zombies do not count as live."""
         with suppress(psutil.NoSuchProcess):
             root = psutil.Process(self._root)
-            self._keep([root, *root.children(recursive=True)])
+            self._remember([root, *root.children(recursive=True)])
         if self._own_session:
-            self._keep(process for process in psutil.process_iter() if _session(process.pid) == self._root)
+            self._remember(
+                process for process in psutil.process_iter() if _session(process.pid) == self._root
+            )
         for process in list(self._seen):
             with suppress(psutil.NoSuchProcess):
-                self._keep(process.children(recursive=True))
+                self._remember(process.children(recursive=True))
         return [process for process in self._seen if _alive(process)]
 
     def stop(self, *, grace_s: float) -> list[psutil.Process]:
-        """End every process: SIGTERM to each, `grace_s` seconds of patience, SIGKILL to those that are left.
-
-        The tree is looked at before the first signal, because an orphaned child cannot be found afterwards.
+        """Send SIGTERM to every process, wait up to `grace_s` seconds, then kill those that remain.
 
         Returns:
-            Those that had to be killed.
+            The killed processes.
         """
         return self._stop(self.members(), grace_s)
 
     def stop_below(self, *, grace_s: float) -> list[psutil.Process]:
-        """As `stop`, for all but the root."""
+        """Stop every process except the root, as `stop` does."""
         return self._stop([process for process in self.members() if process.pid != self._root], grace_s)
 
     def _stop(self, targets: list[psutil.Process], grace_s: float) -> list[psutil.Process]:
+        # `targets` were collected before the first signal: an orphaned child cannot be found afterwards.
         for process in targets:
             with suppress(psutil.NoSuchProcess):
                 process.terminate()
         _wait(targets, grace_s)
+
+        # A process may have started children while it was stopping.
         spared = {self._root} - {process.pid for process in targets}
-        left = [process for process in self.members() if process.pid not in spared]
-        for process in left:
+        remaining = [process for process in self.members() if process.pid not in spared]
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        _wait(left, KILL_WAIT_S)
-        return left
+        _wait(remaining, KILL_WAIT_S)
+        return remaining
 
-    def _keep(self, processes: Iterable[psutil.Process]) -> None:
+    def _remember(self, processes: Iterable[psutil.Process]) -> None:
         self._seen.update(dict.fromkeys(processes))
 
 
@@ -81,8 +84,8 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _wait(processes: list[psutil.Process], timeout_s: float) -> None:
-    # not psutil.wait_procs: it takes a child's exit status away from its Popen object, and waits for zombies
-    # that only their parent can remove
+    # psutil.wait_procs would take a child's exit status away from its Popen object, and would wait for
+    # zombies, which only their parent can remove.
     end_s = time.monotonic() + timeout_s
     while any(map(_alive, processes)) and time.monotonic() < end_s:
         time.sleep(_POLL_S)

@@ -1,1 +1,1 @@
-"""The part of `processes` that runs in launched processes and imports torch."""
+"""The modules of `processes` that import torch and run only in launched processes."""

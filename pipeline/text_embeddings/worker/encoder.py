@@ -16,7 +16,7 @@ from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.parts import EncodedCaption
-from pipeline.processes.worker.devices import memory_ran_out
+from pipeline.processes.worker.devices import out_of_memory_as
 
 
 class TextEncoder:
@@ -32,7 +32,7 @@ class TextEncoder:
         self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
-        with memory_ran_out(self._too_large):
+        with out_of_memory_as(self._too_large):
             self._encoders = self._family.text.load(self._dtype, device)
         self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
 
@@ -48,7 +48,7 @@ class TextEncoder:
             if store.check(job.spec).valid:
                 yield job, "present"
                 continue
-            with memory_ran_out(self._too_large):
+            with out_of_memory_as(self._too_large):
                 caption = self._encode(job)
             facts = {
                 "num_tokens": caption.num_tokens,

@@ -18,7 +18,7 @@ from accelerate.utils import broadcast_object_list
 
 from pipeline.errors import TrainingError, counted, verb
 from pipeline.models.worker.family import load_family
-from pipeline.processes.worker.devices import memory_ran_out, why_no_gpu
+from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
@@ -116,7 +116,7 @@ class _Run:
         self.order = order
         self.plan = order.plan()
         self.family = load_family(order.base, order.component_folders)
-        with memory_ran_out(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
+        with out_of_memory_as(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
             self.engine = Engine(order, self.family)
         self.main = self.engine.accelerator.is_main_process
         self.report = report
@@ -166,7 +166,7 @@ class _Run:
                 break
             begun_s = time.perf_counter()
             # Where memory ran out, saving and exporting would need more of it, and the step may be half done.
-            with memory_ran_out(partial(out_of_memory_error, self.order.recipe, f"in step {number}")):
+            with out_of_memory_as(partial(out_of_memory_error, self.order.recipe, f"in step {number}")):
                 try:
                     outcome = self.engine.step(batch, inputs, stop=stop.requested)
                 except TrainingError as err:

@@ -1,4 +1,4 @@
-"""Processes end with their parent, whenever it dies."""
+"""Launched processes end with their parent, whenever it dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ time.sleep(300)
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's request exists on Linux only")
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this request to the kernel")
 def test_R12_a_guarded_process_ends_when_its_parent_is_killed() -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -39,39 +39,41 @@ def test_R12_a_guarded_process_ends_when_its_parent_is_killed() -> None:
         time.sleep(0.02)
 
 
-def test_R12_a_process_whose_parent_died_before_it_could_ask_ends_at_once() -> None:
-    someone_else = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
-    done = subprocess.run([sys.executable, "-c", GUARDED], env=someone_else, capture_output=True, check=False)
+def test_R12_a_process_whose_parent_died_before_the_request_ends_at_once() -> None:
+    other_parent = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
+    done = subprocess.run([sys.executable, "-c", GUARDED], env=other_parent, capture_output=True, check=False)
     assert done.returncode == 128 + signal.SIGTERM
     assert done.stdout == b""
 
 
-def test_a_module_started_by_hand_is_not_ended() -> None:
-    by_hand = {name: value for name, value in os.environ.items() if name != "LATENTLINE_PARENT_PID"}
-    done = subprocess.run([sys.executable, "-c", GUARDED], env=by_hand, capture_output=True, check=False)
+def test_a_module_started_by_hand_keeps_running() -> None:
+    without_parent = {name: value for name, value in os.environ.items() if name != "LATENTLINE_PARENT_PID"}
+    done = subprocess.run(
+        [sys.executable, "-c", GUARDED], env=without_parent, capture_output=True, check=False
+    )
     assert (done.returncode, done.stdout) == (0, b"guarded\n")
 
 
-def test_R12_a_process_that_looks_after_its_parent_ends_once_that_is_another() -> None:
+def test_R12_a_process_that_polls_for_its_parent_ends_when_it_is_gone() -> None:
     script = """
 import time
 from pipeline.processes.guard import watch_parent
-watch_parent(0.01, last=lambda: print("the last", flush=True))
+watch_parent(0.01, on_death=lambda: print("stopping", flush=True))
 time.sleep(60)
 """
-    someone_else = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
-    done = subprocess.run([sys.executable, "-c", script], env=someone_else, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"the last\n")
+    other_parent = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
+    done = subprocess.run([sys.executable, "-c", script], env=other_parent, capture_output=True, check=False)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"stopping\n")
 
 
-def test_a_process_that_ends_now_leaves_its_status_and_all_it_said_and_tidies_nothing_up() -> None:
+def test_end_now_keeps_status_and_output_and_skips_exit_handlers() -> None:
     script = """
 import atexit, sys
 from pipeline.processes.guard import end_now
-atexit.register(print, "tidied up")
-print("said")
-print("complained", file=sys.stderr)
+atexit.register(print, "exit handler")
+print("output")
+print("error", file=sys.stderr)
 end_now(7)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "said\n", "complained\n")
+    assert (done.returncode, done.stdout, done.stderr) == (7, "output\n", "error\n")

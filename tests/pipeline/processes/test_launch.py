@@ -1,4 +1,4 @@
-"""The command line of a launch, and what a failed one is reported as."""
+"""The command line and environment of a launch, and the error of a failed one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def value(command: list[str], option: str) -> str:
     return command[command.index(option) + 1]
 
 
-def test_one_process_is_no_multi_gpu_launch_and_two_are() -> None:
+def test_only_several_processes_are_a_multi_gpu_launch() -> None:
     one = launch_command(AccelerateSettings(), "pipeline.trained_lora.worker", Path("order.json"))
     two = launch_command(AccelerateSettings(num_processes=2, mixed_precision="bf16"), "m", Path("o"))
     assert "--multi_gpu" not in one
@@ -38,7 +38,7 @@ def test_one_process_is_no_multi_gpu_launch_and_two_are() -> None:
     assert one[-3:] == ["-m", "pipeline.trained_lora.worker", "order.json"]
 
 
-def test_one_process_that_needs_nothing_of_accelerate_is_started_as_it_is() -> None:
+def test_a_single_process_that_does_not_use_accelerate_is_started_directly() -> None:
     module = "pipeline.vae_latents.worker"
     one = launch_command(AccelerateSettings(), module, Path("order.json"))
     two = launch_command(AccelerateSettings(num_processes=2), module, Path("order.json"))
@@ -46,42 +46,42 @@ def test_one_process_that_needs_nothing_of_accelerate_is_started_as_it_is() -> N
     assert two[:3] == [sys.executable, "-m", "pipeline.processes.worker.accelerate_launch"]
 
 
-def test_the_users_own_accelerate_configuration_takes_no_part() -> None:
+def test_the_users_accelerate_configuration_is_not_read() -> None:
     command = launch_command(AccelerateSettings(), "m", Path("o"))
     assert Path(value(command, "--config_file")).is_file()
 
 
-@pytest.mark.parametrize("asked", [None, 7])
-def test_threads_are_two_unless_the_recipe_says_otherwise_since_they_decide_the_last_bits(
-    tmp_path: Path, asked: int | None
+@pytest.mark.parametrize("cpu_threads", [None, 7])
+def test_the_number_of_threads_is_two_unless_the_recipe_sets_it(
+    tmp_path: Path, cpu_threads: int | None
 ) -> None:
-    settings = AccelerateSettings() if asked is None else AccelerateSettings(cpu_threads=asked)
-    threads = str(asked or CPU_THREADS_PER_PROCESS)
+    settings = AccelerateSettings() if cpu_threads is None else AccelerateSettings(cpu_threads=cpu_threads)
+    threads = str(cpu_threads or CPU_THREADS_PER_PROCESS)
     assert value(launch_command(settings, "m", Path("o")), "--num_cpu_threads_per_process") == threads
     variables = launch_environment(settings, tmp_path / "e")
-    assert variables["OMP_NUM_THREADS"] == threads, "of a process that accelerate does not start"
-    said = "from pipeline.processes.launch import cpu_threads; print(cpu_threads())"
-    ran = subprocess.run(
-        [sys.executable, "-c", said], env=variables, capture_output=True, text=True, check=True
+    assert variables["OMP_NUM_THREADS"] == threads, "for a process that accelerate does not start"
+    code = "from pipeline.processes.launch import cpu_threads; print(cpu_threads())"
+    process = subprocess.run(
+        [sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True
     )
-    assert ran.stdout.strip() == threads
+    assert process.stdout.strip() == threads
 
 
-def test_a_launched_process_knows_its_parent_and_finds_the_project(
+def test_a_launched_process_has_its_parents_id_and_imports_the_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", "/elsewhere")
+    monkeypatch.setenv("PYTHONPATH", "/other")
     variables = launch_environment(AccelerateSettings(), tmp_path / "error.json")
     root = Path(__file__).resolve().parents[3]
-    assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/elsewhere"
+    assert variables["PYTHONPATH"] == f"{root}{os.pathsep}/other"
     assert variables["LATENTLINE_PARENT_PID"] == str(os.getpid())
 
 
 SLOW_ENTRY = """
 import pathlib, sys, time
-here = pathlib.Path(sys.argv[1]).parent
-(here / "started").touch()
-while not (here / "go").exists():
+folder = pathlib.Path(sys.argv[1]).parent
+(folder / "started").touch()
+while not (folder / "go").exists():
     time.sleep(0.01)
 """
 
@@ -90,15 +90,15 @@ while not (here / "go").exists():
 def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "slow_entry.py").write_text(SLOW_ENTRY, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr("pipeline.processes.launch.ALONE", ("slow_entry",))
+    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("slow_entry",))
     return tmp_path / "order.json"
 
 
 def processes_of(order: Path) -> list[psutil.Process]:
-    return [each for each in psutil.Process().children() if str(order) in each.cmdline()]
+    return [process for process in psutil.Process().children() if str(order) in process.cmdline()]
 
 
-def test_what_is_to_be_done_meanwhile_is_done_beside_the_process(order: Path) -> None:
+def test_meanwhile_runs_while_the_process_runs(order: Path) -> None:
     def meanwhile() -> None:
         while not (order.parent / "started").exists():
             time.sleep(0.01)
@@ -108,17 +108,17 @@ def test_what_is_to_be_done_meanwhile_is_done_beside_the_process(order: Path) ->
     assert processes_of(order) == []
 
 
-def test_an_error_of_what_is_done_meanwhile_ends_the_process_and_comes_out(order: Path) -> None:
+def test_an_error_of_meanwhile_ends_the_process_and_is_raised(order: Path) -> None:
     def meanwhile() -> None:
         assert len(processes_of(order)) == 1
-        raise StoreError("no room", where="here", fix="make some")
+        raise StoreError("no room", where="disk", fix="free some")
 
     with pytest.raises(StoreError, match="no room"):
         LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
     assert processes_of(order) == []
 
 
-def test_the_error_that_a_process_left_is_the_one_reported(tmp_path: Path) -> None:
+def test_the_error_that_a_process_wrote_is_raised(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     file.write_text(json.dumps({"kind": "TrainingError", "what": "a", "where": "b", "fix": "c"}), "utf-8")
     error = launch_error("m", 1, output=["noise"], error_file=file)
@@ -126,17 +126,17 @@ def test_the_error_that_a_process_left_is_the_one_reported(tmp_path: Path) -> No
     assert (error.what, error.where, error.fix) == ("a", "b", "c")
 
 
-def test_otherwise_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
+def test_without_a_written_error_the_end_of_the_output_is_quoted(tmp_path: Path) -> None:
     lines = [f"line {number}" for number in range(OUTPUT_TAIL_LINES + 5)]
     error = launch_error("m", 7, output=lines, error_file=tmp_path / "none")
     assert isinstance(error, LaunchError)
     assert error.what == "m ended with exit status 7: line 24"
     assert "line 4\n" not in error.where
     assert "line 5\n" in error.where
-    assert error.fix.startswith("mend what it says")
+    assert error.fix.startswith("correct the cause")
 
 
-def test_of_a_traceback_only_its_error_is_quoted(tmp_path: Path) -> None:
+def test_only_the_last_line_of_a_traceback_is_quoted(tmp_path: Path) -> None:
     trace = [
         "loading",
         "Traceback (most recent call last):",
@@ -152,9 +152,9 @@ def test_of_a_traceback_only_its_error_is_quoted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("status", "words"), [(1, "with exit status 1"), (-9, "by signal SIGKILL"), (143, "by signal SIGTERM")]
 )
-def test_a_status_is_told_in_words(status: int, words: str) -> None:
+def test_a_status_is_described_in_words(status: int, words: str) -> None:
     assert describe_status(status) == words
 
 
-def test_a_process_that_was_killed_is_explained_by_memory(tmp_path: Path) -> None:
+def test_a_killed_process_suggests_that_memory_ran_out(tmp_path: Path) -> None:
     assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix

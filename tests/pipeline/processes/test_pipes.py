@@ -1,4 +1,4 @@
-"""What entry modules say outside of Dagster; under Dagster: tests/resources/test_launcher.py."""
+"""Reports and errors of entry modules without Dagster; tests/resources/test_launcher.py has those with it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pipeline.reporting.terminal import ProgressBar
 
 @pytest.fixture(autouse=True)
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test process must not ask to be ended with the shell that started it."""
+    """Keep the test process alive when its parent, a shell, ends."""
     monkeypatch.setattr(pipeline.processes.pipes, "end_with_parent", lambda: None)
 
 
@@ -26,32 +26,32 @@ def test_without_dagster_lines_go_to_standard_error(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "3 images\n")
 
 
-def test_O09_progress_is_throttled_but_the_first_and_the_last_line_come() -> None:
-    said: list[str] = []
-    report = Reporter(said.append)
+def test_O09_progress_is_throttled_except_for_the_first_and_the_last_line() -> None:
+    lines: list[str] = []
+    report = Reporter(lines.append)
     for done in range(1, 1001):
         report.progress(done, 1000, "images")
-    assert said == ["1/1000 images", "1000/1000 images"]
+    assert lines == ["1/1000 images", "1000/1000 images"]
 
 
-def test_with_a_bar_progress_is_drawn_and_only_its_end_is_said(tmp_path: Path) -> None:
-    said: list[str] = []
-    drawn = tmp_path / "terminal"
-    report = Reporter(said.append, ProgressBar(drawn.open("w", encoding="utf-8")))
+def test_with_a_bar_only_the_end_of_the_progress_is_logged(tmp_path: Path) -> None:
+    lines: list[str] = []
+    terminal = tmp_path / "terminal"
+    report = Reporter(lines.append, ProgressBar(terminal.open("w", encoding="utf-8")))
     for done in range(1, 41):
         report.progress(done, 40, "latents encoded")
     report.close()
-    assert said == ["40/40 latents encoded"]
-    assert "1/40" in drawn.read_text(encoding="utf-8")
+    assert lines == ["40/40 latents encoded"]
+    assert "1/40" in terminal.read_text(encoding="utf-8")
 
 
-def test_an_error_ends_the_process_without_a_traceback_and_is_left_for_the_launcher(
+def test_an_error_ends_the_process_without_a_traceback_and_is_written_for_the_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LATENTLINE_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit) as left, reporter():
+    with pytest.raises(SystemExit) as exit_info, reporter():
         raise TrainingError("loss is NaN", where="step 3", fix="lower the learning rate")
-    assert left.value.code == 1
+    assert exit_info.value.code == 1
     assert capsys.readouterr().err == (
         "TrainingError: loss is NaN\n  where: step 3\n  fix:   lower the learning rate\n"
     )
@@ -60,26 +60,26 @@ def test_an_error_ends_the_process_without_a_traceback_and_is_left_for_the_launc
     assert parts["where"] == "step 3"
 
 
-def test_a_full_disk_is_left_for_the_launcher_too(
+def test_a_full_disk_is_written_for_the_launcher_after_its_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("LATENTLINE_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit) as left, reporter():
+    with pytest.raises(SystemExit) as exit_info, reporter():
         raise OSError(errno.ENOSPC, "No space left on device", "/out/step-00000002")
-    assert left.value.code == 1
+    assert exit_info.value.code == 1
     assert "Traceback" in capsys.readouterr().err
     parts = json.loads((tmp_path / "error.json").read_text("utf-8"))
     assert (parts["kind"], parts["what"]) == ("FileAccessError", "the disk is full (ENOSPC)")
     assert parts["where"] == "/out/step-00000002"
 
 
-def test_an_exit_status_passes_through() -> None:
-    with pytest.raises(SystemExit) as left, reporter():
+def test_the_exit_status_of_the_body_is_kept() -> None:
+    with pytest.raises(SystemExit) as exit_info, reporter():
         raise SystemExit(143)
-    assert left.value.code == 143
+    assert exit_info.value.code == 143
 
 
-def test_the_rank_comes_from_the_launch_and_is_0_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_is_set_by_the_launch_and_0_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert rank() == 0
     monkeypatch.setenv("RANK", "3")

@@ -1,4 +1,4 @@
-"""Real process trees: children that ignore SIGTERM, grandchildren, orphans, sessions of their own."""
+"""Real process trees: children that ignore SIGTERM, grandchildren, orphans and separate sessions."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ print(child.pid, flush=True)
 WAIT = "time.sleep(600)"
 
 
-class Started:
-    """Starts processes and, whatever a test left alive, kills them in the end."""
+class Processes:
+    """Starts processes, and kills the remaining ones after the test."""
 
     def __init__(self) -> None:
         self.processes: list[subprocess.Popen[str]] = []
@@ -51,15 +51,15 @@ class Started:
 
 
 @pytest.fixture
-def started() -> Iterator[Started]:
-    all_started = Started()
-    yield all_started
-    for process in all_started.processes:
+def processes() -> Iterator[Processes]:
+    processes = Processes()
+    yield processes
+    for process in processes.processes:
         process.kill()
         process.wait()
         assert process.stdout is not None
         process.stdout.close()
-    for other in all_started.others:
+    for other in processes.others:
         if other.is_running():
             other.kill()
 
@@ -79,34 +79,34 @@ def until(met: object, seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def test_members_are_the_root_and_all_below_it(started: Started) -> None:
+def test_the_members_are_the_root_and_its_descendants(processes: Processes) -> None:
     inner = PARENT_OF.format(code=SLEEPER, own=False, then=WAIT)
-    root = started.run(PARENT_OF.format(code=inner, own=False, then=WAIT))
-    child = started.child_of(root)
+    root = processes.run(PARENT_OF.format(code=inner, own=False, then=WAIT))
+    child = processes.child_of(root)
     until(lambda: len(child.children()) == 1)
     pids = [process.pid for process in ProcessTree(root.pid).members()]
     assert pids == [root.pid, child.pid, child.children()[0].pid]
 
 
-def test_stop_ends_a_grandchild_in_a_session_of_its_own(started: Started) -> None:
-    root = started.run(PARENT_OF.format(code=SLEEPER, own=True, then=WAIT))
-    child = started.child_of(root)
+def test_stop_ends_a_child_in_a_separate_session(processes: Processes) -> None:
+    root = processes.run(PARENT_OF.format(code=SLEEPER, own=True, then=WAIT))
+    child = processes.child_of(root)
     assert ProcessTree(root.pid).stop(grace_s=10) == []
     assert gone(child)
     assert root.wait(5) == -signal.SIGTERM
 
 
-def test_stop_kills_what_ignores_sigterm_after_the_grace_period(started: Started) -> None:
-    root = started.run(STUBBORN)
+def test_stop_kills_a_process_that_ignores_sigterm_after_the_grace_period(processes: Processes) -> None:
+    root = processes.run(STUBBORN)
     assert root.stdout is not None
     assert root.stdout.readline() == "up\n"
     assert [process.pid for process in ProcessTree(root.pid).stop(grace_s=0.3)] == [root.pid]
     assert root.wait(5) == -signal.SIGKILL
 
 
-def test_stop_waits_for_a_process_that_writes_a_checkpoint_first(started: Started, tmp_path: Path) -> None:
+def test_stop_waits_for_a_process_that_writes_a_checkpoint(processes: Processes, tmp_path: Path) -> None:
     done = tmp_path / "checkpoint"
-    root = started.run(
+    root = processes.run(
         "import pathlib, signal, sys, time\n"
         "def stop(*_):\n"
         f"    time.sleep(0.5); pathlib.Path({str(done)!r}).touch(); sys.exit(143)\n"
@@ -121,9 +121,9 @@ def test_stop_waits_for_a_process_that_writes_a_checkpoint_first(started: Starte
     assert root.wait(5) == 143
 
 
-def test_R12_an_orphan_of_a_dead_root_is_found_by_the_roots_session(started: Started) -> None:
-    root = started.run(PARENT_OF.format(code=SLEEPER, own=False, then=""))
-    child = started.child_of(root)
+def test_R12_an_orphan_of_a_dead_root_is_found_by_the_roots_session(processes: Processes) -> None:
+    root = processes.run(PARENT_OF.format(code=SLEEPER, own=False, then=""))
+    child = processes.child_of(root)
     tree = ProcessTree(root.pid)
     root.wait(20)
     assert not gone(child)
@@ -131,9 +131,9 @@ def test_R12_an_orphan_of_a_dead_root_is_found_by_the_roots_session(started: Sta
     assert gone(child)
 
 
-def test_R12_an_orphan_that_left_the_session_is_found_when_it_was_seen_before(started: Started) -> None:
-    root = started.run(PARENT_OF.format(code=SLEEPER, own=True, then=WAIT))
-    child = started.child_of(root)
+def test_R12_an_orphan_in_another_session_is_found_if_it_was_a_member_before(processes: Processes) -> None:
+    root = processes.run(PARENT_OF.format(code=SLEEPER, own=True, then=WAIT))
+    child = processes.child_of(root)
     tree = ProcessTree(root.pid)
     assert child in tree.members()
     root.kill()
@@ -142,16 +142,16 @@ def test_R12_an_orphan_that_left_the_session_is_found_when_it_was_seen_before(st
     assert gone(child)
 
 
-def test_stop_below_spares_the_root(started: Started) -> None:
-    root = started.run(PARENT_OF.format(code=SLEEPER, own=False, then=WAIT))
-    child = started.child_of(root)
+def test_stop_below_spares_the_root(processes: Processes) -> None:
+    root = processes.run(PARENT_OF.format(code=SLEEPER, own=False, then=WAIT))
+    child = processes.child_of(root)
     ProcessTree(root.pid).stop_below(grace_s=10)
     assert gone(child)
     assert root.poll() is None
 
 
-def test_a_tree_that_is_gone_has_no_members_and_stops_at_once(started: Started) -> None:
-    root = started.run("pass")
+def test_a_tree_whose_processes_ended_has_no_members_and_stops_at_once(processes: Processes) -> None:
+    root = processes.run("pass")
     root.wait(20)
     tree = ProcessTree(root.pid)
     assert tree.members() == []
