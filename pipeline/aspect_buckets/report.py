@@ -21,8 +21,7 @@ from pipeline.images.geometry import Geometry
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
-from pipeline.storage.source import Source
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.holdout import times_drawn
 

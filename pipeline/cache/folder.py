@@ -14,8 +14,7 @@ from pathlib import Path
 
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import write_bytes
-from pipeline.storage.remote_files import stat_from_info
-from pipeline.storage.remote_folder import RemoteFolder
+from pipeline.storage.remote_folder import RemoteFolder, stat_from_info
 
 
 @dataclass(frozen=True)

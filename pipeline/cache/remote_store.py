@@ -21,8 +21,7 @@ from pipeline.cache.entry_format import DATA_START, EntrySpec, Kind, WrongEntryE
 from pipeline.cache.store import DISPLACED_SUFFIX, NO_STAT, EntryStat, Store
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.remote_files import stat_from_info
-from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder
+from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder, stat_from_info
 
 _ASKED_SINGLY = 32
 """Up to so many entries are asked for one by one; of more, all that there are get listed."""

@@ -247,7 +247,7 @@ def _image_error(err: Exception, where: str) -> ImageError:
         detail = "its first bytes are those of an image, but its header cannot be read"
         return ImageError("undecodable", detail, where=where, fix="export it again, or remove it")
     if isinstance(err, UnreachableError):
-        fix = "see that its service answers and lets you read it, then run the job again"
+        fix = "see that the service responds and lets you read it, then run the job again"
         return ImageError("unreadable", str(err), where=where, fix=fix)
     if isinstance(err, OSError) and err.errno is not None:
         return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")

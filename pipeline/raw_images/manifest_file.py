@@ -13,7 +13,7 @@ import polars as pl
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipeline.errors import DatasetError
 from pipeline.images.formats import sniff
 from pipeline.raw_images.local_folder import Found, Problem, Walk, is_hidden, may_be_image
-from pipeline.storage.remote_source import ListedPath, RemoteSource
+from pipeline.storage.source import ListedPath, RemoteSource
 
 _SNIFFED_BYTES = 64
 
@@ -29,7 +29,7 @@ def walk_remote(
 
     def looks_like_image(path: str) -> bool:
         try:
-            return sniff(source.start(path, _SNIFFED_BYTES)) is not None
+            return sniff(source.read_start(path, _SNIFFED_BYTES)) is not None
         except OSError:
             return False
 

@@ -66,7 +66,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _remote_lines(url: Url) -> Iterator[bytes]:
-    from pipeline.storage.remote_source import RemoteSource  # fsspec, which few need
+    from pipeline.storage.source import RemoteSource  # fsspec, which few need
 
     if url.suffix.lower() in LISTING_SUFFIXES:
         (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()

@@ -23,8 +23,7 @@ from pipeline.raw_images.sidecars import sidecar_path
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import LocalSource, Source
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import LocalSource, Source, source_at
 from pipeline.storage.tables import in_order
 
 if TYPE_CHECKING:

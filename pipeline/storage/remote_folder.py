@@ -1,43 +1,145 @@
-"""A folder on a file system that fsspec knows, written to: whole files, read, listed and removed.
+"""Remote folders: file systems opened by fsspec, the stat of a remote file, and atomic writes.
 
-Every refusal is an `OSError`, whatever the service's own library raises.
+fsspec is imported when a file system is opened, so jobs without remote addresses never load it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+import threading
+from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.remote_files import missing_package, one_at_a_time, open_url
+
+ACCESS_FIX = (
+    "check that the address is correct, that the service responds and that this user has access; set "
+    "credentials in the service's own variables and files, and other options in fsspec's "
+    "(FSSPEC_<PROTOCOL>_<OPTION>)"
+)
+"""Fix for an error raised by a remote service."""
 
 OBJECT_STORES = frozenset(
     ["s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oci", "oss", "obs", "cos", "tos", "memory"]
 )
-"""Protocols of stores in which an object appears whole when it is put, and which have no folders."""
+"""Protocols without folders, whose objects appear atomically when they are written."""
 
-ACCESS_FIX = (
-    "see that the address is right, its service answers and this user may read and write there; credentials "
-    "come from its own variables and files, other options from fsspec's (FSSPEC_<PROTOCOL>_<OPTION>)"
+_CONCURRENT_PROTOCOLS = frozenset(["memory", "zip", "file", "local", "dir"])
+"""Synchronous protocols that several threads may use at once."""
+
+_UNSETTLED_NS = 2**62
+"""Change time of a file with neither version nor time: always too recent to be trusted."""
+
+_VERSION_KEYS = (
+    *("ETag", "etag", "md5Hash", "Content-MD5", "content_md5", "md5", "Digest", "sha256", "sha", "blob_id"),
+    *("CRC", "generation", "checksum"),
 )
-"""What to do where a service refuses."""
+"""Keys under which file systems report a version of the content, in order of preference."""
+
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "modified", "updated", "created")
+"""Keys under which file systems report a modification time, in order of preference."""
+
+_PACKAGES = {
+    "http": "aiohttp",
+    "https": "aiohttp",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
+    "smb": "smbprotocol",
+    "github": "requests",
+    "libarchive": "libarchive-c",
+    "git": "pygit2",
+}
+"""Packages required by protocols that fsspec implements itself."""
+
+
+def open_url(url: Url) -> tuple[Any, str]:
+    """Return a new `fsspec.AbstractFileSystem` for an address, and the address's path within it.
+
+    fsspec's instance cache is skipped, because a cached instance may hold an outdated listing.
+
+    Raises:
+        ImportError: A package is missing; see `missing_package`.
+        Exception: Any error of the file system, for an address that cannot be opened.
+    """
+    from fsspec.core import url_to_fs
+
+    opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True)
+    return opened
+
+
+def missing_package(url: Url) -> str:
+    """Return the name of the package to install for the first link that cannot be imported."""
+    from fsspec.registry import get_filesystem_class, known_implementations
+
+    for link in url.links:
+        protocol = link.partition("://")[0]
+        try:
+            get_filesystem_class(protocol)
+        except ImportError:
+            package = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+            return _PACKAGES.get(protocol, package)
+        except ValueError:
+            continue
+    return "the package named in the message"
+
+
+def request_lock(files: Any) -> AbstractContextManager[Any]:
+    """Return a lock to hold during each request; a null context if threads may send requests at once."""
+    is_concurrent = files.async_impl or _protocols(files) & _CONCURRENT_PROTOCOLS
+    return nullcontext() if is_concurrent else threading.Lock()
+
+
+def join_path(base: str, path: str) -> str:
+    """Return `path` below `base`, either of which may be empty."""
+    return f"{base}/{path}" if base and path else base or path
+
+
+def stat_from_info(info: Mapping[str, Any]) -> tuple[int, int, int, int]:
+    """Return (size in bytes, modification time, change time, version) of a remote file.
+
+    Times are in nanoseconds. An unknown size is -1, an unknown time 0. The version is 0 if the file system
+    reports none. A file with a version has change time 0, because the version reveals any change. A file with
+    neither version nor time has a change time far in the future, so that it is read in each run.
+
+    Args:
+        info: Dictionary returned by `AbstractFileSystem.info` and `ls`.
+    """
+    size = -1 if info.get("size") is None else int(info["size"])
+    times_ns = (_nanoseconds(info.get(name)) for name in _TIME_KEYS)
+    time_ns = next((time for time in times_ns if time is not None), None)
+
+    version = next((str(info[name]) for name in _VERSION_KEYS if info.get(name) not in (None, "")), None)
+    if version is not None:
+        return size, time_ns or 0, 0, text_number(version)
+    return size, time_ns or 0, _UNSETTLED_NS if time_ns is None else time_ns, 0
+
+
+def text_number(text: str) -> int:
+    """Return a 63-bit hash of a text."""
+    return int.from_bytes(hashlib.sha256(text.encode("utf-8")).digest()[:8], "big") >> 1
 
 
 class RemoteFolder:
-    """What lies below an address; names are relative to it, with slashes.
+    """Files below a remote address that can be read, listed, replaced and removed.
+
+    Names are relative to the address, with slashes. Every failed request raises an `OSError`, including those
+    for which the service's library has its own exception.
 
     Attributes:
-        url: The address.
-        base: The place of the address within its file system.
+        url: Address of the folder.
+        base: Path of the folder within its file system.
+        files: The `fsspec.AbstractFileSystem`.
     """
 
     def __init__(self, url: Url) -> None:
-        """Open the file system; nothing is read yet.
+        """Open the file system without reading anything.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
@@ -46,54 +148,56 @@ class RemoteFolder:
         try:
             self.files, base = open_url(url)
         except ImportError as err:
-            what = f"the cache's address needs a package that is not installed: {err}"
+            what = f"the cache address needs a package that is not installed: {err}"
             raise StoreError(what, where=str(url), fix=f"pip install {missing_package(url)}") from err
         except Exception as err:
-            what = f"the cache's address cannot be opened: {type(err).__name__}: {err}"
+            what = f"the cache address cannot be opened: {type(err).__name__}: {err}"
             raise StoreError(what, where=str(url), fix=f"correct cache_dir; {ACCESS_FIX}") from err
         self.base = base.rstrip("/")
-        protocol = self.files.protocol
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
-        self._appears_whole = bool(names & OBJECT_STORES)
-        put: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
-        self._puts_if_absent = "mode" in inspect.signature(put).parameters
-        self._turn = one_at_a_time(self.files)
+
+        self._writes_atomically = bool(_protocols(self.files) & OBJECT_STORES)
+        pipe_file: Any = getattr(self.files, "_pipe_file", self.files.pipe_file)
+        self._can_create_exclusively = "mode" in inspect.signature(pipe_file).parameters
+        self._lock = request_lock(self.files)
+
+        # A cached listing would hide files written by other machines.
         listings: Any = getattr(self.files, "dircache", None)
         if hasattr(listings, "use_listings_cache"):
-            listings.use_listings_cache = False  # what is there now counts
+            listings.use_listings_cache = False
 
     def info(self, name: str) -> dict[str, Any]:
-        """What the file system says of a file or folder.
+        """Return the file system's information about a file or folder.
 
         Raises:
-            FileNotFoundError: There is nothing.
-            OSError: It does not say.
+            FileNotFoundError: It does not exist.
+            OSError: The request failed.
         """
-        with self._asked():
+        with self._request():
             return dict(self.files.info(self._full(name)))
 
     def read(self, name: str, num_bytes: int | None = None) -> bytes:
-        """A file's bytes, or the first `num_bytes` of them.
+        """Return the bytes of a file, or its first `num_bytes`.
 
         Raises:
-            FileNotFoundError: There is none.
-            OSError: It cannot be read.
+            FileNotFoundError: The file does not exist.
+            OSError: The file cannot be read.
         """
-        with self._asked():
-            part = {} if num_bytes is None else {"start": 0, "end": num_bytes}
-            return bytes(self.files.cat_file(self._full(name), **part))
+        with self._request():
+            limits = {} if num_bytes is None else {"start": 0, "end": num_bytes}
+            return bytes(self.files.cat_file(self._full(name), **limits))
 
     def put(self, name: str, data: bytes) -> None:
-        """Put a file in its place, whole: nobody sees a part of it.
+        """Replace a file; a reader sees either the old bytes or the new ones.
 
         Raises:
-            OSError: It cannot be written; what was there is still there.
+            OSError: The file cannot be written, and is unchanged.
         """
         full = self._full(name)
-        with self._asked():
-            if self._appears_whole:
+        with self._request():
+            if self._writes_atomically:
                 self.files.pipe_file(full, data)
                 return
+
             temp = self._full(str(PurePosixPath(name).with_name(temp_name())))
             self.files.makedirs(full.rpartition("/")[0], exist_ok=True)
             try:
@@ -104,65 +208,83 @@ class RemoteFolder:
                     self.files.rm_file(temp)
 
     def put_if_absent(self, name: str, data: bytes) -> bool | None:
-        """As `put`, if there is no such file; None where the file system cannot do that in one."""
-        if not (self._appears_whole and self._puts_if_absent):
+        """Create a file atomically and return True; False if it exists, None if this is not supported."""
+        if not (self._writes_atomically and self._can_create_exclusively):
             return None
         try:
-            with self._asked():
+            with self._request():
                 self.files.pipe_file(self._full(name), data, mode="create")
         except FileExistsError:
             return False
-        except OSError:  # some services of S3's kind do not know the condition
+        except OSError:  # some S3-compatible services reject the condition
             return None
         return True
 
-    def list_files(self, below: str = "") -> dict[str, dict[str, Any]]:
-        """Every file below a folder, by name, with what the file system says of it.
+    def list_files(self, folder: str = "") -> dict[str, dict[str, Any]]:
+        """Return the information about every file at any depth below a folder, by name.
 
         Raises:
-            OSError: It cannot be listed; a folder that is not there is empty.
+            OSError: The folder cannot be listed. A missing folder has no files and raises nothing.
         """
-        with self._asked():
+        with self._request():
             self.files.invalidate_cache()
             try:
-                listed: dict[str, dict[str, Any]] = self.files.find(self._full(below), detail=True)
+                infos: dict[str, dict[str, Any]] = self.files.find(self._full(folder), detail=True)
             except FileNotFoundError:
                 return {}
+
         top = f"{self.base.strip('/')}/".lstrip("/")
-        names = {path.strip("/").removeprefix(top): info for path, info in listed.items()}
-        return {name: info for name, info in names.items() if info["type"] == "file"}
+        by_name = {path.strip("/").removeprefix(top): info for path, info in infos.items()}
+        return {name: info for name, info in by_name.items() if info["type"] == "file"}
 
     def remove(self, name: str) -> None:
         """Delete a file.
 
         Raises:
-            FileNotFoundError: There is none.
-            OSError: It cannot be deleted.
+            FileNotFoundError: The file does not exist.
+            OSError: The file cannot be deleted.
         """
-        with self._asked():
+        with self._request():
             self.files.rm_file(self._full(name))
 
     def is_folder(self, name: str) -> bool:
-        """Whether a folder is there."""
-        with self._asked():
+        """Return True if `name` is an existing folder."""
+        with self._request():
             return bool(self.files.isdir(self._full(name)))
 
     def move_folder(self, name: str, to: str) -> None:
-        """Give a folder another name."""
-        with self._asked():
+        """Rename a folder."""
+        with self._request():
             self.files.mv(self._full(name), self._full(to), recursive=True)
 
     def _full(self, name: str) -> str:
-        if not name:
-            return self.base
-        return f"{self.base}/{name}" if self.base else name
+        return join_path(self.base, name)
 
     @contextmanager
-    def _asked(self) -> Generator[None]:
-        with self._turn:
+    def _request(self) -> Generator[None]:
+        with self._lock:
             try:
                 yield
             except OSError:
                 raise
             except Exception as err:
                 raise OSError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}") from err
+
+
+def _protocols(files: Any) -> set[str]:
+    protocol: str | tuple[str, ...] = files.protocol
+    return {protocol} if isinstance(protocol, str) else set(protocol)
+
+
+def _nanoseconds(value: object) -> int | None:
+    """Return nanoseconds since 1970, rounded to microseconds; None if `value` is not a time."""
+    if isinstance(value, str):
+        try:
+            value = parsedate_to_datetime(value)
+        except ValueError:
+            return None
+    if isinstance(value, datetime):
+        value = value.timestamp()
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return round(value * 1e6) * 1000
+    return None

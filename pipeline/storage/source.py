@@ -1,8 +1,7 @@
-"""Where a dataset's files are read from: a folder of this machine, or whatever fsspec opens.
+"""Sources: the folders that datasets are read from, on this machine or behind an fsspec address.
 
-Both are one `Source`, whose files are named by paths relative to it, with slashes. A file's stat is four
-numbers, of which any differs once the file is another. What fsspec tells of a file's version takes the place
-of an inode; where it tells nothing but a size, the file is read each time.
+`source_at` returns the `Source` of an address. Files are named by paths relative to it, with slashes. A
+file's stat is four numbers, at least one of which changes whenever the file does.
 """
 
 from __future__ import annotations
@@ -11,41 +10,59 @@ import io
 import os
 import posixpath
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from stat import S_ISREG
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.storage.addresses import Address
+from pipeline.errors import DatasetError
+from pipeline.storage.addresses import Address, Url
+from pipeline.storage.remote_folder import (
+    ACCESS_FIX,
+    join_path,
+    missing_package,
+    open_url,
+    request_lock,
+    stat_from_info,
+    text_number,
+)
 
 Stat = tuple[int, int, int, int]
-"""Size in bytes, modification time and change time in nanoseconds, and inode; of a remote file 0 for a time
-that is not known, and in place of the inode a number that stands for its version, or for its source where
-that tells none."""
-
-Opened: TypeAlias = io.BufferedReader | io.BytesIO
+"""Size in bytes, modification time and change time in nanoseconds, and inode. A remote file has 0 for an
+unknown time, and instead of an inode a hash of its version, or of its source if it has no version."""
 
 NO_FILE: Stat = (-1, -1, -1, -1)
+"""Stat of a file that does not exist."""
+
+Opened: TypeAlias = io.BufferedReader | io.BytesIO
+"""A file opened for reading in binary."""
+
+REMOTE_THREADS = 16
+"""Number of concurrent requests to a remote source; each mostly waits for the server."""
+
+MAX_BUFFERED_BYTES = 64_000_000
+"""Size up to which an opened remote file is read into memory at once."""
 
 
 class UnreachableError(OSError):
-    """A remote file that could not be read, though it may be there."""
+    """A remote file that could not be read, although it may exist."""
 
 
 class SourceFile(NamedTuple):
-    """One file of a source; as of a path, its text is what messages name."""
+    """One file of a source; its `str` is its name in messages."""
 
     source: Source
     path: str
 
     def read_bytes(self) -> bytes:
-        """The whole file.
+        """Return the file's bytes.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
         return self.source.read(self.path)
 
@@ -54,85 +71,85 @@ class SourceFile(NamedTuple):
 
 
 class Source(ABC):
-    """Files that are only ever read.
+    """Files below one address, opened only for reading.
 
     Attributes:
-        address: Of the folder that paths are relative to.
-        threads: How many may read at a time; None for one a core.
-        compared_columns: Columns of a stat by which a change between two stages is told.
+        address: Address of the folder that paths are relative to.
+        threads: Number of threads that may read at a time; None for one per core.
+        compared_columns: Columns of a stat that are compared to detect a change between two stages.
     """
 
     threads: int | None = None
     compared_columns: tuple[int, ...] = (0, 1)
 
     def __init__(self, address: Address) -> None:
-        """Nothing is opened yet."""
+        """Store the address without opening it."""
         self.address = address
 
     def where(self, path: str) -> str:
-        """The file as messages name it."""
+        """Return the name of a file as messages show it."""
         return f"{self.address}/{path}"
 
     @abstractmethod
     def open(self, path: str, num_bytes: int = 0) -> Opened:
-        """The file opened for reading, at once, even where a pipe has taken its place.
+        """Open a file for reading without blocking, even if it has been replaced by a FIFO.
 
         Args:
-            path: Of the file.
-            num_bytes: Its size as far as known; a remote one is read as a whole up to `MAX_WHOLE_BYTES`.
+            path: Path of the file.
+            num_bytes: Size of the file, if known. A remote file up to `MAX_BUFFERED_BYTES` is read at once.
 
         Raises:
-            OSError: It cannot be opened.
+            OSError: The file cannot be opened.
         """
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """The whole file.
+        """Return the bytes of a file.
 
         Raises:
-            OSError: It cannot be read.
+            OSError: The file cannot be read.
         """
 
     @abstractmethod
     def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
-        """The stat of a file that `open` gave; None where it is no regular file.
+        """Return the stat of an opened file, or None if it is not a regular file.
 
         Args:
-            file: As opened.
-            listed: Its stat when it was listed.
+            file: File returned by `open`.
+            listed: Stat of the file when it was listed.
         """
 
     @abstractmethod
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
-        """The stat of each file, int64 (N, 4); that of what is not there is `NO_FILE`.
+        """Return the stats of several files as int64 (N, 4); a missing file has `NO_FILE`.
 
         Raises:
-            DatasetError: A remote folder cannot be listed, for another reason than that it is not there.
+            DatasetError: A remote folder exists but cannot be listed.
         """
 
     @abstractmethod
     def sibling_names(self, path: str) -> list[str]:
-        """Names in the folder that the file at `path` lies in; none where it cannot be listed."""
+        """Return the names in the folder of the file at `path`; none if it cannot be listed."""
 
     def file(self, path: str) -> Path | SourceFile:
-        """One file, to be read later."""
+        """Return one file without opening it."""
         return SourceFile(self, path)
 
 
 class LocalSource(Source):
-    """A folder of this machine."""
+    """A folder on this machine."""
 
     def open(self, path: str, num_bytes: int = 0) -> Opened:
-        """As `Source.open`."""
+        """See `Source.open`."""
         del num_bytes
         return open_nonblocking(f"{self.address}/{path}")
 
     def read(self, path: str) -> bytes:
-        """As `Source.read`."""
+        """See `Source.read`."""
         return Path(self.address, path).read_bytes()
 
     def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
-        """As `Source.stat_open`: what the system says of it now."""
+        """See `Source.stat_open`."""
         del listed
         stat = os.fstat(file.fileno())
         if not S_ISREG(stat.st_mode):
@@ -140,50 +157,221 @@ class LocalSource(Source):
         return (stat.st_size, to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns), to_int64(stat.st_ino))
 
     def file(self, path: str) -> Path:
-        """As `Source.file`."""
+        """See `Source.file`."""
         return Path(self.address, path)
 
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
-        """As `Source.stats`; links are followed."""
+        """See `Source.stats`. Links are followed."""
         root = str(self.address)
-        return stat_columns([_stat_or_none(f"{root}/{path}") for path in paths])
+        return _stat_array([_stat_or_none(f"{root}/{path}") for path in paths])
 
     def sibling_names(self, path: str) -> list[str]:
-        """As `Source.sibling_names`."""
+        """See `Source.sibling_names`."""
         try:
-            return os.listdir(posixpath.dirname(f"{self.address}/{path}"))  # noqa: PTH208 - names are all
+            return [entry.name for entry in Path(self.address, posixpath.dirname(path)).iterdir()]
         except OSError:
             return []
 
 
+class ListedPath(NamedTuple):
+    """One item of a remote folder.
+
+    Attributes:
+        path: Path below the source.
+        stat: Stat of a file; None for a folder or a special item.
+        is_special: True for an item that is neither a file nor a folder, or whose name cannot be used.
+    """
+
+    path: str
+    stat: Stat | None
+    is_special: bool = False
+
+
+class RemoteSource(Source):
+    """A folder on a file system opened by fsspec: an object store, an archive or a web server."""
+
+    threads = REMOTE_THREADS
+    compared_columns = (0, 1, 3)
+
+    def __init__(self, url: Url) -> None:
+        """Open the file system.
+
+        Raises:
+            DatasetError: A package is missing, or the address cannot be opened.
+        """
+        super().__init__(url)
+        try:
+            self._files, base = open_url(url)
+        except Exception as err:
+            raise _unreadable(url, err) from err
+        self._base = base.rstrip("/")
+        self._default_version = text_number(url)
+        self._lock = request_lock(self._files)
+
+    def __repr__(self) -> str:
+        return f"RemoteSource({str(self.address)!r})"
+
+    def open(self, path: str, num_bytes: int = 0) -> Opened:
+        """See `Source.open`."""
+        if num_bytes <= MAX_BUFFERED_BYTES:
+            return io.BytesIO(self.read(path))
+        try:
+            with self._lock:
+                return self._files.open(self._full(path), "rb")
+        except Exception as err:
+            raise _as_os_error(err) from err
+
+    def read(self, path: str) -> bytes:
+        """See `Source.read`."""
+        return self._read(path)
+
+    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
+        """See `Source.stat_open`. Only the size is current; the rest is the listed stat."""
+        position = file.tell()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(position)
+        return (size, *listed[1:])
+
+    def read_start(self, path: str, num_bytes: int) -> bytes:
+        """Return the first `num_bytes` bytes of a file.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        return self._read(path, start=0, end=num_bytes)[:num_bytes]
+
+    def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+        """See `Source.stats`. Each folder that contains one of the files is listed once."""
+        folders = sorted({posixpath.dirname(path) for path in paths})
+        stat_of: dict[str, Stat | None] = {}
+        with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
+            for items in pool.map(self._list_or_empty, folders):
+                stat_of.update((item.path, item.stat) for item in items)
+        return _stat_array([stat_of.get(path) or NO_FILE for path in paths])
+
+    def sibling_names(self, path: str) -> list[str]:
+        """See `Source.sibling_names`."""
+        try:
+            return [posixpath.basename(item.path) for item in self.list_folder(posixpath.dirname(path))]
+        except DatasetError:
+            return []
+
+    def list_folder(self, folder: str) -> list[ListedPath]:
+        """Return the items of a folder, "" for the source itself, without using a cached listing.
+
+        Raises:
+            DatasetError: The folder does not exist, is a file, or cannot be listed. Its cause is the error
+                raised by fsspec.
+        """
+        try:
+            with self._lock:
+                self._files.invalidate_cache()
+                infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
+
+                # fsspec lists a file as a folder that contains only itself.
+                listed = [(info["name"].strip("/"), info["type"]) for info in infos]
+                if listed == [(self._full(folder).strip("/"), "file")]:
+                    raise NotADirectoryError("it is a file")
+                return list(self._items(folder, infos))
+        except Exception as err:
+            raise _unreadable(self.where(folder) if folder else self.address, err) from err
+
+    def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
+        """Yield every file below a folder, without files and folders whose names begin with a dot."""
+        for item in self.list_folder(folder):
+            if posixpath.basename(item.path).startswith("."):
+                continue
+            if item.stat is None and not item.is_special:
+                yield from self.walk_files(item.path)
+            else:
+                yield item
+
+    def _read(self, path: str, **limits: int) -> bytes:
+        try:
+            with self._lock:
+                return bytes(self._files.cat_file(self._full(path), **limits))
+        except Exception as err:
+            raise _as_os_error(err) from err
+
+    def _list_or_empty(self, folder: str) -> list[ListedPath]:
+        try:
+            return self.list_folder(folder)
+        except DatasetError as err:
+            if isinstance(err.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return []
+            raise
+
+    def _items(self, folder: str, infos: Sequence[Mapping[str, Any]]) -> Iterator[ListedPath]:
+        top = self._full(folder).strip("/")
+        without_size: list[str] = []
+        for info in infos:
+            # Listings may contain a marker of the folder itself, and those of web pages other links.
+            full_name = str(info["name"]).strip("/")
+            name = full_name[len(top) :].lstrip("/") if full_name.startswith(top) else ""
+            if not name or "/" in name or name.startswith("?"):
+                continue
+
+            path = f"{folder}/{name}" if folder else name
+            if info["type"] != "file":
+                yield ListedPath(path, None, is_special=info["type"] != "directory")
+            elif "\0" in name:  # allowed in keys of object stores, but not in paths
+                yield ListedPath(path, None, is_special=True)
+            elif info.get("size") is None:
+                without_size.append(path)
+            else:
+                yield ListedPath(path, self._stat(info))
+
+        with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
+            full_infos = pool.map(self._files.info, map(self._full, without_size))
+            for path, info in zip(without_size, full_infos, strict=True):
+                yield ListedPath(path, self._stat(info))
+
+    def _stat(self, info: Mapping[str, Any]) -> Stat:
+        """Return the stat of a file, with a hash of the address in place of a missing version."""
+        num_bytes, time_ns, changed_ns, version = stat_from_info(info)
+        return num_bytes, time_ns, changed_ns, version or self._default_version
+
+    def _full(self, path: str) -> str:
+        return join_path(self._base, path)
+
+
+def source_at(address: Address) -> LocalSource | RemoteSource:
+    """Return the source of the files below a path or URL; a local path need not exist.
+
+    Raises:
+        DatasetError: The URL cannot be opened.
+    """
+    return RemoteSource(address) if isinstance(address, Url) else LocalSource(address)
+
+
 def threads_for(sources: Iterable[Source]) -> int | None:
-    """How many threads may read from all of them; None for one a core."""
+    """Return the number of threads that may read from several sources; None for one per core."""
     return max((source.threads for source in sources if source.threads), default=None)
 
 
 def open_nonblocking(path: str) -> io.BufferedReader:
-    """The file opened for reading in binary, at once, even where a FIFO has taken its place meanwhile.
+    """Open a local file for reading in binary, without waiting for the writer of a FIFO.
 
     Raises:
-        OSError: It cannot be opened.
+        OSError: The file cannot be opened.
     """
-    return open(path, "rb", opener=_opener)
+    return open(path, "rb", opener=_nonblocking_opener)
 
 
 def to_int64(number: int) -> int:
-    """A number of a stat as the tables hold it, in 63 bits and a sign.
+    """Wrap a number of a stat into the int64 range of the tables.
 
-    Some file systems use all 64 for inodes; and nanoseconds take more in 2262, which a file may be dated.
+    Some file systems use inodes of 64 bits, and a file may be dated after 2262, when nanoseconds overflow.
     """
     return number if -(2**63) <= number < 2**63 else (number + 2**63) % 2**64 - 2**63
 
 
-def _opener(path: str, flags: int) -> int:
+def _nonblocking_opener(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def stat_columns(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
-    """Stats as int64 (N, 4), each number as `to_int64` has it."""
+def _stat_array(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
+    """Return stats as int64 (N, 4), wrapped by `to_int64`."""
     try:
         return np.array(stats, dtype=np.int64).reshape(-1, 4)
     except OverflowError:
@@ -192,7 +380,27 @@ def stat_columns(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:
 
 def _stat_or_none(path: str) -> Stat:
     try:
-        stat = os.stat(path)  # noqa: PTH116 - a hundred thousand times, and without making a Path
+        stat = os.stat(path)  # noqa: PTH116 - runs for each image of a dataset; a Path would double its time
     except OSError:
         return NO_FILE
     return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+
+
+def _unreadable(address: Address | str, err: Exception) -> DatasetError:
+    text = " ".join(str(err).split()) or type(err).__name__
+    if isinstance(err, ImportError) and isinstance(address, Url):
+        what = f"the dataset address needs a package that is not installed: {text}"
+        return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
+    if isinstance(err, (FileNotFoundError, NotADirectoryError)):
+        what = f"the dataset address does not exist: {text}"
+        fix = "correct the server or bucket, folder or archive in datasets[].path"
+        return DatasetError(what, where=str(address), fix=fix)
+    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
+    return DatasetError(what, where=str(address), fix=ACCESS_FIX)
+
+
+def _as_os_error(err: Exception) -> OSError:
+    """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
+    if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
+        return err
+    return UnreachableError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}")

@@ -18,8 +18,7 @@ from pipeline.checks.rejections import (
 from pipeline.errors import counted, verb
 from pipeline.images.decode import File, hash_bytes, read_bytes
 from pipeline.images.formats import ImageError
-from pipeline.storage.source import Source
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import DUPLICATE, not_asked_for, only
 from pipeline.validated_dataset.holdout import held_out
 

@@ -18,8 +18,7 @@ import polars as pl
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
-from pipeline.storage.source import Source
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import content_digest
 
 if TYPE_CHECKING:

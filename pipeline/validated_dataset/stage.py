@@ -51,8 +51,7 @@ from pipeline.storage.columns import (
     with_constant,
 )
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.storage.source import Source, threads_for
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import Source, source_at, threads_for
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, in_order, only, validated, without
 from pipeline.validated_dataset.captions import Caption, caption_of
 from pipeline.validated_dataset.decode_check import Verdicts, judge, judges

@@ -41,7 +41,7 @@ def test_an_address_that_leads_nowhere_stops_the_job_with_what_where_and_fix(cac
     done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-3:]
-    assert "there is nothing at this address" in last[0]
+    assert "the dataset address does not exist" in last[0]
     assert last[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
     assert "correct datasets[].path" in last[2]
 

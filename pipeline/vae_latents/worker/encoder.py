@@ -30,8 +30,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.parts import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
-from pipeline.storage.source import Source
-from pipeline.storage.sources import source_at
+from pipeline.storage.source import Source, source_at
 from pipeline.vae_latents.worker.vae_batches import Answer, Begun, Passes, Pixels
 
 PATIENCE_S = 300.0

@@ -182,7 +182,7 @@ def test_an_address_without_anything_says_so(tmp_path: Path) -> None:
         f"zip://x::{tmp_path}/none.zip",
         f"dir://nothing::{tmp_path}",
     ):
-        assert "there is nothing at this address" in refused(address, tmp_path).what
+        assert "the dataset address does not exist" in refused(address, tmp_path).what
     assert "it is a file" in refused(f"{bucket}/a.zip", tmp_path).what
     assert "BadZipFile" in refused(f"zip://x::{__file__}", tmp_path).what
 
@@ -192,4 +192,4 @@ def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
         pass
     error = refused(f"{url}/photos", tmp_path)
     assert "Cannot connect to host 127.0.0.1" in error.what
-    assert "its service answers" in error.fix
+    assert "the service responds" in error.fix
