@@ -1,4 +1,4 @@
-"""`accelerate launch` under Dagster: watched while it runs, and ended as a whole when the step is stopped."""
+"""`accelerate launch` under Dagster: its output is forwarded, and no process outlives the step."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from pipeline.recipe import AccelerateSettings
 
 POLL_S = 0.05
-LOOK_INTERVAL_S = 1.0
-"""Between two looks at the tree, so that processes whose parent dies first are known by then."""
+SCAN_INTERVAL_S = 1.0
+"""Seconds between two scans of the process tree, which find descendants before their parents can die."""
 
 
 class AccelerateLauncher(ConfigurableResource):
@@ -42,15 +42,16 @@ class AccelerateLauncher(ConfigurableResource):
     grace_s: float = Field(
         default=20.0,
         ge=0.0,
-        description="Seconds that encoding or training has to end by itself when the run is stopped, which "
-        "a training needs for its checkpoint; what is left after them is killed.",
+        description="Seconds between the stop of a run and the kill of its remaining processes; a training "
+        "writes its checkpoint in this time.",
     )
 
     def bind(self, context: AssetExecutionContext, settings: AccelerateSettings) -> Launch:
-        """A `Launch` whose processes report to `context`'s log and never outlive the step."""
+        """Return a `Launch` whose processes write to the log of `context` and never outlive the step."""
 
         def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
             command = launch_command(settings, module, order)
+
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(settings, Path(folder) / "error.json")
                 variables |= session_variables
@@ -72,10 +73,10 @@ class AccelerateLauncher(ConfigurableResource):
 
 @contextmanager
 def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
-    """Environment variables that connect a launched process to `context`'s log."""
+    """Open a Pipes session, and provide the environment variables that connect a launched process to it."""
     with ExitStack() as stack:
         with warnings.catch_warnings():
-            # Dagster's session itself reads what Dagster calls deprecated or in preview
+            # Dagster's own session reads attributes that Dagster marks as deprecated or in preview.
             warnings.simplefilter("ignore", DeprecationWarning)
             warnings.simplefilter("ignore", PreviewWarning)
             session = stack.enter_context(
@@ -97,10 +98,10 @@ def _run_watched(
     context: AssetExecutionContext,
     meanwhile: Meanwhile | None,
 ) -> int:
-    """Run `command` in a session of its own to its end, and end what it leaves behind.
+    """Run `command` in a new session until it ends, then stop the processes it left behind.
 
-    Whatever interrupts `meanwhile` or the waiting (Dagster's stop, SIGINT, SIGTERM, an error) ends the whole
-    tree first.
+    An interruption of `meanwhile` or of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops all
+    processes.
 
     Returns:
         The exit status, or minus the number of the signal that ended the process.
@@ -112,18 +113,20 @@ def _run_watched(
             command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
     tree = ProcessTree(process.pid)
+
     try:
         if meanwhile is not None:
             meanwhile()
         _wait(process, tree, output)
     except BaseException as err:
         with _uninterrupted():
-            context.log.info(f"{type(err).__name__}: all processes are asked to stop, and have {grace_s:g} s")
+            context.log.info(f"{type(err).__name__}: stopping all processes within {grace_s:g} s")
             killed = tree.stop(grace_s=grace_s)
             process.wait()
             output.forward(final=True)
-            context.log.info(f"all processes have ended, {len(killed)} of them killed")
+            context.log.info(f"all processes have ended; {len(killed)} were killed")
         raise
+
     with _uninterrupted():
         tree.stop(grace_s=grace_s)
         output.forward(final=True)
@@ -131,18 +134,18 @@ def _run_watched(
 
 
 def _wait(process: subprocess.Popen[bytes], tree: ProcessTree, output: _Output) -> None:
-    next_look_s = 0.0
+    next_scan_s = 0.0
     while process.poll() is None:
         output.forward()
-        if time.monotonic() >= next_look_s:
+        if time.monotonic() >= next_scan_s:
             tree.members()
-            next_look_s = time.monotonic() + LOOK_INTERVAL_S
+            next_scan_s = time.monotonic() + SCAN_INTERVAL_S
         time.sleep(POLL_S)
 
 
 @contextmanager
 def _uninterrupted() -> Generator[None]:
-    """Let signals that would break off the clean-up wait until it is over; only the main thread gets any."""
+    """Defer SIGINT and SIGTERM until the clean-up is done; only the main thread receives them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -155,13 +158,13 @@ def _uninterrupted() -> Generator[None]:
 
 @dataclass
 class _Output:
-    """What launched processes print: in a file, because a pipe breaks under them when the step is killed."""
+    """The output of launched processes, in a file: a pipe would break when the step is killed."""
 
     file: Path
     _forwarded_bytes: int = 0
 
     def forward(self, *, final: bool = False) -> None:
-        """Print what is new to standard error, which Dagster captures; whole lines until it is `final`."""
+        """Copy new output to standard error, which Dagster captures: complete lines only, unless `final`."""
         with self.file.open("rb") as file:
             file.seek(self._forwarded_bytes)
             new = file.read()
@@ -172,5 +175,5 @@ class _Output:
             sys.stderr.flush()
 
     def lines(self) -> list[str]:
-        """All of it, by line."""
+        """Return all lines."""
         return self.file.read_text(encoding="utf-8", errors="replace").splitlines()

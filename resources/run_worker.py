@@ -1,4 +1,4 @@
-"""A run that a code server started (UI, schedule, sensor) ends with that server."""
+"""A run that a code server started for the UI, a schedule or a sensor stops when that server dies."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from multiprocessing.connection import wait
 
 @lru_cache(maxsize=1)
 def end_with_code_server() -> None:
-    """From now on, this process is asked to stop as soon as the server that started it has died.
+    """Send this process a SIGTERM when the code server that started it dies.
 
-    Dagster starts a run as a child of its code server, and nobody waits for an orphan. It is stopped as
-    the UI stops it, by a signal that Dagster raises in the step: a training writes its checkpoint first.
-    Once a process; nothing happens in one that no other Python process has started, as in `job execute`.
+    Dagster starts a run as a child process of its code server, and nothing waits for an orphan. Dagster turns
+    the signal into an interruption of the step, as for the UI's stop button, so a training writes its
+    checkpoint first. A process that no other Python process started, as in `dagster job execute`, is not
+    affected. Repeated calls have no effect.
     """
     server = multiprocessing.parent_process()
     if server is not None:

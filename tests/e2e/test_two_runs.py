@@ -117,7 +117,7 @@ def test_O08_a_killed_run_gives_back_the_gpu_and_its_place_to_those_who_waited(
                 seconds=180,
                 log=log,
             )
-        assert "has ended without a word" in log.read_text()
+        assert "ended without reporting it" in log.read_text()
         assert holders(instance) == set()
 
 

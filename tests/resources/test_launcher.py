@@ -1,4 +1,4 @@
-"""Real launches: accelerate below Dagster, stopped in each way that a step can end."""
+"""Real launches: accelerate under Dagster, stopped in each way that a step can end."""
 
 import json
 import os
@@ -27,23 +27,23 @@ from pipeline.errors import TrainingError
 
 with reporter() as report:
     order = json.loads(pathlib.Path(sys.argv[1]).read_text())
-    here = pathlib.Path(sys.argv[1]).parent
+    folder = pathlib.Path(sys.argv[1]).parent
     report.info(f"rank {rank()} of {os.environ.get('WORLD_SIZE', '1')} is up")
     if order["do"] == "raise":
         raise TrainingError("loss is NaN", where="step 3", fix="lower the learning rate")
     if order["do"] == "crash":
-        print("the last words of a crash", file=sys.stderr)
+        print("the last line of a crash", file=sys.stderr)
         os._exit(9)
     if order["do"] == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        (here / f"pid-{rank()}").write_text(str(os.getpid()))
+        (folder / f"pid-{rank()}").write_text(str(os.getpid()))
         time.sleep(300)
     if order["do"] == "sleep":
         def stop(*_):
-            (here / f"checkpoint-{rank()}").touch()
+            (folder / f"checkpoint-{rank()}").touch()
             sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
-        (here / f"pid-{rank()}").write_text(str(os.getpid()))
+        (folder / f"pid-{rank()}").write_text(str(os.getpid()))
         time.sleep(300)
 """
 
@@ -76,36 +76,38 @@ def order(folder: Path, do: str) -> Path:
 
 
 def launch_in_process(file: Path, meanwhile: Meanwhile | None = None) -> tuple[list[str], Exception | None]:
-    """Messages in Dagster's log, and the error that the launch raised."""
-    caught: list[Exception] = []
+    """Return the messages in Dagster's log, and the error that the launch raised."""
+    errors: list[Exception] = []
 
     @asset
     def work(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
         try:
             launcher.bind(context, AccelerateSettings())("entry_under_test", file, meanwhile)
         except Exception as err:
-            caught.append(err)
+            errors.append(err)
         yield Output(1)
 
     with DagsterInstance.ephemeral() as instance:
         result = materialize([work], resources={"launcher": AccelerateLauncher()}, instance=instance)
         messages = [entry.user_message for entry in instance.all_logs(result.run_id)]
-    return messages, caught[0] if caught else None
+    return messages, errors[0] if errors else None
 
 
 def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not met():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.05)
 
 
-def below(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+def descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def start_step(
@@ -118,18 +120,18 @@ def start_step(
     )
     pids = [file.parent / f"pid-{rank}" for rank in range(num_processes)]
     until(lambda: all(pid.is_file() and pid.read_text() != "" for pid in pids))
-    processes = below(step)
+    processes = descendants(step)
     assert {int(pid.read_text()) for pid in pids} < {process.pid for process in processes}
     return step, processes
 
 
-def test_what_a_worker_says_is_in_dagsters_log_and_a_good_launch_returns(tmp_path: Path) -> None:
+def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(tmp_path: Path) -> None:
     messages, error = launch_in_process(order(tmp_path, "return"))
     assert error is None
     assert "rank 0 of 1 is up" in messages
 
 
-def test_L08_an_error_of_a_worker_arrives_whole(tmp_path: Path) -> None:
+def test_L08_an_error_of_a_worker_keeps_its_three_parts(tmp_path: Path) -> None:
     _, error = launch_in_process(order(tmp_path, "raise"))
     assert isinstance(error, TrainingError)
     assert (error.what, error.where, error.fix) == ("loss is NaN", "step 3", "lower the learning rate")
@@ -139,21 +141,21 @@ def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Pa
     _, error = launch_in_process(order(tmp_path, "crash"))
     assert isinstance(error, LaunchError)
     assert "exit status 9" in error.what
-    assert "the last words of a crash" in error.what
+    assert "the last line of a crash" in error.what
 
 
-def test_what_is_done_meanwhile_is_done_beside_the_processes_and_its_error_ends_them(tmp_path: Path) -> None:
+def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(tmp_path: Path) -> None:
     file = order(tmp_path, "sleep")
-    seen: list[psutil.Process] = []
+    workers: list[psutil.Process] = []
 
     def meanwhile() -> None:
         until(lambda: (tmp_path / "pid-0").is_file() and (tmp_path / "pid-0").read_text() != "")
-        seen.append(psutil.Process(int((tmp_path / "pid-0").read_text())))
-        raise StoreError("no room", where="here", fix="make some")
+        workers.append(psutil.Process(int((tmp_path / "pid-0").read_text())))
+        raise StoreError("no room", where="disk", fix="free some")
 
     messages, error = launch_in_process(file, meanwhile)
     assert isinstance(error, StoreError)
-    assert alive(seen) == []
+    assert alive(workers) == []
     assert (tmp_path / "checkpoint-0").is_file()
     assert any("all processes have ended" in message for message in messages)
 
@@ -170,14 +172,14 @@ def test_R12_a_stopped_step_leaves_a_checkpoint_and_no_process(tmp_path: Path, n
     ] * num_processes
 
 
-def test_R12_a_worker_that_ignores_the_request_is_killed_after_the_grace_period(tmp_path: Path) -> None:
+def test_R12_a_worker_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path: Path) -> None:
     step, processes = start_step(order(tmp_path, "ignore"), 1, grace_s=0.5)
     step.send_signal(signal.SIGTERM)
     step.wait(60)
     assert alive(processes) == []
 
 
-def test_R12_a_killed_step_takes_its_processes_along_after_a_checkpoint(tmp_path: Path) -> None:
+def test_R12_the_processes_of_a_killed_step_end_after_a_checkpoint(tmp_path: Path) -> None:
     step, processes = start_step(order(tmp_path, "sleep"), 1)
     step.kill()
     step.wait(60)

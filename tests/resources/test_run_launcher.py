@@ -1,4 +1,4 @@
-"""Whether a run's process lives: real processes, and a real event log."""
+"""The health check of a run's process, with real processes and a real event log."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 from dagster import DagsterInstance, DagsterRun, job, op
 from dagster._core.events import EngineEventData
-from dagster._core.launcher.base import WorkerStatus
 
 from resources.run_launcher import WatchedRunLauncher
 from tests.e2e.daemon import make_home
@@ -29,57 +28,57 @@ def empty() -> None:
 
 @pytest.fixture(scope="module")
 def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterInstance]:
-    """One for all tests here: its three databases take a second to make."""
+    """An instance for the module, because creating its three databases takes a second."""
     home = make_home(tmp_path_factory.mktemp("dagster") / "home")
-    with DagsterInstance.from_config(str(home)) as made:
-        yield made
+    with DagsterInstance.from_config(str(home)) as instance:
+        yield instance
 
 
-def status(instance: DagsterInstance, run: DagsterRun) -> WorkerStatus:
-    return instance.run_launcher.check_run_worker_health(run).status
+def status(instance: DagsterInstance, run: DagsterRun) -> str:
+    return instance.run_launcher.check_run_worker_health(run).status.name
 
 
-def named(instance: DagsterInstance, pid: int) -> DagsterRun:
-    """A run whose engine has said that `pid` executes it."""
+def run_of_process(instance: DagsterInstance, pid: int) -> DagsterRun:
+    """Create a run with an engine event that names `pid` as its process."""
     run = instance.create_run_for_job(empty)
     instance.report_engine_event("Started process", run, EngineEventData.in_process(pid))
-    instance.report_engine_event("something without a process", run)
+    instance.report_engine_event("an event without a process", run)
     return run
 
 
-def test_the_projects_settings_choose_it_and_watch_runs(instance: DagsterInstance) -> None:
+def test_the_projects_settings_select_the_launcher_and_run_monitoring(instance: DagsterInstance) -> None:
     assert isinstance(instance.run_launcher, WatchedRunLauncher)
     assert instance.run_monitoring_enabled
     assert instance.run_monitoring_max_resume_run_attempts == 0
 
 
-def test_a_run_that_has_named_no_process_yet_counts_as_alive(instance: DagsterInstance) -> None:
-    assert status(instance, instance.create_run_for_job(empty)) == WorkerStatus.RUNNING
+def test_a_run_without_a_process_event_counts_as_running(instance: DagsterInstance) -> None:
+    assert status(instance, instance.create_run_for_job(empty)) == "RUNNING"
 
 
-def test_O08_a_run_is_gone_when_its_process_was_killed(instance: DagsterInstance) -> None:
+def test_O08_a_run_is_not_found_when_its_process_was_killed(instance: DagsterInstance) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    run = named(instance, process.pid)
-    assert status(instance, run) == WorkerStatus.RUNNING
+    run = run_of_process(instance, process.pid)
+    assert status(instance, run) == "RUNNING"
     process.kill()
     time.sleep(0.2)
-    assert status(instance, run) == WorkerStatus.NOT_FOUND, "a zombie executes nothing"
+    assert status(instance, run) == "NOT_FOUND", "a zombie does not execute the run"
     process.wait()
-    assert status(instance, run) == WorkerStatus.NOT_FOUND
+    assert status(instance, run) == "NOT_FOUND"
 
 
-def test_a_younger_process_with_the_same_number_is_another(
+def test_a_younger_process_that_reuses_the_id_does_not_count(
     instance: DagsterInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() - 7 * 86_400)
-    run = named(instance, os.getpid())
+    run = run_of_process(instance, os.getpid())
     monkeypatch.undo()
-    assert status(instance, run) == WorkerStatus.NOT_FOUND
+    assert status(instance, run) == "NOT_FOUND"
 
 
-def test_a_real_job_names_its_process(instance: DagsterInstance) -> None:
+def test_a_real_job_has_an_event_that_names_its_process(instance: DagsterInstance) -> None:
     result = empty.execute_in_process(instance=instance)
     run = instance.get_run_by_id(result.run_id)
     assert run is not None
-    assert status(instance, run) == WorkerStatus.RUNNING
+    assert status(instance, run) == "RUNNING"

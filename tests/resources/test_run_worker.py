@@ -1,4 +1,4 @@
-"""A process that a code server started is asked to stop when that server dies, however it dies."""
+"""A process that a code server started receives SIGTERM when that server dies, even if it is killed."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import multiprocessing, os, pathlib, signal, sys, time
 
-here = pathlib.Path(sys.argv[1])
+folder = pathlib.Path(sys.argv[1])
 
 def run():
     from resources.run_worker import end_with_code_server
 
     def stop(*_):
-        (here / "checkpoint").touch()
+        (folder / "checkpoint").touch()
         sys.exit(143)
 
     signal.signal(signal.SIGTERM, stop)
     end_with_code_server()
     end_with_code_server()
-    (here / "pid.new").write_text(str(os.getpid()))
-    (here / "pid.new").rename(here / "pid")
+    (folder / "pid.new").write_text(str(os.getpid()))
+    (folder / "pid.new").rename(folder / "pid")
     time.sleep(60)
 
 if __name__ == "__main__":
@@ -40,11 +40,11 @@ if __name__ == "__main__":
 def until(met: object, seconds: float = 20.0) -> None:
     end_s = time.monotonic() + seconds
     while not met():  # type: ignore[operator]
-        assert time.monotonic() < end_s, "waited in vain"
+        assert time.monotonic() < end_s, "timed out"
         time.sleep(0.02)
 
 
-def test_O08_a_run_hears_of_the_death_of_the_server_that_started_it(tmp_path: Path) -> None:
+def test_O08_a_run_stops_after_a_checkpoint_when_its_code_server_is_killed(tmp_path: Path) -> None:
     file = tmp_path / "server.py"
     file.write_text(SERVER, encoding="utf-8")
     server = subprocess.Popen([sys.executable, str(file), str(tmp_path)], env={"PYTHONPATH": str(ROOT)})
@@ -56,10 +56,12 @@ def test_O08_a_run_hears_of_the_death_of_the_server_that_started_it(tmp_path: Pa
     assert (tmp_path / "checkpoint").is_file()
 
 
-def test_a_process_that_no_server_started_stays_as_it_is() -> None:
+def test_a_process_without_a_code_server_is_not_watched() -> None:
     code = (
         "import threading; from resources.run_worker import end_with_code_server; end_with_code_server(); "
         "print(threading.active_count())"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "1\n"
+    process = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert process.stdout == "1\n"
