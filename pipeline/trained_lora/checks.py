@@ -1,6 +1,6 @@
-"""The checks of trained_lora: what lies in `lora/` is the whole result of a run that went well.
+"""Checks of trained_lora: the published LoRA is complete, intact, and the result of a sound run.
 
-Everything is read anew and without torch: the files themselves, and what their run has recorded of them.
+The checks read the files in `lora/` and the records of their run, without torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -26,23 +27,38 @@ from pipeline.trained_lora.export.lora_files import (
     LoraModule,
     factors,
     layout_file,
-    lengths,
     module_scale,
     read_lora_file,
+    stored_magnitudes,
 )
-from pipeline.trained_lora.outcome_checks import loss_fell, modules_touched, output_changed, validation_loss
 from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics, run_folder
 
-_AGAIN = "delete lora/ and materialize trained_lora again"
+MIN_STEPS = 50
+"""Minimum number of steps for the loss trend. The fifths of shorter runs hold too few losses to compare."""
+
+RISE = 1.01
+"""Ratio of the last validation loss to the lowest above which it counts as having risen."""
+
+_ROUNDING = 1e-12
+"""Norm of a product below this share of its factors' norms is rounding error and counts as zero."""
+
+_TRAIN_AGAIN = "delete lora/ and materialize trained_lora again"
 
 
 @dataclass(frozen=True)
 class _Result:
-    """What a run left: its record, its metrics, and the files in `lora/` by layout."""
+    """The published files by layout, and the record and metrics of their run.
 
+    Attributes:
+        settings: LoRA settings that the run was requested with.
+        planned_steps: Number of steps that the recipe requests.
+        steps: Number of steps done.
+        recorded: Entry of each file in the run's record, by file name.
+    """
+
+    settings: LoraSettings
+    planned_steps: int
     steps: int
-    asked_steps: int
-    asked: LoraSettings
     metrics: list[Metrics]
     validation: list[Metrics]
     output_change: float
@@ -53,45 +69,45 @@ class _Result:
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """One finding for each check of trained_lora, in the order of `names.SPECS`."""
+    """Return one finding per check of trained_lora, in the order of `gates.SPECS`."""
     try:
-        result = _read(context)
+        result = _read_result(context)
     except TrainingError as err:
-        missing = Outcome(False, err.what, err.fix, rows=[{"where": err.where}])
-        return findings(context, "trained_lora", {spec.name: missing for spec in SPECS["trained_lora"]})
-    norms = _norms(result)
+        unreadable = Outcome(False, err.what, err.fix, rows=[{"where": err.where}])
+        return findings(context, "trained_lora", {spec.name: unreadable for spec in SPECS["trained_lora"]})
+    norms = _delta_norms(result)
     outcomes = {
         "loss_finite": _loss_finite(result),
         "adapter_not_zero": _adapter_not_zero(norms),
         "reload_equals": _reload_equals(result),
         "plan_completed": _plan_completed(result),
-        "shape_uniformity": _shapes(result),
-        "file_size_outliers": _file_sizes(result),
-        "output_changed": output_changed(result.output_change),
-        "loss_fell": loss_fell(result.loss_trend, result.steps),
-        "validation_loss": validation_loss(result.validation),
-        "modules_touched": modules_touched(norms),
+        "shape_uniformity": _shape_uniformity(result),
+        "file_size_outliers": _file_size_outliers(result),
+        "output_changed": _output_changed(result.output_change),
+        "loss_fell": _loss_fell(result.loss_trend, result.steps),
+        "validation_loss": _validation_loss(result.validation),
+        "modules_touched": _modules_touched(norms),
     }
     return findings(context, "trained_lora", outcomes)
 
 
-def _read(context: CheckContext) -> _Result:
-    # What was asked for is the recipe's, but for what the run that made these files was given in its place.
+def _read_result(context: CheckContext) -> _Result:
+    # The files are compared with the settings of their run: the recipe's, with the run's overrides.
     recipe = with_overrides(context.recipe, (context.report("trained_lora") or {}).get("overrides") or {})
     lora = recipe.output_dir / "lora"
-    record = _json(lora / PROVENANCE_FILE)
+    record = _read_json(lora / PROVENANCE_FILE)
     layout = RunLayout(run_folder(recipe.output_dir, str(record.get("run"))))
-    finished = _json(layout.finished)
+    finished = _read_json(layout.finished)
     try:
-        # How many steps an epoch has is known to the run that counted them.
-        counted = finished.get("epochs") == recipe.training.epochs is not None
-        steps = int(finished["steps"]) if counted else recipe.training.num_steps
+        # Only the run itself knows the number of steps in its epochs.
+        in_epochs = recipe.training.epochs is not None and finished.get("epochs") == recipe.training.epochs
+        planned_steps = int(finished["steps"]) if in_epochs else recipe.training.num_steps
         return _Result(
+            settings=recipe.training.lora,
+            planned_steps=planned_steps,
             steps=int(finished["steps"]),
-            asked_steps=steps,
-            asked=recipe.training.lora,
-            metrics=read_metrics(layout.metrics, steps),
-            validation=read_metrics(layout.validation, steps + 1),
+            metrics=read_metrics(layout.metrics, planned_steps),
+            validation=read_metrics(layout.validation, planned_steps + 1),
             output_change=float(finished["output_change"]),
             loss_trend=finished["loss_trend"],
             modules=[LoraModule.from_json(module) for module in finished["modules"]],
@@ -100,183 +116,247 @@ def _read(context: CheckContext) -> _Result:
         )
     except (KeyError, TypeError, ValueError) as err:
         what = f"the record of the run is damaged: {err}"
-        raise TrainingError(what, where=str(layout.finished), fix=_AGAIN) from err
+        raise TrainingError(what, where=str(layout.finished), fix=_TRAIN_AGAIN) from err
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        what = f"there is no finished run to look at: {path.name} cannot be read"
-        raise TrainingError(what, where=str(path), fix=_AGAIN) from err
+        what = f"no finished run can be checked: {path.name} cannot be read"
+        raise TrainingError(what, where=str(path), fix=_TRAIN_AGAIN) from err
     return cast("dict[str, Any]", value if isinstance(value, dict) else {})
 
 
 def _loss_finite(result: _Result) -> Outcome:
-    odd = [line for line in result.metrics if not math.isfinite(line["loss"])]
-    rows = [{"step": line["step"], "loss": str(line["loss"])} for line in odd]
-    recorded = counted(len(result.metrics), "recorded loss", "recorded losses")
-    summary = f"{len(odd)} of {recorded} {verb(len(odd), 'is', 'are')} no finite number"
+    bad_lines = [line for line in result.metrics if not math.isfinite(line["loss"])]
+    rows = [{"step": line["step"], "loss": str(line["loss"])} for line in bad_lines]
+    losses = counted(len(result.metrics), "recorded loss", "recorded losses")
     numbers = {"steps": len(result.metrics)}
-    if odd or not result.metrics:
+    if bad_lines or not result.metrics:
+        summary = f"{len(bad_lines)} of {losses} {verb(len(bad_lines), 'is', 'are')} not finite"
         fix = "lower training.learning_rate and train again"
         return Outcome(False, summary, fix, rows=rows, numbers=numbers)
-    return Outcome(
-        True, f"each of {counted(len(result.metrics), 'loss', 'losses')} is finite", numbers=numbers
-    )
+    return Outcome(True, f"{losses}, all finite", numbers=numbers)
 
 
 def _plan_completed(result: _Result) -> Outcome:
-    have = {line["step"] for line in result.metrics}
-    lacking = [step for step in range(result.asked_steps) if step not in have]
-    numbers = {"steps": result.steps, "asked_steps": result.asked_steps}
-    if result.steps != result.asked_steps or lacking:
-        summary = f"the run did {result.steps} of {counted(result.asked_steps, 'step')}, "
-        summary += counted(len(lacking), "has", "have") + " no metrics"
-        fix = "materialize trained_lora again: it goes on from the last checkpoint"
-        return Outcome(False, summary, fix, rows=[{"step": step} for step in lacking], numbers=numbers)
-    return Outcome(True, f"{counted(result.steps, 'step is', 'steps are')} done, as planned", numbers=numbers)
+    recorded = {line["step"] for line in result.metrics}
+    missing = [step for step in range(result.planned_steps) if step not in recorded]
+    numbers = {"steps": result.steps, "asked_steps": result.planned_steps}
+    if result.steps != result.planned_steps or missing:
+        summary = f"the run did {result.steps} of {counted(result.planned_steps, 'step')}, and "
+        summary += counted(len(missing), "step has", "steps have") + " no metrics"
+        fix = "materialize trained_lora again; the run resumes from its last checkpoint"
+        return Outcome(False, summary, fix, rows=[{"step": step} for step in missing], numbers=numbers)
+    return Outcome(True, f"{counted(result.steps, 'step')} done, as planned", numbers=numbers)
 
 
-def _norms(result: _Result) -> dict[str, float]:
-    """Of each module's delta weights, as the diffusers layout has them.
+def _delta_norms(result: _Result) -> dict[str, float]:
+    """Return the norm of each module's delta weights, computed from the diffusers file.
 
-    Where the adapter began as a part of the base weights, the product's two halves nearly cancel: what
-    rounding alone leaves of it counts as zero.
+    After SVD initialisation, the two halves of an adapter's product nearly cancel if nothing was trained. The
+    product is then computed in float64. Norms within rounding error count as zero.
     """
-    file = result.files["diffusers"]
+    tensors = result.files["diffusers"].tensors
     norms: dict[str, float] = {}
     for module in result.modules:
-        down, up, _ = module.keys("diffusers")
-        if down in file.tensors and up in file.tensors:
-            rows, columns = (file.tensors[key].reshape(len(file.tensors[key]), -1) for key in (up, down))
-            if result.asked.of_network(module.name).begins_as_part:
-                rows, columns = rows.astype(np.float64), columns.astype(np.float64)
-            norm = float(np.linalg.norm(rows @ columns))
-            least = 1e-12 * float(np.linalg.norm(rows) * np.linalg.norm(columns))
-            norms[module.name] = norm * module.alpha / module.rank if norm > least else 0.0
+        down_key, up_key, _ = module.keys("diffusers")
+        if down_key not in tensors or up_key not in tensors:
+            continue
+        up, down = (tensors[key].reshape(len(tensors[key]), -1) for key in (up_key, down_key))
+        if result.settings.of_network(module.name).begins_as_part:
+            up, down = up.astype(np.float64), down.astype(np.float64)
+        norm = float(np.linalg.norm(up @ down))
+        rounding_error = _ROUNDING * float(np.linalg.norm(up) * np.linalg.norm(down))
+        norms[module.name] = norm * module.alpha / module.rank if norm > rounding_error else 0.0
     return norms
 
 
-def _adapter_not_zero(norms: dict[str, float]) -> Outcome:
+def _adapter_not_zero(norms: Mapping[str, float]) -> Outcome:
     zero = [name for name, norm in norms.items() if norm == 0.0]
-    odd = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    not_finite = [name for name, norm in norms.items() if not math.isfinite(norm)]
+    modules = counted(len(norms), "module")
     numbers = {
         "modules": len(norms),
         "zero_modules": len(zero),
         "largest_norm": max(norms.values(), default=0.0),
     }
-    if odd or not norms or len(zero) == len(norms):
-        summary = f"{len(zero)} of {counted(len(norms), 'module')} with delta weights of zero, "
-        summary += f"{len(odd)} with no finite ones"
-        fix = "train more steps, or with a larger training.learning_rate"
-        return Outcome(False, summary, fix, rows=[{"module": name} for name in odd or zero], numbers=numbers)
-    summary = (
-        f"{len(norms) - len(zero)} of {counted(len(norms), 'module')} with delta weights other than zero"
+    if not_finite or not norms or len(zero) == len(norms):
+        summary = f"of {modules}, {len(zero)} have zero and {len(not_finite)} non-finite delta weights"
+        fix = "train more steps, or raise training.learning_rate"
+        rows = [{"module": name} for name in not_finite or zero]
+        return Outcome(False, summary, fix, rows=rows, numbers=numbers)
+    return Outcome(
+        True, f"{len(norms) - len(zero)} of {modules} have non-zero delta weights", numbers=numbers
     )
-    return Outcome(True, summary, numbers=numbers)
+
+
+def _modules_touched(norms: Mapping[str, float]) -> Outcome:
+    rows = [{"module": name} for name, norm in norms.items() if norm == 0.0]
+    modules = counted(len(norms), "module")
+    if rows:
+        summary = f"the adapters of {len(rows)} of {modules} have no effect"
+        return Outcome(False, summary, "exclude them from training.lora.targets", rows=rows)
+    return Outcome(True, f"{modules}, all changed by their adapters")
 
 
 def _reload_equals(result: _Result) -> Outcome:
-    """The bytes are those that the run read back and compared; and the layouts hold the same numbers."""
+    """Compare the files with the hashes that the run verified, and the layouts with each other."""
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
         recorded = result.recorded.get(file.path.name, {})
         if recorded.get("sha256") != hashlib.sha256(file.path.read_bytes()).hexdigest():
-            rows.append({"file": file.path.name, "module": "", "reason": "other bytes than the run verified"})
+            reason = "the file changed after the run verified it"
+            rows.append({"file": file.path.name, "module": "", "reason": reason})
         rows += [
             {"file": file.path.name, "module": module.name, "reason": reason}
             for module in result.modules
-            if (reason := _difference(result, file, module, layout))
+            if (reason := _layout_difference(result, file, module, layout=layout))
         ]
+
     errors = {name: item.get("max_error") for name, item in result.recorded.items()}
     if rows:
-        summary = counted(len(rows), "file or module does", "files or modules do")
-        summary += " not give back what was trained"
-        return Outcome(False, summary, _AGAIN, rows=rows, numbers=errors)
-    summary = f"{counted(len(result.files), 'file gives', 'files give')} back the delta weights of "
-    summary += counted(len(result.modules), "module")
-    return Outcome(True, summary, numbers=errors)
+        summary = counted(len(rows), "file or module differs", "files or modules differ")
+        return Outcome(False, f"{summary} from the trained weights", _TRAIN_AGAIN, rows=rows, numbers=errors)
+    files = counted(len(result.files), "file reproduces", "files reproduce")
+    modules = counted(len(result.modules), "module")
+    return Outcome(True, f"{files} the trained delta weights of {modules}", numbers=errors)
 
 
-def _difference(result: _Result, file: LoraFile, module: LoraModule, layout: Layout) -> str:
-    """Why the module's adapter in `file` is not that of the diffusers layout; empty when it is."""
-    reference = result.files["diffusers"]
+def _layout_difference(result: _Result, file: LoraFile, module: LoraModule, *, layout: Layout) -> str:
+    """Return how the module's adapter in `file` differs from the diffusers layout; empty if it does not."""
+    settings = result.settings.of_network(module.name)
+    expected_scale = settings.scale_of(module.name, conv=module.is_convolution)
     try:
-        scale, expected = (
-            module_scale(file, module, layout),
-            result.asked.of_network(module.name).scale_of(module.name, conv=module.is_convolution),
-        )
+        scale = module_scale(file, module, layout)
     except TrainingError as err:
         return err.what
-    if not math.isclose(scale, expected, rel_tol=1e-6):
-        return f"scaled by {scale}, asked for {expected}"
+    if not math.isclose(scale, expected_scale, rel_tol=1e-6):
+        return f"the scale must be {expected_scale}, got {scale}"
+
+    reference = result.files["diffusers"].tensors
     try:
-        expected_factors = factors(reference.tensors, module, "diffusers")
-        found = factors(file.tensors, module, layout)
-        own_lengths = lengths(reference.tensors, module, "diffusers") if module.magnitude else np.ones(1)
-        other_lengths = lengths(file.tensors, module, layout) if module.magnitude else np.ones(1)
+        for key, expected, actual in zip(
+            module.keys(layout)[:2],
+            factors(reference, module, "diffusers"),
+            factors(file.tensors, module, layout),
+            strict=True,
+        ):
+            if not np.array_equal(expected, actual):
+                return f"{key} differs from the diffusers layout"
+        if module.magnitude:
+            expected = stored_magnitudes(reference, module, "diffusers")
+            actual = stored_magnitudes(file.tensors, module, layout)
+            # ComfyUI's magnitudes are relative to the base model's rows, which are not stored.
+            comparable = layout != "comfyui"
+            if not np.isfinite(actual).all() or (comparable and not np.array_equal(expected, actual)):
+                return f"{module.magnitude_key(layout)} differs from the diffusers layout"
     except KeyError as err:
         return f"{err.args[0]} is missing"
-    for key, own, other in zip(module.keys(layout)[:2], expected_factors, found, strict=True):
-        if not np.array_equal(own, other):
-            return f"{key} holds other numbers than the diffusers layout"
-    if not np.isfinite(other_lengths).all() or (
-        layout != "comfyui" and not np.array_equal(own_lengths, other_lengths)
-    ):
-        return f"{module.magnitude_key(layout)} holds other lengths than the diffusers layout"
     return ""
 
 
-def _shapes(result: _Result) -> Outcome:
+def _shape_uniformity(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
         expected = _expected_shapes(result, layout)
-        found = {key: tensor.shape for key, tensor in file.tensors.items()}
+        actual = {key: tensor.shape for key, tensor in file.tensors.items()}
         rows += [
             {
                 "file": file.path.name,
                 "key": key,
-                "shape": str(found.get(key)),
+                "shape": str(actual.get(key)),
                 "asked": str(expected.get(key)),
             }
-            for key in sorted({*found, *expected})
-            if found.get(key) != expected.get(key)
+            for key in sorted({*actual, *expected})
+            if actual.get(key) != expected.get(key)
         ]
-    ranks = sorted({_asked_rank(result, module) for module in result.modules})
-    asked = f"rank {', '.join(map(str, ranks))}"
+
+    ranks = sorted({_expected_rank(result, module) for module in result.modules})
+    ranks_text = f"rank {', '.join(map(str, ranks))}"
     if rows or not result.modules:
-        summary = counted(len(rows), "key is", "keys are")
-        summary += f" missing, unknown, or of another shape than {asked} asks for"
-        return Outcome(False, summary, _AGAIN, rows=rows)
-    summary = f"all keys of {counted(len(result.modules), 'module')} have {asked} in each layout"
-    numbers = {"modules": len(result.modules), "rank": ranks[-1]}
-    return Outcome(True, summary, numbers=numbers)
+        keys = counted(len(rows), "key is", "keys are")
+        summary = f"{keys} missing, unexpected, or of another shape than {ranks_text} requires"
+        return Outcome(False, summary, _TRAIN_AGAIN, rows=rows)
+    summary = f"all keys of {counted(len(result.modules), 'module')} have {ranks_text} in each layout"
+    return Outcome(True, summary, numbers={"modules": len(result.modules), "rank": ranks[-1]})
 
 
 def _expected_shapes(result: _Result, layout: Layout) -> dict[str, tuple[int, ...]]:
-    """Key to shape of every tensor in the layout's file, for the ranks that the recipe asks for."""
-    asked = (replace(module, rank=_asked_rank(result, module)) for module in result.modules)
-    return {key: shape for module in asked for key, shape in module.shapes(layout).items()}
+    """Return key to shape of every tensor in the layout's file, for the ranks that the recipe requests."""
+    modules = (replace(module, rank=_expected_rank(result, module)) for module in result.modules)
+    return {key: shape for module in modules for key, shape in module.shapes(layout).items()}
 
 
-def _asked_rank(result: _Result, module: LoraModule) -> int:
+def _expected_rank(result: _Result, module: LoraModule) -> int:
     weight = (module.out_features, module.in_features, *module.kernel)
-    return result.asked.of_network(module.name).file_rank_of(module.name, weight)
+    return result.settings.of_network(module.name).file_rank_of(module.name, weight)
 
 
-def _file_sizes(result: _Result) -> Outcome:
+def _file_size_outliers(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
-        values = sum(math.prod(shape) for shape in _expected_shapes(result, layout).values())
-        expected = file.header_bytes + 4 * values
-        if file.num_bytes != expected:
-            rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected})
+        num_values = sum(math.prod(shape) for shape in _expected_shapes(result, layout).values())
+        expected_bytes = file.header_bytes + 4 * num_values
+        if file.num_bytes != expected_bytes:
+            rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected_bytes})
     numbers = {file.path.name: file.num_bytes for file in result.files.values()}
     if rows:
-        summary = counted(len(rows), "file has another size", "files have other sizes")
-        summary += " than their keys and ranks ask for"
-        return Outcome(False, summary, _AGAIN, rows=rows, numbers=numbers)
+        files = counted(len(rows), "file differs", "files differ")
+        summary = f"{files} in size from what their keys and ranks require"
+        return Outcome(False, summary, _TRAIN_AGAIN, rows=rows, numbers=numbers)
+    return Outcome(True, f"{counted(len(result.files), 'file')} of the expected size", numbers=numbers)
+
+
+def _output_changed(change: float) -> Outcome:
+    """Check that enabling the adapter changes the model's output.
+
+    Args:
+        change: Norm of the difference relative to the norm of the output without the adapter, for one sample
+            at half noise.
+    """
+    numbers = {"output_change": change if math.isfinite(change) else None}
+    if not math.isfinite(change):
+        summary = f"with the adapter, the model's output is not finite (relative change {change})"
+        return Outcome(False, summary, "lower training.learning_rate and train again", numbers=numbers)
+    if change == 0.0:
+        summary = "the adapter does not change the model's output"
+        return Outcome(False, summary, "train more steps, or raise training.learning_rate", numbers=numbers)
+    return Outcome(True, f"the adapter changes the model's output by {change:.3%}", numbers=numbers)
+
+
+def _loss_fell(trend: Mapping[str, float] | None, steps: int) -> Outcome:
+    """Check that the last fifth of the relative losses is below the first, as measured by `loss_trend`."""
+    if trend is None or steps < MIN_STEPS:
+        done = counted(steps, "step is", "steps are")
+        return Outcome(True, f"{done} too few to compare the loss at start and end")
+    summary = (
+        f"the loss, relative to the average at its timestep, went from {trend['first']:.3f} to "
+        f"{trend['last']:.3f} (± {trend['error']:.3f})"
+    )
+    if trend["last"] < trend["first"]:
+        return Outcome(True, summary, numbers=dict(trend))
+    fix = "train longer, raise training.learning_rate slightly, or check that captions match their images"
+    return Outcome(False, f"{summary}: it did not fall", fix, numbers=dict(trend))
+
+
+def _validation_loss(validation: Sequence[Metrics]) -> Outcome:
+    """Check that the validation loss ended close to its minimum."""
+    if not validation:
+        return Outcome(True, "no images are held out for validation")
+    best, last = min(validation, key=lambda line: line["loss"]), validation[-1]
+    numbers = {
+        "first": validation[0]["loss"],
+        "least": best["loss"],
+        "last": last["loss"],
+        "least_at_step": best["step"],
+    }
+    if last["loss"] > RISE * best["loss"]:
+        summary = f"the validation loss rose from {best['loss']:.4f} at step {best['step']} "
+        summary += f"to {last['loss']:.4f} at the end"
+        fix = f"set training.steps to about {max(1, best['step'])}, or lower learning_rate or lora.rank"
+        return Outcome(False, summary, fix, numbers=numbers)
     return Outcome(
-        True, f"{counted(len(result.files), 'file')} of exactly the expected bytes", numbers=numbers
+        True, f"the validation loss ended at {last['loss']:.4f}, near its minimum", numbers=numbers
     )

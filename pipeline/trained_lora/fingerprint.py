@@ -1,4 +1,4 @@
-"""What decides a run's weights, the run's id made of it, and what differs between two runs."""
+"""The fingerprint of a run: the facts that decide its weights, the run id, and differences between runs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.samples import TrainingInputs
 
 Facts = dict[str, Any]
-"""JSON-serialisable, nested."""
+"""Nested, JSON-serializable facts."""
 
 
 def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
-    """Everything that decides the weights, and nothing else.
+    """Return everything that decides the weights, and nothing else.
 
-    Not in it: how often checkpoints and pictures are made, paths and names, package versions, and the number
-    of steps where the schedule does not depend on it, so that a longer run goes on from a shorter one.
+    Excluded are the intervals of checkpoints and previews, paths, names and package versions. The number of
+    steps is included only if the learning rate schedule depends on it, so that a longer run can resume a
+    shorter one.
 
     Raises:
-        TrainingError: The LoRA to start from cannot be read.
+        TrainingError: The LoRA in `start_from` cannot be read.
     """
     training = recipe.training
     schedule: Facts = {"kind": training.lr_scheduler, "warmup_steps": training.warmup_steps}
@@ -38,6 +39,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         schedule |= {"decay_steps": training.decay_steps}
     dropout = recipe.text.caption_dropout
     start = training.lora.start_from
+
     return {
         "version": TRAINING_VERSION,
         "samples": _samples(inputs.trained),
@@ -91,54 +93,56 @@ def _samples(inputs: TrainingInputs) -> Facts:
 
 
 def _adapter(lora: LoraSettings) -> Facts:
-    left_out = {"start_from", "lokr_factor"} | ({"text_encoders"} if lora.text_encoders is None else set())
-    facts = lora.model_dump(mode="json", exclude=left_out)
+    excluded = {"start_from", "lokr_factor"}
+    if lora.text_encoders is None:
+        excluded.add("text_encoders")
+    facts = lora.model_dump(mode="json", exclude=excluded)
     return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
 
 
 def _mix(recipe: Recipe) -> Facts:
-    weights = {each.name: each.weight for each in recipe.datasets if each.weight is not None}
+    weights = {dataset.name: dataset.weight for dataset in recipe.datasets if dataset.weight is not None}
     return {"weights": weights, "exhausted": recipe.training.exhausted} if weights else {}
 
 
 def run_id(facts: Facts) -> str:
-    """16 hex digits of a hash of the facts; no time is in it."""
+    """Return the first 16 hex digits of the facts' hash."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()[:16]
 
 
 def write_facts(layout: RunLayout, facts: Facts) -> None:
-    """Keep the facts in the run's folder, for `describe_difference`."""
+    """Write the facts into the run's folder, for `log_differences` of later runs."""
     write_text(layout.facts, json.dumps(facts, indent=2, sort_keys=True) + "\n")
 
 
-def say_what_differs(runs: Path, run: str, facts: Facts, log: Callable[[str], None]) -> None:
-    """Say through `log` what sets a new run apart from the one made last (FAILURES R11).
+def log_differences(runs: Path, run: str, facts: Facts, *, log: Callable[[str], None]) -> None:
+    """Log how a new run differs from the most recent earlier one, if there is one (FAILURES R11).
 
     Args:
-        runs: The folder of all runs of one recipe.
-        run: The new run's id.
-        facts: Its facts.
-        log: Takes one line; nothing is said of a first run.
+        runs: Folder of all runs of the recipe.
+        run: Id of the new run.
+        facts: Facts of the new run.
+        log: Receives one line.
     """
-    others = [path for path in runs.glob("*/run.json") if path.parent.name != run]
-    if not others:
+    earlier_runs = [path for path in runs.glob("*/run.json") if path.parent.name != run]
+    if not earlier_runs:
         return
-    newest = max(others, key=lambda path: path.stat().st_mtime_ns)
+    latest = max(earlier_runs, key=lambda path: path.stat().st_mtime_ns)
     try:
-        before = json.loads(newest.read_text(encoding="utf-8"))
+        latest_facts = json.loads(latest.read_text(encoding="utf-8"))
     except (OSError, ValueError) as err:
-        log(f"run {run} lies beside {newest.parent.name}, whose {newest.name} cannot be read: {err}")
+        log(f"run {run} is new; how it differs from {latest.parent.name} is unknown: {latest}: {err}")
         return
-    differences = "; ".join(describe_difference(before, facts))
-    log(f"run {run} is new beside {newest.parent.name}: {differences}")
+    differences = "; ".join(describe_difference(latest_facts, facts))
+    log(f"run {run} is new; it differs from {latest.parent.name} in {differences}")
 
 
 def describe_difference(before: Facts, after: Facts) -> list[str]:
-    """`<fact> <old> -> <new>` of each fact that differs, by name; hashes shortened."""
-    old, new = dict(_flat(before)), dict(_flat(after))
+    """Return "<fact> <old> -> <new>" for each fact that differs, sorted by name, with hashes shortened."""
+    old, new = dict(_flatten(before)), dict(_flatten(after))
     names = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
-    return [f"{name} {_short(old.get(name))} -> {_short(new.get(name))}" for name in names]
+    return [f"{name} {_shorten(old.get(name))} -> {_shorten(new.get(name))}" for name in names]
 
 
 def _file_hash(path: Path) -> str:
@@ -146,20 +150,22 @@ def _file_hash(path: Path) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as err:
-        fix = "name a LoRA file, or remove the key"
-        what = f"the LoRA to start from cannot be read: {err}"
-        raise TrainingError(what, where=f"training.lora.start_from: {path}", fix=fix) from err
+        raise TrainingError(
+            f"the LoRA to start from cannot be read: {err}",
+            where=f"training.lora.start_from: {path}",
+            fix="set start_from to a readable LoRA file, or remove the key",
+        ) from err
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in facts.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
+            yield from _flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = str(value)
     return f"{text[:8]}..." if len(text) >= 32 else text
 

@@ -1,110 +1,136 @@
-"""The folder of one training run: where things lie in it, and its metrics.
-
-The files below `logs` are only ever appended to. A run that resumes, or is asked for fewer steps, may write a
-step again; the last line of a step is the one that counts.
-"""
+"""The folder of one training run: its layout, its lock and its metrics files."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 Metrics = dict[str, Any]
-"""`step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`, `memory_bytes`."""
+"""Parsed line of a metrics file.
+
+Keys are `step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`, `memory_bytes`.
+"""
+
+_POLL_S = 0.5
 
 
 def run_folder(output_dir: Path, run: str) -> Path:
-    """`output_dir/runs/<run>`."""
+    """Return the folder of a run, `output_dir/runs/<run>`."""
     return output_dir / "runs" / run
 
 
 @dataclass(frozen=True)
 class RunLayout:
-    """The paths below `output_dir/runs/<run>`; nothing is read or made."""
+    """Paths in the folder of a run; neither reads nor creates any of them."""
 
     folder: Path
 
     @property
     def facts(self) -> Path:
-        """What the run's id is the hash of, in words."""
+        """Facts that the run's id is a hash of, as JSON."""
         return self.folder / "run.json"
 
     @property
     def result(self) -> Path:
-        """What the launched processes say they did."""
+        """Result that the worker reports."""
         return self.folder / "result.json"
 
     @property
     def finished(self) -> Path:
-        """The marker of a finished run: the result, and the hash of each exported file."""
+        """Marker of a finished run: the result with the hash of each exported file."""
         return self.folder / "finished.json"
 
     @property
     def lock(self) -> Path:
-        """Held by whoever trains the run."""
+        """Lock file, held by the process that trains the run."""
         return self.folder / "lock"
 
     @property
     def checkpoints(self) -> Path:
-        """One folder a checkpoint."""
+        """Folder with one sub-folder per checkpoint."""
         return self.folder / "checkpoints"
 
     @property
     def exported(self) -> Path:
-        """The LoRA files of this run, before they are published."""
+        """Folder of this run's LoRA files, from which they are published."""
         return self.folder / "lora"
 
     @property
     def metrics(self) -> Path:
-        """A line for each step."""
+        """JSON lines, one per step."""
         return self.folder / "logs" / "metrics.jsonl"
 
     @property
     def sample_losses(self) -> Path:
-        """A line for each step: `losses` and `timesteps` of its samples, in the plan's order.
+        """JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the plan.
 
-        `samples` are their numbers: rows of inputs.parquet, from 0.
+        `samples` holds their indices among the trained inputs, from 0.
         """
         return self.folder / "logs" / "sample_losses.jsonl"
 
     @property
     def validation(self) -> Path:
-        """A line for each measurement: `step` (steps done), `loss`, and `by_level`."""
+        """JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`."""
         return self.folder / "logs" / "validation.jsonl"
 
     @property
     def samples(self) -> Path:
-        """The sample pictures."""
+        """Folder of the previews."""
         return self.folder / "samples"
 
     @property
     def report(self) -> Path:
-        """Pictures and tables of the finished run."""
+        """Folder of the finished run's pictures and tables."""
         return self.folder / "report"
 
     @property
     def last_good(self) -> Path:
-        """The LoRA files from before a step that failed; absent where none did."""
+        """Folder of the LoRA files from before a failed step; absent if no step failed."""
         return self.folder / "last_good_lora"
 
 
-def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
-    """A row for each checkpoint that is kept, the newest first: its `step`, and its `bytes` in all files.
+@contextmanager
+def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
+    """Hold the run's lock for the body, after waiting for a process that already trains the run.
 
-    What is still being written, or was left by a process that was killed, is none.
+    The kernel releases the lock when its process ends, however it ends (FAILURES O08). Filelock's fallback, a
+    file that only a regular exit removes, is therefore disabled.
     """
+    layout.folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(layout.lock, poll_interval=_POLL_S, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        log(f"another process is training this run; waiting for it to finish ({layout.lock})")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
+    """Return the `step` and total `bytes` of each complete checkpoint, newest first."""
     rows: list[dict[str, Any]] = []
     for marker in sorted(layout.checkpoints.glob("step-*/COMPLETE"), reverse=True):
-        files = [path for path in marker.parent.rglob("*") if path.is_file()]
         step = int(marker.parent.name.removeprefix("step-"))
+        files = [path for path in marker.parent.rglob("*") if path.is_file()]
         rows.append({"step": step, "bytes": sum(path.stat().st_size for path in files)})
     return rows
 
 
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:
-    """The last line of each step below `num_steps` that has one, by step; torn lines are passed over."""
+    """Return the last complete line of each step below `num_steps`, sorted by step.
+
+    Metrics files are append-only. A run that resumes writes some steps again, so the last line of a step
+    counts. Lines torn by a crash are skipped.
+    """
     if not path.is_file():
         return []
     by_step: dict[int, Metrics] = {}

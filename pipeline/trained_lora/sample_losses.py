@@ -1,4 +1,4 @@
-"""Which images are hard: what the losses of a run say of each sample. Torch-free."""
+"""Hard samples and the loss trend, from the loss of every sample in every step of a run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.run_folder import RunLayout
     from pipeline.trained_lora.samples import TrainingInputs
 
-MIN_DRAWS_A_BIN = 25
+MIN_DRAWS_PER_BIN = 25
+"""Minimum number of losses whose mean is the expected loss at a timestep."""
+
 MAX_BINS = 20
+"""Maximum number of groups into which timesteps are divided."""
 
 COLUMNS: dict[str, Any] = {
     "sample_id": pl.String,
@@ -26,26 +29,29 @@ COLUMNS: dict[str, Any] = {
     "relative_loss": pl.Float64,
     "deviation": pl.Float64,
 }
+"""Columns of the table of sample losses, one row per training input.
+
+`times` counts the draws. `relative_loss` is the mean loss relative to the expected loss at the same
+timesteps, so 1 is an average image. `deviation` is its distance from 1 in standard errors: samples far above
+0 are hard, or have a wrong caption.
+"""
 
 
 def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int) -> pl.DataFrame:
-    """One row a sample that was trained on, the hardest first.
+    """Return a table of `COLUMNS` for all inputs that were trained on, hardest first.
 
-    A loss depends on the noise level far more than on the image, so each is first divided by the mean loss of
-    all samples at about its timestep.
-
-    Columns: `times` it was drawn; `mean_loss`; `relative_loss`, the mean of those quotients, 1 for an
-    ordinary image; `deviation`, how many standard errors that is from 1. What is far above is hard, or has a
-    caption that is not its own.
+    A loss depends on the noise level far more than on the image. Each loss is therefore divided by the mean
+    loss of all samples at similar timesteps.
 
     Args:
-        inputs: The run's samples; those that are trained on are in the order of their numbers.
-        layout: Of the run.
-        num_steps: Steps that count.
+        inputs: Training inputs of the run.
+        layout: Layout of the run's folder.
+        num_steps: Number of steps to include.
     """
     draws = _draws(layout, num_steps)
     if draws.is_empty():
         return pl.DataFrame(schema=COLUMNS)
+
     spread = float(np.std(draws["relative"].to_numpy())) or 1.0
     table = draws.group_by("number").agg(
         times=pl.len().cast(pl.Int32),
@@ -62,10 +68,11 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
 
 
 def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
-    """Means of the first and the last fifth of the relative losses, as `sample_statistics` has them.
+    """Compare the relative losses at the end of a run with those at its start.
 
     Returns:
-        `first`, `last`, and `error`, the standard error of their difference; None without losses.
+        `first` and `last`, the means of the first and last fifth of the relative losses, and `error`, the
+        standard error of their difference; None if no loss was recorded.
     """
     relative = _draws(layout, num_steps)["relative"].to_numpy()
     if not len(relative):
@@ -77,7 +84,7 @@ def loss_trend(layout: RunLayout, num_steps: int) -> dict[str, float] | None:
 
 
 def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
-    """`number` of the sample, `loss`, and the loss `relative` to what is usual at its timestep; in order."""
+    """Return one row per draw: `number` of the input, `loss`, and loss `relative` to the expected one."""
     numbers: list[int] = []
     timesteps: list[float] = []
     losses: list[float] = []
@@ -85,17 +92,20 @@ def _draws(layout: RunLayout, num_steps: int) -> pl.DataFrame:
         numbers += line["samples"]
         timesteps += line["timesteps"]
         losses += line["losses"]
+
     values = np.asarray(losses, dtype=np.float64)
-    relative = values / _expected(np.asarray(timesteps), values) if losses else values
+    relative = values / _expected_losses(np.asarray(timesteps), values) if losses else values
     schema = {"number": pl.Int64, "loss": pl.Float64, "relative": pl.Float64}
     return pl.DataFrame({"number": numbers, "loss": values, "relative": relative}, schema=schema)
 
 
-def _expected(timesteps: npt.NDArray[np.float64], losses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """The mean loss of the draws whose timesteps are nearest, in groups of equal number."""
-    bins = int(np.clip(len(losses) // MIN_DRAWS_A_BIN, 1, MAX_BINS))
+def _expected_losses(
+    timesteps: npt.NDArray[np.float64], losses: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
+    """Return for each draw the mean loss of its bin; bins hold equal numbers of draws, by timestep."""
+    num_bins = int(np.clip(len(losses) // MIN_DRAWS_PER_BIN, 1, MAX_BINS))
     ranks = np.argsort(np.argsort(timesteps, kind="stable"), kind="stable")
-    group = ranks * bins // len(losses)
-    sums = np.bincount(group, weights=losses, minlength=bins)
-    means = sums / np.bincount(group, minlength=bins)
-    return np.maximum(means[group], np.finfo(np.float64).tiny)
+    bins = ranks * num_bins // len(losses)
+    sums = np.bincount(bins, weights=losses, minlength=num_bins)
+    means = sums / np.bincount(bins, minlength=num_bins)
+    return np.maximum(means[bins], np.finfo(np.float64).tiny)

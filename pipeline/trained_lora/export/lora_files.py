@@ -1,31 +1,31 @@
-"""The LoRA files that a run leaves: their names, their keys in each layout, and reading them without torch.
+"""LoRA files: their names, the keys and shapes of each layout, and reading them without torch.
 
-A module's adapter adds (alpha / rank) * up @ down to its weight; `down` is (rank, in), `up` (out, rank). Of a
-convolution they are (rank, in, height, width) and (out, rank, 1, 1), and their product is that of both
-flattened to matrices. With DoRA (https://arxiv.org/abs/2402.09353) each row of the sum is then divided by its
-length and multiplied by a trained one.
+A module's adapter adds (alpha / rank) * up @ down to its weight. For a linear layer `down` is (rank, in) and
+`up` is (out, rank). For a convolution they are (rank, in, height, width) and (out, rank, 1, 1), multiplied as
+matrices of (rank, in * height * width) and (out, rank). With DoRA (https://arxiv.org/abs/2402.09353) each row
+of the adapted weight is then divided by its norm and multiplied by a trained magnitude.
 
-    layout       a module's down matrix, up matrix, and alpha
-    diffusers    <denoiser>.<module>.lora_A.weight <denoiser>.<module>.lora_B.weight  in the file's metadata
-    kohya        <kohya key>.lora_down.weight      <kohya key>.lora_up.weight         <kohya key>.alpha
-    comfyui      <comfyui key>.lora_down.weight    <comfyui key>.lora_up.weight       <comfyui key>.alpha
+    layout     down                                up                                  alpha
+    diffusers  <denoiser>.<module>.lora_A.weight   <denoiser>.<module>.lora_B.weight   in the file's metadata
+    kohya      <kohya key>.lora_down.weight        <kohya key>.lora_up.weight          <kohya key>.alpha
+    comfyui    <comfyui key>.lora_down.weight      <comfyui key>.lora_up.weight        <comfyui key>.alpha
 
-DoRA's lengths are <denoiser>.<module>.lora_magnitude_vector in diffusers' layout, as peft keeps them, and
-<key>.dora_scale (out, 1) in the two others. In ComfyUI's they are other numbers: ComfyUI divides a row by the
-length that it had in the base model (`weight_decompose` in comfy/weight_adapter/base.py), so that each is
-multiplied by the base row's length over the adapted row's, which comes to the same weights.
+DoRA magnitudes are <denoiser>.<module>.lora_magnitude_vector in the diffusers layout, as in peft, and
+<key>.dora_scale (out, 1) in the others. ComfyUI divides a row by its norm in the base model instead of the
+adapted one (`weight_decompose` in comfy/weight_adapter/base.py). Its file therefore stores each magnitude
+multiplied by the base norm over the adapted norm, which gives the same weights.
 
-<denoiser> is unet or transformer. Adapters of text encoders are in the same files: in diffusers' layout
-text_encoder or text_encoder_2 stands in the denoiser's place, kohya's keys begin with lora_te_, lora_te1_ or
-lora_te2_, and ComfyUI's with text_encoders (`model_lora_keys_clip`, the generic ones).
+<denoiser> is unet or transformer. Text encoder adapters are stored in the same files: in the diffusers layout
+their prefix is text_encoder or text_encoder_2, in kohya's lora_te_, lora_te1_ or lora_te2_, and in ComfyUI's
+text_encoders (the generic keys of `model_lora_keys_clip`).
 
-In kohya's layout some modules are parts of one layer, as in the original code: query, key and value, say.
-With n parts of rank r the layer's down matrix is theirs one below the other, (n r, in); its up matrix holds
-theirs on the diagonal, (sum of outs, n r), and zeros elsewhere; its alpha is n times theirs, so that
-alpha / rank stays. A part that was not trained is zeros. Where ComfyUI's key is kohya's, so is its layer.
+Kohya's layout follows the models' original code, where several diffusers modules may be parts of one layer,
+such as query, key and value. For n parts of rank r, the layer's down matrix (n r, in) stacks theirs. Its up
+matrix (sum of outs, n r) is block diagonal. Its alpha is n times theirs, which keeps alpha / rank. The blocks
+of parts that were not trained are zero. The same applies to ComfyUI where its key equals kohya's.
 
-ComfyUI takes any weight of its own model by its name without ".weight" (`model_lora_keys_unet` in
-comfy/lora.py of github.com/comfyanonymous/ComfyUI, its "generic" keys), and scales by alpha / rank
+ComfyUI accepts any weight of its own model by name, without ".weight" (the generic keys of
+`model_lora_keys_unet` in comfy/lora.py of github.com/comfyanonymous/ComfyUI), and scales by alpha / rank
 (`LoRAAdapter.calculate_weight` in comfy/weight_adapter/lora.py).
 """
 
@@ -50,35 +50,41 @@ Layout = Literal["diffusers", "kohya", "comfyui"]
 LAYOUTS: tuple[Layout, ...] = ("diffusers", "kohya", "comfyui")
 
 ADAPTER_METADATA_KEY = "lora_adapter_metadata"
-"""Under which diffusers keeps peft's configuration in a file's metadata, as JSON."""
-
-LORA_FOLDER = "lora"
-"""In a recipe's output folder: holds the files of its last finished run."""
-
-PROVENANCE_FILE = "provenance.json"
-"""Name of the file next to the LoRA files that records which run made them, and of what."""
-
-SAMPLES_FILE = "samples.parquet"
-"""Name of the table next to the LoRA files that lists the samples they were trained on."""
+"""Key in a file's metadata under which diffusers stores peft's configuration as JSON."""
 
 PROVENANCE_KEY = "latentline.provenance"
-"""Under which the same is in each file's metadata, as JSON, but for what the files themselves came to."""
+"""Key in a file's metadata of the provenance record as JSON, without the results of the run."""
+
+LORA_FOLDER = "lora"
+"""Folder in output_dir with the files of the last finished run."""
+
+PROVENANCE_FILE = "provenance.json"
+"""Published with the LoRA files: the run that made them and what it was made of."""
+
+SAMPLES_FILE = "samples.parquet"
+"""Published with the LoRA files: the table of the samples they were trained on."""
+
+SHEET_FILE = "samples.jpg"
+"""Published with the LoRA files if there are any: the previews of the run on one sheet."""
+
+CARD_FILE = "README.md"
+"""Published with the LoRA files: the model card."""
 
 
 def lora_file(path: Path) -> Path:
-    """The LoRA that `path` names: the file itself, or diffusers' in that folder or in its `lora/`."""
+    """Return the LoRA file at `path`: the file itself, or the diffusers one in that folder or its `lora/`."""
     if not path.is_dir():
         return path
     name = layout_file("diffusers", "")
-    inside = path / LORA_FOLDER / name
-    return inside if inside.is_file() and not (path / name).is_file() else path / name
+    in_lora_folder = path / LORA_FOLDER / name
+    return in_lora_folder if in_lora_folder.is_file() and not (path / name).is_file() else path / name
 
 
 def read_provenance(path: Path) -> dict[str, Any]:
-    """The record in a LoRA file, or in the folder that holds it, or in that folder's `lora/`.
+    """Return the provenance record of the LoRA file at `path`, found as in `lora_file`.
 
     Raises:
-        TrainingError: It is no LoRA file, or none of Latentline's.
+        TrainingError: The file is not a LoRA file, or was not trained with Latentline.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -87,39 +93,45 @@ def read_provenance(path: Path) -> dict[str, Any]:
         with safe_open(file, framework="np") as opened:
             text = (opened.metadata() or {}).get(PROVENANCE_KEY)
     except (OSError, SafetensorError) as err:
-        fix = "name a .safetensors file, or the output folder of a recipe that was trained"
-        raise TrainingError(f"no LoRA file can be read: {err}", where=str(file), fix=fix) from err
+        raise TrainingError(
+            f"the LoRA file cannot be read: {err}",
+            where=str(file),
+            fix="pass a .safetensors file, or the output folder of a trained recipe",
+        ) from err
     if text is None:
-        fix = "only files that Latentline has trained say what they were made of"
-        raise TrainingError("the file holds no provenance record", where=str(file), fix=fix)
+        raise TrainingError(
+            "the file has no provenance record",
+            where=str(file),
+            fix="pass a LoRA file that was trained with Latentline; others have no record",
+        )
     return json.loads(text)
 
 
 def layout_file(layout: Layout, recipe_name: str) -> str:
-    """The file's name; diffusers finds its own without being told."""
-    return (
-        "pytorch_lora_weights.safetensors" if layout == "diffusers" else f"{recipe_name}_{layout}.safetensors"
-    )
+    """Return the file's name in `lora/`; `load_lora_weights` finds the diffusers one by default."""
+    if layout == "diffusers":
+        return "pytorch_lora_weights.safetensors"
+    return f"{recipe_name}_{layout}.safetensors"
 
 
 @dataclass(frozen=True)
 class LoraModule:
-    """One module that has an adapter.
+    """One module with an adapter.
 
     Attributes:
-        name: Dotted path in the diffusers denoiser; of a text encoder's, in transformers' model, after the
-            component's name.
+        name: Dotted path in the diffusers denoiser, or a text encoder's component name and the dotted path in
+            its transformers model.
         diffusers: Key in the diffusers layout, without `.lora_A.weight`.
         kohya: Key in kohya's layout, without `.lora_down.weight`.
-        comfyui: Key in ComfyUI's.
+        comfyui: Key in ComfyUI's layout, without `.lora_down.weight`.
         in_features: Columns of `down`.
         out_features: Rows of `up`.
         rank: Rows of `down`.
-        alpha: The module's scale is alpha / rank.
+        alpha: Numerator of the module's scale, alpha / rank.
         kernel: (height, width) of a convolution; empty for a linear layer.
-        magnitude: Whether it has DoRA's lengths.
-        kohya_part: Which part of its layer it is in kohya's layout.
-        kohya_outs: Rows of each part's `up` in that layer; empty where the module is a layer of its own.
+        magnitude: Whether the adapter has DoRA magnitudes.
+        kohya_part: Index of the module among the parts of its layer in kohya's layout.
+        kohya_outs: Rows of each part's `up` in that layer; empty if the module is the entire layer.
     """
 
     name: str
@@ -137,24 +149,23 @@ class LoraModule:
 
     @property
     def is_convolution(self) -> bool:
-        """Whether it looks at more than one pixel."""
+        """Whether the module is a convolution with a kernel larger than 1x1."""
         return max(self.kernel, default=1) > 1
 
     def keys(self, layout: Layout) -> tuple[str, str, str | None]:
-        """(down, up, alpha) as the layout names them; no alpha in diffusers' layout."""
+        """Return the keys of (down, up, alpha); the diffusers layout has no alpha tensor."""
+        key = self._key(layout)
         if layout == "diffusers":
-            return f"{self.diffusers}.lora_A.weight", f"{self.diffusers}.lora_B.weight", None
-        key = self.kohya if layout == "kohya" else self.comfyui
+            return f"{key}.lora_A.weight", f"{key}.lora_B.weight", None
         return f"{key}.lora_down.weight", f"{key}.lora_up.weight", f"{key}.alpha"
 
     def magnitude_key(self, layout: Layout) -> str:
-        """The key of DoRA's lengths."""
-        if layout == "diffusers":
-            return f"{self.diffusers}.lora_magnitude_vector"
-        return f"{self.kohya if layout == 'kohya' else self.comfyui}.dora_scale"
+        """Return the key of the DoRA magnitudes."""
+        suffix = "lora_magnitude_vector" if layout == "diffusers" else "dora_scale"
+        return f"{self._key(layout)}.{suffix}"
 
     def shapes(self, layout: Layout) -> dict[str, tuple[int, ...]]:
-        """Key to shape of each tensor that holds the module, or the layer that it is a part of."""
+        """Return key to shape of each tensor of the module, or of the layer that contains it."""
         down, up, alpha = self.keys(layout)
         outs = self._outs(layout)
         rank = self.rank * len(outs)
@@ -163,6 +174,7 @@ class LoraModule:
             down: (rank, self.in_features, *self.kernel),
             up: (sum(outs), rank, *ones),
         }
+
         if alpha is not None:
             shapes[alpha] = ()
         if self.magnitude and layout == "diffusers":
@@ -171,41 +183,42 @@ class LoraModule:
             shapes[self.magnitude_key(layout)] = (sum(outs), 1, *ones)
         return shapes
 
-    def place(self, layout: Layout) -> tuple[slice, slice]:
-        """Where the module's own factors lie: rows of the `down` in the file, and rows of the `up`.
-
-        The first is also the columns of that `up`.
-        """
+    def slices(self, layout: Layout) -> tuple[slice, slice]:
+        """Return the module's rows in the file's `down` and `up`; the former are also its columns in `up`."""
         outs = self._outs(layout)
         part = self.kohya_part if len(outs) > 1 else 0
         first = sum(outs[:part])
         return slice(part * self.rank, (part + 1) * self.rank), slice(first, first + outs[part])
 
+    def _key(self, layout: Layout) -> str:
+        return {"diffusers": self.diffusers, "kohya": self.kohya, "comfyui": self.comfyui}[layout]
+
     def _outs(self, layout: Layout) -> tuple[int, ...]:
-        key = {"kohya": self.kohya, "comfyui": self.comfyui}.get(layout)
-        return (self.kohya_outs if key == self.kohya else ()) or (self.out_features,)
+        """Return the rows of each part's `up` in the layer that contains the module."""
+        is_part = layout != "diffusers" and self._key(layout) == self.kohya
+        return (self.kohya_outs if is_part else ()) or (self.out_features,)
 
     def as_json(self) -> dict[str, Any]:
-        """The attributes, for `from_json`."""
+        """Return the attributes for `from_json`."""
         return asdict(self)
 
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LoraModule:
-        """The inverse of `as_json`."""
+        """Rebuild the module from `as_json`."""
         module = LoraModule(**value)
         return replace(module, kohya_outs=tuple(module.kohya_outs), kernel=tuple(module.kernel))
 
 
 @dataclass(frozen=True)
 class LoraFile:
-    """A LoRA file as read.
+    """Contents of a LoRA file.
 
     Attributes:
-        path: Where it lies.
-        num_bytes: Its size.
-        header_bytes: Of the header and its length: everything before the tensors.
-        metadata: Of the header.
-        tensors: By key.
+        path: Path of the file.
+        num_bytes: Size of the file.
+        header_bytes: Number of bytes before the tensors: the header and its length field.
+        metadata: Metadata in the header.
+        tensors: Tensors by key.
     """
 
     path: Path
@@ -216,10 +229,10 @@ class LoraFile:
 
 
 def read_lora_file(path: Path) -> LoraFile:
-    """The whole file, without torch.
+    """Read a LoRA file completely, without torch.
 
     Raises:
-        TrainingError: It is missing, or no safetensors file.
+        TrainingError: The file is missing or is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
     from safetensors.numpy import load_file
@@ -232,42 +245,47 @@ def read_lora_file(path: Path) -> LoraFile:
             metadata = dict(opened.metadata() or {})
         tensors = load_file(path)
     except (OSError, SafetensorError, ValueError) as err:
-        fix = "delete the file and materialize trained_lora again"
-        raise TrainingError(f"the LoRA file cannot be read: {err}", where=str(path), fix=fix) from err
+        raise TrainingError(
+            f"the LoRA file cannot be read: {err}",
+            where=str(path),
+            fix="delete the file and materialize trained_lora again",
+        ) from err
     return LoraFile(path, num_bytes, header_bytes, metadata, tensors)
 
 
 def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:
-    """(down, up) of one module, of as many dimensions as its weight; arrays or tensors as `tensors` has them.
+    """Return one module's (down, up) as arrays or tensors, whichever `tensors` holds.
 
     Raises:
-        KeyError: One of the two is not there.
+        KeyError: One of the two is missing.
     """
     down, up, _ = module.keys(layout)
-    ranks, outs = module.place(layout)
+    ranks, outs = module.slices(layout)
     return tensors[down][ranks], tensors[up][outs, ranks]
 
 
-def lengths(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> Any:
-    """DoRA's lengths of one module's rows as the layout holds them, (out,).
+def stored_magnitudes(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> Any:
+    """Return one module's DoRA magnitudes (out,) as the layout stores them.
 
     Raises:
-        KeyError: They are not there.
+        KeyError: The magnitudes are missing.
     """
-    _, outs = module.place(layout)
+    _, outs = module.slices(layout)
     return tensors[module.magnitude_key(layout)].reshape(-1)[outs]
 
 
 def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
-    """Scale, alpha / rank, of `module` as a reader of the file would find it.
+    """Return the module's scale, alpha / rank, as a reader of the file computes it.
 
     Raises:
-        TrainingError: The file does not say.
+        TrainingError: The file lacks alpha or rank.
     """
     down_key, _, alpha_key = module.keys(layout)
     try:
         if alpha_key is not None:
             return float(file.tensors[alpha_key]) / file.tensors[down_key].shape[0]
+
+        # The diffusers layout stores peft's configuration of every component in one flat mapping.
         component, _, path = module.diffusers.partition(".")
         prefix = f"{component}."
         adapter = json.loads(file.metadata[ADAPTER_METADATA_KEY])
@@ -277,6 +295,8 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
         alpha = float((own.get("alpha_pattern") or {}).get(key, own["lora_alpha"]))
         return alpha / math.sqrt(rank) if own.get("use_rslora") else alpha / rank
     except (KeyError, ValueError, TypeError, AttributeError) as err:
-        what = f"the file does not say alpha and rank of {module.name}: {err}"
-        fix = "materialize trained_lora again"
-        raise TrainingError(what, where=str(file.path), fix=fix) from err
+        raise TrainingError(
+            f"the file lacks alpha or rank of {module.name}: {err}",
+            where=str(file.path),
+            fix="materialize trained_lora again",
+        ) from err

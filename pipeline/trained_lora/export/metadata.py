@@ -1,6 +1,6 @@
-"""What a LoRA file says of itself: the `ss_*` keys that kohya's tools read, and the ModelSpec ones.
+"""Header metadata of LoRA files: the `ss_*` keys of kohya's tools and those of ModelSpec.
 
-ModelSpec: https://github.com/Stability-AI/ModelSpec. Nothing volatile is in it.
+ModelSpec: https://github.com/Stability-AI/ModelSpec. The metadata contains nothing volatile.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
 
 
-def header_metadata(order: TrainingJob, family: Family) -> dict[str, str]:
-    """The metadata of each exported file, all strings, as the safetensors format asks."""
-    recipe = order.recipe
+def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
+    """Return the metadata of each exported file; the safetensors format requires string values."""
+    recipe = job.recipe
     training, lora = recipe.training, recipe.training.lora
     prediction = family.prediction_type()
-    numbers: dict[str, object] = {
+    values: dict[str, object] = {
         "ss_network_module": "networks.lora",
         "ss_network_dim": lora.usual_file_rank,
         "ss_network_alpha": lora.scale_of("", conv=False) * lora.usual_file_rank,
         "ss_output_name": recipe.name,
         "ss_sd_model_name": recipe.model.base,
-        "ss_num_train_images": int(order.inputs.trained.table["repeats"].sum()),
+        "ss_num_train_images": int(job.inputs.trained.table["repeats"].sum()),
         "ss_steps": training.num_steps,
         "ss_max_train_steps": training.num_steps,
         "ss_batch_size_per_device": training.batch_size,
@@ -47,37 +47,38 @@ def header_metadata(order: TrainingJob, family: Family) -> dict[str, str]:
         "modelspec.implementation": "diffusers",
         "modelspec.title": recipe.name,
         "modelspec.resolution": f"{recipe.buckets.resolution}x{recipe.buckets.resolution}",
-        "latentline.run": order.run,
+        "latentline.run": job.run,
     }
-    if order.provenance:
-        numbers[PROVENANCE_KEY] = json.dumps(order.provenance, sort_keys=True, ensure_ascii=False)
-    if kinds := _network_arguments(lora):
-        numbers["ss_network_args"] = json.dumps(kinds, sort_keys=True)
+
+    if job.provenance:
+        values[PROVENANCE_KEY] = json.dumps(job.provenance, sort_keys=True, ensure_ascii=False)
+    if arguments := _network_arguments(lora):
+        values["ss_network_args"] = json.dumps(arguments, sort_keys=True)
     if (text := lora.text_encoders) is not None:
         rate = training.learning_rate if text.learning_rate is None else text.learning_rate
-        numbers |= {"ss_unet_lr": training.learning_rate, "ss_text_encoder_lr": rate}
-    if prediction != "flow":  # ModelSpec has no word for it
-        numbers["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
-    return {name: str(value) for name, value in numbers.items()}
+        values |= {"ss_unet_lr": training.learning_rate, "ss_text_encoder_lr": rate}
+    if prediction != "flow":  # ModelSpec does not define it
+        values["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
+    return {name: str(value) for name, value in values.items()}
 
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:
-    """What is special about the adapter, under LyCORIS's names where it has them."""
-    kinds: dict[str, Any] = {}
+    """Return the adapter settings that differ from a plain LoRA, named as in LyCORIS where it has a name."""
+    arguments: dict[str, Any] = {}
     if lora.kind != "lora":
-        kinds["trained_as"] = {"algo": lora.kind, "dim": lora.rank, "alpha": lora.alpha}
+        arguments["trained_as"] = {"algo": lora.kind, "dim": lora.rank, "alpha": lora.alpha}
     if lora.kind == "lokr":
-        kinds["trained_as"] = {**kinds["trained_as"], "factor": lora.kronecker_factor}
+        arguments["trained_as"] = {**arguments["trained_as"], "factor": lora.kronecker_factor}
     if lora.conv_rank is not None:
-        kinds["conv_dim"], kinds["conv_alpha"] = lora.size_of("", conv=True)
+        arguments["conv_dim"], arguments["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:
-        kinds["dropout"] = lora.dropout
+        arguments["dropout"] = lora.dropout
     if lora.begins_as_part:
-        kinds["init"] = lora.init
+        arguments["init"] = lora.init
     if lora.dora:
-        kinds["dora_wd"] = True
+        arguments["dora_wd"] = True
     if lora.rslora:
-        kinds["rs_lora"] = True
+        arguments["rs_lora"] = True
     if text := lora.of_text_encoders:
-        kinds["text_encoders"] = {"dim": text.rank, "alpha": text.alpha}
-    return kinds
+        arguments["text_encoders"] = {"dim": text.rank, "alpha": text.alpha}
+    return arguments

@@ -22,7 +22,7 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.tables import SCHEMAS, Tables, frame
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
-from pipeline.trained_lora.stage import sample_prompts
+from pipeline.trained_lora.stage import preview_prompts
 
 SIZES = {"64x64": 5, "32x96": 3}
 """Samples by bucket: with batches of 2 both have a partial one."""
@@ -42,7 +42,7 @@ class Project:
     def order(self, run: str = "0123456789abcdef") -> TrainingJob:
         entries = RecipeEntries(self.recipe)
         inputs = training_inputs(self.recipe, entries, self.latents, self.text)
-        prompts = sample_prompts(self.recipe, entries, inputs)
+        prompts = preview_prompts(self.recipe, entries, inputs)
         return TrainingJob(self.recipe, entries.model_folder, run, inputs, entries.text_spec(""), prompts)
 
     def changed(

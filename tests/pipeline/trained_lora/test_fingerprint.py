@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.cache.requests import RecipeEntries
-from pipeline.trained_lora.fingerprint import describe_difference, run_facts, run_id, say_what_differs
+from pipeline.trained_lora.fingerprint import describe_difference, log_differences, run_facts, run_id
 from pipeline.trained_lora.samples import training_inputs
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def id_of(project: Project) -> str:
         {"num_processes": 2},
     ],
 )
-def test_each_setting_that_decides_the_weights_is_in_the_id(
+def test_every_setting_that_decides_the_weights_changes_the_run_id(
     make_project: Callable[..., Project], update: dict[str, Any]
 ) -> None:
     project = make_project()
@@ -40,26 +40,28 @@ def test_each_setting_that_decides_the_weights_is_in_the_id(
 
 
 @pytest.mark.parametrize("update", [{"checkpoint_every": 9}, {"sample_every": 9}, {"steps": 50}, {}])
-def test_nothing_else_is_in_the_id(make_project: Callable[..., Project], update: dict[str, Any]) -> None:
+def test_other_settings_do_not_change_the_run_id(
+    make_project: Callable[..., Project], update: dict[str, Any]
+) -> None:
     project = make_project()
-    assert id_of(project.changed("elsewhere", **update)) == id_of(project)
+    assert id_of(project.changed("other", **update)) == id_of(project)
 
 
-def test_the_steps_are_in_the_id_of_a_schedule_that_depends_on_them(
+def test_the_number_of_steps_changes_the_run_id_if_the_schedule_depends_on_it(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(lr_scheduler="cosine")
     assert id_of(project.changed("other", steps=7)) != id_of(project)
 
 
-def test_a_sample_more_is_another_run(make_project: Callable[..., Project]) -> None:
+def test_removing_a_sample_changes_the_run_id(make_project: Callable[..., Project]) -> None:
     project = make_project()
     before = id_of(project)
     project.latents = project.latents.head(7)
     assert id_of(project) != before
 
 
-def test_a_difference_names_each_fact_with_both_values() -> None:
+def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
     before = {"plan": {"seed": 1, "batch_size": 2}, "samples": {"latents": "a" * 64}}
     after = {"plan": {"seed": 3, "batch_size": 2}, "samples": {"latents": "b" * 64}}
     assert describe_difference(before, after) == [
@@ -68,5 +70,5 @@ def test_a_difference_names_each_fact_with_both_values() -> None:
     ]
 
 
-def test_of_a_first_run_nothing_is_said(tmp_path: Any) -> None:
-    say_what_differs(tmp_path, "run", {}, pytest.fail)
+def test_a_first_run_logs_no_differences(tmp_path: Any) -> None:
+    log_differences(tmp_path, "run", {}, log=pytest.fail)

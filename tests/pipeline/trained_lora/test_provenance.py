@@ -157,8 +157,8 @@ def test_what_was_not_trained_on_is_said_not_to_be_there(lora: Path, tmp_path: P
 def test_a_file_of_somebody_else_s_says_so(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path)
-    with pytest.raises(TrainingError, match="holds no provenance record"):
+    with pytest.raises(TrainingError, match="has no provenance record"):
         read_provenance(path)
     path.write_bytes(b"torn")
-    with pytest.raises(TrainingError, match="no LoRA file can be read"):
+    with pytest.raises(TrainingError, match="the LoRA file cannot be read"):
         read_provenance(path)

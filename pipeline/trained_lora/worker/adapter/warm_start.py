@@ -18,8 +18,8 @@ from pipeline.trained_lora.export.lora_files import (
     LoraFile,
     LoraModule,
     factors,
-    lengths,
     module_scale,
+    stored_magnitudes,
 )
 from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_lengths
 
@@ -56,7 +56,9 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     magnitudes = {module.name: module for module in modules if module.magnitude}
     for name, module in magnitudes.items():
         shape = module.shapes("diffusers")[module.magnitude_key("diffusers")]
-        state[f"{name}.lora_magnitude_vector"] = lengths(file.tensors, module, layout).reshape(shape).clone()
+        state[f"{name}.lora_magnitude_vector"] = (
+            stored_magnitudes(file.tensors, module, layout).reshape(shape).clone()
+        )
     load_networks_state(networks, state)
     if magnitudes and layout == "comfyui":  # whose lengths are for rows of the base weight
         for name, (before, after) in row_lengths(networks[""]).items():

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors
-from pipeline.trained_lora.export.lora_files import lengths as stored_lengths
+from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors, stored_magnitudes
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, Adapted, Networks, has_magnitude, lora_modules
 from pipeline.trained_lora.worker.adapter.to_lora import lora_shapes
 
@@ -145,7 +144,7 @@ def layout_tensors(
             trained = state[f"{module.name}.lora_magnitude_vector"].flatten()
             before, after = lengths[module.name]
             stored = trained * (before / after) if layout == "comfyui" else trained
-            stored_lengths(tensors, module, layout).copy_(stored)
+            stored_magnitudes(tensors, module, layout).copy_(stored)
     return tensors
 
 
@@ -175,7 +174,7 @@ def effects_by_rule(path: Path, modules: list[LoraModule], layout: Layout, lengt
         if module.magnitude:
             before, after = lengths[module.name]
             divided_by = before if layout == "comfyui" else after
-            stored = stored_lengths(tensors, module, layout)
+            stored = stored_magnitudes(tensors, module, layout)
             found[f"{module.name} rows"] = partial(torch.div, stored, divided_by)
     return found
 

@@ -322,7 +322,7 @@ def test_a_family_whose_files_have_no_place_for_it_is_refused_before_anything_is
     TINY["FLUX.2 klein"](tmp_path / "klein")
     tiny_bases["klein"] = tmp_path / "klein"
     project = project_of(make_project, "klein")
-    with pytest.raises(TrainingError, match=r"no LoRA on the text encoders of FLUX\.2") as caught:
+    with pytest.raises(TrainingError, match=r"LoRA on the text encoders of FLUX\.2") as caught:
         run._planned(project.recipe, project.latents, project.text, {})
     assert caught.value.where == "training.lora.text_encoders"
     assert "Stable Diffusion XL" in caught.value.fix

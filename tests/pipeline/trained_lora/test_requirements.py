@@ -1,4 +1,4 @@
-"""What is asked of the model: refused where it has no meaning, and equal to the papers' formulas."""
+"""Objectives are rejected where they have no meaning, and otherwise equal the papers' formulas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import huber_loss
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora.objective import require_objective
+from pipeline.trained_lora.requirements import require_objective
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     ],
     ids=str,
 )
-def test_what_has_no_meaning_for_a_model_is_refused_by_key(
+def test_a_setting_without_meaning_for_the_model_is_rejected_by_key(
     training: dict[str, Any], prediction: Prediction, key: str
 ) -> None:
     settings = TrainingSettings.model_validate(training)
@@ -44,7 +44,7 @@ def test_what_has_no_meaning_for_a_model_is_refused_by_key(
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "flow"])
-def test_plain_settings_go_with_every_model(prediction: Prediction) -> None:
+def test_default_settings_are_valid_for_every_model(prediction: Prediction) -> None:
     require_objective(TrainingSettings(), prediction)
 
 
@@ -60,7 +60,7 @@ def test_plain_settings_go_with_every_model(prediction: Prediction) -> None:
     ],
     ids=str,
 )
-def test_the_losses_of_a_batch_equal_the_papers_formulas_on_diffusers_parts(
+def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
     make_project: Callable[..., Project], prediction: str, training: dict[str, Any]
 ) -> None:
     order = make_project(prediction=prediction, gradient_accumulation=1, **training).order()

@@ -1,4 +1,4 @@
-"""Whether a base model can be trained towards what the recipe asks for, here. Torch-free: asked first."""
+"""Checks that a base model supports the recipe's training settings, made before anything is launched."""
 
 from __future__ import annotations
 
@@ -15,66 +15,56 @@ if TYPE_CHECKING:
 
 
 def require_trackers(settings: TrainingSettings) -> None:
-    """Refuse a tracker whose package is not there, before anything is launched.
-
-    Raises:
-        TrainingError: Says what to install.
-    """
+    """Raise TrainingError if the package of a tracker is not installed."""
     if "wandb" in settings.trackers and find_spec("wandb") is None:
         raise TrainingError(
             "the package wandb is not installed",
             where="training.trackers",
-            fix="pip install wandb, and wandb login; or remove it from trackers",
+            fix="run pip install wandb and wandb login, or remove wandb from trackers",
         )
 
 
 def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
-    """Refuse to train text encoders of a family whose LoRA files have no place for them.
-
-    Raises:
-        TrainingError: Names the families that can.
-    """
+    """Raise TrainingError if the recipe trains text encoders that the family cannot train."""
     if settings.lora.text_encoders is None or family.trainable_text_encoders():
         return
-    can = [each.name for each in FAMILIES if each.trains_text_encoders]
+    supported = [each.name for each in FAMILIES if each.trains_text_encoders]
     raise TrainingError(
-        f"no LoRA on the text encoders of {family.name}: diffusers' loader would not take it, or it is not "
-        "supported here yet",
+        f"a LoRA on the text encoders of {family.name} is not supported, either by diffusers' loader or by "
+        "Latentline",
         where="training.lora.text_encoders",
-        fix=f"remove the key, or use a base model of {one_of(can)}",
+        fix=f"remove the key, or use a base model of {one_of(supported)}",
     )
 
 
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:
-    """Refuse what has no meaning for a model that predicts `prediction`.
-
-    Raises:
-        TrainingError: Names the first such setting.
-    """
+    """Raise TrainingError on the first setting that has no meaning for a model that predicts `prediction`."""
     if settings.noise.zero_terminal_snr and prediction != "v_prediction":
         raise TrainingError(
-            f"zero_terminal_snr needs a v-prediction model, and this one predicts {prediction}: where no "
-            "signal is left, there is nothing to learn from predicting the noise",
+            f"zero_terminal_snr requires a v-prediction model, but this model predicts {prediction}: at zero "
+            "signal, predicting the noise teaches nothing",
             where="training.noise.zero_terminal_snr",
             fix="set it to false, or use a base model with v-prediction",
         )
+
     if prediction != "flow":
         if settings.timesteps.shift is not None:
             raise TrainingError(
-                f"timesteps.shift {settings.timesteps.shift} is for flow matching, and this model predicts "
-                f"{prediction} on a table of betas",
+                f"timesteps.shift {settings.timesteps.shift} requires a flow-matching model, but this model "
+                f"predicts {prediction} on a beta schedule",
                 where="training.timesteps.shift",
-                fix="set it to null; timesteps.density logit_normal with a location above 0 draws more noise",
+                fix="set it to null; for more noise use timesteps.density logit_normal, location above 0",
             )
         return
-    for key, value, default in (
+
+    beta_schedule_only = (
         ("loss.weighting", settings.loss.weighting, "none"),
         ("noise.offset", settings.noise.offset, 0.0),
-    ):
+    )
+    for key, value, default in beta_schedule_only:
         if value != default:
             raise TrainingError(
-                f"{key} {value} is made for noise by a table of betas, and this model is trained by flow "
-                "matching",
+                f"{key} {value} requires a model with a beta schedule, but this model uses flow matching",
                 where=f"training.{key}",
                 fix=f"set it to {default}",
             )
