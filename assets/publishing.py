@@ -1,4 +1,4 @@
-"""What Dagster keeps of a materialization: the table, its data version, and numbers worth looking at."""
+"""The Dagster metadata of a materialization: numbers, pictures, first rows and a data version."""
 
 import base64
 import html
@@ -22,10 +22,11 @@ from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
 VOLATILE_COLUMNS = ("mtime_ns", "ctime_ns", "inode", "scanned_ns")
-"""Stat values, of sources and (with `entry_`) of store entries: they may differ where the content doesn't."""
+"""Columns with file stats of sources and, with the prefix `entry_`, of cache entries. They may change while
+the content stays equal."""
 
 MAX_PICTURES_BYTES = 200_000
-"""Of one asset: they are kept in Dagster's event log, once a materialization."""
+"""Maximum total size of an asset's pictures. Dagster's event log stores them with each materialization."""
 
 PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
@@ -34,16 +35,16 @@ MAX_PREVIEW_ROWS = 5
 
 _PREVIEW_CHARACTERS = 48
 _NOT_IN_PREVIEW = {"dataset", "path", "key", "more_captions", "duplicate_group", *VOLATILE_COLUMNS}
-"""Parts of the sample's id, and what only a machine compares; so do hashes, and facts of an entry's file."""
+"""Columns that repeat parts of the sample id, or that only the program compares."""
 
-_ONE_LINE = 60
-"""Characters of a text that the UI shows whole; it cuts longer ones off, unless they are Markdown."""
+_MAX_TEXT_CHARACTERS = 60
+"""Maximum length of a text that the UI shows without truncation; longer ones become Markdown."""
 
-_LONG = (JsonMetadataValue, TableMetadataValue)
+_LONG_VALUES = (JsonMetadataValue, TableMetadataValue)
 
 Metadata = Mapping[str, MetadataValue[Any]]
 
-NONE: Metadata = {}
+_NO_METADATA: Metadata = {}
 
 
 def publish(
@@ -51,26 +52,25 @@ def publish(
     asset: str,
     result: StageResult,
     *,
-    pictures: Metadata = NONE,
-    files: Metadata = NONE,
+    pictures: Metadata = _NO_METADATA,
+    files: Metadata = _NO_METADATA,
 ) -> MaterializeResult[Any]:
-    """The asset's result: writes its rejected rows and its report, and describes the table.
+    """Write the rejected rows and the report of a stage, and return its table with metadata.
 
-    Pictures come first; then numbers, and what takes more room; then what there is to say of `files`.
-
-    The data version is a hash of what the table says and of the run that made it, if it was trained, so that
-    making the same again leaves everything downstream as fresh as it was.
+    The UI shows metadata in this order: pictures, numbers, long values, then `files`. The data version is a
+    hash of the table's content and of the training run, so an equal result leaves downstream assets fresh.
     """
     from pipeline.storage.tables import Tables
 
     Tables(recipe.output_dir).write_rejected(asset, result.rejected)
     report = write_report(recipe.output_dir, asset, result.report)
-    shown = report_metadata({**result.report, "rejected_by_reason": None})
+
+    values = report_metadata({**result.report, "rejected_by_reason": None})
     metadata: dict[str, Any] = {
         **pictures,
         "rejected_by_reason": MetadataValue.md(_rejected_funnel(result)),
-        **{name: value for name, value in shown.items() if not isinstance(value, _LONG)},
-        **{name: value for name, value in shown.items() if isinstance(value, _LONG)},
+        **{name: value for name, value in values.items() if not isinstance(value, _LONG_VALUES)},
+        **{name: value for name, value in values.items() if isinstance(value, _LONG_VALUES)},
         **files,
         "report": MetadataValue.path(str(report)),
         "first_rows": table_metadata(_preview(result.table)),
@@ -80,84 +80,88 @@ def publish(
 
 
 def content_version(table: Any, *, run: str = "") -> str:
-    """16 hex digits over a Polars table without `VOLATILE_COLUMNS`; the order of its rows counts.
+    """Return 16 hex digits over a table without `VOLATILE_COLUMNS`. The order of the rows matters.
 
     Args:
-        table: A Polars frame.
-        run: Id of a training run: other weights may come of the same table.
+        table: A Polars data frame.
+        run: Id of a training run, because one table may lead to different weights.
     """
     from pipeline.storage.tables import content_digest
 
-    kept = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
-    return content_digest(table.select(kept), more=run)[:16]
+    columns = [name for name in table.columns if name.removeprefix("entry_") not in VOLATILE_COLUMNS]
+    return content_digest(table.select(columns), more=run)[:16]
 
 
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
-    """Each picture in `folder` as `picture_<file's name>`, those that stay below `MAX_PICTURES_BYTES`.
+    """Return each picture in `folder` as `picture_<file stem>`, up to `MAX_PICTURES_BYTES` in total.
 
-    A folder that is not there holds none.
+    The folder may be missing.
     """
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    drawn = _drawn([path for path in paths if path.suffix in PICTURE_KINDS])
-    return {f"picture_{path.stem}": MetadataValue.md(picture) for path, picture in drawn.items()}
+    pictures = _embedded([path for path in paths if path.suffix in PICTURE_KINDS])
+    return {f"picture_{path.stem}": MetadataValue.md(picture) for path, picture in pictures.items()}
 
 
-def captioned(pictures: Mapping[Path, str]) -> MetadataValue[Any]:
-    """Pictures below one another, each with its caption, those that stay below `MAX_PICTURES_BYTES`.
+def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
+    """Return pictures with their captions below them, up to `MAX_PICTURES_BYTES` in total.
 
-    Captions are Markdown: `escaped`, where they come from outside.
+    Args:
+        captions: Markdown by picture. Use `escape_markdown` for text of users. Missing files are skipped.
     """
-    drawn = _drawn([path for path in pictures if path.is_file()])
-    return MetadataValue.md("\n\n".join(f"{picture}\n\n{pictures[path]}" for path, picture in drawn.items()))
+    pictures = _embedded([path for path in captions if path.is_file()])
+    return MetadataValue.md(
+        "\n\n".join(f"{picture}\n\n{captions[path]}" for path, picture in pictures.items())
+    )
 
 
-def _drawn(paths: Sequence[Path]) -> dict[Path, str]:
-    """Markdown that holds the pictures themselves, so that any browser shows them."""
-    drawn: dict[Path, str] = {}
-    left_bytes = MAX_PICTURES_BYTES
+def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
+    """Return Markdown with the data of each picture, which any browser shows without access to the file."""
+    pictures: dict[Path, str] = {}
+    remaining_bytes = MAX_PICTURES_BYTES
     for path in paths:
-        if path.stat().st_size <= left_bytes:
+        if path.stat().st_size <= remaining_bytes:
             data = path.read_bytes()
-            left_bytes -= len(data)
+            remaining_bytes -= len(data)
             text = base64.b64encode(data).decode("ascii")
-            drawn[path] = f"![{path.stem}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
-    return drawn
+            pictures[path] = f"![{path.stem}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
+    return pictures
 
 
 def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:
-    """Numbers as numeric metadata, which Dagster plots over time; the rest as text, tables or JSON.
+    """Return numbers as numeric metadata, which Dagster plots over time; the rest as text, tables or JSON.
 
-    Nothing empty, and no curves (lists of lists): those are in the report's file, and drawn.
+    Empty values and curves (lists of lists) are omitted. The report file has the curves, and a picture shows
+    them.
     """
-    said = {name: value for name, value in report.items() if value not in (None, [], {}, ())}
-    return {name: _value(value) for name, value in said.items() if not _is_curve(value)}
+    values = {name: value for name, value in report.items() if value not in (None, [], {}, ())}
+    return {name: _metadata_value(value) for name, value in values.items() if not _is_curve(value)}
 
 
 def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
-    """Rows as a table; a column that any row has, in the order met; what a row lacks is empty text."""
+    """Return rows as a table of all their columns, in order of appearance; a missing value is empty text."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     records = [TableRecord({name: _cell(row.get(name)) for name in names}) for row in rows]
     return MetadataValue.table(records, schema=TableSchema([TableColumn(name) for name in names]))
 
 
-def escaped(text: str) -> str:
-    """`text` such that Markdown shows it as it is, on one line: file names and captions come from outside."""
+def escape_markdown(text: str) -> str:
+    """Return `text` on one line such that Markdown shows it verbatim; for file names and captions."""
     plain = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
 
 
 def _preview(table: Any) -> list[dict[str, Any]]:
-    """The first rows with the columns that a person reads, long texts cut."""
+    """Return the first rows with the columns that matter to a person, and long texts truncated."""
     names = [
         name
         for name in table.columns
         if name not in _NOT_IN_PREVIEW and not name.endswith("hash") and not name.startswith("entry_")
     ]
     rows: list[dict[str, Any]] = table.select(names).head(MAX_PREVIEW_ROWS).to_dicts()
-    return [{name: _shortened(value) for name, value in row.items()} for row in rows]
+    return [{name: _truncated(value) for name, value in row.items()} for row in rows]
 
 
-def _shortened(value: Any) -> Any:
+def _truncated(value: Any) -> Any:
     if isinstance(value, str) and len(value) > _PREVIEW_CHARACTERS:
         return value[:_PREVIEW_CHARACTERS] + "…"
     return value
@@ -168,13 +172,13 @@ def _rejected_funnel(result: StageResult) -> str:
         f"{name} {result.report[name]}" for name in ("in", "kept", "rejected") if name in result.report
     )
     if result.rejected.is_empty():
-        return f"{numbers}\n\nnothing was rejected"
+        return f"{numbers}\n\nno samples were rejected"
     counts = result.rejected["reason"].value_counts(sort=True).head(MAX_REASONS).to_dicts()
-    lines = [f"| {escaped(row['reason'])} | {row['count']} |" for row in counts]
+    lines = [f"| {escape_markdown(row['reason'])} | {row['count']} |" for row in counts]
     return "\n".join([numbers, "", "| reason | samples |", "|---|---|", *lines])
 
 
-def _value(value: Any) -> MetadataValue[Any]:
+def _metadata_value(value: Any) -> MetadataValue[Any]:
     if isinstance(value, bool):
         return MetadataValue.bool(value)
     if isinstance(value, int):
@@ -184,7 +188,8 @@ def _value(value: Any) -> MetadataValue[Any]:
     if isinstance(value, list) and all(isinstance(row, Mapping) for row in value):
         return table_metadata(cast("list[Mapping[str, Any]]", value))
     if isinstance(value, str):
-        return MetadataValue.text(value) if len(value) <= _ONE_LINE else MetadataValue.md(escaped(value))
+        fits = len(value) <= _MAX_TEXT_CHARACTERS
+        return MetadataValue.text(value) if fits else MetadataValue.md(escape_markdown(value))
     return MetadataValue.json(value)
 
 
@@ -201,5 +206,5 @@ def _cell(value: Any) -> str | int | float | bool:
 
 
 def _rounded(value: float) -> float:
-    """To six digits: what comes after them is no news to a reader."""
+    """Round to six significant digits."""
     return float(f"{value:.6g}")

@@ -14,7 +14,7 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import GPU_POOL, step_name
-from assets.publishing import captioned, escaped, publish
+from assets.publishing import captioned_pictures, escape_markdown, publish
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
@@ -65,7 +65,7 @@ def _decoded_latents(recipe: Recipe, report: Report) -> dict[str, MetadataValue[
 
     folder = recipe.output_dir / "reports" / "vae_latents"
     captions = {
-        folder / row["picture"]: f"{escaped(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
+        folder / row["picture"]: f"{escape_markdown(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
         for row in shown(report.get("decoded", []))
     }
-    return {"picture_decoded": captioned(captions)} if captions else {}
+    return {"picture_decoded": captioned_pictures(captions)} if captions else {}

@@ -1,4 +1,4 @@
-"""Metadata and data versions of a materialization."""
+"""The metadata and the data version of a materialization."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dagster import FloatMetadataValue, IntMetadataValue, MetadataValue, TableMe
 
 from assets.publishing import (
     MAX_PICTURES_BYTES,
-    captioned,
+    captioned_pictures,
     content_version,
-    escaped,
+    escape_markdown,
     picture_metadata,
     publish,
     report_metadata,
@@ -36,7 +36,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def row(**changes: Any) -> dict[str, Any]:
-    """A row of raw_images: empty text and ones, but for `changes`."""
+    """Return a row of raw_images with `changes` to empty texts and ones."""
     blank = {name: "" if kind == pl.String else 1 for name, kind in SCHEMAS["raw_images"].items()}
     return {**blank, "sample_id": "photos/a.jpg", **changes}
 
@@ -46,7 +46,7 @@ def result(rejected: list[dict[str, Any]], counts: dict[str, Any]) -> StageResul
     return StageResult(table, frame("rejected", rejected), {"samples": 1, "seconds": 0.5, **counts})
 
 
-def test_another_stat_is_the_same_data_version_and_other_content_is_another() -> None:
+def test_file_stats_do_not_change_the_data_version_and_content_does() -> None:
     version = content_version(frame("raw_images", [row()]))
     assert (
         content_version(frame("raw_images", [row(mtime_ns=9, ctime_ns=9, inode=9, scanned_ns=9)])) == version
@@ -55,34 +55,34 @@ def test_another_stat_is_the_same_data_version_and_other_content_is_another() ->
     assert content_version(frame("raw_images", [row(width=21)])) != version
 
 
-def test_another_training_run_is_another_data_version_even_with_the_same_table(recipe: Recipe) -> None:
+def test_another_training_run_changes_the_data_version_of_an_equal_table(recipe: Recipe) -> None:
     versions = [
         publish(recipe, "raw_images", result([], {"run": run})).data_version for run in ("a", "b", "a")
     ]
     assert versions[0] == versions[2] != versions[1]
 
 
-def test_the_stat_of_a_store_entry_is_no_part_of_the_data_version() -> None:
+def test_the_file_stats_of_a_cache_entry_do_not_change_the_data_version() -> None:
     one = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [1], "entry_inode": [1], "entry_bytes": [5]})
     two = pl.DataFrame({"key": ["k"], "entry_mtime_ns": [2], "entry_inode": [3], "entry_bytes": [5]})
     assert content_version(one) == content_version(two)
 
 
-def test_long_texts_are_shown_whole_and_numbers_in_tables_are_short() -> None:
-    """The UI cuts a text off at the edge of its column; Markdown goes on in the next line."""
+def test_long_texts_become_markdown_and_numbers_in_tables_are_rounded() -> None:
+    """The UI truncates a text at the edge of its column, and wraps Markdown."""
     note = "a *note* " * 20
-    shown = report_metadata({"note": note, "word": "cpu", "rows": [{"loss": 1.2134380499664}]})
-    assert shown["note"] == MetadataValue.md(escaped(note))
-    assert shown["word"] == MetadataValue.text("cpu")
-    rows = shown["rows"]
+    metadata = report_metadata({"note": note, "word": "cpu", "rows": [{"loss": 1.2134380499664}]})
+    assert metadata["note"] == MetadataValue.md(escape_markdown(note))
+    assert metadata["word"] == MetadataValue.text("cpu")
+    rows = metadata["rows"]
     assert isinstance(rows, TableMetadataValue)
     assert rows.records[0].data == {"loss": 1.21344}
 
 
-def test_the_first_rows_are_for_people(recipe: Recipe) -> None:
-    told = row(path="a.jpg", content_hash="ab" * 32, mtime_ns=5, format="x" * 200)
-    given = StageResult(frame("raw_images", [told]), frame("rejected", []), {"samples": 1})
-    rows = (publish(recipe, "raw_images", given).metadata or {})["first_rows"]
+def test_the_preview_has_the_columns_that_matter_to_a_person(recipe: Recipe) -> None:
+    values = row(path="a.jpg", content_hash="ab" * 32, mtime_ns=5, format="x" * 200)
+    stage_result = StageResult(frame("raw_images", [values]), frame("rejected", []), {"samples": 1})
+    rows = (publish(recipe, "raw_images", stage_result).metadata or {})["first_rows"]
     assert isinstance(rows, TableMetadataValue)
     (first,) = (record.data for record in rows.records)
     assert first["sample_id"] == "photos/a.jpg"
@@ -102,21 +102,21 @@ def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> N
     assert "| empty\\_file | 1 |" in str(funnel)
 
 
-def test_a_funnel_is_shown_as_a_table(recipe: Recipe) -> None:
+def test_a_list_of_rows_becomes_a_table(recipe: Recipe) -> None:
     rows = [{"what": "found", "kind": "", "number": 2}, {"what": "kept", "kind": "", "number": 1}]
     shown = publish(recipe, "raw_images", result([], {"funnel": rows})).metadata["funnel"]
     assert isinstance(shown, TableMetadataValue)
     assert [record.data for record in shown.records] == rows
 
 
-def test_counters_are_numbers_that_dagster_plots() -> None:
+def test_counters_become_numeric_metadata() -> None:
     metadata = report_metadata({"samples": 3, "seconds": 0.5, "sizes": {"a": 1}, "nothing": None})
     assert isinstance(metadata["samples"], IntMetadataValue)
     assert isinstance(metadata["seconds"], FloatMetadataValue)
     assert "nothing" not in metadata
 
 
-def test_rows_that_lack_a_column_and_values_of_any_type_make_a_table() -> None:
+def test_a_table_accepts_rows_with_missing_columns_and_values_of_any_type() -> None:
     value = table_metadata([{"a": 1, "b": None}, {"c": Path("x")}])
     assert isinstance(value, TableMetadataValue)
     assert [column.name for column in value.schema.columns] == ["a", "b", "c"]
@@ -126,12 +126,12 @@ def test_rows_that_lack_a_column_and_values_of_any_type_make_a_table() -> None:
     ]
 
 
-def test_I18_names_cannot_break_out_of_markdown() -> None:
-    text = escaped("a|b`c\n<script>[x](y)*")
+def test_I18_markdown_in_names_is_escaped() -> None:
+    text = escape_markdown("a|b`c\n<script>[x](y)*")
     assert text == "a\\|b\\`c &lt;script&gt;\\[x\\]\\(y\\)\\*"
 
 
-def test_pictures_are_shown_by_name_and_other_files_are_not(tmp_path: Path) -> None:
+def test_pictures_are_shown_by_name_and_other_files_are_skipped(tmp_path: Path) -> None:
     (tmp_path / "crops.jpg").write_bytes(b"\xff\xd8 a picture")
     (tmp_path / "sizes.png").write_bytes(b"\x89PNG another")
     (tmp_path / "buckets.parquet").write_bytes(b"no picture")
@@ -143,18 +143,18 @@ def test_pictures_are_shown_by_name_and_other_files_are_not(tmp_path: Path) -> N
     assert base64.b64decode(text[len(start) : -1]) == b"\xff\xd8 a picture"
 
 
-def test_pictures_of_an_asset_together_stay_within_the_limit(tmp_path: Path) -> None:
-    """What is kept in the event log once a materialization must not fill it."""
+def test_the_pictures_of_an_asset_share_one_size_limit(tmp_path: Path) -> None:
+    """Dagster stores them in its event log with each materialization."""
     for name, size in (("a.png", MAX_PICTURES_BYTES - 10), ("b.png", 11), ("c.png", 10)):
         (tmp_path / name).write_bytes(b"x" * size)
     assert list(picture_metadata(tmp_path)) == ["picture_a", "picture_c"]
 
 
-def test_pictures_have_their_captions_below_them_those_that_are_there_and_small(tmp_path: Path) -> None:
+def test_pictures_have_captions_below_them_and_missing_or_large_ones_are_skipped(tmp_path: Path) -> None:
     pictures = {tmp_path / f"{name}.jpg": f"caption {name}" for name in "abcd"}
     for path, size in zip(pictures, (9, MAX_PICTURES_BYTES, 9), strict=False):
         path.write_bytes(b"x" * size)
-    lines = str(captioned(pictures).value).split("\n\n")
+    lines = str(captioned_pictures(pictures).value).split("\n\n")
     assert [line.split(";")[0] for line in lines] == [
         "![a](data:image/jpeg",
         "caption a",
@@ -163,17 +163,17 @@ def test_pictures_have_their_captions_below_them_those_that_are_there_and_small(
     ]
 
 
-def test_a_published_asset_shows_its_pictures(recipe: Recipe, tmp_path: Path) -> None:
+def test_the_pictures_of_an_asset_come_first_in_its_metadata(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures" / "sheet.jpg").write_bytes(b"jpeg")
     published = publish(
         recipe, "raw_images", result([], {}), pictures=picture_metadata(tmp_path / "pictures")
     )
-    assert next(iter(published.metadata or {})) == "picture_sheet", "what one looks at first comes first"
+    assert next(iter(published.metadata or {})) == "picture_sheet"
     assert "picture_sheet" not in (publish(recipe, "raw_images", result([], {})).metadata or {})
 
 
-def test_a_picture_never_hides_the_number_of_its_name(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_picture_does_not_replace_a_number_of_the_same_name(recipe: Recipe, tmp_path: Path) -> None:
     """A contact sheet `kept.jpg` once took the place of the counter `kept`."""
     for name in ("kept", "samples"):
         (tmp_path / f"{name}.jpg").write_bytes(b"jpeg")
@@ -182,7 +182,7 @@ def test_a_picture_never_hides_the_number_of_its_name(recipe: Recipe, tmp_path: 
     assert (metadata["kept"], metadata["samples"]) == (IntMetadataValue(7), IntMetadataValue(1))
 
 
-def test_short_facts_come_before_long_ones_and_files_last(recipe: Recipe, tmp_path: Path) -> None:
+def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_path: Path) -> None:
     report = {
         "sizes": {"a": 1},
         "curve": [[0, 1.0], [1, 0.5]],

@@ -1,0 +1,55 @@
+"""The results of an asset's checks, from real runs of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dagster import AssetCheckSeverity, AssetKey, AssetSelection, ExecuteInProcessResult, materialize
+
+from assets.definitions import build_definitions
+from assets.recipe_graph import ASSET_BUILDERS
+from pipeline.recipe import Recipe, recipe_from_mapping
+
+
+def recipe(folder: Path, cache_dir: str = "cache") -> Recipe:
+    (folder / "data").mkdir(exist_ok=True)
+    values = {
+        "datasets": [{"name": "photos", "path": folder / "data"}],
+        "cache_dir": folder / cache_dir,
+        "output_dir": folder / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping("flowers", values)
+
+
+def run(recipe: Recipe, selection: AssetSelection) -> ExecuteInProcessResult:
+    resources = build_definitions([recipe]).resources
+    assert resources is not None
+    return materialize(
+        [build(recipe) for build in ASSET_BUILDERS],
+        selection=selection,
+        resources=resources,
+        raise_on_error=False,
+    )
+
+
+RAW_IMAGES = AssetKey(["flowers", "raw_images"])
+
+
+def test_path_isolation_fails_before_the_asset_is_materialized(tmp_path: Path) -> None:
+    result = run(recipe(tmp_path, "data/cache"), AssetSelection.assets(RAW_IMAGES))
+    assert not result.success
+    assert result.get_asset_materialization_events() == []
+    [evaluation] = result.get_asset_check_evaluations()
+    assert (evaluation.check_name, evaluation.passed) == ("path_isolation", False)
+    assert evaluation.severity == AssetCheckSeverity.ERROR
+    assert set(evaluation.metadata) == {"what", "where", "fix"}
+    assert not (tmp_path / "out").exists()
+
+
+def test_path_isolation_fails_the_step_even_if_the_check_is_not_selected(tmp_path: Path) -> None:
+    selection = AssetSelection.assets(RAW_IMAGES).without_checks()
+    result = run(recipe(tmp_path, "data/cache"), selection)
+    assert not result.success
+    assert result.get_asset_check_evaluations() == []
+    assert not (tmp_path / "out").exists()
