@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.main import COMMANDS, latentline
-from pipeline.recipe.keys import all_keys
+from pipeline.recipe.schema import all_keys
 from tools.docs import checks_page, recipes_page
 from tools.docs import coming_from_page as coming_from
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import LatentlineError, counted
 from pipeline.recipe import in_project
+from pipeline.recipe.errors import Mistake, recipe_error
 from pipeline.recipe.load import placed
-from pipeline.recipe.mistakes import Mistake, recipe_error
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family

@@ -244,5 +244,5 @@ def listed_columns(settings: Sequence[DatasetSettings]) -> Iterator[tuple[Datase
     """The listings among some datasets that a later stage needs more of than paths."""
     for each in settings:
         asks = (each.captions.from_ == "column", each.filters.where, each.focus_columns)
-        if each.is_listing and any(asks):
+        if each.is_manifest and any(asks):
             yield each, read_listing(each)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from stat import S_ISDIR
 
-from pipeline.recipe.rules import LISTING_SUFFIXES
+from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
 
 IGNORED_FIRST = "."
@@ -68,7 +68,7 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 def _remote_lines(url: Url) -> Iterator[bytes]:
     from pipeline.storage.source import RemoteSource  # fsspec, which few need
 
-    if url.suffix.lower() in LISTING_SUFFIXES:
+    if url.suffix.lower() in MANIFEST_SUFFIXES:
         (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()
         yield f"{url}\0{stat}\n".encode()
         return

@@ -66,7 +66,7 @@ def require_there(settings: DatasetSettings) -> None:
     """
     if isinstance(settings.path, Url):
         return
-    if settings.is_listing:
+    if settings.is_manifest:
         read_listing(settings)
     else:
         require_listable(settings.path)
@@ -82,7 +82,7 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> Walked:
     found = Walk()
     source = source_at(settings.root)
     with progress(lambda: len(found.images), None, f"images found in {settings.name}", log=log):
-        if settings.is_listing:
+        if settings.is_manifest:
             walk_listing(settings, source, found=found)
         elif isinstance(source, LocalSource):
             walk(Path(settings.path), suffix, found=found)

@@ -1,4 +1,4 @@
-"""The recipe: one YAML file that declares a dataset, a model and a training, validated strictly."""
+"""The recipe: one YAML file that declares datasets, base model and training, validated strictly."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pipeline.recipe.load import (
     recipe_from_mapping,
     recipes_dir,
 )
-from pipeline.recipe.lora import LoraSettings, RankSettings
+from pipeline.recipe.lora import LoraSettings, RankSettings, TextEncoderSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
-from pipeline.recipe.overrides import OVERRIDABLE, differing, recipe_values, with_overrides
+from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -31,7 +31,6 @@ from pipeline.recipe.schema import (
     Recipe,
     TextSettings,
 )
-from pipeline.recipe.text_encoders import TextEncoderSettings
 from pipeline.recipe.training import TrainingSettings
 
 __all__ = [
@@ -56,7 +55,7 @@ __all__ = [
     "TextSettings",
     "TimestepSettings",
     "TrainingSettings",
-    "differing",
+    "changed_values",
     "in_project",
     "load_recipe",
     "load_recipes",

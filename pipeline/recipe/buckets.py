@@ -1,4 +1,4 @@
-"""The section `buckets`: which sizes there are, and how images are fitted into them."""
+"""The section `buckets`: the available target sizes, and how images are fitted into them."""
 
 from __future__ import annotations
 
@@ -8,42 +8,49 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipeline.recipe.rules import LATENT_FACTOR, Broken, divisible, raise_broken, reject
-from pipeline.recipe.section import Settings
+from pipeline.recipe.settings import Settings, Violation, one_of, raise_violations, reject
 
 MAX_EDGE_PX = 16_384
+"""Longest edge of a bucket."""
+
+LATENT_FACTOR = 8
+"""Smallest downscaling factor of the supported VAEs; every bucket edge must be a multiple of it."""
 
 _SIZE = re.compile(r"([1-9]\d{0,4})x([1-9]\d{0,4})")
 _LIMIT = re.compile(r"limit\((\d+(?:\.\d+)?)\)")
 
 
 def check_size(value: str) -> str:
-    """`value` if it reads <height>x<width> with edges that a model can have."""
-    found = _SIZE.fullmatch(value)
-    if not found:
-        reject(f"{value!r} is no size", "write height x width in pixels, such as 832x1216")
-    edges = [int(edge) for edge in found.groups()]
-    for edge in edges:
+    """Return `value` if it is <height>x<width> with edges that a model supports."""
+    match = _SIZE.fullmatch(value)
+    if not match:
+        reject(f"a size must be <height>x<width>, got {value!r}", "write both in pixels, such as 832x1216")
+    for edge in (int(edge) for edge in match.groups()):
         if edge > MAX_EDGE_PX:
-            reject(f"{value} has an edge of {edge} pixels", f"use edges of at most {MAX_EDGE_PX}")
+            what = f"the edges of a size must be at most {MAX_EDGE_PX} pixels, got {value}"
+            reject(what, "use shorter edges")
         if edge % LATENT_FACTOR:
             below = edge // LATENT_FACTOR * LATENT_FACTOR or LATENT_FACTOR
-            reject(
-                f"{value}: {edge} is not a multiple of {LATENT_FACTOR}",
-                f"use {below} or {below + LATENT_FACTOR}",
-            )
+            what = f"the edges of a size must be multiples of {LATENT_FACTOR}, got {edge} in {value}"
+            reject(what, f"use {below} or {below + LATENT_FACTOR}")
     return value
 
 
 def check_upscale(value: str) -> str:
-    """`value` if it is allow, never, or limit(x) with x of at least 1."""
+    """Return `value` if it is allow, never, or limit(x) with x of at least 1."""
     if value in ("allow", "never"):
         return value
-    found = _LIMIT.fullmatch(value)
-    if not found:
-        reject(f"upscale is {value!r}", "use allow, never, or limit(1.5)")
-    if Fraction(found[1]) < 1:
-        reject(f"{value} would make images smaller than their bucket", "use a limit of at least 1")
+    match = _LIMIT.fullmatch(value)
+    if not match:
+        reject(
+            f"buckets.upscale must be allow, never or limit(...), got {value!r}",
+            "use allow, never, or limit(1.5)",
+        )
+    if Fraction(match[1]) < 1:
+        reject(
+            f"the limit of buckets.upscale must be at least 1, got {value}",
+            "use never, or a limit such as 1.5",
+        )
     return value
 
 
@@ -51,66 +58,71 @@ Resolution = Annotated[int, Field(ge=8, le=MAX_EDGE_PX)]
 
 
 class BucketSettings(Settings):
-    """The sizes that images are scaled and cropped to."""
+    """Sizes that images are scaled and cropped to."""
 
     resolution: Resolution = Field(
         default=1024,
-        description="Pixel budget of a bucket, as the edge of a square: 1024 means 1024x1024 or as many "
-        "pixels in another aspect ratio. A multiple of step.",
+        description="Pixel budget of a bucket, as the edge of a square: 1024 allows 1024x1024 pixels, or as "
+        "many in another aspect ratio. Must be a multiple of `step`.",
     )
     resolutions: tuple[Resolution, ...] = Field(
         default=(),
-        description="Several budgets in place of resolution: see per_image.",
+        description="Several resolutions instead of `resolution`; `per_image` decides which one an image "
+        "gets.",
     )
     per_image: Literal["best", "each"] = Field(
         default="best",
-        description="With resolutions. best: each image goes to the largest that it fills within the limit "
-        "of upscale (1 with allow), or else to the smallest. each: it is a sample of each one that upscale "
-        "lets it fill, and an epoch shows it once in each.",
+        description="How images use several `resolutions`. best: each image gets the largest resolution that "
+        "it fills within the limit of `upscale` (without enlarging, for `upscale: allow`), or else the "
+        "smallest one. each: an image is used at every resolution that `upscale` lets it fill, and an epoch "
+        "shows it once at each.",
     )
     step: int = Field(
         default=64,
         ge=1,
         le=MAX_EDGE_PX,
-        description="Bucket edges are multiples of this many pixels; small steps crop less, in more buckets.",
+        description="Bucket edges are multiples of this number of pixels. Smaller steps crop less but create "
+        "more buckets.",
     )
     max_aspect_ratio: float = Field(
         default=3.0,
         ge=1.0,
-        description="No bucket is longer than this many times its short edge, lying or standing.",
+        description="Largest allowed ratio of long to short edge, in either orientation.",
     )
     sizes: tuple[Annotated[str, AfterValidator(check_size)], ...] = Field(
         default=(),
-        description="An explicit list of bucket sizes, height x width, such as [1024x1024, 832x1216], in "
-        "place of those that resolution and step make; `latentline fit-buckets` finds a good one.",
+        description="Explicit list of bucket sizes as height x width, such as [1024x1024, 832x1216], instead "
+        "of the sizes derived from `resolution` and `step`. `latentline fit-buckets` finds a list that suits "
+        "the dataset.",
     )
     upscale: Annotated[str, AfterValidator(check_upscale)] = Field(
         default="allow",
-        description="allow: small images are enlarged to their bucket. never: no image is enlarged. "
-        "limit(1.5): none more than 1.5 times.",
+        description="allow: small images are enlarged to fill their bucket. never: no image is enlarged. "
+        "limit(1.5): images are enlarged at most 1.5 times.",
     )
     small_images: Literal["own_bucket", "reject"] = Field(
         default="own_bucket",
-        description="What upscale forbids to enlarge goes into a bucket of its own size, in steps, or is "
-        "left out.",
+        description="Treatment of images that `upscale` does not allow to be enlarged. own_bucket: a bucket "
+        "of the image's own size, rounded down to steps. reject: the image is rejected.",
     )
     crop: Literal["centre", "top", "random", "focus"] = Field(
         default="centre",
-        description="What is kept of an image that overlaps its bucket: the middle; the upper part; a place "
-        "that the sample and crop_seed decide, the same each time; or what is around the point that "
-        "datasets[].focus_columns name, and the middle of images without one.",
+        description="Part of an image that is kept if it does not fit its bucket. centre: the middle. top: "
+        "the upper part. random: a position derived from the sample and `crop_seed`, the same in every run. "
+        "focus: the part around the point in `datasets[].focus_columns`, or the middle if an image has none.",
     )
-    crop_seed: int = Field(default=0, ge=0, lt=2**63, description="Of random crops.")
+    crop_seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of `crop: random`.")
     underfilled: Literal["partial", "repeat", "drop"] = Field(
         default="partial",
-        description="The samples of a bucket that do not fill its last batch: a smaller batch; filled up "
-        "with others of the bucket; or left out, others in each epoch.",
+        description="Treatment of samples that do not fill the last batch of their bucket. partial: use a "
+        "smaller batch. repeat: fill the batch with other samples of the bucket. drop: skip them in this "
+        "epoch; every epoch skips different samples.",
     )
     max_crop_loss: float = Field(
         default=0.25,
         ge=0.0,
         le=1.0,
-        description="A warning lists images that lose a larger share to the crop.",
+        description="A warning lists images that lose more than this fraction of their area to the crop.",
     )
 
     @property
@@ -121,15 +133,15 @@ class BucketSettings(Settings):
 
     @property
     def upscale_limit(self) -> Fraction | None:
-        """The largest factor of `upscale`; None for any."""
+        """Largest factor that `upscale` allows; None for any factor."""
         if self.upscale == "allow":
             return None
         return Fraction(1) if self.upscale == "never" else Fraction(self.upscale[len("limit(") : -1])
 
     @model_validator(mode="after")
     def _settings_agree(self) -> BucketSettings:
-        broken = [*_indivisible(self), *_contradictions(self), *_unused_sizes(self)]
-        if broken:
+        violations = [*_step_violations(self), *_conflicts(self), *_unused_sizes(self)]
+        if violations:
             keys = (
                 "resolution",
                 "resolutions",
@@ -141,58 +153,73 @@ class BucketSettings(Settings):
                 "crop",
                 "crop_seed",
             )
-            raise_broken(broken, involves=keys)
+            raise_violations(violations, involves=keys)
         return self
 
 
-def _indivisible(settings: BucketSettings) -> list[Broken]:
+def _step_violations(settings: BucketSettings) -> list[Violation]:
+    if settings.sizes and not settings.resolutions:
+        return []
+    keys = {"resolution": settings.resolution}
     if settings.resolutions:
-        found = [divisible(resolution, settings.step) for resolution in settings.resolutions]
-        return [
-            Broken(f"resolutions[{index}]", broken.what, broken.fix)
-            for index, broken in enumerate(found)
-            if broken is not None
-        ]
-    broken = divisible(settings.resolution, settings.step)
-    return [broken] if broken is not None and not settings.sizes else []
+        keys = {f"resolutions[{index}]": each for index, each in enumerate(settings.resolutions)}
+    violations = [step_violation(key, resolution, settings.step) for key, resolution in keys.items()]
+    return [violation for violation in violations if violation is not None]
 
 
-def _contradictions(settings: BucketSettings) -> list[Broken]:
-    broken: list[Broken] = []
+def step_violation(key: str, resolution: int, step: int) -> Violation | None:
+    """Return the violation, with working alternatives, if `resolution` is not a multiple of `step`."""
+    if resolution % step == 0:
+        return None
+    below, above = resolution // step * step, (resolution // step + 1) * step
+    fix = f"use {above}" if below == 0 else f"use {below} or {above}"
+    smaller_steps = [n for n in range(LATENT_FACTOR, step, LATENT_FACTOR) if resolution % n == 0]
+    if smaller_steps:
+        fix += f", or set buckets.step to {one_of(smaller_steps[-4:])}"
+    what = f"buckets.{key} must be a multiple of buckets.step, got {resolution} and {step}"
+    return Violation(key, what, fix)
+
+
+def _conflicts(settings: BucketSettings) -> list[Violation]:
+    violations: list[Violation] = []
     if settings.resolutions and settings.sizes:
-        what = "resolutions and sizes both say which buckets there are"
-        broken.append(Broken("sizes", what, "remove one of them"))
+        what = "buckets.sizes and buckets.resolutions cannot be used together"
+        violations.append(Violation("sizes", what, "remove one of them"))
     if len(set(settings.resolutions)) < len(settings.resolutions):
-        broken.append(Broken("resolutions", "a resolution stands there twice", "remove one"))
+        violations.append(Violation("resolutions", "duplicate value in buckets.resolutions", "remove one"))
     if settings.per_image == "each" and len(settings.resolutions) < 2:
         what = "per_image: each has no effect without several resolutions"
-        broken.append(Broken("per_image", what, "set resolutions, or remove per_image"))
+        violations.append(Violation("per_image", what, "set resolutions, or remove per_image"))
     if settings.small_images == "reject" and settings.upscale == "allow":
-        what = "small_images: reject has no effect with upscale: allow, which enlarges every small image"
-        broken.append(
-            Broken("small_images", what, "set upscale: never or limit(1.5), or remove small_images")
-        )
+        what = "small_images: reject has no effect with upscale: allow, which enlarges all small images"
+        fix = "set upscale: never or limit(1.5), or remove small_images"
+        violations.append(Violation("small_images", what, fix))
     if settings.crop_seed and settings.crop != "random":
         what = f"crop_seed {settings.crop_seed} has no effect with crop: {settings.crop}"
-        broken.append(Broken("crop_seed", what, "set crop: random, or remove crop_seed"))
-    return broken
+        violations.append(Violation("crop_seed", what, "set crop: random, or remove crop_seed"))
+    return violations
 
 
-def _unused_sizes(settings: BucketSettings) -> list[Broken]:
-    """Of two sizes with one aspect ratio the smaller would never be used."""
-    broken: list[Broken] = []
+def _unused_sizes(settings: BucketSettings) -> list[Violation]:
+    """Return a violation for each duplicate size, and for each that is smaller than one of its aspect ratio.
+
+    Images go to the nearest aspect ratio and then to the larger size, so a smaller one would never be used.
+    """
     largest: dict[Fraction, tuple[int, int]] = {}
     for height, width in settings.size_pairs:
         ratio = Fraction(width, height)
         largest[ratio] = max(largest.get(ratio, (height, width)), (height, width))
+
+    violations: list[Violation] = []
     seen: set[tuple[int, int]] = set()
     for index, (height, width) in enumerate(settings.size_pairs):
         best = largest[Fraction(width, height)]
         if (height, width) in seen:
-            broken.append(Broken(f"sizes[{index}]", f"{height}x{width} stands there twice", "remove one"))
+            what = f"duplicate size {height}x{width}"
+            violations.append(Violation(f"sizes[{index}]", what, "remove one"))
         elif best != (height, width):
-            what = f"{height}x{width} has the aspect ratio of {best[0]}x{best[1]} and would never be used"
+            what = f"size {height}x{width} is never used: {best[0]}x{best[1]} has the same aspect ratio"
             fix = "remove it, or use resolutions for buckets of several areas"
-            broken.append(Broken(f"sizes[{index}]", what, fix))
+            violations.append(Violation(f"sizes[{index}]", what, fix))
         seen.add((height, width))
-    return broken
+    return violations

@@ -1,9 +1,13 @@
-"""Whether a text is a cron schedule that Dagster takes: five fields, or a word such as @daily."""
+"""Validation of cron schedules: five fields, or a word such as @daily, as Dagster accepts them.
+
+Dagster's own validator cannot be used: `pipeline` does not import dagster, and the message must name the
+wrong field.
+"""
 
 from __future__ import annotations
 
 from pipeline.errors import counted
-from pipeline.recipe.rules import reject
+from pipeline.recipe.settings import reject
 
 FIELDS = (
     ("minute", 0, 59),
@@ -12,36 +16,37 @@ FIELDS = (
     ("month", 1, 12),
     ("day of week", 0, 7),
 )
-"""In order: name, lowest and highest number."""
+"""Name, smallest and largest number of each field, in order."""
 
 WORDS = ("@hourly", "@daily", "@midnight", "@weekly", "@monthly", "@yearly", "@annually")
 _NAMES = {
     "month": ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec"),
     "day of week": ("sun", "mon", "tue", "wed", "thu", "fri", "sat"),
 }
-_LONGEST_MONTH = {2: 29, 4: 30, 6: 30, 9: 30, 11: 30}
-_EXAMPLE = 'use five fields "minute hour day month weekday", such as "0 3 * * *" for 03:00 every day'
+_DAYS_OF_SHORT_MONTHS = {2: 29, 4: 30, 6: 30, 9: 30, 11: 30}
+_FIX = 'use five fields "minute hour day month weekday", such as "0 3 * * *" for 03:00 every day'
 
 
 def check_cron(value: str) -> str:
-    """`value` if it is a schedule that comes around; last-day and nth-weekday extensions are not taken."""
+    """Return `value` if it is a schedule that can occur; the extensions L and # are not supported."""
     if value in WORDS:
         return value
     fields = value.split()
     if len(fields) != len(FIELDS):
-        reject(f"cron {value!r} has {counted(len(fields), 'field')}", _EXAMPLE)
-    numbers = [
+        reject(f"recache.cron must have 5 fields, got {counted(len(fields), 'field')} in {value!r}", _FIX)
+
+    _, _, days, months, _ = [
         _numbers(text, name, low, high) for text, (name, low, high) in zip(fields, FIELDS, strict=True)
     ]
-    _, _, days, months, _ = numbers
-    if fields[4] == "*" and all(min(days) > _LONGEST_MONTH.get(month, 31) for month in months):
-        reject(f"cron {value!r} names a day that its months do not have", "use a day from 1 to 28")
+    # With a weekday, the schedule also runs on that weekday, whatever the day of the month.
+    if fields[4] == "*" and all(min(days) > _DAYS_OF_SHORT_MONTHS.get(month, 31) for month in months):
+        reject(f"recache.cron must name a day that its months have, got {value!r}", "use a day from 1 to 28")
     return value
 
 
 def _numbers(text: str, name: str, low: int, high: int) -> set[int]:
-    """The numbers that a field stands for."""
-    found: set[int] = set()
+    """Return the numbers that a field matches."""
+    numbers: set[int] = set()
     for part in text.split(","):
         span, slash, step_text = part.partition("/")
         first, dash, last = span.partition("-")
@@ -50,19 +55,20 @@ def _numbers(text: str, name: str, low: int, high: int) -> set[int]:
             start, stop = low, high
         else:
             start = _number(first, name, low, high)
+            # "10/5" means from 10 to the end of the range.
             stop = _number(last, name, low, high) if dash else (high if slash else start)
         if start > stop:
-            reject(
-                f"the {name} {part} of the cron text begins after it ends", "write the smaller number first"
-            )
-        found.update(range(start, stop + 1, step))
-    return found
+            what = f"a range in recache.cron must start before it ends, got {part} as {name}"
+            reject(what, "write the smaller number first")
+        numbers.update(range(start, stop + 1, step))
+    return numbers
 
 
 def _number(text: str, name: str, low: int, high: int) -> int:
     names = _NAMES.get(name, ())
     if text.lower() in names:
         return names.index(text.lower()) + (1 if name == "month" else 0)
+    # Not str.isdecimal alone, which accepts the digits of other scripts.
     if not (text.isascii() and text.isdigit()) or not low <= int(text) <= high:
-        reject(f"the cron text has {text!r} as {name}, which goes from {low} to {high}", _EXAMPLE)
+        reject(f"the {name} of recache.cron must be between {low} and {high}, got {text!r}", _FIX)
     return int(text)

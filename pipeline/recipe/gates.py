@@ -1,6 +1,6 @@
-"""The checks by asset: their names, whether they close a gate, and what they look at.
+"""The checks of each asset: name, gate or warning, description and advice.
 
-Read when definitions load, so nothing heavy is imported here. The order is that of `checks.<asset>.run`.
+Loaded with the definitions, so it imports nothing heavy. The order is that of `<stage>/checks.py`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ class CheckSpec:
     """One check of one asset.
 
     Attributes:
-        name: Unique within the asset; what `checks.allow` names.
-        gate: True where a failure stops everything downstream; a warning otherwise.
-        description: What it looks at, in a sentence for the UI.
-        advice: What a user does first when it fails.
-        openable: False for a gate that `checks.allow` does not open, whatever it names.
+        name: Name, unique within the asset; `checks.allow` uses it.
+        gate: True if a failure stops everything downstream; otherwise the check is a warning.
+        description: What the check verifies, or what a warning lists, in one sentence for the UI.
+        advice: The first thing to do when it fails.
+        openable: False for a gate that `checks.allow` cannot allow.
     """
 
     name: str
@@ -28,7 +28,7 @@ class CheckSpec:
 
     @property
     def explained(self) -> str:
-        """What it looks at and what to do, in Markdown, for the UI."""
+        """Description and advice in Markdown, for the UI."""
         return f"{self.description}\n\nWhen it fails: {self.advice}"
 
 
@@ -36,7 +36,7 @@ def _gate(name: str, description: str, advice: str) -> CheckSpec:
     return CheckSpec(name, True, description, advice)
 
 
-def _sure_gate(name: str, description: str, advice: str) -> CheckSpec:
+def _strict_gate(name: str, description: str, advice: str) -> CheckSpec:
     return CheckSpec(name, True, description, advice, openable=False)
 
 
@@ -44,266 +44,243 @@ def _warning(name: str, description: str, advice: str) -> CheckSpec:
     return CheckSpec(name, False, description, advice)
 
 
-PATH_ISOLATION = _sure_gate(
+PATH_ISOLATION = _strict_gate(
     "path_isolation",
-    "No dataset, cache_dir and output_dir share, contain or lead into one another, by any spelling.",
-    (
-        "Give datasets, cache_dir and output_dir folders beside one another. Links are "
-        "followed: the message names both spellings."
-    ),
+    "The datasets, cache_dir and output_dir are separate folders, and none contains another.",
+    "Use separate folders for datasets, cache_dir and output_dir. Symbolic links are resolved; the message "
+    "shows both paths as written and as resolved.",
 )
 """Runs inside raw_images, before anything is written."""
 
 _FRACTION = _gate(
     "rejected_fraction",
-    "Samples are left, and the share of rejected ones is at most checks.max_rejected_fraction.",
-    (
-        "Repair or remove what rejected.parquet lists, the most frequent reason first, or "
-        "raise checks.max_rejected_fraction."
-    ),
+    "Samples are left, and the fraction of rejected samples is at most checks.max_rejected_fraction.",
+    "Repair or remove the files listed in rejected.parquet, starting with the most frequent reason, or raise "
+    "checks.max_rejected_fraction.",
 )
 _CONSERVATION = _gate(
     "conservation",
-    "What came in is kept or rejected, each sample exactly once.",
-    "Report it as a defect of Latentline, with the table.",
+    "Every sample of the input is either kept or rejected, exactly once.",
+    "Report a bug in Latentline, and attach the table.",
 )
-_ENTRY_BYTES = _sure_gate(
+_ENTRY_BYTES = _strict_gate(
     "file_size_outliers",
-    "Each entry has exactly the bytes its shape and dtype ask for.",
-    "Run the cache job again: damaged entries are made anew. If it comes back, look at the disk.",
+    "The size of each cache entry is exactly the one that follows from its shape and dtype.",
+    "Run the cache job again, which encodes damaged entries again. If the problem returns, check the disk.",
 )
-_ENTRY_VALUES = _sure_gate(
+_ENTRY_VALUES = _strict_gate(
     "finite_values",
-    "Each entry's checksum holds and no value is NaN or infinite.",
-    "Run `latentline verify` with `--repair`. If it comes back, look at the disk.",
+    "Each cache entry matches its checksum and contains no NaN or infinite values.",
+    "Run `latentline verify` with `--repair`. If the problem returns, check the disk.",
 )
+_COMPLETENESS_ADVICE = "Run the cache job again, which encodes the missing entries."
+_RETRAIN = "Delete the run's folder and train again. If the problem returns, report a bug."
 
 SPECS: dict[str, tuple[CheckSpec, ...]] = {
     "raw_images": (
         _gate(
             "images_found",
-            "Each dataset holds at least one image.",
-            (
-                "Look at the folder and the counts by suffix in the message: a wrong path, folders "
-                "that begin with a dot, or a listing with another column."
-            ),
+            "Each dataset contains at least one image.",
+            "Compare the folder with the file counts in the message. Common causes are a wrong path, hidden "
+            "folders, and a manifest with a different path column.",
         ),
         _gate(
             "names_distinct",
-            "No two images differ only in case or in Unicode form.",
-            "Rename one of each pair: on another computer they would be one file.",
+            "No two image names differ only in case or Unicode normalization.",
+            "Rename one image of each pair: on another file system they would be the same file.",
         ),
         _CONSERVATION,
         _gate(
             "shape_uniformity",
-            "Each image's size is readable and its channels are known.",
+            "The size and the number of channels of each image can be read.",
             "Export the images again, or remove them.",
         ),
         _warning(
             "file_size_outliers",
-            "Bytes a pixel far from the rest of the dataset.",
-            "Look at them: most often thumbnails, placeholders or uncompressed files.",
+            "Images whose number of bytes per pixel is far from the rest of the dataset.",
+            "Inspect these images. Most often they are thumbnails, placeholders or uncompressed files.",
         ),
         _warning(
             "oddities",
-            "Wrong suffixes, animations, links that lead out, foreign caches, captions without an image.",
-            "Nothing must be done; what was repaired on the way is listed by kind.",
+            "Wrong suffixes, animations, links that leave the dataset, caches of other programs, and "
+            "captions without an image.",
+            "No action is required. Problems that were corrected automatically are listed by kind.",
         ),
     ),
     "validated_dataset": (
         _gate(
             "captions_present",
             "Each image has a caption that is not empty.",
-            (
-                "Write the missing captions, or set captions.suffix to the suffix that the message "
-                "found beside the images; or allow the gate to train on the others."
-            ),
+            "Write the missing captions, or set captions.suffix to the suffix that the message names. To "
+            "train on the other images, allow the gate.",
         ),
         _gate(
             "captions_decodable",
-            "Each caption file decodes in the recipe's encoding.",
-            (
-                "Save the files as UTF-8, or set captions.fallback_encoding, to cp1252 for files "
-                "from Windows. The message has file, line and byte."
-            ),
+            "Each caption file can be decoded with the encoding in the recipe.",
+            "Save the files as UTF-8, or set captions.fallback_encoding (cp1252 for files from Windows). The "
+            "message shows file, line and byte.",
         ),
         _gate(
             "captions_unshared",
-            "No two images share one caption file.",
-            "Give each image a caption file of its own: of x.jpg and x.png rename one.",
+            "No two images share a caption file.",
+            "Give each image its own caption file; if x.jpg and x.png share one, rename one of them.",
         ),
         _FRACTION,
         _CONSERVATION,
         _gate(
             "shape_uniformity",
-            "The size recorded by the scan is the size that decodes.",
+            "The decoded size of each image is the size recorded by the scan.",
             "Export the images again, or remove them.",
         ),
         _gate(
             "file_size_outliers",
-            "No file changed since the scan; bytes rejected.",
-            "Wait until nothing writes into the dataset, and run the job again.",
+            "No file has changed since the scan; rejected bytes are reported.",
+            "Wait until no program writes to the dataset, then run the job again.",
         ),
         _gate(
             "validation_apart",
-            "Nothing that is trained on looks like an image held out.",
-            (
-                "Report it as a defect of Latentline, with the table: the split is made so that this "
-                "cannot be."
-            ),
+            "No training image is a near duplicate of an image in the holdout.",
+            "Report a bug in Latentline, and attach the table; the holdout never separates near duplicates.",
         ),
         _warning(
             "look_alikes",
-            "Copies that are left out, and images that look alike.",
-            (
-                "Keep the best of each group, or let them be: training sees such a picture more "
-                "often than others. If other pictures are listed, lower checks.near_duplicate_bits. "
-                "Copies with the same caption are left out already, unless the dataset says "
-                "duplicates: keep_all."
-            ),
+            "Duplicates that are rejected, and near duplicates that are kept.",
+            "Keep the best image of each group, or ignore the warning; training then sees that motif more "
+            "often. If the listed images differ, lower checks.near_duplicate_bits. Duplicates with the same "
+            "caption are already rejected unless the dataset sets duplicates: keep_all.",
         ),
         _warning(
             "one_colour",
-            "Images of a single colour, which teach nothing.",
-            "Look at them and remove them: placeholders, failed downloads, black frames.",
+            "Images of a single colour.",
+            "Inspect and remove them; they are placeholders, failed downloads or black frames.",
         ),
     ),
     "aspect_buckets": (
         _CONSERVATION,
         _gate(
             "shape_uniformity",
-            "One target size in each bucket, divisible by the model's multiple.",
-            (
-                "Set buckets.step, or the edges in buckets.sizes, to multiples of the number in the "
-                "message: the base model cannot divide the others."
-            ),
+            "Each bucket has one target size, and its edges are multiples of the base model's size multiple.",
+            "Set buckets.step, or the edges in buckets.sizes, to multiples of the number in the message.",
         ),
         _warning(
             "file_size_outliers",
             "Buckets with far fewer samples than the rest.",
-            "Fit the sizes to the images: `latentline fit-buckets`.",
+            "Fit the bucket sizes to the images with `latentline fit-buckets`.",
         ),
         _gate(
             "batches_possible",
-            "Samples are left, and each bucket fills a batch of all processes, where buckets.underfilled "
-            "drops what does not.",
+            "Samples are left, and with buckets.underfilled: drop, each bucket fills a batch of all "
+            "processes.",
             "Set buckets.underfilled to partial or repeat, or lower batch_size or the number of processes.",
         ),
         _warning(
             "underfilled",
             "Buckets with too few samples for one full batch of all processes.",
-            "Fewer sizes fill better: `latentline fit-buckets` shows the trade.",
+            "Use fewer sizes; `latentline fit-buckets` shows the trade-off.",
         ),
         _warning(
             "crop_loss",
-            "Images that lose more to the crop than buckets.max_crop_loss.",
-            (
-                "Look at worst_crops.jpg in the asset's metadata; more sizes or a larger "
-                "max_aspect_ratio lose less, filters leave such images out."
-            ),
+            "Images that lose more than buckets.max_crop_loss to the crop.",
+            "Inspect worst_crops.jpg in the asset's metadata. More sizes or a larger max_aspect_ratio crop "
+            "less; filters can reject such images.",
         ),
     ),
     "vae_latents": (
-        _sure_gate(
+        _strict_gate(
             "completeness",
-            "Each sample of aspect_buckets has its entry, or was rejected.",
-            "Run the cache job again: it makes what is missing.",
+            "Each sample of aspect_buckets has a cache entry or was rejected.",
+            _COMPLETENESS_ADVICE,
         ),
-        _sure_gate(
+        _strict_gate(
             "shape_uniformity",
-            "Each entry's shape is the geometry's, and one shape in each bucket.",
-            "Run the cache job again: buckets or model have changed since.",
+            "Each entry has the shape that follows from the geometry, and each bucket has one shape.",
+            "Run the cache job again: the bucket settings or the base model have changed.",
         ),
         _ENTRY_BYTES,
         _ENTRY_VALUES,
         _FRACTION,
     ),
     "text_embeddings": (
-        _sure_gate(
+        _strict_gate(
             "completeness",
-            "Each sample and the empty caption have their entry.",
-            "Run the cache job again: it makes what is missing.",
+            "Each sample and the empty caption have a cache entry.",
+            _COMPLETENESS_ADVICE,
         ),
-        _sure_gate(
+        _strict_gate(
             "shape_uniformity",
-            "Each entry has the shapes that the encoders' configurations say.",
-            "Run the cache job again: the model has changed since.",
+            "Each entry has the shapes that follow from the text encoders' configurations.",
+            "Run the cache job again: the base model has changed.",
         ),
         _ENTRY_BYTES,
         _ENTRY_VALUES,
         _warning(
             "captions_fit",
-            "Captions that the encoder cuts, with the part that is cut.",
-            "Shorten these captions, or put what matters first: the part in the table is never seen.",
+            "Captions that the text encoder truncates, with the part that is cut off.",
+            "Shorten these captions, or move the important part to the front; the part in the table is never "
+            "seen by the model.",
         ),
     ),
     "trained_lora": (
         _gate(
             "loss_finite",
-            "Every training loss was a finite number.",
-            (
-                "Lower the learning rate, or set mixed_precision to bf16 or no; the message names "
-                "the samples of the step. The last good LoRA is kept."
-            ),
+            "All training losses are finite numbers.",
+            "Lower the learning rate, or set mixed_precision to bf16 or no. The message names the samples of "
+            "the step. The last valid LoRA is kept.",
         ),
         _gate(
             "adapter_not_zero",
             "The adapter's delta weights are not all zero.",
-            "Train longer or with a higher learning rate: nothing was learnt.",
+            "Train longer, or with a higher learning rate: the adapter has not learned anything.",
         ),
         _gate(
             "reload_equals",
-            "Each exported file gives back the delta weights that were trained.",
-            "Delete the run's folder and train again; if it comes back, report it.",
+            "Each exported file reproduces the trained delta weights.",
+            _RETRAIN,
         ),
         _gate(
             "plan_completed",
             "Training reached the last step of its plan.",
-            "Start the job again: it goes on from the last checkpoint.",
+            "Start the job again; it resumes from the last checkpoint.",
         ),
         _gate(
             "shape_uniformity",
-            "Ranks and key shapes are as asked, in each layout.",
-            "Delete the run's folder and train again; if it comes back, report it.",
+            "The ranks and key shapes of each exported file match the recipe.",
+            _RETRAIN,
         ),
         _gate(
             "file_size_outliers",
-            "Each file has the bytes that its keys and ranks ask for.",
-            "Delete the run's folder and train again: a file was cut or changed.",
+            "The size of each exported file follows from its keys and ranks.",
+            "Delete the run's folder and train again: a file was truncated or modified.",
         ),
         _gate(
             "output_changed",
-            "The model answers otherwise with the adapter than without it.",
-            "Train longer or with a higher learning rate: the LoRA does nothing.",
+            "Enabling the adapter changes the model's output.",
+            "Train longer, or with a higher learning rate: the LoRA has no effect.",
         ),
         _warning(
             "loss_fell",
-            "The last fifth of the losses is below the first.",
-            (
-                "Normal for a short run. Otherwise raise the learning rate or the rank, or look at "
-                "the captions."
-            ),
+            "The mean loss of the last fifth of the steps is lower than that of the first fifth.",
+            "A short run often triggers this. Otherwise raise the learning rate or the rank, or review the "
+            "captions.",
         ),
         _warning(
             "validation_loss",
-            "The loss on held-out images ended near its least.",
-            (
-                "The run went on after it had learnt what generalises: take an earlier checkpoint, "
-                "fewer steps, or more images."
-            ),
+            "The final validation loss is close to its minimum.",
+            "The run continued after it started to overfit. Use an earlier checkpoint, fewer steps, or more "
+            "images.",
         ),
         _warning(
             "modules_touched",
-            "Every module's delta weights are other than zero.",
-            "Compare training.lora's targets with the model's modules.",
+            "The delta weights of every module are different from zero.",
+            "Compare training.lora.targets with the model's modules.",
         ),
     ),
 }
-"""Of each asset, in order, those that look at its table; `specs_of` gives all."""
+"""Checks of each asset that read its table, in order; see `specs_of` for all checks."""
 
 
 def specs_of(asset: str) -> tuple[CheckSpec, ...]:
-    """All checks of the asset in order, `path_isolation` of the first one among them."""
+    """Return all checks of the asset in order, including `path_isolation` for raw_images."""
     return (PATH_ISOLATION, *SPECS[asset]) if asset == "raw_images" else SPECS[asset]
 
 
@@ -313,7 +290,7 @@ def _gates(*, openable: bool) -> set[str]:
 
 
 GATES: tuple[str, ...] = tuple(sorted(_gates(openable=True)))
-"""The names that `checks.allow` may hold. What cannot be opened stays closed, though named."""
+"""Names that `checks.allow` may contain. Gates of that name that cannot be allowed stay closed."""
 
 NEVER_OPEN: tuple[str, ...] = tuple(sorted(_gates(openable=False) - {*GATES}))
-"""The names that only gates have which cannot be opened."""
+"""Names of checks that cannot be allowed for any asset."""

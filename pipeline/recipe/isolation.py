@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def check_isolation(recipe: Recipe) -> list[PathConflict]:
     """Return every conflict among the recipe's datasets, cache_dir and output_dir.
 
-    Two datasets may contain one another. No folder needs to exist, and nothing is written.
+    Two datasets may contain one another. The folders need not exist, and nothing is written.
     """
     return isolation.check_isolation(_inputs(recipe), _outputs(recipe))
 

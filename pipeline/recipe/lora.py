@@ -1,4 +1,4 @@
-"""The adapter of a recipe: its size, which modules it is put on, and of what kind it is."""
+"""The section `training.lora`: kind and size of the adapter, and the modules it is added to."""
 
 from __future__ import annotations
 
@@ -9,294 +9,337 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from pipeline.recipe.rules import Broken, check_path, raise_broken, reject
-from pipeline.recipe.section import Settings
-from pipeline.recipe.text_encoders import MAX_RANK, TextEncoderSettings
+from pipeline.recipe.settings import Settings, Violation, raise_violations, reject
+from pipeline.recipe.validators import check_path
+
+MAX_RANK = 4096
+
+DEFAULT_KRONECKER_FACTOR = 8
 
 TEXT_ENCODER = "text_encoder"
-"""How the names of the text encoders begin, and so the paths of their modules."""
+"""Prefix of the text encoders' component names, and so of their modules' paths."""
 
 
 def _check_pattern(value: str) -> str:
     if any(sign in value for sign in " /\\^$|()+"):
         reject(
-            f"{value!r} is no pattern of module paths",
-            "write a dotted path with * for any text and ? for any one character, such as *.attn2.to_q",
+            f"a module pattern must be a dotted path with * or ?, got {value!r}",
+            "use * for any text and ? for any one character, such as *.attn2.to_q",
         )
     return value
 
 
 ModulePattern = Annotated[str, Field(min_length=1), AfterValidator(_check_pattern)]
-"""Of dotted module paths in the diffusers denoiser, as `fnmatch` reads it: * also matches dots."""
+"""An `fnmatch` pattern for dotted module paths in the diffusers denoiser; * also matches dots."""
 
 
 class RankSettings(Settings):
-    """Modules whose rank is not that of the others."""
+    """A different rank for some modules."""
 
     modules: ModulePattern = Field(
-        description="Pattern of their dotted paths in the diffusers model, such as `*.attn2.*`."
+        description="Pattern of dotted module paths in the diffusers model, such as `*.attn2.*`."
     )
-    rank: int = Field(ge=1, le=MAX_RANK, description="Inner dimension of their adapter matrices.")
+    rank: int = Field(ge=1, le=MAX_RANK, description="Rank of these modules.")
     alpha: float | None = Field(
         default=None,
         gt=0.0,
-        description="Their alpha; null: in proportion, so that they are scaled as the others are.",
+        description="Alpha of these modules; null chooses it so that alpha / rank is that of the others.",
+    )
+
+
+class TextEncoderSettings(Settings):
+    """LoRA on the text encoders, in addition to the denoiser."""
+
+    rank: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_RANK,
+        description="Rank of each adapter; null uses `training.lora.rank`.",
+    )
+    alpha: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Alpha of each adapter; null chooses it so that alpha / rank is the denoiser's.",
+    )
+    targets: Literal["attention", "blocks"] = Field(
+        default="attention",
+        description="Layers that get an adapter. attention: the query, key, value and output projections. "
+        "blocks: also the feed-forward layers, as in kohya's tools.",
+    )
+    learning_rate: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Learning rate of these adapters; null uses `training.learning_rate`, but half of that "
+        "or less is usual. The schedule is the same.",
     )
 
 
 class LoraSettings(Settings):
-    """The adapter: its size, its modules and its kind."""
+    """The adapter: its kind, its size and its modules."""
 
-    rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Inner dimension of each adapter matrix.")
+    rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Rank of each adapter.")
     alpha: float = Field(
-        default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to rank."
+        default=16.0, gt=0.0, description="The adapter is scaled by alpha / rank; usually equal to `rank`."
     )
     kind: Literal["lora", "loha", "lokr"] = Field(
         default="lora",
-        description="lora: the product of two matrices (https://arxiv.org/abs/2106.09685). loha: two such "
-        "products multiplied value by value (https://arxiv.org/abs/2108.06098), as rich as a LoRA of rank "
-        "x rank with far fewer weights. lokr: the Kronecker product of a small matrix and such a product "
-        "(https://arxiv.org/abs/2309.14859), as rich as a LoRA of rank x `lokr_factor`. The files of the "
-        "last two hold that very LoRA, so that every program reads them, and are as large as it.",
+        description="lora: the product of two matrices (https://arxiv.org/abs/2106.09685). loha: the "
+        "Hadamard product of two such products (https://arxiv.org/abs/2108.06098), as expressive as a LoRA "
+        "of rank x rank with far fewer weights. lokr: the Kronecker product of a small matrix and such a "
+        "product (https://arxiv.org/abs/2309.14859), as expressive as a LoRA of rank x `lokr_factor`. loha "
+        "and lokr are exported as an equivalent LoRA, which every program can load but which is larger.",
     )
     lokr_factor: int | None = Field(
         default=None,
         ge=2,
         le=MAX_RANK,
-        description="Of kind lokr: rows and columns of the small matrix, or fewer where they do not divide a "
-        "layer's; null: 8. Larger: fewer weights are trained, and the files grow. With a rank of half the "
-        "larger side of the second matrix or more, that is no product but whole.",
+        description="For kind: lokr, the number of rows and columns of the small matrix; less if it does not "
+        f"divide a layer's size. null means {DEFAULT_KRONECKER_FACTOR}. A larger factor trains fewer weights "
+        "but exports larger files. If `rank` is at least half the longer side of the second matrix, that "
+        "matrix is trained directly instead of as a product.",
     )
     dropout: float = Field(
         default=0.0,
         ge=0.0,
         lt=1.0,
-        description="Share of each adapter's inputs that a training step leaves out, drawn from the seed.",
+        description="Dropout on the inputs of each adapter.",
     )
     targets: Literal["family", "attention", "blocks"] = Field(
         default="family",
-        description="Which modules get an adapter. family: those that docs/families.md names. attention: the "
-        "linear layers of every attention. blocks: every linear layer of the repeated blocks, attention and "
-        "feed-forward.",
+        description="Modules that get an adapter. family: the modules listed in docs/families.md. attention: "
+        "the linear layers of every attention. blocks: all linear layers of the repeated blocks, attention "
+        "and feed-forward.",
     )
     modules: tuple[ModulePattern, ...] = Field(
         default=(),
-        description="In place of `targets`: patterns of dotted paths in the diffusers model, with * and ?, "
-        "such as `*.attn2.to_q`.",
+        description="Patterns of dotted module paths in the diffusers model, with * and ?, such as "
+        "`*.attn2.to_q`. They replace `targets`.",
     )
     conv_rank: int | None = Field(
         default=None,
         ge=1,
         le=MAX_RANK,
-        description="Also adapt the convolutions of a UNet's blocks, with this rank (LoCon); null: none.",
+        description="Rank of adapters on the convolutions of a UNet's blocks (LoCon); null adapts none.",
     )
     conv_alpha: float | None = Field(
         default=None,
         gt=0.0,
-        description="Of the convolutions; null: in proportion, so that they are scaled as the others are.",
+        description="Alpha of the convolutions; null chooses it so that alpha / rank is that of the others.",
     )
     ranks: tuple[RankSettings, ...] = Field(
-        default=(), description="Ranks of their own for some modules; the first pattern that fits counts."
+        default=(), description="Different ranks for some modules; the first matching pattern applies."
     )
     dora: bool = Field(
         default=False,
-        description="Also train the length of each row of the adapted weights (DoRA, "
-        "https://arxiv.org/abs/2402.09353): closer to full training, slower. diffusers reads it from its own "
-        "layout only.",
+        description="Also train the magnitude of each row of the adapted weights (DoRA, "
+        "https://arxiv.org/abs/2402.09353). Closer to full fine-tuning, but slower. Only the diffusers "
+        "layout can be loaded by diffusers.",
     )
     rslora: bool = Field(
         default=False,
         description="Scale by alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732), so that large ranks "
-        "learn as fast as small ones. Files hold an alpha that comes to the same.",
+        "learn as fast as small ones. Exported files contain an equivalent alpha.",
     )
     init: Literal["kaiming", "gaussian", "pissa", "olora"] = Field(
         default="kaiming",
-        description="How it begins. kaiming, gaussian: the down matrices uniform as a linear layer's, or "
-        "normal with deviation 1 / rank, the up matrices zero. pissa, olora: as that part of the base "
-        "weights with the largest singular values (https://arxiv.org/abs/2404.02948), or the first of their "
-        "QR decomposition (https://arxiv.org/abs/2406.01775), which is taken off again by a fixed adapter, "
-        "so that the model begins unchanged. Files are for the base model as it is, and have twice the rank.",
+        description="Initial weights. kaiming and gaussian: the down matrices are uniform like those of a "
+        "linear layer, or normal with standard deviation 1 / rank; the up matrices are zero. pissa and "
+        "olora: the principal singular components of the base weights (https://arxiv.org/abs/2404.02948), "
+        "or the first ones of their QR decomposition (https://arxiv.org/abs/2406.01775). A fixed adapter "
+        "subtracts these, so that the model starts unchanged. Exported files apply to the original base "
+        "model and have twice the rank.",
     )
     start_from: Annotated[Path, BeforeValidator(check_path)] | None = Field(
         default=None,
-        description="A LoRA file with which training begins, of the same modules, ranks and kind, in "
-        "diffusers', kohya's or ComfyUI's layout. Relative to the project root.",
+        description="LoRA file to start from, with the same modules, ranks and kind, in diffusers, kohya or "
+        "ComfyUI layout. Relative to the project root.",
     )
     text_encoders: TextEncoderSettings | None = Field(
         default=None,
-        description="Train LoRA on the text encoders too, as docs/families.md says which families can; `{}` "
-        "takes every default, null trains none. Captions are then encoded in training, at each step, with "
-        "encoders that need their memory there; of the cached text embeddings none is read. What is the "
-        "denoiser's own stays so: `kind`, `dora`, `modules`, `ranks`, `conv_rank`. `dropout`, `rslora` and "
-        "`init: gaussian` hold for both.",
+        description="Also train LoRA on the text encoders, for the families listed in docs/families.md. `{}` "
+        "uses all defaults; null trains none. Captions are then encoded in every training step, which needs "
+        "memory for the encoders, and cached text embeddings are not used. `kind`, `dora`, `modules`, "
+        "`ranks` and `conv_rank` apply to the denoiser only; `dropout`, `rslora` and `init: gaussian` apply "
+        "to both.",
     )
 
     @model_validator(mode="after")
-    def _ranks_differ(self) -> LoraSettings:
+    def _patterns_are_unique(self) -> LoraSettings:
         seen: set[str] = set()
         for index, each in enumerate(self.ranks):
             if each.modules in seen:
-                what = f"the pattern {each.modules} stands there before, and the first that fits counts"
-                raise_broken([Broken(f"ranks[{index}].modules", what, "remove one of the two")])
+                what = f"duplicate pattern {each.modules} in lora.ranks; only the first one would apply"
+                raise_violations([Violation(f"ranks[{index}].modules", what, "remove one of the two")])
             seen.add(each.modules)
         return self
 
     @model_validator(mode="after")
     def _modules_or_targets(self) -> LoraSettings:
         if self.modules and self.targets != "family":
-            what = f"targets: {self.targets} has no effect beside modules"
-            raise_broken([Broken("targets", what, "remove one of the two")], involves=("targets", "modules"))
+            what = f"targets: {self.targets} has no effect together with modules"
+            violation = Violation("targets", what, "remove one of the two")
+            raise_violations([violation], involves=("targets", "modules"))
         return self
 
     @model_validator(mode="after")
     def _conv_alpha_has_an_effect(self) -> LoraSettings:
         if self.conv_alpha is not None and self.conv_rank is None:
-            broken = Broken(
-                "conv_alpha", "conv_alpha has no effect without conv_rank", "set conv_rank, or remove it"
-            )
-            raise_broken([broken], involves=("conv_alpha", "conv_rank"))
+            what = "conv_alpha has no effect without conv_rank"
+            violation = Violation("conv_alpha", what, "set conv_rank, or remove it")
+            raise_violations([violation], involves=("conv_alpha", "conv_rank"))
         return self
 
     @model_validator(mode="after")
-    def _other_kinds_are_plain(self) -> LoraSettings:
-        given = {
+    def _kind_supports_the_other_settings(self) -> LoraSettings:
+        used = {
             "dropout": self.dropout > 0.0,
             "dora": self.dora,
             "rslora": self.rslora,
             "init": self.init != "kaiming",
             "start_from": self.start_from is not None,
         }
-        broken = [
-            Broken(key, f"{key} is not for kind: {self.kind}", f"remove {key}, or set kind: lora")
-            for key, is_given in given.items()
-            if is_given and self.kind != "lora"
+        violations = [
+            Violation(
+                key, f"{key} requires kind: lora, got kind: {self.kind}", f"remove {key}, or set kind: lora"
+            )
+            for key, is_used in used.items()
+            if is_used and self.kind != "lora"
         ]
         if self.lokr_factor is not None and self.kind != "lokr":
             what = f"lokr_factor has no effect with kind: {self.kind}"
-            broken.append(Broken("lokr_factor", what, "remove it, or set kind: lokr"))
-        if broken:
-            raise_broken(broken, involves=("kind", "lokr_factor", *given))
+            violations.append(Violation("lokr_factor", what, "remove it, or set kind: lokr"))
+        if violations:
+            raise_violations(violations, involves=("kind", "lokr_factor", *used))
         return self
 
     @model_validator(mode="after")
-    def _parts_of_the_base_are_plain(self) -> LoraSettings:
-        given = {"dora": self.dora, "start_from": self.start_from is not None}
-        broken = [
-            Broken(key, f"{key} is not for init: {self.init}", f"remove {key}, or set init: kaiming")
-            for key, is_given in given.items()
-            if is_given and self.begins_as_part
+    def _init_supports_the_other_settings(self) -> LoraSettings:
+        used = {"dora": self.dora, "start_from": self.start_from is not None}
+        violations = [
+            Violation(
+                key,
+                f"{key} requires init: kaiming or gaussian, got init: {self.init}",
+                f"remove {key}, or set init: kaiming",
+            )
+            for key, is_used in used.items()
+            if is_used and self.starts_from_base_weights
         ]
-        if broken:
-            raise_broken(broken, involves=("init", *given))
+        if violations:
+            raise_violations(violations, involves=("init", *used))
         return self
 
-    def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
-        """The rank of the module's matrices in the exported files.
-
-        Args:
-            module: Its dotted path.
-            weight: The shape of its weight: (rows, columns), of a convolution (rows, columns, height, width).
-        """
-        rank = self.size_of(module, conv=max(weight[2:], default=1) > 1)[0]
-        if self.kind == "lokr":
-            left, right = lokr_shapes(weight, self.kronecker_factor)
-            whole = lokr_is_whole(weight, rank, self.kronecker_factor)
-            return min(left) * (min(right) if whole else rank)
-        return rank * rank if self.kind == "loha" else rank * (2 if self.begins_as_part else 1)
-
     @property
-    def begins_as_part(self) -> bool:
-        """Whether the adapter begins as a part of the base weights."""
+    def starts_from_base_weights(self) -> bool:
+        """True if the adapter is initialised from the base weights (pissa, olora)."""
         return self.init in ("pissa", "olora")
 
     @property
-    def usual_file_rank(self) -> int:
-        """`file_rank_of` of most modules."""
-        if self.begins_as_part:
-            return 2 * self.rank
-        return self.rank * {"lora": 1, "loha": self.rank, "lokr": self.kronecker_factor}[self.kind]
-
-    @property
     def kronecker_factor(self) -> int:
-        """`lokr_factor`, or what it is unless said."""
-        return self.lokr_factor or 8
+        """`lokr_factor`, or its default."""
+        return self.lokr_factor or DEFAULT_KRONECKER_FACTOR
 
     @property
     def family_modules(self) -> bool:
-        """Whether the adapted modules are just those that the family names."""
+        """True if the adapted modules are exactly the family's."""
         return self.targets == "family" and not self.modules and self.conv_rank is None
 
     @property
     def of_text_encoders(self) -> LoraSettings | None:
-        """The settings of the text encoders' adapters, a plain LoRA; None where they get none."""
-        own = self.text_encoders
-        if own is None:
+        """Settings of the text encoders' adapters, a plain LoRA; None if they are not trained."""
+        text = self.text_encoders
+        if text is None:
             return None
-        rank = self.rank if own.rank is None else own.rank
+        rank = self.rank if text.rank is None else text.rank
         return LoraSettings(
             rank=rank,
-            alpha=self._proportional(rank) if own.alpha is None else own.alpha,
+            alpha=self._proportional_alpha(rank) if text.alpha is None else text.alpha,
             dropout=self.dropout,
             rslora=self.rslora,
             init="gaussian" if self.init == "gaussian" else "kaiming",
         )
 
     def of_network(self, module: str) -> LoraSettings:
-        """The settings of the adapter that a module has: the denoiser's, or a text encoder's.
+        """Return the settings of the network that contains the module.
 
         Args:
-            module: Its dotted path, which begins with the name of the text encoder if it is one's.
+            module: Dotted path; for a text encoder it starts with the encoder's component name.
         """
         text = self.of_text_encoders
         return text if text is not None and module.startswith(TEXT_ENCODER) else self
 
     def has_own_size(self, module: str, *, conv: bool) -> bool:
-        """Whether the module's size is another than `rank` and `alpha`; arguments as of `size_of`."""
-        return self._rule_of(module) is not None or (conv and self.conv_rank is not None)
+        """Return whether the module's size differs from `rank` and `alpha`; see `size_of`."""
+        return self._rank_settings_of(module) is not None or (conv and self.conv_rank is not None)
 
     def size_of(self, module: str, *, conv: bool) -> tuple[int, float]:
-        """(rank, alpha) of a module.
+        """Return (rank, alpha) of a module.
 
         Args:
-            module: Its dotted path.
-            conv: Whether it is a convolution of more than one pixel.
+            module: Dotted path.
+            conv: True for a convolution with a kernel of more than one pixel.
         """
-        rule = self._rule_of(module)
-        if rule is not None:
-            return rule.rank, self._proportional(rule.rank) if rule.alpha is None else rule.alpha
+        settings = self._rank_settings_of(module)
+        if settings is not None:
+            alpha = self._proportional_alpha(settings.rank) if settings.alpha is None else settings.alpha
+            return settings.rank, alpha
         if conv and self.conv_rank is not None:
-            alpha = self._proportional(self.conv_rank) if self.conv_alpha is None else self.conv_alpha
+            alpha = self._proportional_alpha(self.conv_rank) if self.conv_alpha is None else self.conv_alpha
             return self.conv_rank, alpha
         return self.rank, self.alpha
 
     def scale_of(self, module: str, *, conv: bool) -> float:
-        """What the product of the module's two matrices is multiplied by; arguments as of `size_of`."""
+        """Return the factor applied to the product of the module's two matrices; see `size_of`."""
         rank, alpha = self.size_of(module, conv=conv)
         return alpha / rank**0.5 if self.rslora else alpha / rank
 
-    def _rule_of(self, module: str) -> RankSettings | None:
+    @property
+    def usual_file_rank(self) -> int:
+        """Rank of most modules in the exported files; see `file_rank_of`."""
+        if self.starts_from_base_weights:
+            return 2 * self.rank
+        return self.rank * {"lora": 1, "loha": self.rank, "lokr": self.kronecker_factor}[self.kind]
+
+    def file_rank_of(self, module: str, weight: tuple[int, ...]) -> int:
+        """Return the rank of the module's matrices in the exported files.
+
+        Args:
+            module: Dotted path.
+            weight: Shape of its weight: (rows, columns), or (rows, columns, height, width) of a convolution.
+        """
+        rank = self.size_of(module, conv=max(weight[2:], default=1) > 1)[0]
+        if self.kind == "lokr":
+            # rank(A kron B) = rank(A) * rank(B)
+            left, right = lokr_shapes(weight, self.kronecker_factor)
+            is_full = _second_matrix_is_full(weight, rank, self.kronecker_factor)
+            return min(left) * (min(right) if is_full else rank)
+        if self.kind == "loha":
+            return rank * rank
+        # The fixed adapter that subtracts the initial weights doubles the rank.
+        return rank * (2 if self.starts_from_base_weights else 1)
+
+    def _rank_settings_of(self, module: str) -> RankSettings | None:
         return next((each for each in self.ranks if fnmatchcase(module, each.modules)), None)
 
-    def _proportional(self, rank: int) -> float:
+    def _proportional_alpha(self, rank: int) -> float:
         return self.alpha * rank / self.rank
 
 
 def lokr_shapes(weight: tuple[int, ...], factor: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Rows and columns of the two matrices whose Kronecker product is the weight, flattened to a matrix.
+    """Return the shapes of the two matrices whose Kronecker product has the weight's shape, as in peft.
 
-    Rows and columns are each split into two numbers. The first is `factor` where it divides them, or else
-    the largest divisor below it that is the smaller of the two, as peft splits them.
+    The rows and the columns are each split into two numbers. The first is `factor` if it divides the number,
+    or else the largest divisor up to `factor` that is not larger than the second.
 
     Args:
-        weight: The weight's shape, (rows, columns, *kernel); the kernel is of the second matrix.
-        factor: What the first matrix has of rows and columns.
+        weight: Shape of the weight, (rows, columns, *kernel); the second matrix contains the kernel.
+        factor: Preferred number of rows and columns of the first matrix.
     """
     (left, right), (top, bottom) = (_split(length, factor) for length in weight[:2])
     return (left, top), (right, bottom * math.prod(weight[2:]))
 
 
-def lokr_is_whole(weight: tuple[int, ...], rank: int, factor: int) -> bool:
-    """Whether the second matrix is one, and not the product of two of `rank`; the kernel does not count."""
+def _second_matrix_is_full(weight: tuple[int, ...], rank: int, factor: int) -> bool:
+    """Return whether the second matrix is trained directly instead of as a product; ignores the kernel."""
     return rank >= max(lokr_shapes(weight[:2], factor)[1]) / 2
 
 

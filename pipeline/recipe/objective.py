@@ -1,4 +1,4 @@
-"""What training minimises: the loss, its weighting, the noise, and which timesteps are drawn."""
+"""The sections `training.loss`, `training.timesteps` and `training.noise`: the training objective."""
 
 from __future__ import annotations
 
@@ -6,109 +6,123 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.recipe.rules import Broken, raise_broken
-from pipeline.recipe.section import Settings
+from pipeline.recipe.settings import Settings, Violation, raise_violations
 
 DEFAULT_DELTA = 0.1
 DEFAULT_GAMMA = 5.0
 DEFAULT_MODE_SCALE = 1.29
-"""That of the paper on Stable Diffusion 3, https://arxiv.org/abs/2403.03206."""
+"""Value of the Stable Diffusion 3 paper, https://arxiv.org/abs/2403.03206."""
 
 
 class LossSettings(Settings):
-    """How far the denoiser's answer is from what it should be, and how much each noise level counts."""
+    """Loss between the denoiser's prediction and its target, and the weight of each noise level."""
 
     kind: Literal["mse", "huber", "smooth_l1"] = Field(
         default="mse",
-        description="mse: squared error. huber and smooth_l1: squared below delta and linear above, so that "
-        "odd samples pull less.",
+        description="mse: squared error. huber and smooth_l1: squared below `delta` and linear above, which "
+        "reduces the influence of outliers.",
     )
     delta: float = Field(
-        default=DEFAULT_DELTA, gt=0.0, description="Where huber and smooth_l1 turn from squared to linear."
+        default=DEFAULT_DELTA,
+        gt=0.0,
+        description="Error at which huber and smooth_l1 change from squared to linear.",
     )
     weighting: Literal["none", "min_snr", "soft_min_snr", "debiased"] = Field(
         default="none",
-        description="Of noise levels, by their ratio of signal to noise: min_snr and soft_min_snr keep easy, "
-        "hardly noisy ones from dominating; debiased weighs noisy ones more. Not for flow matching.",
+        description="Weight of a noise level, computed from its signal-to-noise ratio. min_snr and "
+        "soft_min_snr reduce the weight of levels with little noise; debiased increases the weight of noisy "
+        "levels. Not available for flow matching.",
     )
-    gamma: float = Field(default=DEFAULT_GAMMA, gt=0.0, description="The bound of min_snr and soft_min_snr.")
+    gamma: float = Field(
+        default=DEFAULT_GAMMA,
+        gt=0.0,
+        description="Signal-to-noise ratio at which min_snr and soft_min_snr limit the weight.",
+    )
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> LossSettings:
-        broken: list[Broken] = []
+        violations: list[Violation] = []
         if self.delta != DEFAULT_DELTA and self.kind == "mse":
+            what = f"delta {self.delta} has no effect with kind: mse"
             fix = "set kind: huber or smooth_l1, or remove delta"
-            broken.append(Broken("delta", f"delta {self.delta} has no effect with kind: mse", fix))
+            violations.append(Violation("delta", what, fix))
         if self.gamma != DEFAULT_GAMMA and self.weighting not in ("min_snr", "soft_min_snr"):
-            fix = "set weighting: min_snr or soft_min_snr, or remove gamma"
             what = f"gamma {self.gamma} has no effect with weighting: {self.weighting}"
-            broken.append(Broken("gamma", what, fix))
-        if broken:
-            raise_broken(broken, involves=("kind", "delta", "weighting", "gamma"))
+            fix = "set weighting: min_snr or soft_min_snr, or remove gamma"
+            violations.append(Violation("gamma", what, fix))
+        if violations:
+            raise_violations(violations, involves=("kind", "delta", "weighting", "gamma"))
         return self
 
 
 class TimestepSettings(Settings):
-    """Which noise levels are drawn; a level runs from 0, no noise, to 1, noise alone."""
+    """Distribution of noise levels in training, from 0 (no noise) to 1 (noise only)."""
 
     density: Literal["auto", "uniform", "logit_normal", "mode"] = Field(
         default="auto",
-        description="auto: the base model's own. uniform: each level alike. logit_normal: around `location`, "
-        "`scale` wide. mode: more of the middle, by `mode_scale`.",
+        description="auto: the distribution that the base model was trained with. uniform: all levels are "
+        "equally likely. logit_normal: centred at `location` with width `scale`. mode: favours the middle, "
+        "by `mode_scale`.",
     )
-    location: float = Field(default=0.0, description="Of logit_normal: 0 is the middle, more is noisier.")
-    scale: float = Field(default=1.0, gt=0.0, description="Of logit_normal: wider for more.")
+    location: float = Field(
+        default=0.0, description="Centre of logit_normal; 0 is the middle, larger values are noisier."
+    )
+    scale: float = Field(default=1.0, gt=0.0, description="Width of logit_normal.")
     mode_scale: float = Field(
-        default=DEFAULT_MODE_SCALE, ge=-1.0, le=1.75, description="Of mode: 0 is uniform, more is steeper."
+        default=DEFAULT_MODE_SCALE,
+        ge=-1.0,
+        le=1.75,
+        description="Strength of mode; 0 is uniform, larger values are steeper.",
     )
-    min: float = Field(default=0.0, ge=0.0, lt=1.0, description="The least noise that is drawn.")
-    max: float = Field(default=1.0, gt=0.0, le=1.0, description="The most noise that is drawn.")
+    min: float = Field(default=0.0, ge=0.0, lt=1.0, description="Lowest noise level.")
+    max: float = Field(default=1.0, gt=0.0, le=1.0, description="Highest noise level.")
     shift: float | None = Field(
         default=None,
         gt=0.0,
-        description="Of flow matching: above 1 moves all levels towards noise. null: as the base model's "
-        "schedule says, which for some depends on the image's size.",
+        description="Shift of noise levels for flow matching; values above 1 shift towards more noise. null "
+        "uses the base model's schedule, which for some models depends on the image size.",
     )
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> TimestepSettings:
-        broken: list[Broken] = []
+        violations: list[Violation] = []
         if self.min >= self.max:
-            what = f"min {self.min} is not below max {self.max}"
-            broken.append(Broken("min", what, "swap them, or remove one"))
-        for key, default, owner in (
+            what = f"timesteps.min must be less than max ({self.max}), got {self.min}"
+            violations.append(Violation("min", what, "swap them, or remove one"))
+        for key, default, density in (
             ("location", 0.0, "logit_normal"),
             ("scale", 1.0, "logit_normal"),
             ("mode_scale", DEFAULT_MODE_SCALE, "mode"),
         ):
             value = getattr(self, key)
-            if value != default and self.density != owner:
+            if value != default and self.density != density:
                 what = f"{key} {value} has no effect with density: {self.density}"
-                broken.append(Broken(key, what, f"set density: {owner}, or remove {key}"))
-        if broken:
-            raise_broken(broken, involves=("density", "location", "scale", "mode_scale", "min", "max"))
+                violations.append(Violation(key, what, f"set density: {density}, or remove {key}"))
+        if violations:
+            keys = ("density", "location", "scale", "mode_scale", "min", "max")
+            raise_violations(violations, involves=keys)
         return self
 
 
 class NoiseSettings(Settings):
-    """What is mixed into a latent beside plain noise."""
+    """Changes to the Gaussian noise that is added to a latent."""
 
     offset: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Strength of noise that is constant over a channel, such as 0.05: darker darks and "
-        "lighter lights. Not for flow matching.",
+        description="Strength of offset noise, which is constant over each channel, such as 0.05. It lets "
+        "the model learn darker and brighter images. Not available for flow matching.",
     )
     input_perturbation: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Strength of more noise in the denoiser's input that it is not asked for, such as 0.1: "
-        "against errors that add up while a picture is drawn.",
+        description="Strength of additional noise in the denoiser's input that is not part of the target, "
+        "such as 0.1. It makes sampling less sensitive to accumulated errors.",
     )
     zero_terminal_snr: bool = Field(
         default=False,
-        description="The noise schedule is rescaled so that its last step holds no signal; for v-prediction "
-        "models only.",
+        description="Rescale the noise schedule so that its last step contains no signal. For models that "
+        "predict v only.",
     )

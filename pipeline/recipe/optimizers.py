@@ -1,29 +1,28 @@
-"""The optimizers that a recipe can name, and the arguments each takes; imports no torch.
+"""The optimizers a recipe can name, their arguments, and the learning rate schedule; imports no torch.
 
-Any other optimizer is named by its import path, such as `torch.optim.NAdam`.
+Any other optimizer is given by its import path, such as `torch.optim.NAdam`.
 """
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from pipeline.recipe.rules import Broken, one_of, reject
+from pipeline.recipe.settings import Violation, one_of, reject
 
 
 @dataclass(frozen=True)
 class OptimizerClass:
-    """Where an optimizer lies.
+    """Import path and arguments of an optimizer.
 
     Attributes:
         path: Module and class.
-        arguments: What `optimizer_arguments` may hold, beside the learning rate.
-        package: What to install when the module is missing; None where it comes with Latentline.
-        own_schedule: It averages its steps itself, and wants a constant learning rate.
+        arguments: Names that `optimizer_arguments` may contain, without the learning rate.
+        package: Package to install if the module is missing; None if Latentline depends on it.
+        own_schedule: True if the optimizer averages its steps and needs a constant learning rate.
     """
 
     path: str
@@ -54,20 +53,22 @@ OPTIMIZERS: dict[str, OptimizerClass] = {
         own_schedule=True,
     ),
 }
-"""By their names in a recipe. The papers: AdamW https://arxiv.org/abs/1711.05101, 8-bit
-https://arxiv.org/abs/2110.02861, Adafactor https://arxiv.org/abs/1804.04235, Prodigy
-https://arxiv.org/abs/2306.06101, Lion https://arxiv.org/abs/2302.06675, schedule-free
-https://arxiv.org/abs/2405.15682."""
+"""Optimizers by their names in a recipe.
+
+Papers: AdamW https://arxiv.org/abs/1711.05101, 8-bit https://arxiv.org/abs/2110.02861, Adafactor
+https://arxiv.org/abs/1804.04235, Prodigy https://arxiv.org/abs/2306.06101, Lion
+https://arxiv.org/abs/2302.06675, schedule-free https://arxiv.org/abs/2405.15682.
+"""
 
 POLYNOMIAL_END = 1e-7
-"""The learning rate that the polynomial schedule ends at."""
+"""Final learning rate of the polynomial schedule."""
 
 
 class Schedule(Protocol):
-    """The settings of training that decide the learning rate's course."""
+    """Settings of `training` that define the learning rate schedule."""
 
     @property
-    def optimizer(self) -> str: ...  # noqa: D102 - as in the recipe
+    def optimizer(self) -> str: ...  # noqa: D102 - described in TrainingSettings, like all of these
     @property
     def learning_rate(self) -> float: ...  # noqa: D102
     @property
@@ -90,72 +91,79 @@ _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
 def check_optimizer(value: str) -> str:
-    """`value` if it is a name of `OPTIMIZERS`, or looks like an import path."""
+    """Return `value` if it is a name in `OPTIMIZERS` or has the form of an import path."""
     if value in OPTIMIZERS or _IMPORT_PATH.fullmatch(value):
         return value
     close = difflib.get_close_matches(value, OPTIMIZERS, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
     return reject(
-        f"optimizer is the text {json.dumps(value)}, which is none of them",
+        f'training.optimizer must be a supported name or an import path, got "{value}"',
         f"{hint}use {one_of(OPTIMIZERS)}, or an import path such as torch.optim.NAdam",
     )
 
 
-def unknown_arguments(optimizer: str, arguments: Iterable[str]) -> list[Broken]:
-    """The arguments that a named optimizer does not take; training looks at those of an import path."""
-    if optimizer not in OPTIMIZERS:
-        return [_given_elsewhere(name) for name in arguments if name == "lr"]
-    known = OPTIMIZERS[optimizer].arguments
-    broken: list[Broken] = []
+def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violation]:
+    """Return a violation for each argument that the optimizer does not accept.
+
+    The arguments of an import path are checked when training starts.
+    """
+    accepted = OPTIMIZERS[optimizer].arguments if optimizer in OPTIMIZERS else None
+    violations: list[Violation] = []
     for name in arguments:
+        key = f"optimizer_arguments.{name}"
         if name == "lr":
-            broken.append(_given_elsewhere(name))
-        elif name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
+            what = "optimizer_arguments must not contain lr"
+            violations.append(Violation(key, what, "set training.learning_rate"))
+        elif accepted is not None and name not in accepted:
+            close = difflib.get_close_matches(name, accepted, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
-            what = f"{optimizer} takes no argument {name}"
-            broken.append(Broken(f"optimizer_arguments.{name}", what, f"{hint}it takes {', '.join(known)}"))
-    return broken
+            what = f"{optimizer} does not accept the argument {name}"
+            violations.append(Violation(key, what, f"{hint}its arguments are {', '.join(accepted)}"))
+    return violations
 
 
-def _given_elsewhere(name: str) -> Broken:
-    what = f"{name} is the learning rate, which has a key of its own"
-    return Broken(f"optimizer_arguments.{name}", what, "set training.learning_rate")
-
-
-def broken_schedule(settings: Schedule) -> list[Broken]:
-    """What contradicts itself in the course of the learning rate."""
+def schedule_violations(settings: Schedule) -> list[Violation]:
+    """Return all contradictions in the learning rate schedule."""
     kind = settings.lr_scheduler
-    broken: list[Broken] = []
-    known = OPTIMIZERS.get(settings.optimizer)
-    if known is not None and known.own_schedule and kind != "constant":
-        what = f"{settings.optimizer} averages its steps instead of lowering the learning rate as {kind} does"
-        broken.append(Broken("lr_scheduler", what, "set lr_scheduler: constant; warmup_steps is heeded"))
-    for key, default, owner in (
+    violations: list[Violation] = []
+
+    optimizer = OPTIMIZERS.get(settings.optimizer)
+    if optimizer is not None and optimizer.own_schedule and kind != "constant":
+        what = f"{settings.optimizer} averages its steps and needs lr_scheduler: constant, got {kind}"
+        violations.append(
+            Violation("lr_scheduler", what, "set lr_scheduler: constant; warmup_steps is still used")
+        )
+
+    for key, default, scheduler in (
         ("lr_cycles", 1, "cosine_with_restarts"),
         ("lr_power", 1.0, "polynomial"),
         ("decay_steps", 0, "wsd"),
     ):
         value = getattr(settings, key)
-        if value != default and kind != owner:
-            fix = f"remove {key}, or set lr_scheduler: {owner}"
-            broken.append(Broken(key, f"{key} {value} has no effect with lr_scheduler: {kind}", fix))
+        if value != default and kind != scheduler:
+            what = f"{key} {value} has no effect with lr_scheduler: {kind}"
+            violations.append(Violation(key, what, f"remove {key}, or set lr_scheduler: {scheduler}"))
+
     if kind == "wsd":
-        broken += _broken_decay(settings)
+        violations += _decay_violations(settings)
     if kind == "polynomial" and settings.learning_rate <= POLYNOMIAL_END:
-        what = f"learning_rate {settings.learning_rate} is not above {POLYNOMIAL_END}, where polynomial ends"
-        broken.append(Broken("learning_rate", what, "raise it, or use another lr_scheduler"))
-    return broken
+        what = f"training.learning_rate must be greater than {POLYNOMIAL_END}, the final rate of "
+        what += f"lr_scheduler: polynomial, got {settings.learning_rate}"
+        violations.append(Violation("learning_rate", what, "raise it, or use another lr_scheduler"))
+    return violations
 
 
-def _broken_decay(settings: Schedule) -> list[Broken]:
+def _decay_violations(settings: Schedule) -> list[Violation]:
     if settings.decay_steps == 0:
-        what = "lr_scheduler wsd needs decay_steps: the last steps, in which the learning rate goes down"
-        return [Broken("decay_steps", what, "set it, for example to a fifth of the steps")]
+        what = "lr_scheduler: wsd needs decay_steps, the number of steps in which the rate decays to zero"
+        return [Violation("decay_steps", what, "set it, for example to a fifth of the steps")]
+    # The number of steps of a recipe with epochs is known only when the dataset has been counted.
     if settings.epochs is not None:
         return []
     most = settings.num_steps - settings.warmup_steps
     if settings.decay_steps > most:
-        what = f"decay_steps {settings.decay_steps} is more than the {most} steps after warm-up"
-        return [Broken("decay_steps", what, f"use at most {most}")]
+        what = (
+            f"training.decay_steps must be at most the {most} steps after warm-up, got {settings.decay_steps}"
+        )
+        return [Violation("decay_steps", what, f"use at most {most}")]
     return []

@@ -1,6 +1,6 @@
-"""What other trainers call the settings of a recipe: for messages, and for docs/coming_from.md.
+"""Names that other trainers use for the settings of a recipe, for messages and docs/coming_from.md.
 
-Names are those of sd-scripts' arguments and dataset files, SimpleTuner's config.json and data backends,
+The names are those of sd-scripts' arguments and dataset files, SimpleTuner's config.json and data backends,
 ai-toolkit's job files, OneTrainer's presets and diffusion-pipe's TOML files.
 """
 
@@ -10,25 +10,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-_DETECTED = "the family is read from the model's own model_index.json"
-_CACHED = "latents and text embeddings are always kept in cache_dir, by what they were made of"
-
-_BUCKETS = "images always go into buckets of their shape"
+_DETECTED = "the model family is detected from model_index.json"
+_CACHED = "latents and text embeddings are always cached in cache_dir"
+_BUCKETS = "images are always sorted into buckets by aspect ratio"
 _NAME = "files are named after the recipe"
-_DEVICE = "each process takes the GPU that torch sees; CUDA_VISIBLE_DEVICES chooses"
-_STEPS = "it counts steps"
-_BASE = "a diffusers folder, which `latentline convert-checkpoint` makes of a single file, or a Hub id"
+_DEVICE = "each process uses one of the GPUs that torch sees; choose them with CUDA_VISIBLE_DEVICES"
+_STEPS = "counted in steps"
+_BASE = "a Hub id or a diffusers folder; `latentline convert-checkpoint` converts a single file"
 
 
 @dataclass(frozen=True)
 class Term:
-    """One setting.
+    """A setting of another trainer.
 
     Attributes:
-        trainer: Whose word it is.
-        theirs: Its name there.
-        ours: The key's full name, as in `all_keys`; None where there is nothing to set.
-        note: How the two differ, or why there is nothing to set; may be empty with a key.
+        trainer: Name of the trainer.
+        theirs: Name of the setting there.
+        ours: Full name of the recipe key, as in `schema.all_keys`; None if there is no such key.
+        note: Differences between the two, or why there is no key; may be empty if there is one.
     """
 
     trainer: str
@@ -38,16 +37,16 @@ class Term:
 
     @property
     def shown(self) -> str | None:
-        """The key as messages name it: `datasets[].path`."""
+        """The recipe key as messages show it, such as `datasets[].path`."""
         return None if self.ours is None else self.ours.replace("datasets.", "datasets[].")
 
     @property
     def fix(self) -> str:
-        """What to do with the key, as the end of a message."""
+        """The fix for a recipe that uses the setting's name as a key."""
         if self.ours is None:
             return f"remove it; {self.note}"
-        note = f"; {self.note}" if self.note else ""
-        return f"write it as {self.shown}, which is what {self.trainer} calls {self.theirs}{note}"
+        note = f" ({self.note})" if self.note else ""
+        return f"write {self.shown}, the equivalent of {self.theirs} in {self.trainer}{note}"
 
 
 def _terms(trainer: str, *rows: tuple[str, str | None] | tuple[str, str | None, str]) -> tuple[Term, ...]:
@@ -58,25 +57,33 @@ SD_SCRIPTS = _terms(
     "sd-scripts",
     ("pretrained_model_name_or_path", "model.base", _BASE),
     ("vae", "model.components", "{vae: a folder or a Hub id}"),
-    ("train_data_dir", "datasets.path", "the folder itself; one dataset for each of its sub-folders"),
+    ("train_data_dir", "datasets.path", "the folder itself; each of its subfolders is a dataset"),
     ("image_dir", "datasets.path"),
     ("num_repeats", "datasets.repeats"),
     ("class_tokens", "datasets.captions.text", "with from: fixed"),
     ("caption_extension", "datasets.captions.suffix", "with from: sidecar"),
-    ("shuffle_caption", "datasets.captions.shuffle", "{variants: 4}, each of them cached"),
+    ("shuffle_caption", "datasets.captions.shuffle", "{variants: 4}; every variant is cached"),
     ("keep_tokens", "datasets.captions.shuffle.keep"),
     ("caption_separator", "datasets.captions.shuffle.separator"),
     ("caption_prefix", "datasets.captions.prefix"),
     ("caption_suffix", "datasets.captions.postfix"),
-    ("enable_wildcard", "datasets.captions.lines", "each"),
+    ("enable_wildcard", "datasets.captions.lines", "with the value each"),
     ("caption_dropout_rate", "text.caption_dropout"),
     ("flip_aug", "latents.flip"),
-    ("random_crop", "buckets.crop", "random"),
+    ("random_crop", "buckets.crop", "with the value random"),
     ("enable_bucket", None, _BUCKETS),
     ("bucket_reso_steps", "buckets.step"),
-    ("bucket_no_upscale", "buckets.upscale", "never"),
-    ("min_bucket_reso", "buckets.max_aspect_ratio", "a ratio and no edge bounds what a bucket may be"),
-    ("max_bucket_reso", "buckets.max_aspect_ratio", "a ratio and no edge bounds what a bucket may be"),
+    ("bucket_no_upscale", "buckets.upscale", "with the value never"),
+    (
+        "min_bucket_reso",
+        "buckets.max_aspect_ratio",
+        "buckets are limited by aspect ratio instead of by edge length",
+    ),
+    (
+        "max_bucket_reso",
+        "buckets.max_aspect_ratio",
+        "buckets are limited by aspect ratio instead of by edge length",
+    ),
     ("cache_latents", None, _CACHED),
     ("cache_latents_to_disk", None, _CACHED),
     ("cache_text_encoder_outputs", None, _CACHED),
@@ -106,7 +113,7 @@ SD_SCRIPTS = _terms(
     ("ip_noise_gamma", "training.noise.input_perturbation"),
     ("discrete_flow_shift", "training.timesteps.shift"),
     ("timestep_sampling", "training.timesteps.density"),
-    ("fp8_base", "training.quantize", "fp8_torchao"),
+    ("fp8_base", "training.quantize", "with the value fp8_torchao"),
     ("save_every_n_steps", "training.checkpoint_every"),
     ("save_every_n_epochs", "training.checkpoint_every", _STEPS),
     ("sample_every_n_steps", "training.sample_every"),
@@ -117,15 +124,19 @@ SD_SCRIPTS = _terms(
 SIMPLETUNER = _terms(
     "SimpleTuner",
     ("model_family", None, _DETECTED),
-    ("model_type", None, "a LoRA is what is trained"),
+    ("model_type", None, "Latentline always trains a LoRA"),
     ("instance_data_dir", "datasets.path"),
-    ("metadata_backend", None, "tables in output_dir hold what is known of each image"),
-    ("caption_strategy", "datasets.captions.from", "textfile is sidecar, instanceprompt is fixed"),
+    ("metadata_backend", None, "the tables in output_dir hold the metadata of each image"),
+    (
+        "caption_strategy",
+        "datasets.captions.from",
+        "textfile is called sidecar, instanceprompt is called fixed",
+    ),
     ("instance_prompt", "datasets.captions.text", "with from: fixed"),
-    ("cache_dir_vae", "cache_dir", "one for all, of which nothing can be stale"),
-    ("cache_dir_text", "cache_dir", "one for all, of which nothing can be stale"),
-    ("crop_style", "buckets.crop", "centre, top, random or focus"),
-    ("minimum_image_size", "datasets.filters.min_width", "and min_height"),
+    ("cache_dir_vae", "cache_dir", "one cache for everything; entries are never stale"),
+    ("cache_dir_text", "cache_dir", "one cache for everything; entries are never stale"),
+    ("crop_style", "buckets.crop", "one of centre, top, random and focus"),
+    ("minimum_image_size", "datasets.filters.min_width", "also set min_height"),
     ("num_train_epochs", "training.epochs"),
     ("base_model_precision", "training.quantize"),
     ("lora_rank", "training.lora.rank"),
@@ -141,7 +152,7 @@ SIMPLETUNER = _terms(
     ("validation_prompt", "training.sample_prompts", "a list"),
     ("validation_steps", "training.sample_every"),
     ("validation_step_interval", "training.sample_every"),
-    ("resume_from_checkpoint", None, "a run always goes on from its newest sound checkpoint"),
+    ("resume_from_checkpoint", None, "a run always resumes from its newest valid checkpoint"),
     ("report_to", "training.trackers"),
     ("use_ema", "training.ema_decay", "such as 0.999"),
 )
@@ -154,7 +165,7 @@ AI_TOOLKIT = _terms(
     ("folder_path", "datasets.path"),
     ("caption_ext", "datasets.captions.suffix", "with a dot: .txt"),
     ("trigger_word", "datasets.captions.trigger"),
-    ("shuffle_tokens", "datasets.captions.shuffle", "{variants: 4}, each of them cached"),
+    ("shuffle_tokens", "datasets.captions.shuffle", "{variants: 4}; every variant is cached"),
     ("flip_x", "latents.flip"),
     ("training_folder", "output_dir"),
     ("device", None, _DEVICE),
@@ -191,11 +202,11 @@ DIFFUSION_PIPE = _terms(
     "diffusion-pipe",
     ("directory", "datasets"),
     ("enable_ar_bucket", None, _BUCKETS),
-    ("ar_buckets", "buckets.sizes", "each as HEIGHTxWIDTH; or `latentline fit-buckets` finds them"),
-    ("num_ar_buckets", "buckets.step", "or `latentline fit-buckets` finds so many"),
+    ("ar_buckets", "buckets.sizes", "each as HEIGHTxWIDTH; `latentline fit-buckets` can find them"),
+    ("num_ar_buckets", "buckets.step", "or `latentline fit-buckets` with the number of sizes"),
     ("min_ar", "buckets.max_aspect_ratio"),
     ("max_ar", "buckets.max_aspect_ratio"),
-    ("shuffle_tags", "datasets.captions.shuffle", "{variants: 4}, each of them cached"),
+    ("shuffle_tags", "datasets.captions.shuffle", "{variants: 4}; every variant is cached"),
     ("micro_batch_size_per_gpu", "training.batch_size"),
     ("gradient_clipping", "training.max_grad_norm"),
     ("activation_checkpointing", "training.gradient_checkpointing"),
@@ -208,7 +219,7 @@ DIFFUSION_PIPE = _terms(
 ALL: Mapping[str, tuple[Term, ...]] = MappingProxyType(
     {terms[0].trainer: terms for terms in (SD_SCRIPTS, SIMPLETUNER, AI_TOOLKIT, ONETRAINER, DIFFUSION_PIPE)}
 )
-"""By trainer."""
+"""All settings by trainer."""
 
 _BY_NAME: dict[str, Term] = {}
 for _term in (each for terms in ALL.values() for each in terms):
@@ -216,5 +227,5 @@ for _term in (each for terms in ALL.values() for each in terms):
 
 
 def term_of(name: str) -> Term | None:
-    """What another trainer means by `name`; None where none of them has it."""
+    """Return the setting that another trainer calls `name`, or None."""
     return _BY_NAME.get(name)

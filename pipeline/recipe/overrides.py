@@ -1,4 +1,4 @@
-"""Settings of one run that differ from its recipe, given when the run is started."""
+"""Settings of a single run that differ from its recipe."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.recipe.mistakes import PlacedMistake, find_mistakes, recipe_error
+from pipeline.recipe.errors import PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.schema import Recipe
 
 if TYPE_CHECKING:
-    from pipeline.recipe.locate import KeyPath
+    from pipeline.recipe.yaml_document import KeyPath
 
 OVERRIDABLE: Mapping[str, KeyPath] = {
     "steps": ("training", "steps"),
@@ -18,11 +18,11 @@ OVERRIDABLE: Mapping[str, KeyPath] = {
     "learning_rate": ("training", "learning_rate"),
     "seed": ("training", "seed"),
 }
-"""Names that a run may give, and the recipe's keys that they stand for."""
+"""Recipe key of each setting that a run can override, by the setting's name."""
 
 
 def recipe_values(recipe: Recipe) -> dict[str, int | float | None]:
-    """What the recipe says under each name of `OVERRIDABLE`; steps are None where it counts epochs."""
+    """Return the recipe's value of each overridable setting; steps are None if the recipe counts epochs."""
     training = recipe.training
     return {
         "steps": training.num_steps if training.epochs is None else None,
@@ -32,27 +32,29 @@ def recipe_values(recipe: Recipe) -> dict[str, int | float | None]:
     }
 
 
-def differing(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `values`, by name, that are not what the recipe says anyway; None says nothing."""
-    own = recipe_values(recipe)
-    return {name: value for name, value in values.items() if value is not None and value != own[name]}
+def changed_values(recipe: Recipe, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `values` that differ from the recipe's; None means no override."""
+    current = recipe_values(recipe)
+    return {name: value for name, value in values.items() if value is not None and value != current[name]}
 
 
 def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values, checked as if its file said so; itself when nothing differs.
+    """Return the recipe with other values, validated like a file; the same object if nothing changes.
 
-    Steps take the place of epochs. Everything else, `training.lora.alpha` too, stays as the recipe says.
+    Steps replace epochs. All other keys, including `training.lora.alpha`, keep the recipe's values.
 
     Args:
-        recipe: As loaded.
-        values: By names of `OVERRIDABLE`.
+        recipe: A loaded recipe.
+        values: Values by the names in `OVERRIDABLE`.
 
     Raises:
-        RecipeError: A value is out of range, or doesn't go with the rest of the recipe.
+        RecipeError: A value is out of range, or conflicts with the rest of the recipe.
     """
-    changes = differing(recipe, values)
+    changes = changed_values(recipe, values)
     if not changes:
         return recipe
+
+    # `exclude_unset` keeps the difference between a default and a key that the recipe sets.
     data = recipe.model_dump(mode="json", exclude_unset=True)
     identity = {name: data.pop(name) for name in ("name", "source")}
     if "steps" in changes:
@@ -63,7 +65,8 @@ def with_overrides(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
         for section in sections:
             holder = holder.setdefault(str(section), {})
         holder[str(key)] = value
+
     if mistakes := find_mistakes(data):
-        place = f"the run's own settings over {recipe.source.name}"
+        place = f"overrides of {recipe.source.name}"
         raise recipe_error([PlacedMistake(place, mistake) for mistake in mistakes])
     return Recipe.model_validate_json(json.dumps({**data, **identity}))

@@ -1,229 +1,323 @@
-"""What a recipe may say: strict, frozen models, one for each section of the YAML file.
+"""The recipe as strict, frozen pydantic models, one per section of the YAML file.
 
-A value is never converted into another type: `"False"` is no boolean and `1.0` no count. The descriptions are
-what editors show (configs/recipe.schema.json is made from them) and what the reference page is made of.
+Values are never converted into another type: `"False"` is not a boolean and `1.0` is not an integer.
+Editors (through configs/recipe.schema.json) and docs/recipes.md show the field descriptions.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
 
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
 from pipeline.recipe.gates import GATES
-from pipeline.recipe.rules import (
-    broken_focus,
-    broken_weights,
-    check_gate,
-    raise_broken,
-    repeated_names,
-)
-from pipeline.recipe.section import MAX_COUNT, Settings
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
 from pipeline.recipe.training import TrainingSettings
+from pipeline.recipe.validators import check_gate
+from pipeline.recipe.yaml_document import KeyPath
 
 Dtype = Literal["float16", "bfloat16", "float32"]
-ColourLevel = Annotated[int, Field(ge=0, le=255, description="0 is dark, 255 is full.")]
+ColourLevel = Annotated[int, Field(ge=0, le=255, description="From 0 (dark) to 255 (full).")]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
 NAME_PATTERN = r"^[A-Za-z0-9_]+$"
-"""Of a recipe: it becomes part of asset, job and file names."""
+"""Pattern of a recipe's name, which becomes part of asset, job and file names."""
 
 
 class ComponentSources(Settings):
-    """Any component of the base model, by name; which ones it has is looked at when it is read."""
+    """Sources of base model components by component name; names are checked when the model is read."""
 
     model_config = ConfigDict(extra="allow")
 
-    # So pydantic is told of what type unknown keys are.
-    __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Pydantic reads the type of extra keys from this annotation.
+    __pydantic_extra__: dict[str, Annotated[str, Field(min_length=1)]] = Field(  # pyright: ignore[reportIncompatibleVariableOverride] - documented by pydantic
         init=False
     )
 
     def given(self) -> dict[str, str]:
-        """Component to its source, as the recipe has them."""
+        """Return the source of each component that the recipe names."""
         return dict(self.__pydantic_extra__)
 
 
 class ModelSettings(Settings):
-    """The base model that the LoRA is trained for."""
+    """Base model that the LoRA is trained for."""
 
     base: str = Field(
         min_length=1,
-        description="A Hub id (owner/name) or a local diffusers folder, relative to the project root. "
-        "The model family is read from it. A model in one .safetensors file becomes such a folder by "
-        "`latentline convert-checkpoint`.",
+        description="Hub id (owner/name), or a local diffusers folder relative to the project root. The "
+        "model family is detected from it. `latentline convert-checkpoint` converts a single .safetensors "
+        "file into such a folder.",
     )
     revision: str | None = Field(
         default=None,
         min_length=1,
-        description="Branch, tag or commit of a Hub id, and of nothing else; null: its main branch.",
+        description="Branch, tag or commit of the Hub id; null means the main branch. Not allowed for a "
+        "local folder.",
     )
     components: ComponentSources = Field(
         default_factory=ComponentSources,
-        description="Parts of the base model that are taken from elsewhere, by their name in it, such as vae "
-        "or text_encoder_4: a Hub id (owner/name, or owner/name@revision) or a local folder, which is that "
-        "part itself or a model that has one of that name.",
+        description="Components of the base model to load from another source, by their name in the model, "
+        "such as vae or text_encoder_4. A source is a Hub id (owner/name or owner/name@revision) or a local "
+        "folder. It holds either the component itself or a model with a component of that name.",
         examples=[{"vae": "madebyollin/sdxl-vae-fp16-fix"}],
     )
 
 
 class LatentSettings(Settings):
-    """How images become latents; each of these is part of a latent's key."""
+    """How images are encoded into latents. Every key here is part of a latent's cache key."""
 
-    dtype: Dtype = Field(default="float16", description="Number format on disk.")
+    dtype: Dtype = Field(default="float16", description="Dtype of stored latents.")
     compute_dtype: Dtype = Field(
-        default="float32", description="Number format the VAE computes in; float32 never overflows."
+        default="float32", description="Dtype in which the VAE runs; float32 never overflows."
     )
     posterior: Literal["sample", "mean", "moments"] = Field(
         default="sample",
-        description="sample: one draw from the VAE's posterior, the same each time. mean: its mean. moments: "
-        "its mean and standard deviation, from which training draws anew each epoch; twice the bytes.",
+        description="sample: one draw from the VAE's posterior, the same in every run. mean: the "
+        "posterior's mean. moments: mean and standard deviation, from which training draws a new sample "
+        "every epoch; this doubles the size of an entry.",
     )
     flip: bool = Field(
         default=False,
-        description="Cache each image mirrored left to right as well; training draws one of the two each "
-        "epoch. Not for pictures of text or of anything else with a left and a right.",
+        description="Also cache each image mirrored left to right; training picks one of the two every "
+        "epoch. Do not use it for text or other images where left and right matter.",
     )
     background: tuple[ColourLevel, ColourLevel, ColourLevel] = Field(
-        default=(255, 255, 255), description="Red, green, blue behind transparent pixels."
+        default=(255, 255, 255), description="Red, green and blue behind transparent pixels."
     )
 
 
 class TextSettings(Settings):
-    """How captions become text embeddings."""
+    """How captions are encoded into text embeddings."""
 
     caption_dropout: float = Field(
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="Share of training samples that see the empty caption instead.",
+        description="Fraction of training samples that get the empty caption instead of their own.",
     )
-    dtype: Dtype = Field(default="float16", description="Number format on disk.")
-    compute_dtype: Dtype = Field(default="float32", description="Number format the encoders compute in.")
+    dtype: Dtype = Field(default="float16", description="Dtype of stored text embeddings.")
+    compute_dtype: Dtype = Field(default="float32", description="Dtype in which the text encoders run.")
 
 
 class AccelerateSettings(Settings):
-    """What `accelerate launch` is given."""
+    """Arguments of `accelerate launch`."""
 
-    num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Processes, one a GPU.")
+    num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of processes, one per GPU.")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field(
-        default="no", description="Number format of forward and backward passes; LoRA weights stay float32."
+        default="no",
+        description="Dtype of the forward and backward passes. LoRA weights always stay in float32.",
     )
     cpu_threads: int = Field(
         default=2,
         ge=1,
         le=1024,
-        description="Threads of each process for what is computed on the CPU; decoding of images uses all "
-        "cores anyway. Without a GPU the number of cores is fastest. It is 2 on every machine unless said, "
-        "since the number of threads decides the last bits of what a CPU computes. It is no part of any key.",
+        description="CPU threads per process. Image decoding always uses all cores. Without a GPU, the "
+        "number of cores is fastest. The default does not depend on the machine, because the number of "
+        "threads changes the last bits of CPU results. It is not part of any cache key.",
     )
 
 
 class CheckSettings(Settings):
-    """How strict the gates are."""
+    """Thresholds of the checks, and gates that are allowed to fail."""
 
     max_rejected_fraction: float = Field(
-        default=0.05, ge=0.0, le=1.0, description="A gate closes above this share of rejected samples."
+        default=0.05,
+        ge=0.0,
+        le=1.0,
+        description="Largest fraction of rejected samples; the gate rejected_fraction closes above it.",
     )
     max_image_pixels: int = Field(
         default=178_956_970,
         ge=1,
         le=MAX_COUNT,
-        description="An image with more pixels (height times width, as its header says) is rejected as "
-        "`too_large` before any of it is decoded: a guard against files made to fill the memory. Decoding "
-        "takes about 4 bytes a pixel, 700 MB at the default.",
+        description="Largest number of pixels (height times width in the image header). A larger image is "
+        "rejected as `too_large` before it is decoded, which protects against decompression bombs. Decoding "
+        "needs about 4 bytes per pixel, 700 MB at the default.",
     )
     near_duplicate_bits: int = Field(
         default=4,
         ge=0,
         le=16,
-        description="Images look alike when their perceptual hashes differ in at most so many of 64 bits. A "
-        "warning lists them, and a validation split keeps them together.",
+        description="Largest difference of two 64-bit perceptual hashes, in bits, for images to count as "
+        "near duplicates. A warning lists them, and the holdout never separates them.",
     )
     allow: tuple[Gate, ...] = Field(
         default=(),
-        description="Gates opened knowingly, by the check's name, of every asset that has one of that name: "
-        "they then warn and do not stop. What is exact of the two caches, vae_latents and text_embeddings, "
-        "stays closed all the same: completeness, shapes, bytes and values.",
+        description="Gates that may fail, by name of the check; the name applies to all assets. A failure is "
+        "then a warning and does not stop the job. The completeness, shape, size and value checks of "
+        "vae_latents and text_embeddings cannot be allowed.",
     )
 
 
 class RecacheSettings(Settings):
-    """When the cache is brought up to date without being asked."""
+    """When the cache job starts automatically."""
 
     cron: Annotated[str, AfterValidator(check_cron)] | None = Field(
-        default="0 3 * * *", description="When the schedule runs: five cron fields, or null for no schedule."
+        default="0 3 * * *", description="Cron schedule of five fields, or null for no schedule."
     )
     on_change: bool = Field(
-        default=True,
-        description="Whether a sensor starts the cache job when images or captions have changed.",
+        default=True, description="Start the cache job when images or captions have changed."
     )
     settle_s: int = Field(
         default=30,
         ge=5,
-        description="Seconds between two looks of the sensor at the files; a change has settled, and starts "
-        "the job, when two looks in a row see the same. Longer for copies that pause, or for many files.",
+        description="Seconds between two scans of the dataset by the sensor. A change counts as complete, "
+        "and starts the job, when two scans in a row find the same files. Increase it for slow copies and "
+        "for large datasets.",
     )
-    enabled: bool = Field(default=False, description="The one switch for the schedule and the sensor.")
+    enabled: bool = Field(default=False, description="Switch for both the schedule and the sensor.")
+
+
+def _names_are_unique(datasets: tuple[DatasetSettings, ...]) -> tuple[DatasetSettings, ...]:
+    """Return `datasets` if their names differ in more than case."""
+    first_names: dict[str, str] = {}
+    violations: list[Violation] = []
+    for index, dataset in enumerate(datasets):
+        folded = dataset.name.casefold()
+        if folded not in first_names:
+            first_names[folded] = dataset.name
+            continue
+        what = f"dataset names must be unique, got {dataset.name} twice"
+        if first_names[folded] != dataset.name:
+            what = (
+                f"dataset names must differ in more than case, got {first_names[folded]} and {dataset.name}"
+            )
+        violations.append(Violation(f"[{index}].name", what, "rename one of the datasets"))
+    if violations:
+        raise_violations(violations)
+    return datasets
 
 
 class RecipeFile(Settings):
     """A Latentline recipe: from images and captions to a trained LoRA."""
 
-    datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(repeated_names)] = Field(
-        min_length=1, description="Folders or listings of images with captions; they are only ever read."
+    datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(_names_are_unique)] = Field(
+        min_length=1, description="Folders or manifests of images with captions. They are never modified."
     )
     cache_dir: FolderAddress = Field(
         default=Path(".cache/latentline"),
-        description="Holds latents and text embeddings; recipes may share one. Relative to the project root. "
-        "Or an address that fsspec opens for writing, such as s3://bucket/cache, gs:// or sftp://: package "
-        "and credentials as for datasets[].path. Training then reads an entry from there each time that it "
-        "is drawn.",
+        description="Folder of the cache for latents and text embeddings; several recipes can share one. "
+        "Relative to the project root, or a writable fsspec address such as s3://bucket/cache, gs:// or "
+        "sftp:// (packages and credentials as for datasets[].path). With a remote cache, training downloads "
+        "an entry every time it is used.",
     )
     output_dir: FolderPath = Field(
-        description="Holds tables, reports, runs and the LoRA of this recipe. Relative to the project root."
+        description="Folder of this recipe's tables, reports, runs and LoRA. Relative to the project root."
     )
-    model: ModelSettings = Field(description="The base model that the LoRA is trained for.")
+    model: ModelSettings = Field(description="Base model that the LoRA is trained for.")
     buckets: BucketSettings = Field(
-        default_factory=BucketSettings, description="The sizes that images are scaled and cropped to."
+        default_factory=BucketSettings, description="Sizes that images are scaled and cropped to."
     )
-    latents: LatentSettings = Field(default_factory=LatentSettings, description="How images become latents.")
+    latents: LatentSettings = Field(
+        default_factory=LatentSettings, description="How images are encoded into latents."
+    )
     text: TextSettings = Field(
-        default_factory=TextSettings, description="How captions become text embeddings."
+        default_factory=TextSettings, description="How captions are encoded into text embeddings."
     )
     training: TrainingSettings = Field(
         default_factory=TrainingSettings, description="How the LoRA is trained."
     )
     accelerate: AccelerateSettings = Field(
-        default_factory=AccelerateSettings, description="What `accelerate launch` is given."
+        default_factory=AccelerateSettings, description="Arguments of `accelerate launch`."
     )
-    checks: CheckSettings = Field(default_factory=CheckSettings, description="How strict the gates are.")
+    checks: CheckSettings = Field(
+        default_factory=CheckSettings,
+        description="Thresholds of the checks, and gates that are allowed to fail.",
+    )
     recache: RecacheSettings = Field(
-        default_factory=RecacheSettings,
-        description="When the cache is brought up to date without being asked.",
+        default_factory=RecacheSettings, description="When the cache job starts automatically."
     )
 
     @model_validator(mode="after")
     def _sections_agree(self) -> RecipeFile:
-        weights = [dataset.weight for dataset in self.datasets]
-        if broken := broken_weights(weights, self.training.exhausted):
-            raise_broken(broken, involves=("datasets", "training"))
-        has_focus = [dataset.focus_columns is not None for dataset in self.datasets]
-        if broken := broken_focus(has_focus, self.buckets.crop):
-            raise_broken(broken, involves=("datasets", "buckets"))
+        if violations := _weight_violations(self):
+            raise_violations(violations, involves=("datasets", "training"))
+        if violations := _focus_violations(self):
+            raise_violations(violations, involves=("datasets", "buckets"))
         return self
 
 
-class Recipe(RecipeFile):
-    """A recipe as loaded: with its name, its file, and absolute paths.
+def _weight_violations(recipe: RecipeFile) -> list[Violation]:
+    weights = [dataset.weight for dataset in recipe.datasets]
+    num_weights = sum(weight is not None for weight in weights)
+    exhausted = recipe.training.exhausted
+    if not num_weights and exhausted != "leave":
+        what = f"training.exhausted: {exhausted} has no effect because no dataset has a weight"
+        return [Violation("training.exhausted", what, "give each dataset a weight, or remove exhausted")]
+    if num_weights and num_weights < len(weights):
+        what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
+        return [Violation(f"datasets[{weights.index(None)}]", what, "give each dataset a weight, or none")]
+    return []
 
-    Paths are as written, joined to the project root; links and `..` in them are not resolved.
-    `Recipe.model_validate_json(recipe.model_dump_json())` gives an equal recipe.
+
+def _focus_violations(recipe: RecipeFile) -> list[Violation]:
+    crop = recipe.buckets.crop
+    with_focus = [index for index, each in enumerate(recipe.datasets) if each.focus_columns is not None]
+    if crop == "focus" and not with_focus:
+        what = "buckets.crop: focus has no effect because no dataset has focus_columns"
+        fix = "set datasets[].focus_columns, or use crop: centre"
+        return [Violation("buckets.crop", what, fix)]
+    if crop != "focus" and with_focus:
+        what = f"focus_columns have no effect with buckets.crop: {crop}"
+        key = f"datasets[{with_focus[0]}].focus_columns"
+        return [Violation(key, what, "set buckets.crop: focus, or remove focus_columns")]
+    return []
+
+
+class Recipe(RecipeFile):
+    """A loaded recipe: the file's values plus its name and path, with absolute paths.
+
+    Paths are joined to the project root; symbolic links and `..` are not resolved.
+    `Recipe.model_validate_json(recipe.model_dump_json())` returns an equal recipe.
     """
 
-    name: str = Field(pattern=NAME_PATTERN, description="The file's stem.")
-    source: Path = Field(description="The YAML file.")
+    name: str = Field(pattern=NAME_PATTERN, description="Stem of the file name.")
+    source: Path = Field(description="Path of the YAML file.")
+
+
+def section_at(path: KeyPath) -> type[BaseModel] | None:
+    """Return the model of the section at `path`, or None if there is no such section."""
+    if not path:
+        return RecipeFile
+    info = field_at(path)
+    return None if info is None else _section_in(info.annotation)
+
+
+def field_at(path: KeyPath) -> FieldInfo | None:
+    """Return the field of the key at `path`, or None for an unknown key."""
+    model: type[BaseModel] | None = RecipeFile
+    info = None
+    for part in path:
+        if isinstance(part, int):
+            continue
+        info = None if model is None else keys_of(model).get(part)
+        model = None if info is None else _section_in(info.annotation)
+    return info
+
+
+def keys_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """Return the fields of `model` by the key used in YAML."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+def all_keys(model: type[BaseModel] = RecipeFile, prefix: str = "") -> Iterator[str]:
+    """Yield the dotted name of every key below `model`, each section before its own keys."""
+    for key, info in keys_of(model).items():
+        yield f"{prefix}{key}"
+        section = _section_in(info.annotation)
+        if section is not None:
+            yield from all_keys(section, f"{prefix}{key}.")
+
+
+def _section_in(annotation: Any) -> type[BaseModel] | None:
+    """Return the model that `annotation` is, or that is the type of its items."""
+    for kind in (annotation, *get_args(annotation)):
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+    return None

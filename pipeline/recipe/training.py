@@ -1,4 +1,4 @@
-"""The section `training`: how long, with what, and what is kept of it."""
+"""The section `training`: length, optimizer, objective, previews, checkpoints and the adapter."""
 
 from __future__ import annotations
 
@@ -8,212 +8,227 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
-from pipeline.recipe.optimizers import broken_schedule, check_optimizer, unknown_arguments
-from pipeline.recipe.rules import Broken, raise_broken
-from pipeline.recipe.section import MAX_COUNT, Settings
+from pipeline.recipe.optimizers import argument_violations, check_optimizer, schedule_violations
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
 
 OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
 
 DEFAULT_STEPS = 1000
-"""Of a training whose length the recipe does not say."""
+"""Number of steps if the recipe sets neither steps nor epochs."""
 
 
 class OptimizerArguments(Settings):
-    """Any arguments, by name; which ones an optimizer takes is looked at beside its name."""
+    """Keyword arguments of the optimizer; the names are checked together with `optimizer`."""
 
     model_config = ConfigDict(extra="allow")
 
-    # So pydantic is told of what type unknown keys are.
-    __pydantic_extra__: dict[str, OptimizerArgument] = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+    # Pydantic reads the type of extra keys from this annotation.
+    __pydantic_extra__: dict[str, OptimizerArgument] = Field(  # pyright: ignore[reportIncompatibleVariableOverride] - documented by pydantic
         init=False
     )
 
     def given(self) -> dict[str, OptimizerArgument]:
-        """The arguments as the recipe has them."""
+        """Return the arguments that the recipe sets."""
         return dict(self.__pydantic_extra__)
 
 
 class TrainingSettings(Settings):
-    """How the LoRA is trained; what of it decides the weights is part of the run's fingerprint."""
+    """How the LoRA is trained. Keys that affect the weights are part of the run's fingerprint."""
 
     steps: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
         examples=[DEFAULT_STEPS],
-        description=f"Optimizer steps; null: as many as `epochs` ask for, or {DEFAULT_STEPS}.",
+        description=f"Number of optimizer steps; null uses `epochs`, or {DEFAULT_STEPS} steps without them.",
     )
     epochs: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="Passes over the datasets, in place of `steps`; each ends with a whole optimizer step.",
+        description="Number of passes over the datasets, instead of `steps`. Every epoch ends with a "
+        "complete optimizer step.",
     )
     exhausted: Literal["leave", "end_epoch", "repeat"] = Field(
         default="leave",
-        description="With weights, what happens when each image of a dataset has been seen in an epoch. "
-        "leave: the others go on without it. end_epoch: the epoch ends. repeat: it starts again, until the "
-        "last dataset has been seen.",
+        description="With dataset weights: what happens when an epoch has used all images of a dataset. "
+        "leave: continue with the other datasets. end_epoch: end the epoch. repeat: start the dataset again, "
+        "until all datasets have been used up.",
     )
     batch_size: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Samples a process takes in one forward pass."
+        default=1, ge=1, le=MAX_COUNT, description="Number of samples per process and forward pass."
     )
     gradient_accumulation: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Forward passes in one optimizer step."
+        default=1, ge=1, le=MAX_COUNT, description="Number of forward passes per optimizer step."
     )
-    learning_rate: float = Field(default=1e-4, gt=0.0, description="After warm-up, before any decay.")
+    learning_rate: float = Field(
+        default=1e-4, gt=0.0, description="Learning rate after warm-up and before any decay."
+    )
     optimizer: Annotated[str, AfterValidator(check_optimizer)] = Field(
         default="adamw",
-        description="adamw, adamw8bit (bitsandbytes, on a GPU), adafactor, prodigy (learning_rate: 1.0), "
-        "lion (with a third of AdamW's rate), schedule_free, or the import path of a torch optimizer.",
+        description="adamw, adamw8bit (bitsandbytes, needs a GPU), adafactor, prodigy (use learning_rate: "
+        "1.0), lion (use a third of AdamW's learning rate), schedule_free, or the import path of a torch "
+        "optimizer.",
     )
     optimizer_arguments: OptimizerArguments = Field(
         default_factory=OptimizerArguments,
-        description="Arguments of the optimizer beside the learning rate, such as weight_decay or betas.",
+        description="Other arguments of the optimizer, such as weight_decay or betas.",
     )
     lr_scheduler: Literal["constant", "linear", "cosine", "cosine_with_restarts", "polynomial", "wsd"] = (
         Field(
             default="constant",
-            description="What the learning rate does after warm-up: stay, or go down to zero in a line, half "
-            "a cosine, several (lr_cycles), or a power (lr_power); wsd stays, then goes down in the "
-            "last decay_steps.",
+            description="Learning rate after warm-up. constant: unchanged. linear, cosine, "
+            "cosine_with_restarts (`lr_cycles`) and polynomial (`lr_power`): decays over the run. wsd "
+            "(warmup-stable-decay): constant, then decays to zero in the last `decay_steps`.",
         )
     )
     lr_cycles: int = Field(
-        default=1, ge=1, le=MAX_COUNT, description="Cosines of `lr_scheduler: cosine_with_restarts`."
+        default=1,
+        ge=1,
+        le=MAX_COUNT,
+        description="Number of cycles of `lr_scheduler: cosine_with_restarts`.",
     )
-    lr_power: float = Field(default=1.0, gt=0.0, description="Of `lr_scheduler: polynomial`.")
+    lr_power: float = Field(default=1.0, gt=0.0, description="Exponent of `lr_scheduler: polynomial`.")
     decay_steps: int = Field(
         default=0,
         ge=0,
         le=MAX_COUNT,
-        description="Last steps, in which wsd goes down to zero.",
+        description="Number of steps at the end in which `lr_scheduler: wsd` decays to zero.",
     )
     ema_decay: float | None = Field(
         default=None,
         gt=0.0,
         lt=1.0,
-        description="The LoRA is an exponential moving average of the trained weights with this decay, such "
-        "as 0.99; null: the weights as they are.",
+        description="Decay of an exponential moving average (EMA) of the weights, such as 0.99. The exported "
+        "LoRA is then the average. null exports the weights themselves.",
     )
     warmup_steps: int = Field(
         default=0,
         ge=0,
         le=MAX_COUNT,
-        description="Steps in which the learning rate rises from zero; at most steps.",
+        description="Number of steps in which the learning rate rises from zero; at most `steps`.",
     )
-    loss: LossSettings = Field(default_factory=LossSettings, description="What is minimised.")
+    loss: LossSettings = Field(default_factory=LossSettings, description="Loss function and its weighting.")
     noise: NoiseSettings = Field(
-        default_factory=NoiseSettings, description="What is mixed into a latent beside plain noise."
+        default_factory=NoiseSettings, description="Changes to the noise that is added to a latent."
     )
     timesteps: TimestepSettings = Field(
-        default_factory=TimestepSettings, description="Which noise levels are drawn."
+        default_factory=TimestepSettings, description="Distribution of noise levels."
     )
-    max_grad_norm: float = Field(default=1.0, gt=0.0, description="Longer gradients are cut to this norm.")
-    seed: int = Field(default=42, ge=0, lt=2**63, description="Decides noise, order and initial weights.")
+    max_grad_norm: float = Field(
+        default=1.0, gt=0.0, description="Norm to which larger gradients are clipped."
+    )
+    seed: int = Field(
+        default=42, ge=0, lt=2**63, description="Seed of noise, sample order and initial LoRA weights."
+    )
     quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
         default="none",
-        description="Pack the frozen base weights, so that they take less memory: to 4 bits (nf4) or 8 "
-        "(int8) by bitsandbytes, on a GPU; or to 8 bits by torchao, anywhere. none: not at all. Only for a "
-        "plain LoRA: without `dora`, of `kind: lora`, and `init` kaiming or gaussian. Text encoders are not "
-        "packed.",
+        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) and int8 use "
+        "bitsandbytes and need a GPU; int8_torchao and fp8_torchao work on any device. Requires `kind: "
+        "lora` without `dora` and with `init: kaiming` or `gaussian`. Text encoders are not quantized.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
-        description="Compute activations a second time instead of keeping them: much less memory, about a "
-        "third more time, the same gradients.",
+        description="Recompute activations in the backward pass instead of storing them. Saves much memory, "
+        "takes about a third more time, and gives the same gradients.",
     )
     compile: bool = Field(
         default=False,
-        description="Compile the repeated blocks with torch.compile: the first steps of each size take "
-        "longer, those after them less. Needs a C++ compiler.",
+        description="Compile the repeated blocks with torch.compile. The first steps of each bucket size "
+        "take longer, later steps less. Needs a C++ compiler.",
     )
     checkpoint_every: int = Field(
-        default=250, ge=1, le=MAX_COUNT, description="Steps between two checkpoints."
+        default=250, ge=1, le=MAX_COUNT, description="Number of steps between two checkpoints."
     )
     keep_checkpoints: int | None = Field(
         default=None,
         ge=1,
         le=MAX_COUNT,
-        description="How many of the last checkpoints are kept; null: all. A run goes on from the newest "
-        "that is sound, so keep 2 at least.",
+        description="Number of checkpoints to keep; null keeps all. An interrupted run resumes from the "
+        "newest valid checkpoint, so keep at least 2.",
     )
     sample_every: int = Field(
         default=250,
         ge=0,
         le=MAX_COUNT,
-        description="Steps between two sets of preview pictures, the first before the first step; 0: none.",
+        description="Number of steps between previews; the first ones are drawn before the first step. 0 "
+        "disables previews.",
     )
     sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Prompts of the preview pictures; empty: the first captions are used."
+        default=(), description="Prompts of the previews; an empty list uses the first captions."
     )
     validate_every: int = Field(
         default=250,
         ge=0,
         le=MAX_COUNT,
-        description="Steps between two measurements of the loss on images held out by "
-        "`datasets.validation_fraction`, the first before the first step; 0: none.",
+        description="Number of steps between measurements of the validation loss, which uses the holdout of "
+        "`datasets[].validation_fraction`; the first is before the first step. 0 disables it.",
     )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = Field(
         default=("tensorboard",),
-        description="Where numbers and pictures go while it trains, beside the run's own logs: tensorboard "
-        "reads runs/<run>/logs; wandb needs that package and an account.",
+        description="Experiment trackers that receive metrics and previews, in addition to the run's own "
+        "logs. tensorboard writes to runs/<run>/logs; wandb needs its package and an account.",
     )
     lora: LoraSettings = Field(default_factory=LoraSettings, description="The adapter that is trained.")
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps of a recipe that does not count epochs, or whose epochs have been counted."""
+        """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
 
     @model_validator(mode="after")
     def _steps_or_epochs(self) -> TrainingSettings:
         if self.steps is not None and self.epochs is not None:
-            what = f"steps {self.steps} and epochs {self.epochs} both say how long training is"
-            raise_broken([Broken("epochs", what, "remove one of the two")], involves=("steps", "epochs"))
+            what = (
+                f"training.steps ({self.steps}) and training.epochs ({self.epochs}) cannot be used together"
+            )
+            violation = Violation("epochs", what, "remove one of the two")
+            raise_violations([violation], involves=("steps", "epochs"))
         return self
 
     @model_validator(mode="after")
     def _warmup_fits(self) -> TrainingSettings:
         if self.epochs is None and self.warmup_steps > self.num_steps:
-            what = f"warmup_steps {self.warmup_steps} is more than steps {self.num_steps}"
+            what = f"training.warmup_steps must be at most steps ({self.num_steps}), got {self.warmup_steps}"
             fix = f"use at most {self.num_steps}, or raise training.steps"
-            raise_broken([Broken("warmup_steps", what, fix)], involves=("warmup_steps", "steps", "epochs"))
+            keys = ("warmup_steps", "steps", "epochs")
+            raise_violations([Violation("warmup_steps", what, fix)], involves=keys)
         return self
 
     @model_validator(mode="after")
-    def _optimizer_takes_its_arguments(self) -> TrainingSettings:
-        if broken := unknown_arguments(self.optimizer, self.optimizer_arguments.given()):
-            raise_broken(broken, involves=("optimizer", "optimizer_arguments"))
+    def _optimizer_accepts_its_arguments(self) -> TrainingSettings:
+        if violations := argument_violations(self.optimizer, self.optimizer_arguments.given()):
+            raise_violations(violations, involves=("optimizer", "optimizer_arguments"))
         return self
 
     @model_validator(mode="after")
-    def _one_rate_where_it_is_found(self) -> TrainingSettings:
+    def _prodigy_has_one_learning_rate(self) -> TrainingSettings:
         text = self.lora.text_encoders
         if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
-            what = f"prodigy finds one step size for all weights, and not another of {text.learning_rate}"
-            broken = Broken(
-                "lora.text_encoders.learning_rate", what, "remove it, or use another training.optimizer"
-            )
-            raise_broken([broken], involves=("optimizer", "lora"))
+            key = "lora.text_encoders.learning_rate"
+            what = "prodigy estimates one step size for all weights, so the text encoders cannot have a "
+            what += f"separate learning_rate, got {text.learning_rate}"
+            violation = Violation(key, what, "remove it, or use another training.optimizer")
+            raise_violations([violation], involves=("optimizer", "lora"))
         return self
 
     @model_validator(mode="after")
-    def _packed_weights_suit_the_adapter(self) -> TrainingSettings:
-        if self.quantize != "none" and self.lora.dora:
-            what = f"dora measures the base weights, which quantize: {self.quantize} packs"
-            broken = Broken("quantize", what, "set quantize: none, or training.lora.dora: false")
-            raise_broken([broken], involves=("quantize", "lora"))
-        if self.quantize != "none" and self.lora.begins_as_part:
-            what = (
-                f"init: {self.lora.init} takes the base weights apart, which quantize: {self.quantize} packs"
-            )
-            broken = Broken("quantize", what, "set quantize: none, or training.lora.init: kaiming")
-            raise_broken([broken], involves=("quantize", "lora"))
-        if self.quantize != "none" and self.lora.kind != "lora":
-            what = f"peft puts no {self.lora.kind} on weights that quantize: {self.quantize} packs"
-            broken = Broken("quantize", what, "set quantize: none, or training.lora.kind: lora")
-            raise_broken([broken], involves=("quantize", "lora"))
+    def _adapter_supports_quantization(self) -> TrainingSettings:
+        if self.quantize == "none":
+            return self
+        conflicts = {
+            "lora.dora: true": (self.lora.dora, "training.lora.dora: false"),
+            f"lora.init: {self.lora.init}": (
+                self.lora.starts_from_base_weights,
+                "training.lora.init: kaiming",
+            ),
+            f"lora.kind: {self.lora.kind}": (self.lora.kind != "lora", "training.lora.kind: lora"),
+        }
+        for setting, (is_conflict, alternative) in conflicts.items():
+            if is_conflict:
+                what = f"quantize: {self.quantize} cannot be combined with {setting}"
+                violation = Violation("quantize", what, f"set quantize: none, or {alternative}")
+                raise_violations([violation], involves=("quantize", "lora"))
         return self
 
     @model_validator(mode="after")
@@ -228,6 +243,6 @@ class TrainingSettings(Settings):
             "steps",
             "epochs",
         )
-        if broken := broken_schedule(self):
-            raise_broken(broken, involves=keys)
+        if violations := schedule_violations(self):
+            raise_violations(violations, involves=keys)
         return self

@@ -165,7 +165,7 @@ def _delta_norms(result: _Result) -> dict[str, float]:
         if down_key not in tensors or up_key not in tensors:
             continue
         up, down = (tensors[key].reshape(len(tensors[key]), -1) for key in (up_key, down_key))
-        if result.settings.of_network(module.name).begins_as_part:
+        if result.settings.of_network(module.name).starts_from_base_weights:
             up, down = up.astype(np.float64), down.astype(np.float64)
         norm = float(np.linalg.norm(up @ down))
         rounding_error = _ROUNDING * float(np.linalg.norm(up) * np.linalg.norm(down))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import TrainingError
 from pipeline.models.families import FAMILIES, Family
-from pipeline.recipe.rules import one_of
+from pipeline.recipe.settings import one_of
 
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction

@@ -21,7 +21,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
-from pipeline.recipe import differing, with_overrides
+from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import SCHEMAS, Tables, empty, validated
@@ -99,7 +99,7 @@ def train_lora(
         RecipeError: The overrides are invalid, or contradict the recipe.
     """
     watch = Stopwatch()
-    changes = differing(recipe, overrides)
+    changes = changed_values(recipe, overrides)
     recipe = with_overrides(recipe, changes)
     if changes:
         log(f"overridden for this run: {', '.join(f'{name} {value}' for name, value in changes.items())}")

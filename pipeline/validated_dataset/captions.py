@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipeline.images.formats import SUFFIXES, ImageError
 from pipeline.raw_images.sidecars import last_suffix, sidecar_path
-from pipeline.recipe.rules import LISTING_SUFFIXES
+from pipeline.recipe.validators import MANIFEST_SUFFIXES
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
@@ -136,7 +136,7 @@ def _missing(source: Source, path: str, sidecar: str) -> ImageError:
     found = f"beside it lie {', '.join(beside)}" if beside else "nothing else has its name"
     fix = f"write {sidecar}, or set captions.suffix" + (f" to {beside[0]}" if beside else "")
     listings = [
-        suffix for suffix in _suffixes_in(source, folder).get("metadata", ()) if suffix in LISTING_SUFFIXES
+        suffix for suffix in _suffixes_in(source, folder).get("metadata", ()) if suffix in MANIFEST_SUFFIXES
     ]
     if listings:
         name = f"metadata{listings[0]}"

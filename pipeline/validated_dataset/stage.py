@@ -120,7 +120,7 @@ class _Captions:
         try:
             caption: Caption = caption_of(settings.captions, source, path, said, sidecar_bytes=size)
         except ImageError as err:
-            if err.reason != "caption_missing" or not settings.is_listing:
+            if err.reason != "caption_missing" or not settings.is_manifest:
                 raise
             fix = f"{err.fix}; or take them from the listing: captions: {{from: column, columns: [...]}}"
             raise ImageError(err.reason, err.detail, where=err.where, fix=fix) from err

@@ -36,8 +36,8 @@ def test_a_value_out_of_range_ends_with_what_where_and_fix(cached) -> None:
     done = with_config(cached, rank=0)
     assert done.returncode == 1
     last = done.stderr.rstrip().splitlines()[-3:]
-    assert last[0].startswith("RecipeError: rank is 0")
-    assert last[1] == "  where: the run's own settings over small.yaml, training.lora.rank"
+    assert last[0].startswith("RecipeError: training.lora.rank must be between 1 and 4096, got 0")
+    assert last[1] == "  where: overrides of small.yaml, training.lora.rank"
     assert last[2].startswith("  fix: ")
     assert not (cached.out / "runs").exists()
 

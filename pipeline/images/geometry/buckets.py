@@ -91,7 +91,7 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
         BucketError: `resolution` is no positive multiple of `step`, or `max_aspect_ratio` is below 1.
     """
     if step < 1 or resolution < 1 or resolution % step:
-        what = f"resolution {resolution} is not a multiple of step {step}"
+        what = f"buckets.resolution must be a multiple of buckets.step, got {resolution} and {step}"
         fix = "use a multiple of the step as resolution"
         raise BucketError(what, where="buckets.resolution, buckets.step", fix=fix)
     if not max_aspect_ratio >= 1:

@@ -73,7 +73,7 @@ def _network_arguments(lora: LoraSettings) -> dict[str, object]:
         arguments["conv_dim"], arguments["conv_alpha"] = lora.size_of("", conv=True)
     if lora.dropout:
         arguments["dropout"] = lora.dropout
-    if lora.begins_as_part:
+    if lora.starts_from_base_weights:
         arguments["init"] = lora.init
     if lora.dora:
         arguments["dora_wd"] = True

@@ -118,7 +118,7 @@ class Engine:
     def _adapted(self, denoiser: nn.Module) -> nn.Module:
         lora, seed = self._settings.lora, self._settings.seed
         add_lora(cast("Any", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
-        if lora.begins_as_part:
+        if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
 
@@ -242,7 +242,7 @@ class Engine:
         One that began as a part of the base weights is that part again: with the fixed one beside it that
         is the base model too, by the very sums that training began with, so that no rounding looks learned.
         """
-        began_as_part = self._settings.lora.begins_as_part
+        began_as_part = self._settings.lora.starts_from_base_weights
         networks: list[Any] = list(self.text_networks.values() if began_as_part else self.networks.values())
         with at_initial_weights(self.denoiser) if began_as_part else nullcontext():
             for network in networks:

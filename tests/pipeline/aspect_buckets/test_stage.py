@@ -84,5 +84,5 @@ def test_the_table_is_as_its_schema_says(folder: Any) -> None:
 def test_B03_settings_that_make_no_bucket_are_a_clear_error(folder: Any) -> None:
     settings = folder.recipe.buckets.model_copy(update={"step": 48})
     recipe = folder.recipe.model_copy(update={"buckets": settings})
-    with pytest.raises(BucketError, match="resolution 64 is not a multiple of step 48"):
+    with pytest.raises(BucketError, match=r"must be a multiple of .*, got 64 and 48"):
         assign_buckets(recipe, dataset([Size(5, 5)]), log=folder.log.append)

@@ -123,7 +123,7 @@ def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Pat
     write(tmp_path, name="asters.yaml")
     (tmp_path / "broken.yaml").write_text("datasets: 1", "utf-8")
     done = latentline("validate", "flowers", configs=tmp_path)
-    assert done.stderr.startswith("RecipeError: output_dir is also the output_dir of recipe asters")
+    assert done.stderr.startswith("RecipeError: recipe asters has the same output_dir")
 
 
 def test_validate_refuses_a_file_that_the_definitions_would_refuse(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pipeline.errors import RecipeError
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import BucketSettings, Recipe, recipe_from_mapping
+from pipeline.recipe.buckets import step_violation
 
 
 def recipe(**buckets: Any) -> Recipe:
@@ -27,7 +30,9 @@ def recipe(**buckets: Any) -> Recipe:
     ],
     ids=str,
 )
-def test_settings_become_rules(buckets: dict[str, Any], limit: Fraction | None, sizes: set[Size]) -> None:
+def test_settings_define_the_sizes_and_the_upscale_limit(
+    buckets: dict[str, Any], limit: Fraction | None, sizes: set[Size]
+) -> None:
     made = recipe(**buckets)
     assert Recipe.model_validate_json(made.model_dump_json()) == made
     placement = placement_of(made.buckets)
@@ -35,7 +40,7 @@ def test_settings_become_rules(buckets: dict[str, Any], limit: Fraction | None, 
     assert set(placement.sizes) == sizes
 
 
-def test_resolutions_are_tried_from_the_smallest_whatever_their_order() -> None:
+def test_resolutions_are_sorted_from_the_smallest() -> None:
     areas = [
         buckets.sizes[0]
         for buckets in placement_of(BucketSettings(resolutions=(512, 256), max_aspect_ratio=1.0)).sets
@@ -44,28 +49,55 @@ def test_resolutions_are_tried_from_the_smallest_whatever_their_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("buckets", "said"),
+    ("buckets", "message"),
     [
-        ({"sizes": ["64"]}, "write height x width"),
+        ({"sizes": ["64"]}, "must be <height>x<width>"),
         ({"sizes": ["64x100"]}, "use 96 or 104"),
-        ({"sizes": ["64x99992"]}, "use edges of at most 16384"),
-        ({"sizes": ["64x64", "128x128"]}, "64x64 has the aspect ratio of 128x128"),
-        ({"sizes": ["64x64", "64x64"]}, "stands there twice"),
+        ({"sizes": ["64x99992"]}, "must be at most 16384 pixels"),
+        ({"sizes": ["64x64", "128x128"]}, "64x64 is never used: 128x128 has the same aspect ratio"),
+        ({"sizes": ["64x64", "64x64"]}, "duplicate size 64x64"),
         ({"sizes": ["64x64"], "resolutions": [64]}, "remove one of them"),
-        ({"resolutions": [64, 64]}, "a resolution stands there twice"),
-        ({"resolutions": [64, 100], "step": 8}, "resolution 100 is not a multiple of step 8"),
+        ({"resolutions": [64, 64]}, "duplicate value in buckets.resolutions"),
+        (
+            {"resolutions": [64, 100], "step": 8},
+            r"buckets.resolutions\[1\] must be a multiple of buckets.step, got 100 and 8",
+        ),
         ({"upscale": "sometimes"}, r"use allow, never, or limit\(1.5\)"),
         ({"upscale": "limit(0.5)"}, "at least 1"),
         ({"small_images": "reject"}, "has no effect with upscale: allow"),
         ({"crop_seed": 4}, "set crop: random"),
         ({"per_image": "each", "resolutions": [64]}, "set resolutions, or remove per_image"),
-        ({"crop": "focus"}, r"name them in datasets\[\].focus_columns"),
-        ({"underfilled": "pad"}, "the choices are partial, repeat, drop"),
+        ({"crop": "focus"}, r"set datasets\[\].focus_columns"),
+        ({"underfilled": "pad"}, "use partial, repeat or drop"),
     ],
     ids=str,
 )
-def test_B03_B08_what_contradicts_itself_is_a_mistake_with_its_fix(
-    buckets: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(RecipeError, match=said):
+def test_B03_B08_a_contradiction_is_a_mistake_with_a_fix(buckets: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
         recipe(**buckets)
+
+
+@given(st.integers(8, 4096), st.integers(1, 512))
+def test_every_suggested_resolution_and_step_is_valid(resolution: int, step: int):
+    violation = step_violation("resolution", resolution, step)
+    assert (violation is None) == (resolution % step == 0)
+    if violation is None:
+        return
+    head, _, tail = violation.fix.partition(", or set buckets.step to ")
+    for suggested in numbers(head):
+        assert step_violation("resolution", suggested, step) is None
+    for suggested in numbers(tail):
+        assert step_violation("resolution", resolution, suggested) is None
+        assert suggested % 8 == 0
+        assert suggested < step
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.replace(",", " ").split() if word.isdigit()]
+
+
+def test_a_resolution_that_is_not_a_multiple_of_the_step_has_suggestions():
+    violation = step_violation("resolution", 1000, 64)
+    assert violation is not None
+    assert violation.what == "buckets.resolution must be a multiple of buckets.step, got 1000 and 64"
+    assert violation.fix == "use 960 or 1024, or set buckets.step to 8 or 40"

@@ -34,13 +34,13 @@ def write(folder: Path, name: str, text: str = GOOD) -> Path:
     return file
 
 
-def refusal(file: Path) -> str:
+def error_of(file: Path) -> str:
     with pytest.raises(RecipeError) as caught:
         load_recipe(file)
     return str(caught.value)
 
 
-def test_a_recipe_has_its_name_file_and_absolute_paths(tmp_path: Path):
+def test_a_recipe_has_its_name_its_file_and_absolute_paths(tmp_path: Path):
     file = write(tmp_path, "flowers")
     recipe = load_recipe(file)
     assert (recipe.name, recipe.source) == ("flowers", file)
@@ -49,7 +49,7 @@ def test_a_recipe_has_its_name_file_and_absolute_paths(tmp_path: Path):
     assert recipe.output_dir == project_root() / "outputs/flowers"
 
 
-def test_paths_keep_links_and_dots_as_written(tmp_path: Path):
+def test_symbolic_links_and_dots_in_paths_are_not_resolved(tmp_path: Path):
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     text = GOOD.replace("data/photos", f"{link}/../x").replace("outputs/NAME", "~/out")
@@ -61,51 +61,51 @@ def test_paths_keep_links_and_dots_as_written(tmp_path: Path):
 def test_three_mistakes_are_reported_at_once_with_line_key_and_fix(tmp_path: Path):
     file = write(tmp_path, "wrong", THREE_MISTAKES)
     assert (
-        refusal(file)
+        error_of(file)
         == f"""3 mistakes in {file}
 
-  repeats is the text "eight", and must be a whole number
+  datasets[0].repeats must be an integer, got "eight"
     where: {file}:4, datasets[0].repeats
-    fix:   write a whole number, such as 1
+    fix:   write an integer, such as 1
 
-  resolution 1000 is not a multiple of step 64
+  buckets.resolution must be a multiple of buckets.step, got 1000 and 64
     where: {file}:7, buckets.resolution
     fix:   use 960 or 1024, or set buckets.step to 8 or 40
 
-  enabled is the text "False", and must be true or false
+  recache.enabled must be true or false, got "False"
     where: {file}:9, recache.enabled
     fix:   write false, without quotes
 
   where: {file}
-  fix:   correct all 3, each as its own fix says"""
+  fix:   apply the 3 fixes above"""
     )
 
 
-def test_a_single_mistake_is_told_without_a_list(tmp_path: Path):
+def test_a_single_mistake_is_reported_without_a_list(tmp_path: Path):
     file = write(tmp_path, "x", GOOD + "cachedir: y\n")
     assert (
-        refusal(file)
+        error_of(file)
         == f"unknown key cachedir\n  where: {file}:5, cachedir\n  fix:   did you mean cache_dir?"
     )
 
 
-def test_a_recipe_inside_the_project_is_named_from_its_root():
-    error = refusal(project_root() / "configs" / "not-there.yaml")
+def test_a_recipe_inside_the_project_is_shown_relative_to_the_root():
+    error = error_of(project_root() / "configs" / "not-there.yaml")
     assert "configs/not-there.yaml" in error
     assert str(project_root()) not in error
 
 
 def test_yaml_flaws_and_wrong_values_are_reported_together_by_line(tmp_path: Path):
     text = GOOD + "training: {steps: 0}\nmodel: {base: other/name}\ntext: {caption_dropout: 2}\n"
-    error = refusal(write(tmp_path, "x", text))
+    error = error_of(write(tmp_path, "x", text))
     lines = [line.partition(".yaml:")[2] for line in error.splitlines() if ".yaml:" in line]
     assert lines == ["5, training.steps", "6, model", "7, text.caption_dropout"]
-    assert "model is given twice, first in line 4" in error
+    assert "duplicate key model, first used in line 4" in error
 
 
-def test_a_value_that_yaml_itself_refuses_is_told_once(tmp_path: Path):
-    error = refusal(write(tmp_path, "x", GOOD + "training: !custom x\n"))
-    assert error.startswith("the tag !custom is not known\n  where: ")
+def test_a_value_with_a_yaml_flaw_is_reported_once(tmp_path: Path):
+    error = error_of(write(tmp_path, "x", GOOD + "training: !custom x\n"))
+    assert error.startswith("unknown YAML tag !custom\n  where: ")
 
 
 @pytest.mark.parametrize(
@@ -113,31 +113,31 @@ def test_a_value_that_yaml_itself_refuses_is_told_once(tmp_path: Path):
     [
         (b"", "the recipe is empty", ":1"),
         (b"# only a comment\n", "the recipe is empty", ":1"),
-        (b"- 1\n", "the recipe is no mapping of keys", ":1"),
-        (b"just text", "the recipe is no mapping of keys", ":1"),
-        (b"a: 1\nb: caf\xe9\n", "the recipe is not UTF-8: byte 0xe9", ":2"),
+        (b"- 1\n", "a recipe must be a mapping of keys", ":1"),
+        (b"just text", "a recipe must be a mapping of keys", ":1"),
+        (b"a: 1\nb: caf\xe9\n", "a recipe must be UTF-8, got byte 0xe9", ":2"),
         (b"a: [1\nb: 2\n", "not valid YAML", ":1"),
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused_in_its_own_words(
+def test_a_file_that_is_not_a_recipe_is_refused_with_the_reason(
     tmp_path: Path, content: bytes, what: str, where: str
 ):
     file = tmp_path / "x.yaml"
     file.write_bytes(content)
-    error = refusal(file)
+    error = error_of(file)
     assert error.startswith(what)
     assert f"where: {file}{where}" in error
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path):
+def test_a_byte_order_mark_and_windows_line_endings_are_accepted(tmp_path: Path):
     file = tmp_path / "x.yaml"
     file.write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
     assert load_recipe(file).name == "x"
 
 
 @pytest.mark.parametrize("stem", ["my-flowers", "my flowers", "blümchen", "a.b"])
-def test_a_name_that_dagster_cannot_use_is_refused_with_one_that_it_can(tmp_path: Path, stem: str):
-    error = refusal(write(tmp_path, stem, GOOD))
+def test_a_name_that_dagster_does_not_accept_is_refused_with_a_valid_alternative(tmp_path: Path, stem: str):
+    error = error_of(write(tmp_path, stem, GOOD))
     assert repr(stem) in error
     proposed = error.partition("for example to ")[2].strip().removesuffix(".yaml")
     assert write(tmp_path, proposed).exists()
@@ -146,11 +146,11 @@ def test_a_name_that_dagster_cannot_use_is_refused_with_one_that_it_can(tmp_path
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
     (tmp_path / "folder.yaml").mkdir()
-    assert "cannot be read: No such file" in refusal(tmp_path / "absent.yaml")
-    assert "cannot be read: Is a directory" in refusal(tmp_path / "folder.yaml")
+    assert "cannot read the recipe: No such file" in error_of(tmp_path / "absent.yaml")
+    assert "cannot read the recipe: Is a directory" in error_of(tmp_path / "folder.yaml")
 
 
-def test_recipes_are_the_yaml_files_directly_in_the_folder_by_name(tmp_path: Path):
+def test_recipes_are_the_yaml_files_directly_in_the_folder_sorted_by_name(tmp_path: Path):
     (tmp_path / "examples").mkdir()
     for name in ("b", "a", "examples/c", "._a", ".hidden"):
         write(tmp_path, name)
@@ -158,7 +158,7 @@ def test_recipes_are_the_yaml_files_directly_in_the_folder_by_name(tmp_path: Pat
     assert [recipe.name for recipe in load_recipes(tmp_path)] == ["a", "b"]
 
 
-def test_a_recipe_that_ends_in_yml_is_not_passed_over_in_silence(tmp_path: Path):
+def test_a_recipe_with_the_suffix_yml_is_an_error(tmp_path: Path):
     write(tmp_path, "a").rename(tmp_path / "a.yml")
     with pytest.raises(RecipeError, match=r"rename it to a\.yaml"):
         load_recipes(tmp_path)
@@ -177,24 +177,24 @@ def test_mistakes_of_all_recipes_are_reported_at_once(tmp_path: Path):
             assert f"{name}.yaml:{line}, " in error
 
 
-def test_two_recipes_with_one_output_folder_are_refused(tmp_path: Path):
+def test_two_recipes_with_the_same_output_folder_are_refused(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     write(tmp_path, "a", GOOD.replace("outputs/NAME", f"{tmp_path}/real"))
     second = write(tmp_path, "b", GOOD.replace("outputs/NAME", f"{tmp_path}/link/"))
-    with pytest.raises(RecipeError, match="output_dir is also the output_dir of recipe a") as caught:
+    with pytest.raises(RecipeError, match="recipe a has the same output_dir") as caught:
         load_recipes(tmp_path)
     assert f"{second}:3, output_dir" in str(caught.value)
 
 
-def test_the_folder_of_recipes_can_be_chosen_by_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_environment_variable_sets_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("LATENTLINE_CONFIGS", raising=False)
     assert recipes_dir() == project_root() / "configs"
     monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path))
     write(tmp_path, "chosen")
     assert [recipe.name for recipe in load_recipes()] == ["chosen"]
     monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "absent"))
-    with pytest.raises(RecipeError, match="the folder of recipes is not there"):
+    with pytest.raises(RecipeError, match="the folder of recipes does not exist"):
         load_recipes()
 
 
@@ -228,7 +228,7 @@ def test_the_recipes_of_this_repository_load():
     ]
 
 
-def test_a_mapping_is_checked_as_a_file_is(tmp_path: Path):
+def test_a_mapping_is_validated_like_a_file(tmp_path: Path):
     values = {
         "datasets": [{"name": "p", "path": tmp_path}],
         "output_dir": tmp_path / "o",
@@ -242,7 +242,7 @@ def test_a_mapping_is_checked_as_a_file_is(tmp_path: Path):
     assert "where: recipe x, extra" in str(caught.value)
 
 
-def test_the_error_keeps_all_mistakes_across_a_process_boundary(tmp_path: Path):
+def test_the_error_keeps_all_mistakes_when_pickled(tmp_path: Path):
     with pytest.raises(RecipeError) as caught:
         load_recipe(write(tmp_path, "wrong", THREE_MISTAKES))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)

@@ -15,7 +15,7 @@ def recipe(**training: Any) -> Recipe:
     "training",
     [
         {"optimizer": "prodigy", "optimizer_arguments": {"d_coef": 0.5, "betas": [0.9, 0.99]}},
-        {"optimizer": "torch.optim.NAdam", "optimizer_arguments": {"anything": "training looks at it"}},
+        {"optimizer": "torch.optim.NAdam", "optimizer_arguments": {"anything": "checked in training"}},
         {"optimizer": "schedule_free", "warmup_steps": 10},
         {"lr_scheduler": "wsd", "decay_steps": 100},
         {"lr_scheduler": "cosine_with_restarts", "lr_cycles": 3},
@@ -25,13 +25,13 @@ def recipe(**training: Any) -> Recipe:
     ],
     ids=str,
 )
-def test_a_recipe_may_say_so(training: dict[str, Any]) -> None:
+def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
     made = recipe(**training)
     assert Recipe.model_validate_json(made.model_dump_json()) == made
 
 
 @pytest.mark.parametrize(
-    ("training", "said"),
+    ("training", "message"),
     [
         ({"optimizer": "adamv"}, "did you mean adamw?"),
         ({"optimizer_arguments": {"weigth_decay": 0.1}}, "did you mean weight_decay?"),
@@ -50,6 +50,6 @@ def test_a_recipe_may_say_so(training: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_what_contradicts_itself_is_a_mistake_with_its_fix(training: dict[str, Any], said: str) -> None:
-    with pytest.raises(RecipeError, match=said.replace("?", r"\?")):
+def test_a_contradiction_is_a_mistake_with_a_fix(training: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=message.replace("?", r"\?")):
         recipe(**training)

@@ -1,4 +1,4 @@
-"""One run's settings in place of the recipe's."""
+"""Overrides of a recipe for a single run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from typing import Any
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import OVERRIDABLE, Recipe, differing, recipe_from_mapping, recipe_values, with_overrides
-from pipeline.recipe.keys import field_at
+from pipeline.recipe import (
+    OVERRIDABLE,
+    Recipe,
+    changed_values,
+    recipe_from_mapping,
+    recipe_values,
+    with_overrides,
+)
+from pipeline.recipe.schema import field_at
 
 
 def recipe(**training: Any) -> Recipe:
@@ -22,24 +29,26 @@ def recipe(**training: Any) -> Recipe:
     return recipe_from_mapping("flowers", values)
 
 
-def test_every_name_stands_for_a_key_and_has_the_recipes_value() -> None:
+def test_every_overridable_name_is_a_key_with_a_value() -> None:
     assert set(recipe_values(recipe())) == set(OVERRIDABLE)
     assert all(field_at(path) is not None for path in OVERRIDABLE.values())
 
 
-def test_the_recipes_own_values_change_nothing() -> None:
+def test_the_values_of_the_recipe_change_nothing() -> None:
     made = recipe(steps=8, learning_rate=1)
     assert with_overrides(made, recipe_values(made)) is made
     assert with_overrides(made, {}) is made
     assert with_overrides(made, {"learning_rate": 1.0, "steps": None}) is made
 
 
-def test_what_is_given_takes_the_recipes_place_and_all_else_stays() -> None:
+def test_overrides_replace_their_keys_and_no_others() -> None:
     made = recipe(steps=8, lora={"alpha": 4.0}, optimizer_arguments={"weight_decay": 0.1})
     given = {"steps": 3, "rank": 2, "learning_rate": 0.5, "seed": 7}
     changed = with_overrides(made, given)
     assert recipe_values(changed) == given
-    assert differing(made, {**given, "seed": 42}) == {name: given[name] for name in given if name != "seed"}
+    assert changed_values(made, {**given, "seed": 42}) == {
+        name: given[name] for name in given if name != "seed"
+    }
     before, after = made.model_dump(), changed.model_dump()
     for values in (before, after):
         for path in OVERRIDABLE.values():
@@ -51,7 +60,7 @@ def test_what_is_given_takes_the_recipes_place_and_all_else_stays() -> None:
     assert changed.training.lora.alpha == 4.0
 
 
-def test_steps_take_the_place_of_epochs() -> None:
+def test_steps_replace_epochs() -> None:
     made = recipe(epochs=3)
     assert recipe_values(made)["steps"] is None
     changed = with_overrides(made, {"steps": 5})
@@ -69,10 +78,10 @@ def test_steps_take_the_place_of_epochs() -> None:
         ({"seed": -1}, "training.seed"),
     ],
 )
-def test_what_a_recipe_may_not_say_a_run_may_not_either(given: dict[str, Any], key: str) -> None:
+def test_overrides_are_validated_like_the_recipe(given: dict[str, Any], key: str) -> None:
     with pytest.raises(RecipeError) as raised:
         with_overrides(recipe(steps=8, warmup_steps=5), given)
-    assert raised.value.where == f"the run's own settings over flowers.yaml, {key}"
+    assert raised.value.where == f"overrides of flowers.yaml, {key}"
 
 
 def test_a_recipe_from_a_file_keeps_its_paths(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.recipe import Recipe, recipe_from_mapping
-from pipeline.recipe.keys import all_keys, field_at
+from pipeline.recipe.schema import all_keys, field_at
 
 SMALLEST: dict[str, Any] = {
     "datasets": [{"name": "photos", "path": "data/photos"}],

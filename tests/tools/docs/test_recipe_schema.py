@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 from pipeline.recipe import project_root
-from pipeline.recipe.locate import parse
+from pipeline.recipe.yaml_document import parse
 from tools.docs.recipe_schema import recipe_schema, schema_path, schema_text
 
 CONFIGS = project_root() / "configs"

@@ -1,4 +1,4 @@
-"""YAML is read into plain data with the line of every key, and its flaws are found, not raised."""
+"""YAML becomes plain data with the line of every key, and flaws are collected with line and fix."""
 
 import json
 from typing import Any
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.recipe.locate import dotted, parse
+from pipeline.recipe.yaml_document import dotted, parse
 
 PLAIN = st.recursive(
     st.none()
@@ -26,7 +26,7 @@ def lines_of(text: str) -> dict[str, int]:
     return {dotted(path): line for path, line in parse(text).lines.items()}
 
 
-def test_every_key_and_list_item_has_its_line_in_blocks_and_in_braces():
+def test_every_key_and_list_item_has_a_line_in_block_and_flow_style():
     text = """
 datasets:
   - name: photos
@@ -52,14 +52,14 @@ buckets: {resolution: 1024, step: 64}
     }
 
 
-def test_a_key_that_is_not_there_has_the_line_of_its_section():
+def test_a_missing_key_has_the_line_of_its_section():
     document = parse("a: 1\nmodel:\n  revision: x\n")
     assert document.line(("model", "base")) == 2
     assert document.line(("nothing", 0, "below")) == 1
 
 
 @given(PLAIN)
-def test_what_json_writes_is_read_back_as_it_was(value: Any):
+def test_json_is_read_back_unchanged(value: Any):
     document = parse(json.dumps(value, ensure_ascii=False))
     assert document.flaws == []
     assert document.data == value
@@ -80,13 +80,13 @@ def test_what_json_writes_is_read_back_as_it_was(value: Any):
         ("0 3 * * *", "0 3 * * *"),
     ],
 )
-def test_plain_values_are_those_of_yaml_1_2(text: str, value: Any):
+def test_plain_values_follow_yaml_1_2(text: str, value: Any):
     found = parse(f"key: {text}").data["key"]
     assert found == value
     assert type(found) is type(value)
 
 
-def test_anchors_and_merges_are_read_and_own_keys_win():
+def test_anchors_and_merges_are_resolved_and_explicit_keys_win():
     document = parse("base: &base {a: 1, b: 2}\nown: {<<: *base, b: 3}\nagain: *base\n")
     assert document.data == {"base": {"a": 1, "b": 2}, "own": {"a": 1, "b": 3}, "again": {"a": 1, "b": 2}}
     assert document.flaws == []
@@ -95,30 +95,30 @@ def test_anchors_and_merges_are_read_and_own_keys_win():
 @pytest.mark.parametrize(
     ("text", "line", "what"),
     [
-        ("a: 1\nb: 2\na: 3\n", 3, "a is given twice, first in line 1"),
+        ("a: 1\nb: 2\na: 3\n", 3, "duplicate key a, first used in line 1"),
         ("a: [1\nb: 2", 1, "not valid YAML: while parsing a flow sequence, expected ',' or ']', but got ':'"),
         ("a:\n\tb: 1", 2, "not valid YAML: while scanning for the next token, found character '\\t'"),
-        ("a: 1\nb: \x07", 2, "not valid YAML: character 0x7 cannot stand in YAML"),
+        ("a: 1\nb: \x07", 2, "not valid YAML: character 0x7 is not allowed in YAML"),
         ("a: 'x", 1, "not valid YAML: while scanning a quoted scalar, found unexpected end of stream"),
         ("a: *nope", 1, "not valid YAML: found undefined alias 'nope'"),
         ("a: 1\n---\nb: 2\n", 3, "a second YAML document starts here"),
-        ("a: &x [1, *x]", 1, "an alias leads back into itself"),
-        ("a: &x\n  <<: *x", 1, "<< leads back into itself"),
-        ("a: {<<: 3}", 1, "<< merges something that is no mapping"),
+        ("a: &x [1, *x]", 1, "an alias refers to a mapping or list that contains it"),
+        ("a: &x\n  <<: *x", 1, "<< merges a mapping into itself"),
+        ("a: {<<: 3}", 1, "<< must merge a mapping"),
         (
             "a: !!python/object:os.system x",
             1,
-            "the tag tag:yaml.org,2002:python/object:os.system is not known",
+            "unknown YAML tag tag:yaml.org,2002:python/object:os.system",
         ),
-        ("a: !!int foo", 1, "foo is no value"),
-        ("a: " + "9" * 5000, 1, "9999999999999999999999999999999999999999 is no value"),
-        ('a: "\\ud800"', 1, "'\\ud800' is no value"),
-        ('"\\ud800": 1', 1, "'\\ud800' is no key"),
-        ("? [1, 2]\n: 3", 1, "a key is a list or a mapping"),
+        ("a: !!int foo", 1, "invalid value foo"),
+        ("a: " + "9" * 5000, 1, "invalid value 9999999999999999999999999999999999999999: "),
+        ('a: "\\ud800"', 1, "invalid value '\\ud800'"),
+        ('"\\ud800": 1', 1, "a key must be valid text, got '\\ud800'"),
+        ("? [1, 2]\n: 3", 1, "a key must be text, got a list or a mapping"),
         ("[" * 3000, 1, "lists or mappings are nested too deeply"),
     ],
 )
-def test_a_flaw_of_the_yaml_is_named_with_its_line(text: str, line: int, what: str):
+def test_a_flaw_is_reported_with_its_line(text: str, line: int, what: str):
     (flaw,) = parse(text).flaws
     assert flaw.line == line
     assert flaw.what.startswith(what)
@@ -126,12 +126,43 @@ def test_a_flaw_of_the_yaml_is_named_with_its_line(text: str, line: int, what: s
 
 
 @given(st.text(max_size=200))
-def test_no_text_raises(text: str):
+def test_arbitrary_text_never_raises(text: str):
     document = parse(text)
     assert document.flaws or json.dumps(document.data)
 
 
 @given(st.text("ab:{}[]-&*!<>|?'\"# \n\t0,%@`", max_size=60))
-def test_no_text_of_yaml_characters_raises(text: str):
+def test_text_of_yaml_characters_never_raises(text: str):
     document = parse(text)
     assert document.flaws or json.dumps(document.data)
+
+
+WRONG = {
+    "datasets:\n  - name: a\n   path: x\n": (3, "it begins in column 4, the previous line in column 5"),
+    "t:\n  steps: 6\n    batch: 4\n": (3, "it begins in column 5, the previous line in column 3"),
+    "t:\n    steps: 6\n\n  batch: 4\n": (4, "it begins in column 3, the previous line in column 5"),
+    "a: photo: of\n": (1, "put text that contains a colon and a space in quotes"),
+    "a: {b: .txt, c: photo: of}\n": (1, "put text that contains : or } in quotes"),
+    "a: {b: 1,\n  c: 2\nd: 3\n": (1, "close the bracket that opens here with }"),
+    "a: 1\nb: [1, 2": (2, "close the bracket that opens here with ]"),
+    "a: {b: 1, c: 2}}\n": (1, "remove the bracket that has no opening bracket"),
+    'a: "C:\\Users\\me"\n': (1, "write / for \\"),
+    "a: 1\nb: 'it\nc: 1\n": (2, "close the quote that opens here"),
+    "a: 'it's'\n": (1, "put all of the text in one pair of quotes"),
+    "a: {trigger} photo: of\n": (1, "put all of the text in one pair of quotes"),
+    "a: 1\nb 2\nc: 3\n": (2, "write a colon and a space after the key"),
+    "a:1\nb: 2\n": (2, "write a space after the colon in the previous line: a:1"),
+    "a: *.txt\n": (1, "put it in quotes"),
+    "a: @x\n": (1, "put it in quotes"),
+    "a: | x\n": (1, "correct this line first"),
+    "a:\n\tb: 1\n": (2, "indent with spaces"),
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_syntax_error_is_reported_with_the_line_to_correct_and_a_fix(text: str) -> None:
+    line, fix = WRONG[text]
+    (flaw,) = parse(text).flaws
+    assert flaw.what.startswith("not valid YAML: ")
+    assert flaw.line == line
+    assert fix in flaw.fix

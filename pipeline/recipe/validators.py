@@ -1,0 +1,109 @@
+"""Validators of single recipe values: paths, addresses, suffixes, encodings and names of gates.
+
+Each validator returns the value, or reports a violation.
+"""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import PurePath
+
+from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
+from pipeline.recipe.settings import one_of, reject
+from pipeline.storage.addresses import Url, is_url
+
+MANIFEST_SUFFIXES = (".parquet", ".jsonl", ".csv")
+"""Suffixes of manifest files."""
+
+_VERSIONLESS_CACHES = frozenset(["filecache", "blockcache", "cached"])
+"""Caching protocols of fsspec that hide a remote file's size and version."""
+
+
+def check_path(value: object) -> object:
+    """Return `value` unless it is a string that does not name a local path."""
+    if isinstance(value, str) and is_url(value):
+        reject(f'this path must be a local folder, got the address "{value}"', "use a local folder")
+    return check_address(value)
+
+
+def check_address(value: object) -> object:
+    """Return `value` unless it is a string that is neither a local path nor an address fsspec can open."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        reject("the path must not be empty", "name a folder; relative paths start at the project root")
+    if "\0" in value:
+        reject("the path must not contain a NUL character", "remove the character")
+    if is_url(value):
+        _check_protocols(Url(value))
+    return value
+
+
+def _check_protocols(url: Url) -> None:
+    from fsspec.registry import available_protocols  # slow to import, and only needed for remote addresses
+
+    known = available_protocols()
+    *inner, last = url.links
+    links = [*inner, last] if "://" in last else inner
+    for protocol in [link.partition("://")[0] for link in links]:
+        if protocol not in known:
+            close = difflib.get_close_matches(protocol, known, n=1, cutoff=0.5)
+            fix = f"did you mean {close[0]}?" if close else "use s3, gs, abfs, https, sftp, zip or a folder"
+            reject(f'the address must use a protocol that fsspec supports, got "{protocol}" in {url}', fix)
+        if protocol in _VERSIONLESS_CACHES:
+            reject(
+                f"the address must not use {protocol}, which hides changes of remote files, got {url}",
+                f"remove {protocol}::, or use simplecache::, which caches for one process only",
+            )
+
+
+def check_folder(value: object) -> object:
+    """Return `value` unless it is a string that does not name a local folder."""
+    return check_path(check_not_manifest(value))
+
+
+def check_not_manifest(value: object) -> object:
+    """Return `value` unless it is a string that names a manifest."""
+    if isinstance(value, str) and PurePath(value).suffix.lower() in MANIFEST_SUFFIXES:
+        reject(f'this path must be a folder, got the manifest "{value}"', "name a folder")
+    return value
+
+
+def check_suffix(value: str) -> str:
+    """Return `value` if it is a dot followed by characters other than path separators."""
+    if "/" in value or "\\" in value or value.strip(". \t\n") == "":
+        reject(f"the suffix must be a dot and letters, got {value!r}", "use a suffix such as .txt")
+    if not value.startswith("."):
+        reject(f'the suffix must start with a dot, got "{value}"', f"use .{value}")
+    return value
+
+
+def check_encoding(value: str) -> str:
+    """Return `value` if it names a text encoding of Python."""
+    try:
+        "a".encode(value)
+    except (LookupError, ValueError):
+        reject(
+            f"the encoding must be a text encoding of Python, got {value!r}",
+            "use utf-8, utf-16, cp1252 or latin-1",
+        )
+    return value
+
+
+def check_gate(value: str) -> str:
+    """Return `value` if it names a gate that a recipe may allow."""
+    if value == PATH_ISOLATION.name:
+        reject(
+            f"{value} cannot be allowed: it protects the dataset from being overwritten",
+            "remove it, and use separate folders for datasets, cache_dir and output_dir",
+        )
+    if value in NEVER_OPEN:
+        reject(
+            f"{value} cannot be allowed: training would fail on a missing or corrupt cache entry",
+            "remove it, and run the cache job, which encodes missing and corrupt entries again",
+        )
+    if value not in GATES:
+        close = difflib.get_close_matches(value, GATES, n=1)
+        fix = f"did you mean {close[0]}?" if close else f"use {one_of(GATES)}"
+        reject(f"checks.allow must list names of gates, got {value!r}", fix)
+    return value

@@ -1,0 +1,271 @@
+"""A YAML document as plain data, with the line of every key and all of its YAML flaws.
+
+ruamel.yaml composes the nodes; `_Reader` converts them into plain data. ruamel's own loaders stop at the
+first duplicate key, bad alias or unknown tag, and a user should see all flaws at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+KeyPath = tuple[str | int, ...]
+"""Keys and list indices from the top, such as ("datasets", 0, "path")."""
+
+_PLAIN = ("bool", "int", "float", "null", "str")
+_TAG = "tag:yaml.org,2002:"
+
+
+@dataclass(frozen=True)
+class Flaw:
+    """A flaw of the YAML itself, at `path` in `line` (counted from 1)."""
+
+    path: KeyPath
+    line: int
+    what: str
+    fix: str
+
+
+@dataclass
+class Document:
+    """A parsed YAML document.
+
+    Attributes:
+        data: Mappings, lists, strings, numbers, booleans and None; None for an empty or unreadable document.
+        lines: Line of each key and list item, counted from 1; `()` has the line of the first one.
+        flaws: All flaws of the YAML, in line order.
+    """
+
+    data: Any = None
+    lines: dict[KeyPath, int] = field(default_factory=dict[KeyPath, int])
+    flaws: list[Flaw] = field(default_factory=list)
+
+    def line(self, path: KeyPath) -> int:
+        """Return the line of `path`, or of the nearest enclosing section in the document."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+
+def parse(text: str) -> Document:
+    """Parse `text`; flaws are collected, never raised."""
+    document = Document()
+    try:
+        nodes: list[Node | None] = list(_yaml().compose_all(text))
+    except YAMLError as error:
+        document.flaws.append(_syntax_flaw(error, text))
+        return document
+    except RecursionError:
+        document.flaws.append(
+            Flaw((), 1, "lists or mappings are nested too deeply", "use the sections of a recipe")
+        )
+        return document
+
+    if len(nodes) > 1 and nodes[1] is not None:
+        line = nodes[1].start_mark.line + 1
+        document.flaws.append(
+            Flaw((), line, "a second YAML document starts here", "write one recipe per file")
+        )
+    if nodes and nodes[0] is not None:
+        document.data = _Reader(document).value(nodes[0], ())
+    return document
+
+
+def dotted(path: KeyPath) -> str:
+    """Return `path` as text, such as datasets[0].captions.from."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return text.removeprefix(".")
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True)
+
+
+@cache
+def _scalar_constructor() -> SafeConstructor:
+    """Return the constructor of scalar values; it is slow to create and keeps no state of a document."""
+    return SafeConstructor(loader=_yaml())
+
+
+class _Reader:
+    """Converts composed nodes into plain data and records lines and flaws in a document."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._ancestors: set[int] = set()
+
+    def value(self, node: Node, path: KeyPath) -> Any:
+        """Return the plain data of the node at `path`."""
+        self._document.lines.setdefault(path, node.start_mark.line + 1)
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        if id(node) in self._ancestors:
+            self._flaw(
+                path, node, "an alias refers to a mapping or list that contains it", "repeat the values"
+            )
+            return None
+
+        self._ancestors.add(id(node))
+        try:
+            if isinstance(node, SequenceNode):
+                return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+            if isinstance(node, MappingNode):
+                return self._mapping(node, path)
+        finally:
+            self._ancestors.discard(id(node))
+        raise AssertionError(f"ruamel.yaml composed an unknown node {type(node)}")
+
+    def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in self._pairs(node):
+            if not isinstance(key_node, ScalarNode):
+                self._flaw(
+                    path, key_node, "a key must be text, got a list or a mapping", "use text as the key"
+                )
+                continue
+            try:
+                key = _encodable(str(key_node.value))
+            except ValueError as error:
+                what = f"a key must be valid text, got {_excerpt(str(key_node.value))}: {error}"
+                self._flaw(path, key_node, what, "use letters")
+                continue
+
+            key_path = (*path, key)
+            if key in values:
+                what = f"duplicate key {key}, first used in line {self._document.lines[key_path]}"
+                self._flaw(key_path, key_node, what, "keep one of them")
+                continue
+            self._document.lines[key_path] = key_node.start_mark.line + 1
+            values[key] = self.value(value_node, key_path)
+        return values
+
+    def _pairs(self, node: MappingNode) -> Iterator[tuple[Node, Node]]:
+        """Yield the node's own pairs, then those merged with `<<` that it does not override."""
+        merged: list[Node] = []
+        seen: set[str] = set()
+        for key_node, value_node in node.value:
+            if key_node.tag == f"{_TAG}merge":
+                merged += value_node.value if isinstance(value_node, SequenceNode) else [value_node]
+            else:
+                seen.add(str(key_node.value))
+                yield key_node, value_node
+
+        for source in merged:
+            if not isinstance(source, MappingNode):
+                self._flaw((), source, "<< must merge a mapping", "name an anchored mapping")
+            elif id(source) in self._ancestors:
+                self._flaw((), source, "<< merges a mapping into itself", "repeat the values")
+            else:
+                for key_node, value_node in source.value:
+                    if str(key_node.value) not in seen:
+                        seen.add(str(key_node.value))
+                        yield key_node, value_node
+
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        kind = str(node.tag).removeprefix(_TAG)
+        # Dates have no meaning in a recipe, but may occur in captions and names.
+        if kind == "timestamp" and node.style is None:
+            return str(node.value)
+        if kind not in _PLAIN:
+            self._flaw(path, node, f"unknown YAML tag {node.tag}", "remove the tag")
+            return None
+
+        try:
+            value = _scalar_constructor().construct_non_recursive_object(node)
+            return value if not isinstance(value, str) else _encodable(value)
+        except (YAMLError, ValueError) as error:
+            what = f"invalid value {_excerpt(str(node.value))}: {error}"
+            self._flaw(path, node, what, "write a plain value")
+            return None
+
+    def _flaw(self, path: KeyPath, node: Node, what: str, fix: str) -> None:
+        self._document.flaws.append(Flaw(path, node.start_mark.line + 1, what, fix))
+
+
+def _encodable(text: str) -> str:
+    """Return `text`; raise ValueError for half a surrogate pair, which no file name can contain."""
+    text.encode("utf-8")
+    return text
+
+
+def _excerpt(text: str) -> str:
+    """Return the first 40 characters of `text`, escaped if a terminal cannot show them."""
+    return text[:40] if text[:40].isprintable() else repr(text[:40])
+
+
+_FIRST_LINE_ONLY = "correct this line first; nothing after it can be read"
+_QUOTE = "if the value is text, put it in quotes: its first character has a special meaning in YAML"
+
+_ADVICE = (
+    ("found character '\\t'", False, "indent with spaces: YAML does not allow tabs here"),
+    ("scanning a quoted scalar", True, "close the quote that opens here"),
+    ("double-quoted", False, "write / for \\, or use single quotes: in double quotes \\ starts an escape"),
+    ("simple key", True, "write a colon and a space after the key: key: value"),
+    ("cannot start any token", False, _QUOTE),
+    ("undefined alias", False, _QUOTE),
+)
+"""Text in the parser's message, whether the flaw is on the line where the construct begins, and the fix."""
+
+
+def _syntax_flaw(error: YAMLError, text: str) -> Flaw:
+    """Return the flaw of a document that cannot be parsed."""
+    line, problem, fix = 1, str(error), _FIRST_LINE_ONLY
+    if isinstance(error, MarkedYAMLError):
+        line, fix = _line_and_fix(error, text)
+        problem = ", ".join(part for part in (error.context, error.problem) if part)
+    elif (position := getattr(error, "position", None)) is not None:
+        line = text.count("\n", 0, position) + 1
+        reason = getattr(error, "reason", "")
+        problem = f"character {ord(text[position]):#x} is not allowed in YAML: {reason}"
+    return Flaw((), line, f"not valid YAML: {' '.join(problem.split())}", fix)
+
+
+def _line_and_fix(error: MarkedYAMLError, text: str) -> tuple[int, str]:
+    """Return the line to correct, counted from 1, and what to write there."""
+    mark = error.problem_mark or error.context_mark
+    line = mark.line + 1 if mark is not None else 1
+    start_line = error.context_mark.line + 1 if error.context_mark is not None else line
+    problem, context = error.problem or "", error.context or ""
+
+    if "parsing a flow" in context:
+        bracket = "}" if "mapping" in context else "]"
+        if start_line != line or "<stream end>" in problem:
+            return start_line, f"close the bracket that opens here with {bracket}"
+        return line, f"put text that contains : or {bracket} in quotes, and separate items with commas"
+
+    if "mapping values are not allowed" in problem or "<block end>" in problem:
+        return line, _block_fix(problem, text.splitlines(), line)
+
+    for phrase, at_start, fix in _ADVICE:
+        if phrase in problem or phrase in context:
+            return start_line if at_start else line, fix
+    return line, _FIRST_LINE_ONLY
+
+
+def _block_fix(problem: str, lines: list[str], line: int) -> str:
+    """Return the fix for a line that does not continue the block above it."""
+    current = lines[line - 1] if line <= len(lines) else ""
+    if "'}'" in problem or "']'" in problem:
+        return "remove the bracket that has no opening bracket"
+    if "<scalar>" in problem:
+        return "put all of the text in one pair of quotes"
+    if current.partition("#")[0].count(": ") > 1:
+        return "put text that contains a colon and a space in quotes"
+
+    previous = next((each for each in reversed(lines[: line - 1]) if each.partition("#")[0].strip()), "")
+    if _column(current) == _column(previous):
+        return f"write a space after the colon in the previous line: {previous.strip()}"
+    columns = f"it begins in column {_column(current)}, the previous line in column {_column(previous)}"
+    return f"indent it like the other keys of its section: {columns}"
+
+
+def _column(line: str) -> int:
+    """Return the column of a line's first key, counted from 1, after the dash of a list item."""
+    return len(line) - len(line.lstrip(" -")) + 1
