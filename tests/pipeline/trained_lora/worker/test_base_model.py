@@ -10,8 +10,8 @@ import torch
 
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
-from pipeline.recipe.yaml_document import dotted
 from pipeline.recipe.errors import find_mistakes
+from pipeline.recipe.yaml_document import dotted
 from pipeline.trained_lora.worker.base_model import quantization
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
