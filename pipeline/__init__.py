@@ -1,8 +1,8 @@
-"""How Latentline works: plain Python and torch, without Dagster."""
+"""The pipeline: stages that turn images and captions into a LoRA, in plain Python and torch without Dagster."""
 
 import os
 
-# By default Polars' allocator has four arenas a core, each with freed memory that the others cannot use. With
-# one, the peaks of the stages are lower, of a scan by half of what its samples take, and none takes more CPU.
-# Polars reads this when it is first imported, after defaults of its own; what is set already stays.
+# By default Polars' allocator keeps four arenas per core, and memory freed in one cannot be used by another.
+# One arena lowers the peak memory of every stage (of a scan by half) and costs no CPU time. Polars reads the
+# variable when it is first imported. A value set by the user has precedence.
 os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:1")

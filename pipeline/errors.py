@@ -1,79 +1,95 @@
-"""Errors that a user can meet: each says what is wrong, where, and how to fix it."""
+"""Errors shown to users: each states the problem, its location and a fix."""
 
 from __future__ import annotations
 
 
 class LatentlineError(Exception):
-    """Base of every error raised on purpose.
+    """Base class of every error that Latentline raises on purpose.
 
-    Args:
-        what: One sentence with the value met.
-        where: File and line, recipe key, asset or path that is meant.
-        fix: What the user can do, most useful first.
+    Attributes:
+        what: One sentence with the invalid value.
+        where: File and line, recipe key, asset or path.
+        fix: Instructions for the user, the most useful first.
     """
 
     def __init__(self, what: str, *, where: str, fix: str) -> None:
-        """Keep the three parts, and join them to the text a terminal shows."""
+        """Store the three parts; `str` of the error is `text()`."""
         self.what = what
         self.where = where
         self.fix = fix
         super().__init__(self.text())
 
     def text(self) -> str:
-        """Three aligned lines: what, where, fix."""
+        """Return three aligned paragraphs: what, where, fix."""
         return f"{self.what}\n  where: {_indented(self.where)}\n  fix:   {_indented(self.fix)}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the three parts, so that the error survives a process boundary."""
+        """Rebuild the error from its three parts, so that it can be sent between processes."""
         return (_rebuild, (type(self), self.what, self.where, self.fix))
 
 
 class RecipeError(LatentlineError):
-    """A recipe that cannot be used as written."""
+    """A recipe is invalid."""
 
 
 class PathIsolationError(LatentlineError):
-    """Two of dataset, cache_dir and output_dir share or contain one another."""
+    """Two of dataset, cache_dir and output_dir overlap."""
 
 
 class BucketError(LatentlineError):
-    """Bucket settings that no model or image can satisfy."""
+    """No model or image can satisfy the bucket settings."""
 
 
 class DatasetError(LatentlineError):
-    """A dataset that cannot be read as a whole."""
+    """A dataset, its manifest or its address cannot be read."""
 
 
 class TableError(LatentlineError):
-    """A table that is missing, unreadable, or not what its schema says."""
+    """A table is missing, unreadable or violates its schema."""
 
 
 class StoreError(LatentlineError):
-    """A store entry that is missing or damaged, or could not be written."""
+    """A cache entry is missing, damaged or could not be written."""
 
 
 class ModelError(LatentlineError):
-    """A base model that cannot be found or read."""
+    """A base model cannot be found or read."""
 
 
 class FamilyError(ModelError):
-    """A base model of a family that Latentline does not know."""
+    """A base model belongs to an unsupported family."""
 
 
 class FileAccessError(LatentlineError):
-    """A file or folder that the system did not let us read or write."""
+    """The operating system refused to read or write a file or folder."""
 
 
 class LaunchError(LatentlineError):
-    """A launched process that failed or died."""
+    """A launched process failed or died."""
 
 
 class GateClosedError(LatentlineError):
-    """A blocking check found a reason not to go on."""
+    """A blocking check failed."""
 
 
 class TrainingError(LatentlineError):
-    """Training that had to stop, or a result that is not what was asked for."""
+    """Training had to stop, or its result is invalid."""
+
+
+def counted(number: int, thing: str, things: str | None = None) -> str:
+    """Return `number` with the matching form of a noun: "1 image", "1,234 images".
+
+    Args:
+        number: Number of things, at least 0.
+        thing: Singular; may include a verb, such as "image has".
+        things: Plural; `thing` with an s by default.
+    """
+    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
+
+
+def verb(number: int, one: str, several: str) -> str:
+    """Return the form of a verb that matches `number` things, such as "is" or "are"."""
+    return one if number == 1 else several
 
 
 def _indented(text: str) -> str:
@@ -82,19 +98,3 @@ def _indented(text: str) -> str:
 
 def _rebuild(kind: type[LatentlineError], what: str, where: str, fix: str) -> LatentlineError:
     return kind(what, where=where, fix=fix)
-
-
-def counted(number: int, thing: str, things: str | None = None) -> str:
-    """`number` and the word for so many: "1 image", "1,234 images".
-
-    Args:
-        number: At least 0.
-        thing: One of them.
-        things: Several of them; by default `thing` with an s. Both may go on with a verb: "image has".
-    """
-    return f"{number:,} {thing if number == 1 else things or thing + 's'}"
-
-
-def verb(number: int, one: str, several: str) -> str:
-    """The form of a verb that goes with `number` things: "is" or "are"."""
-    return one if number == 1 else several

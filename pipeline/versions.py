@@ -1,17 +1,16 @@
-"""Versions of the code that decides results: raised by hand, whenever the same input would give others.
+"""Versions of the code that determines results. Raise one by hand when the same input would give other results.
 
-Definitions read them when they load, so nothing is imported here.
+Definitions read them while loading, so this module imports nothing.
 """
 
 PREPROCESSING_VERSION = 1
-"""Part of every latent's key. Raised whenever the same file gives other pixels; the golden pixels of its test
-say when that is."""
+"""Version of image preprocessing, part of every latent's key. The golden-pixel test shows when to raise it."""
 
 LOOK_VERSION = "look-3"
-"""Of `perceptual_hash`: hashes of another version are made anew, which decodes every image once more."""
+"""Version of `perceptual_hash`. A new version decodes every image again to compute its hash."""
 
 CAPTIONS_VERSION = 1
-"""Of how a caption file becomes captions; another version reads every one again."""
+"""Version of caption parsing. A new version reads every caption file again."""
 
 TRAINING_VERSION = 1
-"""Raised when the code would train other weights from the same facts."""
+"""Version of the training code. Raise it when the same run fingerprint would give other weights."""

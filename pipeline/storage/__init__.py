@@ -1,1 +1,1 @@
-"""Files and tables: addresses, local and remote folders, atomic writes, path isolation."""
+"""Files: addresses, local and remote sources, atomic writes, tables and path isolation."""

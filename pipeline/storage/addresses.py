@@ -1,7 +1,7 @@
-"""Where data lies: a path of this machine, or an address that fsspec opens, such as `s3://bucket/photos`.
+"""Addresses of data: a local path, or a URL that fsspec opens, such as `s3://bucket/photos`.
 
-An address may be a chain, `zip://photos::s3://bucket/all.zip`: what is meant is in the first link, and what
-it lies in follows. Nothing is opened here, and fsspec is not imported.
+A URL may be a chain of links, such as `zip://photos::s3://bucket/all.zip`: the first link is the data, and
+each following link is the container of the one before. This module opens nothing and imports no fsspec.
 """
 
 from __future__ import annotations
@@ -12,93 +12,95 @@ from typing import TypeAlias
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)(://|::)")
 
-_LOCAL = ("file", "local")
+_LOCAL_PROTOCOLS = ("file", "local")
 
 
 class Url(str):
-    """An address of fsspec; the text is as it was written.
+    """An fsspec URL with the text unchanged.
 
-    `name`, `suffix` and `parent` are those of a path, of the first link that names a place: `s3://b/list.csv`
-    of `simplecache::s3://b/list.csv`.
+    `name`, `suffix` and `parent` work like those of a path, on the first link that contains a path. For
+    `simplecache::s3://b/list.csv`, that link is `s3://b/list.csv`.
     """
 
     __slots__ = ()
 
     @property
     def links(self) -> tuple[str, ...]:
-        """The chain: what is meant, what that lies in, and so on."""
+        """Links of the chain, from the data to the outermost container."""
         return tuple(self.split("::"))
 
     @property
     def protocol(self) -> str:
-        """Of the first link."""
+        """Protocol of the first link."""
         return self.links[0].partition("://")[0]
 
     @property
     def name(self) -> str:
-        """The last part of what is meant; empty for the top of an archive."""
-        return PurePosixPath(self._place[2]).name
+        """Last part of the path; empty for the top of an archive."""
+        return PurePosixPath(self._path_link[2]).name
 
     @property
     def suffix(self) -> str:
-        """With its dot; empty where there is none."""
+        """Suffix of the name with its dot; empty without one."""
         return PurePosixPath(self.name).suffix
 
     @property
     def parent(self) -> Url:
-        """What holds it; the top of a server, bucket or archive holds itself."""
-        number, protocol, place = self._place
-        above = place.rstrip("/").rpartition("/")[0]
+        """URL of the containing folder; the top of a server, bucket or archive is its own parent."""
+        index, protocol, path = self._path_link
+        parent = path.rstrip("/").rpartition("/")[0]
         links = self.links
-        return Url("::".join([*links[:number], f"{protocol}://{above}", *links[number + 1 :]]))
+        return Url("::".join([*links[:index], f"{protocol}://{parent}", *links[index + 1 :]]))
 
     @property
-    def _place(self) -> tuple[int, str, str]:
-        """Of the first link that names a place: its number, its protocol and the place."""
-        number = next((n for n, link in enumerate(self.links) if "://" in link), 0)
-        protocol, _, place = self.links[number].partition("://")
-        return number, protocol, place
+    def _path_link(self) -> tuple[int, str, str]:
+        """Index, protocol and path of the first link that contains a path."""
+        index = next((n for n, link in enumerate(self.links) if "://" in link), 0)
+        protocol, _, path = self.links[index].partition("://")
+        return index, protocol, path
 
 
 Address: TypeAlias = Path | Url
+"""A local path or an fsspec URL."""
 
 
 def is_url(text: str) -> bool:
-    """Whether the text is an address of fsspec and no path; `./` before it makes it a path."""
+    """Return True if the text is a URL; a leading `./` makes it a path."""
     return _URL.match(text) is not None
 
 
 def address(text: str) -> Address:
-    """What `str` of a path or an address was."""
+    """Return the address with the given `str`."""
     return Url(text) if is_url(text) else Path(text)
 
 
 def absolute(text: str, root: Path) -> Address:
-    """The place that a recipe's text stands for.
+    """Return the address named in a recipe.
 
-    `file://` and `local://` are paths, and so is what has no protocol, also as the last link of a chain:
-    relative ones start at `root`, and `~` is the user's home.
+    `file://` and `local://` URLs become paths, and so does text without a protocol, including the last link
+    of a chain. Relative paths start at `root`, and `~` is the home folder.
     """
     if not is_url(text):
         return root / Path(text).expanduser()
-    *inner, last = text.split("::")
-    protocol, has_protocol, place = last.partition("://")
-    if has_protocol and protocol.lower() not in _LOCAL:
+
+    *inner_links, last_link = text.split("::")
+    protocol, separator, path = last_link.partition("://")
+    if separator and protocol.lower() not in _LOCAL_PROTOCOLS:
         return Url(text)
-    local = root / Path(place if has_protocol else last).expanduser()
-    return Url("::".join([*inner, str(local)])) if inner else local
+    local = root / Path(path if separator else last_link).expanduser()
+    return Url("::".join([*inner_links, str(local)])) if inner_links else local
 
 
-def anchor(url: Url) -> Address:
-    """What the whole chain lies in: its last link, a path where that is one."""
-    last = url.links[-1]
-    return Url(last) if "://" in last else Path(last)
+def container(url: Url) -> Address:
+    """Return the outermost container of a chain: the file or server of its last link."""
+    last_link = url.links[-1]
+    return Url(last_link) if "://" in last_link else Path(last_link)
 
 
-def place_parts(url: Url) -> tuple[str, ...]:
-    """Of a single link, the names from the server or bucket on: ("bucket", "photos").
+def url_parts(url: Url) -> tuple[str, ...]:
+    """Return the names in a single link, starting with the server or bucket: ("bucket", "photos").
 
-    Without user and password; the first one in lower case, as servers and buckets are.
+    User and password are removed. The server or bucket is in lower case, because its case does not matter.
     """
     names = [name for name in url.partition("://")[2].split("/") if name not in {"", "."}]
     if names:

@@ -1,4 +1,4 @@
-"""Files that appear whole: temp file in the same folder, fsync, rename."""
+"""Atomic file writes: temporary file in the same folder, fsync, rename."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ from typing import BinaryIO
 from pipeline.storage.os_errors import os_error_number
 
 TEMP_SUFFIX = ".tmp"
-"""Of every file that is still being written; nothing finished ends so."""
-
+"""Suffix of every file that is still being written; no finished file has it."""
 
 _TEMP_NAME = re.compile(rf"\.[0-9]+-[0-9a-f]{{16}}{re.escape(TEMP_SUFFIX)}")
 
 
 def temp_path_for(path: Path) -> Path:
-    """A new path in `path`'s folder that no other process or thread will choose; see `temp_name`."""
+    """Return a new path in the folder of `path`, unique among processes and threads; see `temp_name`."""
     return path.with_name(temp_name())
 
 
 def temp_name() -> str:
-    """A new name; short, so that a file whose name is at the file system's limit can be written too."""
+    """Return a new unique name.
+
+    It is short and does not contain the final name, which may be as long as the file system allows.
+    """
     return f".{os.getpid()}-{secrets.token_hex(8)}{TEMP_SUFFIX}"
 
 
 def is_temp_name(name: str) -> bool:
-    """Whether `temp_name` may have made the name; nobody else's file is called so."""
+    """Return True if `name` has the form of `temp_name`; files of other programs do not."""
     return _TEMP_NAME.fullmatch(name) is not None
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` with what `write` puts into the binary file it is given; makes the parent folders.
+    """Replace `path` with the bytes that `write` puts into the binary file passed to it.
 
-    A reader sees the old file or the new one, never a part. When anything fails, `path` is as it was, the
-    temp file is gone, and the first error is the one raised.
+    Parent folders are created. A reader sees either the old file or the new one. After an error, `path` is
+    unchanged, the temporary file is removed, and the first error is raised.
 
     Raises:
-        OSError: The folder cannot be written, or the disk is full; its `filename` is `path`, also where the
-            system refused a library that raises errors of its own.
+        OSError: The folder cannot be written, or the disk is full. Its `filename` is `path`, even if a
+            library raised another exception with the error number in its text.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = temp_path_for(path)
@@ -61,26 +63,26 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise OSError(number, os.strerror(number), str(path)) from err
 
 
+def write_bytes(path: Path, data: bytes) -> None:
+    """Replace `path` with `data`; see `write_atomically`."""
+    write_atomically(path, lambda file: file.write(data))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` with `text` in UTF-8; see `write_atomically`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
 def sync_file(path: Path) -> None:
-    """Wait until what is in the file is on the disk."""
+    """Wait until the contents of a file are on the disk."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the names in the folder are on the disk."""
+    """Wait until the names in a folder are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def write_bytes(path: Path, data: bytes) -> None:
-    """Replace `path` with `data`, as `write_atomically`."""
-    write_atomically(path, lambda file: file.write(data))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replace `path` with `text` in UTF-8, as `write_atomically`."""
-    write_bytes(path, text.encode("utf-8"))

@@ -1,4 +1,4 @@
-"""What the system refuses - a full disk, a file that may not be read - in words that say what to do."""
+"""Errors of the operating system, such as a full disk or a missing permission, with a fix for each."""
 
 from __future__ import annotations
 
@@ -12,51 +12,54 @@ from pathlib import Path
 from pipeline.errors import FileAccessError
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Error numbers raised when a disk or a quota is full."""
+
+_PERMISSION_FIX = "give this user permission (ls -l shows the owner), or run as a user who has it"
 
 _FIXES: dict[int, str] = {
-    errno.ENOSPC: "free space on that disk and start the job again: what is finished is kept",
-    errno.EDQUOT: "free space within this user's quota and start the job again: what is finished is kept",
-    errno.EACCES: "give this user the right to it (ls -l shows who has it), or run as a user that has",
-    errno.EPERM: "give this user the right to it (ls -l shows who has it), or run as a user that has",
-    errno.EROFS: "put cache_dir and output_dir on a disk that may be written",
+    errno.ENOSPC: "free space on that disk and start the job again; finished work is kept",
+    errno.EDQUOT: "free space within this user's quota and start the job again; finished work is kept",
+    errno.EACCES: _PERMISSION_FIX,
+    errno.EPERM: _PERMISSION_FIX,
+    errno.EROFS: "move cache_dir and output_dir to a writable disk",
     errno.EMFILE: "allow more open files: ulimit -n 4096",
-    errno.ENFILE: "close other programs: the system's table of open files is full",
-    errno.EIO: "look at the disk (dmesg): it could not be read or written",
+    errno.ENFILE: "close other programs: the system has too many open files",
+    errno.EIO: "check the disk for hardware errors (dmesg)",
     errno.ESTALE: "mount the network folder again and start the job again",
 }
 
-_IN_TEXT = re.compile(r"\(os error (\d+)\)")
-"""How libraries written in Rust pass on the system's number: safetensors, Polars."""
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+"""Form in which libraries written in Rust, such as safetensors and Polars, report an error number."""
 
 
 def as_file_access_error(err: BaseException) -> FileAccessError | None:
-    """The refusal behind `err` in words; None where no error number of the system is to be found.
+    """Return the error of the operating system that caused `err`, or None if there is none.
 
-    The error itself and what it came from are looked at; the first with a number counts.
+    The first exception with an error number in the chain of causes and contexts counts.
     """
-    looked_at: BaseException | None = err
-    while looked_at is not None:
-        number = os_error_number(looked_at)
+    current: BaseException | None = err
+    while current is not None:
+        number = os_error_number(current)
         if number is not None:
-            return _stated(looked_at, number)
-        looked_at = looked_at.__cause__ or looked_at.__context__
+            return _file_access_error(current, number)
+        current = current.__cause__ or current.__context__
     return None
 
 
 def os_error_number(err: BaseException) -> int | None:
-    """The system's error number that `err` itself carries or tells; None where there is none."""
+    """Return the error number of `err`, from its `errno` or its text; None without one."""
     if isinstance(err, OSError):
         return err.errno
-    found = _IN_TEXT.search(str(err))
-    return int(found[1]) if found else None
+    match = _RUST_ERROR.search(str(err))
+    return int(match[1]) if match else None
 
 
 @contextmanager
 def attach_path(path: Path) -> Generator[None]:
-    """Let a refusal in the body name `path`, which a library that writes it may leave out.
+    """Add `path` to an error of the operating system raised in the body by a library that omits it.
 
     Raises:
-        OSError: The refusal, with `path` as its `filename`; any other error passes through.
+        OSError: The error, with `path` as its `filename`. Any other error passes through.
     """
     try:
         yield
@@ -67,12 +70,11 @@ def attach_path(path: Path) -> Generator[None]:
         raise OSError(number, os.strerror(number), str(path)) from err
 
 
-def _stated(err: BaseException, number: int) -> FileAccessError:
-    names = [str(name) for name in (getattr(err, "filename", None), getattr(err, "filename2", None)) if name]
+def _file_access_error(err: BaseException, number: int) -> FileAccessError:
+    paths = [str(name) for name in (getattr(err, "filename", None), getattr(err, "filename2", None)) if name]
     what = "the disk is full" if number in DISK_FULL else os.strerror(number)
-    code = errno.errorcode.get(number, str(number))
     return FileAccessError(
-        f"{what} ({code})",
-        where="\n".join(names) or str(err),
-        fix=_FIXES.get(number, "see that the path is there and can be used, and start the job again"),
+        f"{what} ({errno.errorcode.get(number, number)})",
+        where="\n".join(paths) or str(err),
+        fix=_FIXES.get(number, "check that the path exists and is accessible, and start the job again"),
     )

@@ -1,4 +1,4 @@
-"""A bind mount, where this process may make one."""
+"""A fixture that makes bind mounts."""
 
 import shutil
 import subprocess
@@ -10,11 +10,11 @@ import pytest
 
 @pytest.fixture
 def bind() -> Iterator[Callable[[Path, Path], None]]:
-    """Makes the first folder visible at the second, until the test ends."""
+    """Return a function that makes its first folder visible at its second until the test ends."""
     made: list[Path] = []
     mount = shutil.which("mount")
     if mount is None:
-        pytest.skip("there is no mount command")
+        pytest.skip("this system has no mount command")
 
     def make(source: Path, point: Path) -> None:
         done = subprocess.run([mount, "--bind", source, point], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Disks of a test's own, in a mount namespace."""
+"""Disks that only one test can see, in a mount namespace."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 
 def namespace() -> list[str]:
-    """A command's beginning that may mount a disk which nobody else sees; skips the test without one."""
+    """Return a command prefix in whose namespace disks can be mounted; skip the test if that is not allowed."""
     start = ["unshare", "--user", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or shutil.which("mount") is None:
-        pytest.skip("no unshare or no mount on this system")
+        pytest.skip("this system has no unshare or no mount command")
     if subprocess.run([*start, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this user may not make mount namespaces")
+        pytest.skip("this user may not create mount namespaces")
     return start

@@ -1,7 +1,7 @@
-"""Path isolation: inputs and outputs of a run never share, contain or lead into one another."""
+"""Path isolation: no output of a run may overlap or link to another output or an input."""
 
 from __future__ import annotations
 
-from pipeline.storage.isolation.isolation import NamedPath, PathConflict, check_isolation, require_isolation
+from pipeline.storage.isolation.conflicts import NamedPath, PathConflict, check_isolation, require_isolation
 
 __all__ = ["NamedPath", "PathConflict", "check_isolation", "require_isolation"]

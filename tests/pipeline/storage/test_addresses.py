@@ -1,4 +1,4 @@
-"""What a recipe's text stands for: a path of this machine, or an address of fsspec."""
+"""Text in a recipe becomes a local path or an fsspec URL."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.storage.addresses import Url, absolute, address, anchor, is_url, place_parts
+from pipeline.storage.addresses import Url, absolute, address, container, is_url, url_parts
 
 ROOT = Path("/project")
 
 
 @pytest.mark.parametrize(
-    ("text", "meant"),
+    ("text", "expected"),
     [
         ("data/photos", Path("/project/data/photos")),
         ("/data/photos", Path("/data/photos")),
@@ -27,9 +27,9 @@ ROOT = Path("/project")
         ("zip://x::s3://bucket/a.zip", Url("zip://x::s3://bucket/a.zip")),
     ],
 )
-def test_a_text_stands_for_a_path_or_an_address(text: str, meant: Path | Url) -> None:
+def test_text_becomes_a_path_or_a_url(text: str, expected: Path | Url) -> None:
     found = absolute(text, ROOT)
-    assert (found, type(found)) == (meant, type(meant))
+    assert (found, type(found)) == (expected, type(expected))
     assert absolute(str(found), ROOT) == found
     assert address(str(found)) == found
 
@@ -46,7 +46,7 @@ def test_a_text_stands_for_a_path_or_an_address(text: str, meant: Path | Url) ->
         ("s3://bucket/photos/", "photos", "", "s3://bucket"),
     ],
 )
-def test_parts_are_those_of_the_link_that_names_a_place(
+def test_name_suffix_and_parent_are_those_of_the_link_with_a_path(
     text: str, name: str, suffix: str, parent: str
 ) -> None:
     url = Url(text)
@@ -54,8 +54,8 @@ def test_parts_are_those_of_the_link_that_names_a_place(
     assert is_url(url.parent)
 
 
-def test_the_whole_chain_lies_in_its_last_link() -> None:
-    assert anchor(Url("zip://x::/data/a.zip")) == Path("/data/a.zip")
-    assert anchor(Url("zip://x::s3://bucket/a.zip")) == Url("s3://bucket/a.zip")
-    assert place_parts(Url("ftp://user:word@Host:21/a//./b/")) == ("host:21", "a", "b")
-    assert place_parts(Url("memory://")) == ()
+def test_the_container_of_a_chain_is_its_last_link() -> None:
+    assert container(Url("zip://x::/data/a.zip")) == Path("/data/a.zip")
+    assert container(Url("zip://x::s3://bucket/a.zip")) == Url("s3://bucket/a.zip")
+    assert url_parts(Url("ftp://user:word@Host:21/a//./b/")) == ("host:21", "a", "b")
+    assert url_parts(Url("memory://")) == ()

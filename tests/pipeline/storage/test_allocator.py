@@ -1,4 +1,4 @@
-"""Polars' allocator is told to keep one arena before Polars is loaded, unless something else was said."""
+"""The allocator of Polars is set to one arena before Polars loads, unless the user configured it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 VARIABLE = "_RJEM_MALLOC_CONF"
 
 
-def told(code: str, given: str | None) -> str:
-    """What the allocator is told in a new process that runs the code."""
+def setting(code: str, given: str | None) -> str:
+    """Return the allocator's setting in a new process that runs the code."""
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment = inherited | ({} if given is None else {VARIABLE: given}) | {"PYTHONPATH": str(ROOT)}
     code += f"\nimport os, sys; assert 'polars' in sys.modules; print(os.environ['{VARIABLE}'])"
@@ -27,9 +27,9 @@ def told(code: str, given: str | None) -> str:
 @pytest.mark.parametrize(
     "module", ["pipeline.storage.tables", "assets.definitions, polars", "bench.workload"]
 )
-def test_the_allocator_has_one_arena_whichever_module_loads_polars(module: str) -> None:
-    assert told(f"import {module}", None).endswith("narenas:1")
+def test_the_allocator_has_one_arena_for_every_module_that_loads_polars(module: str) -> None:
+    assert setting(f"import {module}", None).endswith("narenas:1")
 
 
-def test_what_is_set_already_stays() -> None:
-    assert told("import pipeline.storage.tables", "narenas:3").endswith("narenas:3")
+def test_a_setting_of_the_user_is_unchanged() -> None:
+    assert setting("import pipeline.storage.tables", "narenas:3").endswith("narenas:3")

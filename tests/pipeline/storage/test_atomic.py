@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""A file is replaced completely or not at all."""
 
 from pathlib import Path
 
@@ -25,18 +25,18 @@ def test_L06_a_failed_write_leaves_the_old_file_and_no_temp_file(tmp_path: Path)
     assert path.read_bytes() == b"old"
 
 
-def test_while_a_file_is_written_only_a_temp_file_with_the_temp_suffix_is_seen(tmp_path: Path) -> None:
+def test_a_file_being_written_is_visible_only_under_a_temp_name(tmp_path: Path) -> None:
     path = tmp_path / "entry.safetensors"
-    seen: list[str] = []
+    names: list[str] = []
 
-    def look(file: object) -> None:
-        seen.extend(entry.name for entry in tmp_path.iterdir())
+    def record_names(file: object) -> None:
+        names.extend(entry.name for entry in tmp_path.iterdir())
 
-    write_atomically(path, look)
-    assert len(seen) == 1
-    assert seen[0].endswith(TEMP_SUFFIX)
-    assert is_temp_name(seen[0])
-    assert not any(map(is_temp_name, ("render.tmp", ".render.tmp", ".12-ab.tmp", f"a{seen[0]}")))
+    write_atomically(path, record_names)
+    assert len(names) == 1
+    assert names[0].endswith(TEMP_SUFFIX)
+    assert is_temp_name(names[0])
+    assert not any(map(is_temp_name, ("render.tmp", ".render.tmp", ".12-ab.tmp", f"a{names[0]}")))
 
 
 def test_I18_a_name_at_the_file_systems_limit_can_be_written(tmp_path: Path) -> None:

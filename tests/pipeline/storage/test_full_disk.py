@@ -1,4 +1,4 @@
-"""Tables and reports where a real disk, small and in a mount namespace, fills up."""
+"""Writes of tables and reports to a real disk that is full, in a mount namespace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.pipeline.namespaces import namespace
 
 
-def test_L14_a_full_disk_names_the_table_or_report_and_tears_neither(tmp_path: Path) -> None:
+def test_L14_a_full_disk_names_the_file_and_leaves_tables_and_reports_unchanged(tmp_path: Path) -> None:
     command = [*namespace(), sys.executable, "-m", "tests.pipeline.full_tables", str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""A path has the identities of what it stands for, by any spelling."""
+"""A path has the identities of the folder that it names, however it is spelled."""
 
 import os
 import tempfile
@@ -62,23 +62,23 @@ def test_L01_detours_and_trailing_slashes_change_nothing(tree: Path, spelling: s
     assert relation(detoured, identify(f"{tree}/{spelling}")) == "same"
 
 
-def test_L01_a_link_to_a_folder_that_does_not_exist_yet_is_seen_through(tmp_path: Path):
+def test_L01_a_link_to_a_folder_that_does_not_exist_yet_is_resolved(tmp_path: Path):
     (tmp_path / "link").symlink_to("later/cache")
     assert identify(tmp_path / "link").inside(identify(tmp_path / "later"))
 
 
-def test_I19_a_link_that_leads_to_itself_ends(tmp_path: Path):
+def test_I19_a_link_to_itself_does_not_loop(tmp_path: Path):
     (tmp_path / "loop").symlink_to("loop")
     loop = identify(tmp_path / "loop" / "below")
     assert loop.inside(identify(tmp_path))
 
 
-def test_a_folder_that_cannot_be_read_is_told_by_its_name(tmp_path: Path):
+def test_an_unreadable_folder_is_identified_by_its_name(tmp_path: Path):
     assert identify("/proc/1/nothing/x").inside(identify("/proc/1/nothing"))
     assert not identify(tmp_path / "a").same(identify(tmp_path / "b"))
 
 
-def test_L01_names_of_folders_to_come_are_folded_where_the_file_system_folds(
+def test_L01_names_of_missing_folders_are_folded_where_the_file_system_folds_case(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     upper, lower = tmp_path / "Cache" / "X", tmp_path / "cache"
@@ -88,7 +88,7 @@ def test_L01_names_of_folders_to_come_are_folded_where_the_file_system_folds(
     assert identify(tmp_path / "Caf\u00e9").same(identify(tmp_path / "CAFE\u0301"))
 
 
-def test_a_file_system_that_tells_case_is_recognised_and_nothing_is_written(tmp_path: Path):
+def test_a_case_sensitive_file_system_is_recognised_without_writing(tmp_path: Path):
     (tmp_path / "Aa").touch()
     if (tmp_path / "aA").exists():
         pytest.skip("this file system folds case")
@@ -98,7 +98,7 @@ def test_a_file_system_that_tells_case_is_recognised_and_nothing_is_written(tmp_
     assert [path.name for path in tmp_path.iterdir()] == ["Aa"]
 
 
-def test_a_link_or_hard_link_of_swapped_case_is_no_sign_of_folding(tmp_path: Path):
+def test_a_link_or_hard_link_with_swapped_case_does_not_count_as_folding(tmp_path: Path):
     folder = tmp_path / "Folder"
     folder.mkdir()
     (tmp_path / "fOLDER").symlink_to("Folder")
@@ -108,7 +108,7 @@ def test_a_link_or_hard_link_of_swapped_case_is_no_sign_of_folding(tmp_path: Pat
     assert not folds_case(folder)
 
 
-def test_a_mount_table_is_read_with_its_escapes_and_the_last_mount_of_a_point_counts():
+def test_a_mount_table_is_unescaped_and_the_last_mount_of_a_point_counts():
     text = (
         "27 1 254:0 / / rw,relatime - ext4 /dev/vda rw\n"
         "41 27 0:40 / /mnt/a\\040b rw - tmpfs tmpfs rw\n"
@@ -117,14 +117,14 @@ def test_a_mount_table_is_read_with_its_escapes_and_the_last_mount_of_a_point_co
     )
     mounts = parse_mounts(text)
     assert set(mounts) == {"/", "/mnt/a b", "/mnt/usb"}
-    assert (mounts["/mnt/a b"].device, mounts["/mnt/a b"].place) == ("254:0", "/data/photos")
+    assert (mounts["/mnt/a b"].device, mounts["/mnt/a b"].root) == ("254:0", "/data/photos")
     assert mounts["/mnt/usb"].kind == "vfat"
 
 
-def test_L01_bind_mounts_of_folders_above_are_seen_by_the_mount_table(
+def test_L01_bind_mounts_of_parent_folders_are_seen_through_the_mount_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As a container sees it: two mounts, one of a folder inside the other's, neither path telling so."""
+    """In a container, one of two mounts may be a folder inside the other, which their paths do not show."""
     for name in ("data", "cache", "other"):
         (tmp_path / name).mkdir()
     lines = [
@@ -143,7 +143,9 @@ def test_L01_bind_mounts_of_folders_above_are_seen_by_the_mount_table(
     assert not identify(tmp_path / "other").inside(data)
 
 
-def test_without_a_mount_table_identities_are_by_inode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A container may have two mounts, one of a folder inside the other, which their paths do not show."""
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(identity, "MOUNT_TABLE", tmp_path / "absent")
     assert mount_table() == {}
     (tmp_path / "link").symlink_to(".")

@@ -1,4 +1,4 @@
-"""Links and mounts that lead where they must not are found; others are followed once, so that loops end."""
+"""Links and mounts that reach a given folder are found; others are followed once, so that loops end."""
 
 import os
 from collections.abc import Callable
@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.storage.isolation import links
 from pipeline.storage.isolation.identity import identify
-from pipeline.storage.isolation.links import leads_back, leads_out
+from pipeline.storage.isolation.links import links_into, shallow_links_into
 
 
 @pytest.fixture
@@ -19,9 +19,9 @@ def data(tmp_path: Path) -> Path:
 
 
 def found(data: Path, place: Path) -> list[str]:
-    """The links below `data` that lead to `place`, by path below the temporary folder."""
-    leads = leads_out(identify(data), {"cache": identify(place)})
-    return sorted(Path(lead.path).relative_to(data.parent).as_posix() for lead in leads)
+    """Return the links below `data` that reach `place`, relative to the temporary folder."""
+    found_links = links_into(identify(data), {"cache": identify(place)})
+    return sorted(Path(link.path).relative_to(data.parent).as_posix() for link in found_links)
 
 
 @pytest.mark.parametrize(
@@ -36,27 +36,27 @@ def found(data: Path, place: Path) -> list[str]:
         "../../data/../cache",
     ],
 )
-def test_I19_a_link_to_the_place_into_it_or_around_it_is_found(data: Path, target: str):
+def test_I19_a_link_to_the_folder_inside_it_or_around_it_is_found(data: Path, target: str):
     (data / "sub" / "x").symlink_to(target)
     assert found(data, data.parent / "cache") == ["data/sub/x"]
 
 
-def test_I19_a_link_to_a_file_in_the_place_is_found(data: Path):
+def test_I19_a_link_to_a_file_in_the_folder_is_found(data: Path):
     (data.parent / "cache" / "latents" / "a.png").touch()
     (data / "a.png").symlink_to("../cache/latents/a.png")
     assert found(data, data.parent / "cache") == ["data/a.png"]
 
 
-def test_I19_a_link_by_way_of_other_links_is_found(data: Path):
+def test_I19_a_link_to_a_link_is_found(data: Path):
     outside = data.parent / "outside"
     outside.mkdir()
     (data / "x").symlink_to("../outside/y")
     (outside / "y").symlink_to("../cache")
-    (lead,) = leads_out(identify(data), {"cache": identify(data.parent / "cache")})
-    assert (lead.path, lead.target) == (str(data / "x"), str(data.parent / "cache"))
+    (link,) = links_into(identify(data), {"cache": identify(data.parent / "cache")})
+    assert (link.path, link.target) == (str(data / "x"), str(data.parent / "cache"))
 
 
-def test_I19_a_link_inside_a_folder_that_a_link_leads_to_is_found(data: Path):
+def test_I19_a_link_inside_a_linked_folder_is_found(data: Path):
     outside = data.parent / "outside" / "more"
     outside.mkdir(parents=True)
     (data / "x").symlink_to("../outside")
@@ -84,50 +84,50 @@ def test_I25_a_fifo_named_as_an_image_and_a_link_to_it_do_not_block(data: Path):
     assert found(data, data.parent / "cache") == []
 
 
-def test_I18_names_that_are_no_text_are_no_obstacle(data: Path):
+def test_I18_a_name_that_is_not_valid_text_is_found(data: Path):
     name = os.fsdecode(b"caf\xe9\n")
     (data / name).symlink_to("../cache")
-    (lead,) = leads_out(identify(data), {"cache": identify(data.parent / "cache")})
-    assert lead.path == str(data / name)
+    (link,) = links_into(identify(data), {"cache": identify(data.parent / "cache")})
+    assert link.path == str(data / name)
 
 
-def test_a_dataset_that_does_not_exist_has_no_links(tmp_path: Path):
+def test_a_missing_dataset_has_no_links(tmp_path: Path):
     assert found(tmp_path / "data", tmp_path / "cache") == []
 
 
-def test_only_links_are_looked_up_one_by_one(data: Path, monkeypatch: pytest.MonkeyPatch):
-    """The walk must stay one scandir a folder: 100,000 files may not cost 100,000 look-ups."""
+def test_only_links_are_resolved_one_by_one(data: Path, monkeypatch: pytest.MonkeyPatch):
+    """The walk must stay one scandir per folder: 100,000 files must not cost 100,000 look-ups."""
     for index in range(50):
         (data / f"{index}.jpg").touch()
     (data / "one.jpg").symlink_to("1.jpg")
-    asked: list[str] = []
+    resolved: list[str] = []
     resolve = links._Targets.resolve  # pyright: ignore[reportPrivateUsage]
 
     def counting(self: links._Targets, link: str) -> tuple[str, bool]:  # pyright: ignore[reportPrivateUsage]
-        asked.append(Path(link).name)
+        resolved.append(Path(link).name)
         return resolve(self, link)
 
     monkeypatch.setattr(links._Targets, "resolve", counting)  # pyright: ignore[reportPrivateUsage]
     assert found(data, data.parent / "cache") == []
-    assert asked == ["one.jpg"]
+    assert resolved == ["one.jpg"]
 
 
-def test_L01_a_bind_mount_inside_the_dataset_that_shows_the_place_is_found(
+def test_L01_a_bind_mount_of_the_folder_inside_the_dataset_is_found(
     data: Path, bind: Callable[[Path, Path], None]
 ):
     bind(data.parent / "cache", data / "sub")
     assert found(data, data.parent / "cache") == ["data/sub"]
 
 
-def test_links_of_our_own_folders_into_a_dataset_are_found_to_the_given_depth(data: Path):
+def test_links_in_an_output_folder_into_a_dataset_are_found_to_the_given_depth(data: Path):
     cache = data.parent / "cache"
     (cache / "latents" / "ab").symlink_to("../../data/sub")
     (cache / "text").symlink_to("../data")
-    (cache / "elsewhere").symlink_to("..")
+    (cache / "around").symlink_to("..")
     (cache / "latents" / "cd").mkdir()
     (cache / "latents" / "cd" / "too-deep").symlink_to("../../../data")
     place = {"photos": identify(data)}
-    leads = {Path(lead.path).name for lead in leads_back(identify(cache), place, depth=2)}
-    assert leads == {"ab", "text"}
-    deeper = {Path(lead.path).name for lead in leads_back(identify(cache), place, depth=3)}
+    names = {Path(link.path).name for link in shallow_links_into(identify(cache), place, depth=2)}
+    assert names == {"ab", "text"}
+    deeper = {Path(link.path).name for link in shallow_links_into(identify(cache), place, depth=3)}
     assert deeper == {"ab", "text", "too-deep"}

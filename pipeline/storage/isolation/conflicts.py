@@ -1,0 +1,180 @@
+"""Conflicts between datasets, cache_dir and output_dir, found before any work and without writing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, product
+from typing import Literal, NamedTuple
+
+from pipeline.errors import PathIsolationError
+from pipeline.storage.addresses import Address
+from pipeline.storage.isolation.identity import Identified, identify
+from pipeline.storage.isolation.links import LinkInto, links_into, shallow_links_into
+
+Relation = Literal["same", "inside", "contains", "link"]
+
+MAX_LINKS_REPORTED = 10
+"""Maximum number of links reported per input; a dataset may consist of links."""
+
+OUTPUT_DEPTH = 2
+"""Number of levels of cache_dir and output_dir that are searched for links into a dataset."""
+
+
+class NamedPath(NamedTuple):
+    """A path to check.
+
+    Attributes:
+        label: Name in messages: `cache_dir`, `dataset photos`.
+        key: Recipe key that sets it.
+        path: Local path or URL, need not exist.
+    """
+
+    label: str
+    key: str
+    path: Address
+
+
+@dataclass(frozen=True)
+class ResolvedPath:
+    """A path of the recipe with its identities.
+
+    Attributes:
+        label: Name in messages: `cache_dir`, `dataset photos`.
+        key: Recipe key that sets it.
+        path: Path as written, relative to the project root.
+        identified: Real path and identities.
+    """
+
+    label: str
+    key: str
+    path: Address
+    identified: Identified
+
+    def text(self) -> str:
+        """Return `key: path`, followed by the real path if it differs."""
+        is_real = self.identified.real == str(self.path)
+        real = "" if is_real else f" (real path {printable(self.identified.real)})"
+        return f"{self.key}: {printable(str(self.path))}{real}"
+
+
+@dataclass(frozen=True)
+class PathConflict:
+    """Two paths that are not isolated from one another.
+
+    Attributes:
+        first: Subject of the message.
+        second: Object of the message.
+        relation: Relation of `first` to `second`: the same folder, inside it, containing it, or with a link
+            into it.
+        link: Link or mount point, for the relation "link".
+    """
+
+    first: ResolvedPath
+    second: ResolvedPath
+    relation: Relation
+    link: LinkInto | None = None
+
+    def what(self) -> str:
+        """Return one sentence that names both folders."""
+        if self.relation == "same":
+            return f"{self.first.label} and {self.second.label} are the same folder"
+        if self.relation == "link":
+            return f"a link in {self.first.label} leads into {self.second.label}"
+        verb = "is inside" if self.relation == "inside" else "contains"
+        return f"{self.first.label} {verb} {self.second.label}"
+
+    def where(self) -> str:
+        """Return both paths as written and resolved, and the link."""
+        lines = [self.first.text(), self.second.text()]
+        if self.link is not None:
+            lines.append(f"link: {printable(self.link.path)} (real path {printable(self.link.target)})")
+        return "\n".join(lines)
+
+    def fix(self) -> str:
+        """Return the instruction for the user."""
+        if self.relation == "link":
+            return f"remove the link, or move {self.second.label} to a folder that no link leads to"
+        return f"set {self.first.key} to a folder that neither contains {self.second.label} nor is inside it"
+
+
+def check_isolation(inputs: Sequence[NamedPath], outputs: Sequence[NamedPath]) -> list[PathConflict]:
+    """Return every conflict between an input and an output, and among outputs.
+
+    Two inputs may contain one another. No folder needs to exist, and nothing is written. Inputs are searched
+    for links that lead into an output, and the first `OUTPUT_DEPTH` levels of outputs for links into inputs.
+
+    Args:
+        inputs: Read-only folders.
+        outputs: Folders that runs write to.
+
+    Returns:
+        Conflicts by path first, then links, at most `MAX_LINKS_REPORTED` per input.
+    """
+    sources = [_resolve(*path) for path in inputs]
+    targets = [_resolve(*path) for path in outputs]
+    pairs = [*product(targets, sources), *combinations(targets, 2)]
+    conflicts = [conflict for pair in pairs if (conflict := _compare(*pair)) is not None]
+
+    # A link between nested folders would only repeat their conflict.
+    nested = {(conflict.first.key, conflict.second.key) for conflict in conflicts}
+    for source in sources:
+        separate = [target for target in targets if (target.key, source.key) not in nested]
+        conflicts += islice(_link_conflicts(source, separate), MAX_LINKS_REPORTED)
+    return conflicts
+
+
+def require_isolation(inputs: Sequence[NamedPath], outputs: Sequence[NamedPath], *, where: str) -> None:
+    """Raise PathIsolationError unless `check_isolation` finds no conflict.
+
+    Args:
+        inputs: Read-only folders.
+        outputs: Folders that runs write to.
+        where: File that names the paths, such as the recipe.
+
+    Raises:
+        PathIsolationError: Names both paths of each conflict, as written and as resolved.
+    """
+    conflicts = check_isolation(inputs, outputs)
+    if not conflicts:
+        return
+
+    # dict.fromkeys removes repetitions and keeps the order.
+    what = "; ".join(dict.fromkeys(conflict.what() for conflict in conflicts))
+    lines = dict.fromkeys(line for conflict in conflicts for line in conflict.where().split("\n"))
+    fixes = dict.fromkeys(conflict.fix() for conflict in conflicts)
+    raise PathIsolationError(what, where="\n".join([printable(where), *lines]), fix="\n".join(fixes))
+
+
+def printable(path: str) -> str:
+    """Return `path`, quoted with escapes if it contains characters that a terminal cannot show."""
+    return path if path.isprintable() else repr(path)
+
+
+def _resolve(label: str, key: str, path: Address) -> ResolvedPath:
+    return ResolvedPath(label, key, path, identify(path))
+
+
+def _compare(first: ResolvedPath, second: ResolvedPath) -> PathConflict | None:
+    if first.identified.same(second.identified):
+        return PathConflict(first, second, "same")
+    if first.identified.inside(second.identified):
+        return PathConflict(first, second, "inside")
+    if second.identified.inside(first.identified):
+        return PathConflict(first, second, "contains")
+    return None
+
+
+def _link_conflicts(dataset: ResolvedPath, outputs: list[ResolvedPath]) -> Iterator[PathConflict]:
+    """Yield links from `dataset` into separate outputs, and from those into `dataset`."""
+    if not outputs:
+        return
+    by_key = {output.key: output for output in outputs}
+    identified = {key: output.identified for key, output in by_key.items()}
+    for link in links_into(dataset.identified, identified):
+        yield PathConflict(dataset, by_key[link.folder], "link", link)
+    for output in outputs:
+        for link in shallow_links_into(
+            output.identified, {dataset.key: dataset.identified}, depth=OUTPUT_DEPTH
+        ):
+            yield PathConflict(output, dataset, "link", link)
