@@ -1,4 +1,4 @@
-"""What the pages say is so: generated ones are fresh, commands run, quoted messages exist."""
+"""The documentation is up to date: generated pages, commands and quoted messages."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ LINE = re.compile(
 @pytest.mark.parametrize(
     "page", [recipes_page, checks_page, coming_from], ids=["recipes", "checks", "coming_from"]
 )
-def test_a_generated_page_is_fresh(page) -> None:
-    written = page.page_path().read_text(encoding="utf-8")
-    assert written == page.page_text(), f"write it anew: python -m {page.__name__}"
+def test_a_generated_page_is_up_to_date(page) -> None:
+    text = page.page_path().read_text(encoding="utf-8")
+    assert text == page.page_text(), f"write it again: python -m {page.__name__}"
 
 
 def test_every_key_of_a_recipe_is_on_its_page() -> None:
@@ -37,7 +37,7 @@ def test_every_key_of_a_recipe_is_on_its_page() -> None:
         title = f"## `{section}`" if section else "## The recipe"
         body = text.split(title + "\n", 1)[1].split("\n## ", 1)[0]
         assert f"| `{name}` |" in body, key
-    assert "| anything |" not in text, "a key's type is not told"
+    assert "| anything |" not in text, "the type of a key is missing"
 
 
 def commands() -> list[tuple[str, str]]:
@@ -50,7 +50,7 @@ def commands() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("page", "line"), commands(), ids=" ".join)
-def test_a_command_on_a_page_is_one_that_exists(page: str, line: str) -> None:
+def test_a_command_on_a_page_exists(page: str, line: str) -> None:
     program, *arguments = shlex.split(line)
     if program.endswith("latentline"):
         name, *rest = arguments
@@ -81,7 +81,7 @@ def test_each_latentline_command_starts(name: str) -> None:
     subprocess.run([sys.executable, "-c", code, name, "--help"], cwd=ROOT, check=True, capture_output=True)
 
 
-def test_every_message_on_the_troubleshooting_page_is_in_the_program() -> None:
+def test_every_message_on_the_troubleshooting_page_is_in_the_source() -> None:
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     quoted = [text for row in rows for text in re.findall(r"`([^`]+)`", row)]

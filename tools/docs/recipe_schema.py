@@ -1,6 +1,6 @@
-"""The JSON schema of a recipe, with which editors complete and check it: configs/recipe.schema.json.
+"""Generator of configs/recipe.schema.json, the JSON schema that editors use for completion and validation.
 
-`python -m tools.docs.recipe_schema` writes it anew.
+Run `python -m tools.docs.recipe_schema` to write the file.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ SCHEMA_FILE = "recipe.schema.json"
 
 
 def recipe_schema() -> dict[str, Any]:
-    """The schema (JSON Schema 2020-12) of what a recipe's file may hold; rules across keys are not in it."""
+    """Return the JSON schema (2020-12) of a recipe file; it does not contain rules across keys."""
     schema = _without_titles(RecipeFile.model_json_schema(by_alias=True, mode="validation"))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Latentline recipe", **schema}
 
 
 def schema_text() -> str:
-    """The file's text; the same for the same models."""
+    """Return the text of the file; it depends on the models only."""
     return json.dumps(recipe_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def schema_path() -> Path:
-    """Where the schema lies: beside the project's recipes."""
+    """Return the path of the schema, next to the project's recipes."""
     return project_root() / "configs" / SCHEMA_FILE
 
 
 def _without_titles(node: Any) -> Any:
-    """`node` without pydantic's titles, which only repeat the keys' names."""
+    """Return `node` without the titles that pydantic derives from the keys."""
     if isinstance(node, list):
         return [_without_titles(item) for item in node]
     if not isinstance(node, dict):

@@ -1,4 +1,4 @@
-"""The schema for editors is the models', and takes what the loader takes."""
+"""The schema for editors is up to date, and accepts and rejects the same values as the loader."""
 
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,22 @@ def data_of(file: Path) -> dict[str, Any]:
     return parse(file.read_text(encoding="utf-8")).data
 
 
-def test_the_schema_in_the_repository_is_fresh():
+def test_the_schema_in_the_repository_is_up_to_date():
     text = schema_path().read_text(encoding="utf-8")
-    assert text == schema_text(), "write it anew: python -m tools.docs.recipe_schema"
+    assert text == schema_text(), "write it again: python -m tools.docs.recipe_schema"
 
 
-def test_the_schema_is_itself_valid():
+def test_the_schema_is_a_valid_json_schema():
     jsonschema.Draft202012Validator.check_schema(recipe_schema())
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_each_recipe_in_configs_fits_the_schema_and_names_it(file: Path):
+def test_each_recipe_in_configs_matches_the_schema_and_refers_to_it(file: Path):
     jsonschema.Draft202012Validator(recipe_schema()).validate(data_of(file))
     first = file.read_text(encoding="utf-8").partition("\n")[0]
-    mark, _, named = first.partition("=")
-    assert mark == "# yaml-language-server: $schema"
-    assert (file.parent / named).resolve() == schema_path().resolve()
+    marker, _, schema = first.partition("=")
+    assert marker == "# yaml-language-server: $schema"
+    assert (file.parent / schema).resolve() == schema_path().resolve()
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_each_recipe_in_configs_fits_the_schema_and_names_it(file: Path):
         {"datasets": []},
     ],
 )
-def test_the_schema_refuses_what_the_loader_refuses(change: dict[str, Any]):
+def test_the_schema_rejects_values_that_the_loader_rejects(change: dict[str, Any]):
     demo = data_of(project_root() / "configs" / "demo.yaml")
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.Draft202012Validator(recipe_schema()).validate({**demo, **change})
