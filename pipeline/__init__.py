@@ -1,4 +1,4 @@
-"""The pipeline: stages that turn images and captions into a LoRA, in plain Python and torch without Dagster."""
+"""Stages that turn images and captions into a LoRA: plain Python and torch, without Dagster."""
 
 import os
 

@@ -1,10 +1,11 @@
-"""Versions of the code that determines results. Raise one by hand when the same input would give other results.
+"""Versions of the code that determines results.
 
-Definitions read them while loading, so this module imports nothing.
+Raise one by hand when the same input would give other results. Definitions read them while
+loading, so this module imports nothing.
 """
 
 PREPROCESSING_VERSION = 1
-"""Version of image preprocessing, part of every latent's key. The golden-pixel test shows when to raise it."""
+"""Version of image preprocessing, part of every latent's key. A golden-pixel test shows when to raise it."""
 
 LOOK_VERSION = "look-3"
 """Version of `perceptual_hash`. A new version decodes every image again to compute its hash."""

@@ -9,7 +9,7 @@ import pytest
 
 
 def namespace() -> list[str]:
-    """Return a command prefix in whose namespace disks can be mounted; skip the test if that is not allowed."""
+    """Return a command prefix that allows a command to mount disks; skip the test if that is impossible."""
     start = ["unshare", "--user", "--map-root-user", "--mount"]
     if shutil.which("unshare") is None or shutil.which("mount") is None:
         pytest.skip("this system has no unshare or no mount command")

@@ -143,7 +143,7 @@ def test_L01_bind_mounts_of_parent_folders_are_seen_through_the_mount_table(
     assert not identify(tmp_path / "other").inside(data)
 
 
-    """A container may have two mounts, one of a folder inside the other, which their paths do not show."""
+def test_without_a_mount_table_folders_are_identified_by_inode(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(identity, "MOUNT_TABLE", tmp_path / "absent")
