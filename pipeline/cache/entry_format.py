@@ -1,15 +1,15 @@
-"""The bytes of one store entry: a safetensors file whose size follows from its shapes and dtypes alone.
-
-A caption's entry may be as long as the caption: then its size follows from what its own header states, which
-must be no longer than the encoders take, and from the length that the table recorded when it was verified.
+"""Bytes of one cache entry: a safetensors file whose exact size follows from its shapes and dtypes.
 
     bytes 0-7       2040, little endian
     bytes 8-2047    JSON header of the safetensors format, padded with spaces
-    from 2048       the tensors' data, in the header's order
+    from 2048       data of the tensors, in the header's order
 
-The header's `__metadata__` holds one key, "latentline", with canonical JSON: `format`, `kind`, `key`, what
-the writer adds, and `checksum`, the sha256 over the canonical JSON without it and the data. (With several
-keys the safetensors library would write them in random order.)
+The header's `__metadata__` holds one key, "latentline", with canonical JSON: `format`, `kind`, `key`, the
+writer's metadata, and `checksum`, the SHA-256 of the canonical JSON without `checksum`, followed by the data.
+(The safetensors library would write several keys in random order.)
+
+A text embedding may be as long as its caption. The header then states its length, which must not exceed the
+encoders' maximum; the table records the file's size at the time the entry was verified.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ Array = npt.NDArray[Any]
 
 FORMAT = 1
 DATA_START = 2048
-"""Offset of the data in each entry. A header that needs more than 2040 bytes is refused when written."""
+"""Offset of the data; a header of more than 2040 bytes is an error when the entry is written."""
 
 LATENT = "latent"
-"""Name of the tensor in a latent's entry; or there are these two, the moments of the VAE's posterior."""
+"""Name of the tensor in an entry that holds one latent."""
 
 MEAN, STD = MOMENTS = ("mean", "std")
+"""Names of the two tensors in an entry that holds the moments of the VAE's posterior."""
 
 TEXT = "text_embedding"
-"""Name of the tensor of a caption's entry that is (T, D), and may be as long as the caption."""
+"""Name of the (T, D) tensor in a caption's entry."""
 
 _METADATA_KEY = "latentline"
 _NUMPY_TYPES: dict[str, str] = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}
@@ -51,12 +52,12 @@ _CHECKSUM_CHARACTERS = hashlib.sha256().digest_size * 2
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """What one tensor of an entry must be.
+    """Dtype and shape of one tensor.
 
     Attributes:
         dtype: "float16", "bfloat16" or "float32".
-        shape: Of the tensor; the longest one where `ragged`.
-        ragged: Whether its first edge may be any from 1 to that of `shape`.
+        shape: Shape of the tensor, or its maximum shape if `ragged`.
+        ragged: Whether the first dimension may be shorter, down to 1.
     """
 
     dtype: str
@@ -65,11 +66,11 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensor's data; where it is ragged, the most it may be."""
+        """Size of the tensor's data, or its maximum size if `ragged`."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def admits(self, stated: TensorSpec) -> bool:
-        """Whether a tensor of exactly the stated dtype and shape is what this one must be."""
+        """Return whether a tensor of the stated dtype and shape satisfies this specification."""
         if not self.ragged:
             return stated == self
         same_kind = (stated.dtype, stated.shape[1:]) == (self.dtype, self.shape[1:])
@@ -78,12 +79,12 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class EntrySpec:
-    """What an entry must be, known before it is read: all of it, but for the length of ragged tensors.
+    """Specification of an entry, from which its path and size follow before it is read.
 
     Attributes:
-        kind: "latents" or "text"; decides the folder.
-        key: Lower-case hex digits, at least 8.
-        tensors: By name.
+        kind: "latents" or "text"; the name of the folder.
+        key: At least 8 lower-case hex digits.
+        tensors: Specification of each tensor by name.
     """
 
     kind: Kind
@@ -92,61 +93,70 @@ class EntrySpec:
 
     @property
     def data_bytes(self) -> int:
-        """Of all tensors."""
+        """Size of the data of all tensors; a maximum if `ragged`."""
         return sum(tensor.num_bytes for tensor in self.tensors.values())
 
     @property
     def ragged(self) -> bool:
-        """Whether the entry's own header has to say how long a tensor is."""
+        """Whether the length of a tensor is stated only by the entry's header."""
         return any(tensor.ragged for tensor in self.tensors.values())
 
     @property
     def file_bytes(self) -> int:
-        """Exact size of the entry's file; of a ragged one, the most it may be."""
+        """Exact size of the file; the maximum size if `ragged`."""
         return DATA_START + self.data_bytes
 
     def may_have(self, num_bytes: int) -> bool:
-        """Whether a file of so many bytes can be the entry."""
+        """Return whether a file of this size can be the entry."""
         return num_bytes == self.file_bytes or (self.ragged and num_bytes < self.file_bytes)
 
     def admits(self, stated: Mapping[str, TensorSpec]) -> bool:
-        """Whether an entry that holds exactly the stated tensors is what this one must be."""
+        """Return whether an entry with the stated tensors satisfies this specification."""
         return stated.keys() == self.tensors.keys() and all(
             tensor.admits(stated[name]) for name, tensor in self.tensors.items()
         )
 
     def holding(self, stated: Mapping[str, TensorSpec]) -> EntrySpec:
-        """The same entry with exactly the stated tensors."""
+        """Return the specification of the same entry with exactly the stated tensors."""
         return EntrySpec(self.kind, self.key, stated)
 
 
 class WrongEntryError(Exception):
-    """An entry is not what its specification says; the text is the reason."""
+    """An entry does not match its specification; the text is the reason."""
 
 
 def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bytes:
-    """The bytes of an entry's file; the same for the same arguments, always and everywhere.
+    """Return the bytes of an entry's file; equal arguments give equal bytes on every machine.
+
+    Args:
+        spec: Specification of the entry.
+        tensors: Arrays by name; bfloat16 as its bits, in uint16.
+        metadata: JSON-serialisable values for the header.
 
     Raises:
-        ValueError: The tensors are not what `spec` says, a value is not finite, or the header does not fit.
+        ValueError: The tensors do not match `spec`, a value is not finite, or the header is too long.
     """
     if set(tensors) != set(spec.tensors):
-        raise ValueError(f"tensors {sorted(tensors)} given for {sorted(spec.tensors)}")
+        raise ValueError(f"tensors must be {sorted(spec.tensors)}, got {sorted(tensors)}")
+
     arrays: dict[str, Array] = {}
     for name, tensor in spec.tensors.items():
         array = np.asarray(tensors[name], order="C")
         given = TensorSpec(tensor.dtype, array.shape)
         if not tensor.admits(given) or array.dtype != np.dtype(_NUMPY_TYPES[tensor.dtype]):
-            raise ValueError(f"{name} is {array.dtype} {array.shape}, not {tensor.dtype} {tensor.shape}")
+            raise ValueError(f"{name} must be {tensor.dtype} {tensor.shape}, got {array.dtype} {array.shape}")
         if not _all_finite(array):
-            raise ValueError(f"{name} holds values that are not finite")
+            raise ValueError(f"{name} contains values that are not finite")
         arrays[name] = array
+
+    # The header's length must be known before the checksum, which covers it; so serialise once with a blank.
     facts = {**metadata, "format": FORMAT, "kind": spec.kind, "key": spec.key}
     unpadded = _serialise(spec, arrays, {**facts, "checksum": " " * _CHECKSUM_CHARACTERS}, "")
     header_bytes = int.from_bytes(unpadded[:8], "little")
     needed = len(unpadded[8 : 8 + header_bytes].rstrip(b" "))
     if needed > DATA_START - 8:
-        raise ValueError(f"the header needs {needed} bytes, {DATA_START - 8} are there")
+        raise ValueError(f"the header must have at most {DATA_START - 8} bytes, got {needed}")
+
     facts["checksum"] = _checksum(facts, memoryview(unpadded)[8 + header_bytes :])
     return _serialise(spec, arrays, facts, " " * (DATA_START - 8 - needed))
 
@@ -176,43 +186,51 @@ def _canonical(facts: Mapping[str, Any]) -> str:
 
 
 def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array], dict[str, Any]]:
-    """(arrays, metadata) of an entry's file.
+    """Return the arrays and the metadata of an entry's file.
+
+    Args:
+        spec: Specification that the entry must satisfy.
+        raw: Bytes of the file.
+        verify: Also compute the checksum and require finite values.
 
     Raises:
-        WrongEntryError: It is not what `spec` says; with `verify`, also when its checksum does not hold or a
-            value is not finite.
+        WrongEntryError: The entry does not match `spec`, or fails verification.
     """
+    # Size, key and shapes first: they are cheap, and name the defect better than a checksum.
     if not spec.may_have(len(raw)):
         raise _wrong_size(len(raw), spec)
     header = read_header(raw[:DATA_START])
     metadata = stated_metadata(header)
     if (metadata.get("kind"), metadata.get("key")) != (spec.kind, spec.key):
         raise WrongEntryError(f"it is the entry of {metadata.get('kind')} {metadata.get('key')}")
+
     stated = stated_tensors(header)
     if not spec.admits(stated):
-        raise WrongEntryError(f"it holds {_described(stated)}, {_described(spec.tensors)} is expected")
+        raise WrongEntryError(f"it contains {_described(stated)}, {_described(spec.tensors)} is expected")
     if len(raw) != spec.holding(stated).file_bytes:
         raise _wrong_size(len(raw), spec.holding(stated))
+
     try:
         tensors = dict(safetensors.deserialize(raw))
     except safetensors.SafetensorError as err:
         raise WrongEntryError(f"its header is damaged: {err}") from err
     if verify and _checksum(metadata, memoryview(raw)[DATA_START:]) != metadata.get("checksum"):
-        raise WrongEntryError("its checksum does not hold")
+        raise WrongEntryError("its checksum does not match")
+
     arrays = {
         name: np.frombuffer(tensors[name]["data"], _NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
         for name, tensor in stated.items()
     }
     if verify and not all(_all_finite(array) for array in arrays.values()):
-        raise WrongEntryError("it holds values that are not finite")
+        raise WrongEntryError("it contains values that are not finite")
     return arrays, metadata
 
 
 def read_header(start: bytes) -> dict[str, Any]:
-    """The JSON header in the first `DATA_START` bytes of a file.
+    """Parse the JSON header in the first `DATA_START` bytes of a file.
 
     Raises:
-        WrongEntryError: They are not the start of an entry.
+        WrongEntryError: The bytes are not the start of an entry.
     """
     if int.from_bytes(start[:8], "little") != DATA_START - 8 or len(start) < DATA_START:
         raise WrongEntryError("its header is not that of an entry")
@@ -226,25 +244,25 @@ def read_header(start: bytes) -> dict[str, Any]:
 
 
 def stated_metadata(header: dict[str, Any]) -> dict[str, Any]:
-    """What the header says beside its tensors, key and checksum among it.
+    """Return the metadata in a header, including `kind`, `key` and `checksum`.
 
     Raises:
-        WrongEntryError: It says nothing that makes sense.
+        WrongEntryError: The metadata is damaged or of another format.
     """
     try:
         metadata = json.loads(header["__metadata__"][_METADATA_KEY])
     except (KeyError, TypeError, ValueError) as err:
         raise WrongEntryError("its metadata is damaged") from err
     if not isinstance(metadata, dict) or cast("dict[str, Any]", metadata).get("format") != FORMAT:
-        raise WrongEntryError(f"it is not of format {FORMAT}")
+        raise WrongEntryError(f"its format is not {FORMAT}")
     return cast("dict[str, Any]", metadata)
 
 
 def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
-    """What the header says of each tensor.
+    """Return the dtypes and shapes in a header.
 
     Raises:
-        WrongEntryError: It says nothing that makes sense.
+        WrongEntryError: The header is damaged.
     """
     try:
         return {
@@ -269,6 +287,6 @@ def _described(tensors: Mapping[str, TensorSpec]) -> str:
 
 
 def _all_finite(array: Array) -> bool:
-    if array.dtype == np.uint16:
+    if array.dtype == np.uint16:  # bfloat16: an exponent of ones is NaN or infinite
         return bool(((array & 0x7F80) != 0x7F80).all())
     return bool(np.isfinite(array).all())

@@ -1,6 +1,6 @@
-"""A cache's files that are no entries, and the list of all: on this machine, or where fsspec finds them.
+"""Files of a cache, local or remote, by name: what registrations and `latentline gc` list, read and delete.
 
-The store itself reads and writes entries; the registrations and `latentline gc` ask here.
+Entries themselves are read and written by the store.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class CacheFile:
     """A file of a cache.
 
     Attributes:
-        name: Its place below the cache, with slashes.
-        num_bytes: Its size.
-        modified_s: Since 1970; None where nobody says.
+        name: Path relative to the cache, with slashes.
+        num_bytes: Size of the file.
+        modified_s: Modification time in seconds since 1970; None if the service does not state it.
     """
 
     name: str
@@ -35,32 +35,32 @@ class CacheFile:
 class CacheFolder(ABC):
     """Files below a cache's address, by names relative to it.
 
-    Every method raises `OSError` where it is refused, `FileNotFoundError` where there is no such file.
+    Methods raise `OSError` if the file system refuses, and `FileNotFoundError` if a file does not exist.
     """
 
     def __init__(self, address: Address) -> None:
-        """Nothing is opened yet."""
+        """Use the cache at `address`."""
         self.address = address
 
     def where(self, name: str) -> str:
-        """The file as messages name it."""
+        """Return the location of a file for messages."""
         return f"{str(self.address).rstrip('/')}/{name}"
 
     @abstractmethod
     def read(self, name: str) -> bytes:
-        """The file's bytes."""
+        """Read a file."""
 
     @abstractmethod
     def replace(self, name: str, data: bytes) -> None:
-        """Let the file have these bytes; a reader sees the old ones or the new ones."""
+        """Replace a file atomically."""
 
     @abstractmethod
     def names(self, folder: str) -> list[str]:
-        """Of the files directly in a folder, sorted; none where there is no such folder."""
+        """Return the sorted names of the files directly in a folder; none if it does not exist."""
 
     @abstractmethod
     def files(self) -> Iterator[CacheFile]:
-        """Every file at any depth, sorted by folder and name."""
+        """Yield all files at any depth, sorted by folder and name."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
@@ -68,11 +68,11 @@ class CacheFolder(ABC):
 
     @abstractmethod
     def tidy(self, folders: Iterable[str]) -> None:
-        """Delete those of the folders that are empty, where there are such things."""
+        """Delete the empty ones among these folders."""
 
 
 def cache_folder(address: Address) -> CacheFolder:
-    """The files at a recipe's `cache_dir`.
+    """Return the files at a recipe's `cache_dir`.
 
     Raises:
         StoreError: A package is missing, or the address cannot be opened.
@@ -81,54 +81,54 @@ def cache_folder(address: Address) -> CacheFolder:
 
 
 class LocalCacheFolder(CacheFolder):
-    """On this machine."""
+    """Files of a cache on a local disk."""
 
     def __init__(self, root: Path) -> None:
-        """Nothing is read or made yet."""
+        """Use the cache at `root`, which may not exist yet."""
         super().__init__(root)
         self._root = root
 
     def read(self, name: str) -> bytes:
-        """As `CacheFolder.read`."""
+        """See `CacheFolder.read`."""
         return (self._root / name).read_bytes()
 
     def replace(self, name: str, data: bytes) -> None:
-        """As `CacheFolder.replace`."""
+        """See `CacheFolder.replace`."""
         write_bytes(self._root / name, data)
 
     def names(self, folder: str) -> list[str]:
-        """As `CacheFolder.names`."""
-        found = self._root / folder
-        return sorted(path.name for path in found.iterdir()) if found.is_dir() else []
+        """See `CacheFolder.names`."""
+        path = self._root / folder
+        return sorted(file.name for file in path.iterdir()) if path.is_dir() else []
 
     def files(self) -> Iterator[CacheFile]:
-        """As `CacheFolder.files`; what vanishes meanwhile is left out."""
-        for folder, below, names in os.walk(self._root):
-            below.sort()
+        """See `CacheFolder.files`; a file that is deleted meanwhile is omitted."""
+        for folder, subfolders, names in os.walk(self._root):
+            subfolders.sort()
             for name in sorted(names):
                 path = Path(folder, name)
                 with suppress(FileNotFoundError):
                     stat = path.stat()
                     if path.is_file():
-                        place = path.relative_to(self._root).as_posix()
-                        yield CacheFile(place, stat.st_size, stat.st_mtime)
+                        relative = path.relative_to(self._root).as_posix()
+                        yield CacheFile(relative, stat.st_size, stat.st_mtime)
 
     def delete(self, name: str) -> None:
-        """As `CacheFolder.delete`."""
+        """See `CacheFolder.delete`."""
         (self._root / name).unlink()
 
     def tidy(self, folders: Iterable[str]) -> None:
-        """As `CacheFolder.tidy`."""
+        """See `CacheFolder.tidy`."""
         for folder in folders:
-            with suppress(OSError):  # not empty, most often
+            with suppress(OSError):  # usually because it is not empty
                 (self._root / folder).rmdir()
 
 
 class RemoteCacheFolder(CacheFolder):
-    """At an address that fsspec opens."""
+    """Files of a cache at an fsspec address."""
 
     def __init__(self, url: Url) -> None:
-        """Open its file system.
+        """Open the file system.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
@@ -137,27 +137,27 @@ class RemoteCacheFolder(CacheFolder):
         self._folder = RemoteFolder(url)
 
     def read(self, name: str) -> bytes:
-        """As `CacheFolder.read`."""
+        """See `CacheFolder.read`."""
         return self._folder.read(name)
 
     def replace(self, name: str, data: bytes) -> None:
-        """As `CacheFolder.replace`."""
+        """See `CacheFolder.replace`."""
         self._folder.put(name, data)
 
     def names(self, folder: str) -> list[str]:
-        """As `CacheFolder.names`."""
-        found = (name.removeprefix(f"{folder}/") for name in self._folder.list_files(folder))
-        return sorted(name for name in found if "/" not in name)
+        """See `CacheFolder.names`."""
+        names = (name.removeprefix(f"{folder}/") for name in self._folder.list_files(folder))
+        return sorted(name for name in names if "/" not in name)
 
     def files(self) -> Iterator[CacheFile]:
-        """As `CacheFolder.files`."""
+        """See `CacheFolder.files`."""
         for name, info in sorted(self._folder.list_files().items()):
             num_bytes, time_ns, _, _ = stat_from_info(info)
             yield CacheFile(name, num_bytes, time_ns / 1e9 if time_ns else None)
 
     def delete(self, name: str) -> None:
-        """As `CacheFolder.delete`."""
+        """See `CacheFolder.delete`."""
         self._folder.remove(name)
 
     def tidy(self, folders: Iterable[str]) -> None:
-        """Nothing: folders that hold nothing are not there, or in nobody's way."""
+        """Do nothing: object stores have no empty folders, and others do no harm."""

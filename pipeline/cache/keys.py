@@ -1,7 +1,7 @@
 """Keys of cache entries: hashes of everything that decides an entry's bytes, and of nothing else.
 
-Whatever is not in `LatentInputs` or `TextInputs` (names, paths, batch size, device, number of workers, order)
-cannot make an entry stale, and whatever is in them gives the changed entry another key.
+Values that are not fields of `LatentInputs` or `TextInputs` (names, paths, batch size, device, number of
+workers, order) cannot make an entry stale. A change to any field gives the entry another key.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ _ROWS_AT_A_TIME = 4096
 
 @dataclass(frozen=True)
 class LatentInputs:
-    """All that decides the bytes of a latent.
+    """Everything that decides the bytes of a latent; the encoder receives the same values.
 
     Attributes:
-        content_hash: Of the image file's bytes.
-        resized_size: After scaling, before the crop.
-        crop: In resized pixels.
+        content_hash: SHA-256 of the image file's bytes.
+        resized_size: Size after scaling, before the crop.
+        crop: Crop in resized pixels.
         flip: Whether the pixels are mirrored left to right.
-        background: Red, green, blue behind transparent pixels.
-        preprocessing_version: Of the code from file bytes to pixels.
+        background: Red, green and blue behind transparent pixels, 0 to 255.
+        preprocessing_version: Version of the code that turns file bytes into pixels.
         vae: Fingerprint of the VAE's configuration and weights.
-        method: `Family.method_of_latents`.
+        method: The family's `method_of_latents`.
         posterior: "sample", "mean" or "moments".
-        compute_dtype: In which the VAE computes.
-        dtype: On disk.
+        compute_dtype: Dtype in which the VAE computes.
+        dtype: Dtype of the stored tensors.
     """
 
     content_hash: str
@@ -55,15 +55,15 @@ class LatentInputs:
 
 @dataclass(frozen=True)
 class TextInputs:
-    """All that decides the bytes of a caption's text embeddings.
+    """Everything that decides the bytes of a caption's text embeddings.
 
     Attributes:
-        caption: Canonical, as the table has it.
+        caption: Canonical caption.
         encoders: Fingerprint of all text encoders and tokenizers.
-        method: `Family.text_method`.
-        max_length: In tokens.
-        compute_dtype: In which the encoders compute.
-        dtype: On disk.
+        method: The family's `text_method`.
+        max_length: Maximum number of tokens.
+        compute_dtype: Dtype in which the encoders compute.
+        dtype: Dtype of the stored tensors.
     """
 
     caption: str
@@ -75,41 +75,43 @@ class TextInputs:
 
 
 def latent_key(inputs: LatentInputs) -> str:
-    """The key of a latent: 64 hex digits."""
+    """Return the key of a latent: 64 hex digits."""
     return canonical_hash({"latents": vars(inputs)})
 
 
 def text_key(inputs: TextInputs) -> str:
-    """The key of a caption's text embeddings: 64 hex digits."""
+    """Return the key of a caption's text embeddings: 64 hex digits."""
     return canonical_hash({"text": vars(inputs)})
 
 
 class KeyTemplate:
-    """Hashes of values that differ in a few places: `canonical_hash`, in a tenth of its time.
+    """Canonical JSON with placeholders, to compute many keys that differ in a few values.
 
-    The value is written once, with a string "@name@" wherever values differ.
+    Serialising the constant part once takes a tenth of the time of `canonical_hash` per key.
     """
 
     def __init__(self, value: Any) -> None:
-        """Of a JSON-serialisable value with places."""
+        """Serialise `value`, a JSON-serialisable object in which a string "@name@" is a placeholder."""
         parts = re.split(r'"@(\w+)@"', canonical_text(value))
         self._texts, self.names = parts[::2], tuple(parts[1::2])
 
-    def hashes(self, places: pl.DataFrame, in_json: Mapping[str, pl.Expr] | None = None) -> pl.Series:
-        """The hash of the value with each row of `places` put in, at a microsecond each.
+    def hashes(self, values: pl.DataFrame, in_json: Mapping[str, pl.Expr] | None = None) -> pl.Series:
+        """Return one hash per row of `values`, about a microsecond each.
 
         Args:
-            places: Columns `names`, and any others.
-            in_json: How a column becomes a string of canonical JSON, where it is none yet.
+            values: One column per placeholder; other columns are ignored.
+            in_json: Expressions that turn a column into canonical JSON, for columns that are not JSON yet.
         """
-        import polars as pl  # only here: an encoding process has no use for it
+        import polars as pl  # encoding processes import this module but have no use for Polars
 
         start, *texts = self._texts
         columns = [(in_json or {}).get(name, pl.col(name)) for name in self.names]
         pairs = zip(columns, map(pl.lit, texts), strict=True)
-        whole = pl.concat_str(pl.lit(start), *chain.from_iterable(pairs)).cast(pl.Binary)
+        document = pl.concat_str(pl.lit(start), *chain.from_iterable(pairs)).cast(pl.Binary)
+
+        # In slices, because the documents take many times the memory of the keys.
         parts = [
-            pl.Series([hashlib.sha256(text).hexdigest() for text in some.select(whole).to_series()])
-            for some in places.iter_slices(_ROWS_AT_A_TIME)
+            pl.Series([hashlib.sha256(text).hexdigest() for text in rows.select(document).to_series()])
+            for rows in values.iter_slices(_ROWS_AT_A_TIME)
         ]
         return pl.concat(parts) if parts else pl.Series(dtype=pl.String)

@@ -1,9 +1,9 @@
-"""The store at an address that fsspec opens: an object store, another machine's disk, memory.
+"""Content-addressed store at an address that fsspec opens: an object store, another host's disk, memory.
 
-What is relied on: of an object store, that an object appears whole when it is put, which all of them
-promise; of any other file system, that a file appears whole under its name when it is moved there. Where an
-object can be put on the condition that there is none (S3, Google Cloud Storage), the first of several writers
-wins, as on a local disk; elsewhere the later one's entry may stand, and both are valid.
+Object stores make an object visible only when it is complete; on any other file system, a file is renamed
+when it is complete. If the service can put an object on the condition that none exists (S3, Google Cloud
+Storage), the first of several writers wins, as on a local disk. Otherwise a later writer may replace the
+entry of an earlier one; both are valid.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder, stat_from_info
 
-_ASKED_SINGLY = 32
-"""Up to so many entries are asked for one by one; of more, all that there are get listed."""
+_MAX_SINGLE_REQUESTS = 32
+"""Maximum number of entries to stat one by one; for more, the folder is listed."""
 
 
 def store_at(address: Address) -> Store:
-    """The store at a recipe's `cache_dir`; links and fsync of a local disk promise most.
+    """Return the store at a recipe's `cache_dir`.
 
     Raises:
         StoreError: A package is missing, or the address cannot be opened.
@@ -37,10 +37,10 @@ def store_at(address: Address) -> Store:
 
 
 class FsspecStore(Store):
-    """Entries below an address; as `Store`, but for what writers promise.
+    """Entries below an fsspec address.
 
-    What counts as an entry's stat is its size and, in place of an inode, a number for what the service says
-    of its version; or else its time. An entry of which neither is told is read whole by each run.
+    An entry's stat is its size and, in place of an inode, a number for its version. Without a version it is
+    the size and the modification time. An entry with neither is read by each run.
     """
 
     threads = 16
@@ -48,7 +48,7 @@ class FsspecStore(Store):
     fix = ACCESS_FIX
 
     def __init__(self, url: Url) -> None:
-        """Open the file system; nothing is read yet.
+        """Open the file system without reading from it.
 
         Raises:
             StoreError: A package is missing, or the address cannot be opened.
@@ -58,21 +58,20 @@ class FsspecStore(Store):
         self.address = url
 
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
-        """As `Store.stats`; of many keys by one listing, which takes a request per 1,000 entries.
+        """See `Store.stats`. Many keys take one listing, which is one request per 1,000 entries.
 
         Raises:
-            StoreError: The service does not say.
+            StoreError: The folder cannot be listed.
         """
-        asked = list(keys)
-        places = [self.path(EntrySpec(kind, key, {})).as_posix() for key in asked]
-        if len(asked) > _ASKED_SINGLY:
+        names = [self.path(EntrySpec(kind, key, {})).as_posix() for key in keys]
+        if len(names) > _MAX_SINGLE_REQUESTS:
             try:
                 infos = self.folder.list_files(kind)
             except OSError as err:
-                raise self._refused(Path(kind), err, "looked for") from err
-            stats = [_entry_stat(infos[place]) if place in infos else None for place in places]
+                raise self._access_error(Path(kind), err, "listed") from err
+            stats = [_entry_stat(infos[name]) if name in infos else None for name in names]
         else:
-            stats = [self._stat_or_none(Path(place)) for place in places]
+            stats = [self._stat_or_none(Path(name)) for name in names]
         return np.array([astuple(stat) if stat else NO_STAT for stat in stats], np.int64).reshape(-1, 4)
 
     def _shown(self, path: Path) -> str:
@@ -81,17 +80,17 @@ class FsspecStore(Store):
     def _stat(self, path: Path) -> EntryStat:
         info = self.folder.info(path.as_posix())
         if info["type"] != "file":
-            raise WrongEntryError("a folder is in its place")
+            raise WrongEntryError("its path is a folder")
         return _entry_stat(info)
 
-    def _whole(self, path: Path) -> tuple[bytes, EntryStat]:
-        state = self._stat(path)
-        return self._bytes(path), state
+    def _read_with_stat(self, path: Path) -> tuple[bytes, EntryStat]:
+        stat = self._stat(path)
+        return self._read(path), stat
 
-    def _bytes(self, path: Path) -> bytes:
+    def _read(self, path: Path) -> bytes:
         return self.folder.read(path.as_posix())
 
-    def _start(self, path: Path) -> bytes:
+    def _read_start(self, path: Path) -> bytes:
         return self.folder.read(path.as_posix(), DATA_START)
 
     def _delete(self, path: Path) -> None:
@@ -101,6 +100,7 @@ class FsspecStore(Store):
         name = path.as_posix()
         if self.folder.put_if_absent(name, raw):
             return True
+
         if self.folder.is_folder(name):
             aside = PurePosixPath(name).with_name(f"{path.stem}{temp_name()}{DISPLACED_SUFFIX}")
             self.folder.move_folder(name, str(aside))
@@ -111,9 +111,11 @@ class FsspecStore(Store):
 
 
 def _entry_stat(info: dict[str, Any]) -> EntryStat:
-    """Of what a file system says; where it tells a version, without the time: listings differ."""
+    """Convert fsspec's info; if it states a version, omit the time, which differs between listings."""
     num_bytes, time_ns, _, version = stat_from_info(info)
     if version:
         return EntryStat(num_bytes, 0, 0, version)
-    equal_to_none = 0 if time_ns else time.monotonic_ns()
-    return EntryStat(num_bytes, time_ns, equal_to_none, 0)
+
+    # Without version and time, make the stat unequal to any recorded one, so that the entry is read.
+    unique = 0 if time_ns else time.monotonic_ns()
+    return EntryStat(num_bytes, time_ns, unique, 0)

@@ -1,6 +1,8 @@
-"""Which store entry an image or a caption asks for, under one recipe.
+"""Cache entries that one recipe requests for its images and captions: their keys, shapes and sizes.
 
-The cache assets, their checks and the trainer all ask here, so they cannot disagree about a key or a shape.
+The cache stages, their checks, maintenance and the trainer all use this module, so they cannot disagree about
+a key or a shape. To add a setting that decides the bytes of a latent, add a field to `LatentInputs`, set it in
+`RecipeEntries.latent_inputs`, and apply it in `pipeline.vae_latents.worker.encoder`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import polars as pl
 
 from pipeline.cache.entry_format import LATENT, MOMENTS, TEXT
@@ -25,8 +26,6 @@ from pipeline.models.families import Family, Use, detect
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
 from pipeline.storage.addresses import Url
-from pipeline.storage.columns import beside, put_beside, strings, with_constant
-from pipeline.storage.tables import in_order
 from pipeline.versions import PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
@@ -36,20 +35,24 @@ if TYPE_CHECKING:
 
 
 CAPTION_BYTES_PER_TOKEN = 3
+"""Number of UTF-8 bytes per token, for estimates."""
+
 TEMPLATE_TOKENS = 32
-"""What an estimate reckons with: bytes of UTF-8 that are a token, and tokens beside the caption's own."""
+"""Number of tokens that a prompt template adds to a caption, for estimates."""
 
 STAT_COLUMNS = ("entry_bytes", "entry_mtime_ns", "entry_ctime_ns", "entry_inode")
-"""Of tables: an entry's `EntryStat` when it was last verified, field by field."""
+"""Columns that record an entry's `EntryStat` at the time it was verified, field by field."""
 
 STATS: dict[str, Any] = dict.fromkeys(STAT_COLUMNS, pl.Int64)
-"""Their types."""
-
+"""Types of the `STAT_COLUMNS`."""
 
 TARGET = ("target_height", "target_width")
-LATENT_SHAPE = ("latent_channels", "latent_height", "latent_width")
+"""Columns of a target size."""
 
-_SHAPES = {
+LATENT_SHAPE = ("latent_channels", "latent_height", "latent_width")
+"""Columns of a latent's shape."""
+
+_SHAPE_TYPES = {
     **dict.fromkeys((*TARGET, *LATENT_SHAPE), pl.Int32),
     "dtype": pl.String,
     "num_bytes": pl.Int64,
@@ -57,55 +60,60 @@ _SHAPES = {
 
 
 class RecipeEntries:
-    """The entries of one recipe; imports no torch, and looks for the base model when it is first needed."""
+    """Resolves what a recipe needs from the cache; the base model is looked up when it is first used.
+
+    Attributes:
+        recipe: The recipe.
+        store: Store at the recipe's cache_dir.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
-        """Nothing is read yet."""
+        """Open the recipe's store without reading from it."""
         self.recipe = recipe
         self.store = store_at(recipe.cache_dir)
         self._fingerprints: dict[Use, str] = {}
 
     @property
     def machine_state_dir(self) -> Path:
-        """The folder of what holds for this machine: cache_dir, or output_dir where that is elsewhere."""
+        """Folder for machine-local state: cache_dir, or output_dir if the cache is remote."""
         cache_dir = self.recipe.cache_dir
         return self.recipe.output_dir if isinstance(cache_dir, Url) else cache_dir
 
     @cached_property
     def model_folder(self) -> Path:
-        """Of the base model, as `resolve_base`.
+        """Folder of the base model.
 
         Raises:
-            ModelError: It cannot be found, or a file of it is missing.
+            ModelError: The model cannot be found, or one of its files is missing.
         """
         return resolve_base(self.recipe)
 
     @cached_property
+    def component_folders(self) -> dict[str, Path]:
+        """Folders of the components that the recipe replaces, by role."""
+        return resolve_components(self.recipe)
+
+    @cached_property
     def family(self) -> Family:
-        """The base model's family.
+        """Family of the base model.
 
         Raises:
             ModelError: As `model_folder`.
         """
         return detect(self.model_folder, self.component_folders)
 
-    @cached_property
-    def component_folders(self) -> dict[str, Path]:
-        """Of the base model's components that the recipe takes from elsewhere, as `resolve_components`."""
-        return resolve_components(self.recipe)
-
     def fingerprint(self, use: Use) -> str:
-        """Of the parts of the base model that decide the bytes of `use`: 64 hex digits.
+        """Return the fingerprint of the model parts that decide the bytes of `use`: 64 hex digits.
 
         Raises:
-            ModelError: A file of them is missing or unreadable.
+            ModelError: A file of these parts is missing or unreadable.
         """
         if use not in self._fingerprints:
             self._fingerprints[use] = Fingerprints(self.machine_state_dir).of(self.family.parts(use))
         return self._fingerprints[use]
 
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:
-        """What decides the latent of one row of aspect_buckets or vae_latents."""
+        """Return everything that decides the latent of a row of aspect_buckets or vae_latents."""
         settings, geometry = self.recipe.latents, Geometry.from_row(row)
         return LatentInputs(
             content_hash=row["content_hash"],
@@ -122,92 +130,71 @@ class RecipeEntries:
         )
 
     def latent_spec(self, row: Mapping[str, Any]) -> EntrySpec:
-        """The entry of one row of aspect_buckets or vae_latents, with the tensors of `latent_tensors`."""
+        """Return the entry of a row of aspect_buckets or vae_latents."""
         tensors = self.latent_tensors(Geometry.from_row(row).target_size)
         return EntrySpec("latents", latent_key(self.latent_inputs(row)), tensors)
 
     def latent_tensors(self, target_size: Size) -> dict[str, TensorSpec]:
-        """Tensors (C, h, w) of such an entry: `LATENT`, or both `MOMENTS` where the recipe asks for them."""
+        """Return the tensors (C, h, w) of a latent's entry: `LATENT`, or both `MOMENTS`."""
         tensor = TensorSpec(self.recipe.latents.dtype, self.family.latent_shape(target_size))
         names = MOMENTS if self.recipe.latents.posterior == "moments" else (LATENT,)
         return dict.fromkeys(names, tensor)
 
     def latent_requests(self, buckets: pl.DataFrame) -> pl.DataFrame:
-        """A row for each latent that the recipe asks for: those of aspect_buckets, and what follows.
+        """Return one row per latent that the recipe needs; several rows may share an entry.
 
-        Added are `flipped`, `key`, `num_bytes` (of the entry's file), and the latent's shape and dtype.
+        Args:
+            buckets: Table aspect_buckets.
+
+        Returns:
+            The columns of `buckets`, `flipped`, `key`, the latent's shape and dtype, and `num_bytes`, the
+            size of the entry's file.
         """
-        flips = (False, True) if self.recipe.latents.flip else (False,)
-        rows = pl.concat([with_constant(buckets, "flipped", flip, pl.Boolean) for flip in flips])
-        sizes = rows.select(TARGET)
-        shapes = sizes.join(self.latent_shapes(sizes), on=TARGET, how="left", maintain_order="left")
-        keys = self.latent_keys(rows).alias("key")
-        return put_beside(rows, pl.DataFrame([keys, *shapes.drop(TARGET)]))
+        rows = self.with_mirrored(buckets)
+        rows = rows.with_columns(self.latent_keys(rows).alias("key"))
+        return rows.join(self.latent_shapes(rows), on=TARGET, how="left", maintain_order="left")
+
+    def with_mirrored(self, buckets: pl.DataFrame) -> pl.DataFrame:
+        """Add the column `flipped`, and a mirrored row for each row if the recipe mirrors images."""
+        variants = (False, True) if self.recipe.latents.flip else (False,)
+        return pl.concat([buckets.with_columns(flipped=pl.lit(mirrored)) for mirrored in variants])
 
     def latent_shapes(self, rows: pl.DataFrame) -> pl.DataFrame:
-        """For each target size in `rows`: the latent's shape and dtype, and its file's `num_bytes`."""
+        """Return shape, dtype and `num_bytes` of the latents, one row per target size in `rows`."""
         shapes: list[dict[str, Any]] = []
         for height, width in rows.select(TARGET).unique(maintain_order=True).rows():
             tensors = self.latent_tensors(Size(height, width))
             tensor = next(iter(tensors.values()))
             num_bytes = EntrySpec("latents", "", tensors).file_bytes
             values = (height, width, *tensor.shape, tensor.dtype, num_bytes)
-            shapes.append(dict(zip(_SHAPES, values, strict=True)))
-        return pl.DataFrame(shapes, schema=_SHAPES)
-
-    def text_requests(
-        self,
-        captions: Iterable[str],
-        known: pl.DataFrame | None = None,
-        recorded: Mapping[str, Any] = MappingProxyType({}),
-    ) -> pl.DataFrame:
-        """A row for each caption.
-
-        Args:
-            captions: Canonical ones.
-            known: Columns of a table text_embeddings, `key`, `text_length` and `recorded` among them.
-            recorded: Which columns of it the answer has too, names to types; null where nothing is known.
-
-        Returns:
-            `caption`, `key`, `text_length`, its file's `num_bytes`, `about_bytes`, and `recorded`. Where
-            entries are as long as their captions, `text_length` and `num_bytes` are null unless `known` has
-            them, and `about_bytes` is an estimate; otherwise the two numbers of bytes are the same.
-        """
-        texts = pl.Series("caption", captions, dtype=pl.String)
-        table = put_beside(texts.to_frame(), self.text_keys(texts).alias("key").to_frame())
-        most, longest = self._longest_text_bytes, self._text_spec.shape[0]
-        if not self._text_spec.ragged:
-            table = with_constant(with_recorded(table, known, recorded), "text_length", longest, pl.Int32)
-            return with_constant(table, "num_bytes", most, pl.Int64).with_columns(about_bytes="num_bytes")
-        table = with_recorded(table, known, {"text_length": pl.Int32, **recorded})
-        lacking = longest - pl.col("text_length").cast(pl.Int64)
-        text_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
-        tokens = TEMPLATE_TOKENS + (text_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
-        about = most - pl.max_horizontal(0, longest - tokens) * self._bytes_per_token
-        table = table.with_columns(num_bytes=most - lacking * self._bytes_per_token)
-        return table.with_columns(about_bytes=pl.coalesce("num_bytes", about))
+            shapes.append(dict(zip(_SHAPE_TYPES, values, strict=True)))
+        return pl.DataFrame(shapes, schema=_SHAPE_TYPES)
 
     def latent_keys(self, rows: pl.DataFrame) -> pl.Series:
-        """The keys of `latent` for every row, at a microsecond each.
+        """Return the keys of `latent_spec` for all rows, about a microsecond each.
 
         Args:
-            rows: Columns of vae_latents, as far as they decide a key.
+            rows: The columns of vae_latents that decide a key.
         """
         if rows.is_empty():
             return pl.Series(dtype=pl.String)
+
+        # All inputs of the first row are common to all rows, except those in these columns.
         inputs = vars(self.latent_inputs(rows.row(0, named=True)))
-        resized, crop = (
-            ("resized_height", "resized_width"),
-            ("crop_top", "crop_left", "target_height", "target_width"),
-        )
-        places: dict[str, Any] = {"content_hash": "@content_hash@", "flip": "@flipped@"}
-        places |= {"resized_size": [f"@{name}@" for name in resized], "crop": [f"@{name}@" for name in crop]}
-        template = KeyTemplate({"latents": inputs | places})
+        resized = ("resized_height", "resized_width")
+        crop = ("crop_top", "crop_left", *TARGET)
+        placeholders: dict[str, Any] = {
+            "content_hash": "@content_hash@",
+            "flip": "@flipped@",
+            "resized_size": [f"@{name}@" for name in resized],
+            "crop": [f"@{name}@" for name in crop],
+        }
+        template = KeyTemplate({"latents": inputs | placeholders})
         in_json = {name: pl.col(name).cast(pl.String) for name in template.names}
         return template.hashes(rows, in_json | {"content_hash": pl.format('"{}"', "content_hash")})
 
     def text_inputs(self, caption: str) -> TextInputs:
-        """What decides the text embeddings of one canonical caption."""
+        """Return everything that decides the text embeddings of a canonical caption."""
         return TextInputs(
             caption=caption,
             encoders=self.fingerprint("text"),
@@ -218,98 +205,135 @@ class RecipeEntries:
         )
 
     def text_spec(self, caption: str, length: int | None = None) -> EntrySpec:
-        """The entry of one canonical caption, "" included: tensors as `Family.text_shapes` names them.
+        """Return the entry of a canonical caption, which may be empty.
 
         Args:
-            caption: Whose.
-            length: Of its `text_embedding` where that is the caption's own, as a table recorded it; None: the
-                spec is ragged, and the entry's header says.
+            caption: The caption.
+            length: Length of its `text_embedding` if the family stores captions at their own length. None
+                gives a ragged specification: the header states the length.
         """
         return EntrySpec("text", text_key(self.text_inputs(caption)), self.text_tensors(length))
 
     def text_tensors(self, length: int | None = None) -> dict[str, TensorSpec]:
-        """Tensors of a caption's entry, as `text`."""
+        """Return the tensors of a caption's entry; `length` as for `text_spec`."""
         dtype = self.recipe.text.dtype
         tensors = {name: TensorSpec(dtype, shape) for name, shape in self._text_shapes.items()}
-        if self._text_spec.ragged:
-            own = TensorSpec(dtype, (length or 0, *self._text_spec.shape[1:]))
-            tensors[TEXT] = self._text_spec if length is None else own
+        if self._text_embedding.ragged:
+            exact = TensorSpec(dtype, (length or 0, *self._text_embedding.shape[1:]))
+            tensors[TEXT] = self._text_embedding if length is None else exact
         return tensors
 
-    @cached_property
-    def _text_spec(self) -> TensorSpec:
-        """Of the `text_embedding` of a caption that nobody knows yet."""
-        ragged = self.family.text_padding != "stored"
-        return TensorSpec(self.recipe.text.dtype, self._text_shapes[TEXT], ragged)
+    def text_requests(
+        self,
+        captions: Iterable[str],
+        previous: pl.DataFrame | None = None,
+        recorded: Mapping[str, Any] = MappingProxyType({}),
+    ) -> pl.DataFrame:
+        """Return one row per caption.
 
-    @cached_property
-    def _bytes_per_token(self) -> int:
-        return self._text_spec.num_bytes // self._text_spec.shape[0]
+        Args:
+            captions: Canonical captions.
+            previous: Earlier table text_embeddings with the columns `key`, `text_length` and `recorded`.
+            recorded: Further columns to copy from `previous`, names to types.
 
-    @cached_property
-    def _longest_text_bytes(self) -> int:
-        return EntrySpec("text", "", self.text_tensors(None)).file_bytes
+        Returns:
+            `caption`, `key`, `text_length`, `num_bytes` (exact size of the entry's file), `about_bytes` (that
+            size or an estimate) and the `recorded` columns. If captions are stored at their own length,
+            `text_length` and `num_bytes` are null for keys that are not in `previous`.
+        """
+        rows = pl.DataFrame({"caption": pl.Series(captions, dtype=pl.String)})
+        rows = rows.with_columns(self.text_keys(rows["caption"]).alias("key"))
+
+        max_length, max_bytes = self._text_embedding.shape[0], self._max_text_bytes
+        if not self._text_embedding.ragged:
+            return with_recorded(rows, previous, recorded).with_columns(
+                text_length=pl.lit(max_length, pl.Int32),
+                num_bytes=pl.lit(max_bytes, pl.Int64),
+                about_bytes=pl.lit(max_bytes, pl.Int64),
+            )
+
+        rows = with_recorded(rows, previous, {"text_length": pl.Int32, **recorded})
+        missing_tokens = max_length - pl.col("text_length").cast(pl.Int64)
+        caption_bytes = pl.col("caption").str.len_bytes().cast(pl.Int64)
+        tokens = TEMPLATE_TOKENS + (caption_bytes + CAPTION_BYTES_PER_TOKEN - 1) // CAPTION_BYTES_PER_TOKEN
+        estimate = max_bytes - pl.max_horizontal(0, max_length - tokens) * self._bytes_per_token
+        rows = rows.with_columns(num_bytes=max_bytes - missing_tokens * self._bytes_per_token)
+        return rows.with_columns(about_bytes=pl.coalesce("num_bytes", estimate))
 
     def text_keys(self, captions: Iterable[str]) -> pl.Series:
-        """The keys of `text` for every caption, at 2 microseconds each."""
+        """Return the keys of `text_spec` for all captions, about 2 microseconds each."""
         template = KeyTemplate({"text": {**vars(self.text_inputs("")), "caption": "@caption@"}})
-        texts = pl.Series("caption", captions, dtype=pl.String)
-        in_json = pl.col("caption").map_batches(_in_json, pl.String)
-        return template.hashes(texts.to_frame(), {"caption": in_json})
+        rows = pl.DataFrame({"caption": pl.Series(captions, dtype=pl.String)})
+        return template.hashes(rows, {"caption": pl.col("caption").map_batches(_as_json, pl.String)})
 
     @cached_property
     def _text_shapes(self) -> dict[str, tuple[int, ...]]:
         return self.family.text_shapes()
 
+    @cached_property
+    def _text_embedding(self) -> TensorSpec:
+        """The `text_embedding` of a caption of unknown length."""
+        ragged = self.family.text_padding != "stored"
+        return TensorSpec(self.recipe.text.dtype, self._text_shapes[TEXT], ragged)
 
-def _in_json(captions: pl.Series) -> pl.Series:
-    return pl.Series([json.dumps(caption) for caption in captions], dtype=pl.String)
+    @cached_property
+    def _bytes_per_token(self) -> int:
+        return self._text_embedding.num_bytes // self._text_embedding.shape[0]
 
-
-def with_recorded(
-    wanted: pl.DataFrame, known: pl.DataFrame | None, columns: Mapping[str, Any] = STATS
-) -> pl.DataFrame:
-    """`wanted` with what a table recorded of the same key; null where it has none.
-
-    Args:
-        wanted: Column `key`, and others.
-        known: Columns `key` and `columns`, and any others.
-        columns: Names to types; the `STAT_COLUMNS` by default.
-    """
-    if known is None:
-        for name, kind in columns.items():
-            wanted = with_constant(wanted, name, None, kind)
-        return wanted
-    return beside(wanted, known.select("key", *columns), on="key")
+    @cached_property
+    def _max_text_bytes(self) -> int:
+        return EntrySpec("text", "", self.text_tensors(None)).file_bytes
 
 
 def caption_variants(validated: pl.DataFrame) -> pl.DataFrame:
-    """validated_dataset with a row for each variant of a caption: `variant`, from 0, and `caption`."""
-    plain = with_constant(validated, "variant", 0, pl.Int32)
-    several = plain.filter(pl.col("more_captions") != "[]")
-    if several.is_empty():
-        return in_order(plain, ["sample_id", "variant"])
-    more = several.with_columns(pl.col("more_captions").str.json_decode(pl.List(pl.String)).alias("caption"))
-    more = more.with_columns(variant=pl.int_ranges(1, pl.col("caption").list.len() + 1, dtype=pl.Int32))
-    return pl.concat([plain, more.explode("caption", "variant")]).sort("sample_id", "variant")
+    """Return one row per caption of a sample, sorted by `sample_id` and `variant`, which counts from 0.
+
+    Args:
+        validated: Table validated_dataset, or some of its columns including `caption` and `more_captions`.
+    """
+    more_captions = pl.col("more_captions").str.json_decode(pl.List(pl.String))
+    captions = pl.concat_list("caption", more_captions)
+    variants = pl.int_ranges(0, captions.list.len(), dtype=pl.Int32)
+    rows = validated.with_columns(caption=captions, variant=variants)
+    return rows.explode("caption", "variant").sort("sample_id", "variant")
+
+
+def with_recorded(
+    rows: pl.DataFrame, previous: pl.DataFrame | None, columns: Mapping[str, Any] = STATS
+) -> pl.DataFrame:
+    """Add columns that an earlier table recorded for the same key; null for other keys.
+
+    Args:
+        rows: Rows with the column `key`.
+        previous: Earlier table with the columns `key` and `columns`.
+        columns: Names and types of the columns to add.
+    """
+    if previous is None:
+        return rows.with_columns(pl.lit(None, kind).alias(name) for name, kind in columns.items())
+    recorded = previous.select("key", *columns).unique("key", keep="first")
+    return rows.join(recorded, on="key", how="left", maintain_order="left")
 
 
 def is_unchanged(store: Store, kind: Kind, rows: pl.DataFrame) -> pl.Series:
-    """For each row, whether its entry is as it was when its stat was recorded; Boolean.
+    """Return for each row whether its entry's file is unchanged since its stat was recorded.
 
     Args:
-        store: Where the entries are.
-        kind: Of all of them.
-        rows: Columns `key`, `num_bytes` (what the entry's shape asks for, null where that is unknown) and
-            `STAT_COLUMNS`, null where nothing was recorded.
+        store: Store of the entries.
+        kind: Kind of all entries.
+        rows: Columns `key`, `num_bytes` (exact size of the file, null if unknown) and `STAT_COLUMNS` (null if
+            nothing was recorded).
     """
-    found = store.stats(kind, strings(rows["key"]))
-    same = np.ones(len(rows), np.bool_)
-    for name, values in zip(("num_bytes", *STAT_COLUMNS), (found[:, 0], *found.T), strict=True):
-        same &= values == rows[name].cast(pl.Int64).fill_null(-1).to_numpy()
-    return pl.Series(same)
+    current = pl.DataFrame(store.stats(kind, rows["key"]), schema=STATS, orient="row")
+    unchanged = current["entry_bytes"].eq_missing(rows["num_bytes"].cast(pl.Int64))
+    for name in STAT_COLUMNS:
+        unchanged &= current[name].eq_missing(rows[name].cast(pl.Int64))
+    return unchanged
 
 
 def stat_columns(stat: EntryStat) -> dict[str, int]:
-    """The columns of a table in which an entry's stat is recorded when it was verified."""
+    """Return an entry's stat as the columns in which a table records it."""
     return dict(zip(STAT_COLUMNS, astuple(stat), strict=True))
+
+
+def _as_json(captions: pl.Series) -> pl.Series:
+    return pl.Series([json.dumps(caption) for caption in captions], dtype=pl.String)

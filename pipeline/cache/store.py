@@ -1,8 +1,10 @@
-"""The content-addressed store of tensors: one immutable safetensors file for each key.
+"""Content-addressed store on a local disk: one immutable safetensors file per key.
 
-An entry lies at `root/<kind>/<key[:2]>/<key>.safetensors`; `entry_format` says what is in it.
-An entry appears whole and is never changed: it is written under a temporary name, made durable, and linked to
-its name, which only one of several writers can do. Nothing here relies on a lock.
+    <root>/<kind>/<first two digits of key>/<key>.safetensors
+
+An entry is written under a temporary name, synced, and linked to its final name, which only one of several
+writers can do. So a reader sees the complete entry or none, an entry never changes, and no lock is needed.
+`entry_format` defines the bytes of an entry.
 """
 
 from __future__ import annotations
@@ -41,11 +43,13 @@ from pipeline.storage.atomic import temp_path_for
 __all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
 
 SUFFIX = ".safetensors"
+"""Suffix of an entry's file."""
+
 DISPLACED_SUFFIX = ".displaced"
-"""Of a folder that stood in an entry's place: it is moved aside, never deleted."""
+"""Suffix of a folder that was found at an entry's path; it is renamed, never deleted."""
 
 NO_STAT = (0, 0, 0, 0)
-"""In `Store.stats`, of what is no file."""
+"""Row of `Store.stats` for a key without a file."""
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -53,7 +57,7 @@ _DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 @dataclass(frozen=True)
 class EntryStat:
-    """What the file system says of an entry's file; as long as it stays the same, so does the content."""
+    """Stat of an entry's file; while it is unchanged, the content is taken to be unchanged too."""
 
     num_bytes: int
     mtime_ns: int
@@ -63,14 +67,14 @@ class EntryStat:
 
 @dataclass(frozen=True)
 class EntryState:
-    """What `Store.check` found.
+    """Result of `Store.check`.
 
     Attributes:
         status: "valid", "missing" or "wrong".
-        reason: Of "wrong": one sentence without the path; empty otherwise.
-        stat: Of the file that was looked at; None when missing, or when the place holds no file.
-        metadata: Of an entry that was read whole and is valid; None when its stat was trusted.
-        shapes: Of the tensors of such an entry, by name.
+        reason: Defect of a wrong entry, without its path; empty otherwise.
+        stat: Stat of the file; None if there is no regular file.
+        metadata: Metadata of a valid entry that was read; None if its stat was trusted.
+        shapes: Shapes of the tensors of such an entry, by name.
     """
 
     status: Literal["valid", "missing", "wrong"]
@@ -81,137 +85,138 @@ class EntryState:
 
     @property
     def valid(self) -> bool:
-        """True where the entry can be used."""
+        """Whether the entry can be used."""
         return self.status == "valid"
 
 
 class Store:
-    """Entries below one folder, which any number of recipes, projects and processes may share.
+    """Entries below one folder, shared by any number of recipes, projects and processes.
 
     Attributes:
-        address: Of the folder.
-        root: The folder; entries' paths are below it.
-        threads: How many entries may well be looked at or written at a time.
-        readers: How many threads keep up with training. Of a disk one: several wait for their turn at the
-            interpreter more than for the disk.
-        fix: What to do where an entry may not be read or written.
+        address: Address of the folder.
+        root: Path of the folder, to which the paths of entries belong.
+        threads: Number of entries to check or write at the same time.
+        readers: Number of threads that keep up with training. One on a local disk, because several threads
+            wait for the interpreter more than for the disk.
+        fix: Suggested fix if an entry cannot be read or written.
     """
 
     threads: ClassVar[int] = os.cpu_count() or 1
     readers: ClassVar[int] = 1
-    fix: ClassVar[str] = "see that cache_dir lies on a working disk and may be read and written by this user"
+    fix: ClassVar[str] = (
+        "make sure that cache_dir is on a working disk and that this user may read and write it"
+    )
 
     def __init__(self, root: Path) -> None:
-        """Nothing is read or made yet."""
+        """Use the store at `root`; the folder is created by the first write."""
         self.root = root
         self.address: Address = root
 
     def path(self, spec: EntrySpec) -> Path:
-        """Where the entry lies, whether or not it is there."""
-        return Path(
-            f"{self.root}/{spec.kind}/{spec.key[:2]}/{spec.key}{SUFFIX}"
-        )  # five times faster than joins
+        """Return the path of the entry, whether or not it exists."""
+        # A format string takes a fifth of the time of joining paths.
+        return Path(f"{self.root}/{spec.kind}/{spec.key[:2]}/{spec.key}{SUFFIX}")
 
     def where(self, spec: EntrySpec) -> str:
-        """The entry's place as messages name it."""
+        """Return the location of the entry for messages."""
         return self._shown(self.path(spec))
 
     def check(self, spec: EntrySpec, trusted: EntryStat | None = None) -> EntryState:
-        """Whether the entry is there and right.
+        """Check whether the entry exists and satisfies its specification.
 
-        A file whose stat equals `trusted` is taken for what it was when that was recorded. Any other is read
-        whole: size, header, shapes, dtypes, key, checksum, and every value finite.
+        A file whose stat equals `trusted` is not read. Any other file is read and verified: size, header,
+        key, shapes, dtypes, checksum, and finite values.
 
         Raises:
-            StoreError: The file or its folder may not be read.
+            StoreError: The file or its folder cannot be read.
         """
         path = self.path(spec)
         try:
-            state = self._stat(path)
-            if trusted is not None and state == trusted and spec.may_have(state.num_bytes):
-                return EntryState("valid", stat=state)
-            raw, state = self._whole(path)
+            stat = self._stat(path)
+            if trusted is not None and stat == trusted and spec.may_have(stat.num_bytes):
+                return EntryState("valid", stat=stat)
+
+            raw, stat = self._read_with_stat(path)
             arrays, metadata = parse(spec, raw, verify=True)
         except FileNotFoundError:
             return EntryState("missing")
-        except WrongEntryError as wrong:
-            return EntryState("wrong", str(wrong), self._stat_or_none(path))
+        except WrongEntryError as err:
+            return EntryState("wrong", str(err), self._stat_or_none(path))
         except OSError as err:
-            raise self._refused(path, err, "read") from err
+            raise self._access_error(path, err, "read") from err
+
         shapes = {name: array.shape for name, array in arrays.items()}
-        return EntryState("valid", stat=state, metadata=metadata, shapes=shapes)
+        return EntryState("valid", stat=stat, metadata=metadata, shapes=shapes)
 
     def stats(self, kind: Kind, keys: Iterable[str]) -> npt.NDArray[np.int64]:
-        """Bytes, mtime_ns, ctime_ns and inode of each key's file, int64 (N, 4); 0 where there is no file.
+        """Return the `EntryStat` of many entries as int64 (N, 4), in the order of `keys`.
 
-        Nothing is read. As `EntryStat`, for many entries at once.
+        A row is `NO_STAT` if the key has no regular file. Files are not opened.
         """
         root = f"{self.root}/{kind}/"
-        found = array("q")
+        values = array("q")
         for key in keys:
             try:
                 stat = os.stat(f"{root}{key[:2]}/{key}{SUFFIX}")  # noqa: PTH116 - a Path costs more than the call
             except OSError:
-                found.extend(NO_STAT)
+                values.extend(NO_STAT)
                 continue
             regular = stat_module.S_ISREG(stat.st_mode)
-            each = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-            found.extend(each if regular else NO_STAT)
-        return np.frombuffer(found, dtype=np.int64).reshape(-1, 4)
+            row = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+            values.extend(row if regular else NO_STAT)
+        return np.frombuffer(values, dtype=np.int64).reshape(-1, 4)
 
     def read_tensor_specs(self, spec: EntrySpec) -> dict[str, TensorSpec] | None:
-        """The shapes and dtypes in the header of the file in the entry's place; no data is read.
-
-        None when there is no file, or it has no header that makes sense.
-        """
+        """Return the shapes and dtypes in an entry's header, unverified; None without a readable header."""
         try:
             return stated_tensors(self._header(self.path(spec)))
         except (OSError, WrongEntryError):
             return None
 
     def read_metadata(self, kind: Kind, key: str) -> dict[str, Any] | None:
-        """What the header of an entry says that it was made of, unchecked; no data is read.
-
-        None when there is no file, or it has no header that makes sense.
-        """
+        """Return the metadata in an entry's header, unverified; None without a readable header."""
         try:
             return stated_metadata(self._header(self.path(EntrySpec(kind, key, {}))))
         except (OSError, WrongEntryError):
             return None
 
     def read(self, spec: EntrySpec) -> dict[str, Array]:
-        """The entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
+        """Read an entry's tensors as read-only arrays; bfloat16 as its bits, in uint16.
 
-        Size, header, key, shapes and dtypes are checked on every call; the checksum is `check`'s affair.
+        Every call checks size, header, key, shapes and dtypes. Only `check` computes the checksum.
 
         Raises:
-            StoreError: The entry is missing, or not what `spec` says.
+            StoreError: The entry is missing or does not match `spec`.
         """
         path = self.path(spec)
         try:
-            arrays, _ = parse(spec, self._bytes(path), verify=False)
-        except WrongEntryError as wrong:
-            raise _entry_error(self._shown(path), str(wrong)) from wrong
+            arrays, _ = parse(spec, self._read(path), verify=False)
+        except WrongEntryError as err:
+            raise StoreError(
+                f"a cache entry is damaged: {err}",
+                where=self._shown(path),
+                fix="start the cache job again: it replaces the entry",
+            ) from err
         except OSError as err:
-            raise self._refused(path, err, "read") from err
+            raise self._access_error(path, err, "read") from err
         return arrays
 
     def write(self, spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[str, Any]) -> bool:
-        """Put the entry in its place, unless a valid one is there: the first valid entry wins.
+        """Write an entry unless a valid one exists: the first valid entry wins.
 
-        What is in its place and not valid is replaced; a folder there is moved aside.
+        A wrong entry is replaced. A folder at the entry's path is renamed.
 
         Args:
-            spec: What the entry must be.
-            tensors: Arrays of the specified shapes and dtypes, bfloat16 as uint16 bits; every value finite.
-            metadata: JSON-serialisable and the same whenever and wherever the entry is made.
+            spec: Specification of the entry.
+            tensors: Finite arrays of the specified shapes and dtypes; bfloat16 as uint16 bits.
+            metadata: JSON-serialisable values that depend on nothing but the key.
 
         Returns:
-            True if this call's entry is the one in place, False if a valid one was there first.
+            True if this call's entry is in place, False if a valid one existed.
 
         Raises:
-            StoreError: The disk is full, or the place cannot be written.
-            ValueError: The tensors are not what `spec` says, or the header does not fit.
+            StoreError: The disk is full, or the path cannot be written.
+            ValueError: The tensors do not match `spec`, or the header is too long.
         """
         raw = serialise(spec, tensors, metadata)
         path = self.path(spec)
@@ -222,16 +227,16 @@ class Store:
                 raise StoreError(
                     f"the disk is full: an entry of {len(raw)} bytes cannot be written",
                     where=self._shown(path),
-                    fix="free some space there or set cache_dir to another disk, and start again: what is in "
-                    "the cache stays valid",
+                    fix="free some space or set cache_dir to another disk, and start again: existing entries "
+                    "stay valid",
                 ) from err
-            raise self._refused(path, err, "written") from err
+            raise self._access_error(path, err, "written") from err
 
     def remove(self, spec: EntrySpec) -> None:
-        """Delete the file in an entry's place, if there is one; a folder there stays.
+        """Delete an entry's file if it exists; a folder at its path stays.
 
         Raises:
-            StoreError: It cannot be deleted.
+            StoreError: The file cannot be deleted.
         """
         path = self.path(spec)
         try:
@@ -240,17 +245,19 @@ class Store:
         except (FileNotFoundError, WrongEntryError):
             return
         except OSError as err:
-            raise self._refused(path, err, "deleted") from err
+            raise self._access_error(path, err, "deleted") from err
 
-    def _refused(self, path: Path, err: OSError, done: str) -> StoreError:
-        missing = isinstance(err, FileNotFoundError) and done == "read"
-        fix = "start the cache job again: it makes what is missing" if missing else self.fix
-        what = f"a cache entry cannot be {done}: {err.strerror or err}"
-        return StoreError(what, where=self._shown(path), fix=fix)
+    def _access_error(self, path: Path, err: OSError, action: str) -> StoreError:
+        missing = isinstance(err, FileNotFoundError) and action == "read"
+        return StoreError(
+            f"a cache entry cannot be {action}: {err.strerror or err}",
+            where=self._shown(path),
+            fix="start the cache job again: it encodes missing entries" if missing else self.fix,
+        )
 
     def _header(self, path: Path) -> dict[str, Any]:
         self._stat(path)
-        return read_header(self._start(path))
+        return read_header(self._read_start(path))
 
     def _stat_or_none(self, path: Path) -> EntryStat | None:
         try:
@@ -258,40 +265,40 @@ class Store:
         except (OSError, WrongEntryError):
             return None
 
-    # What follows is all that touches files: `pipeline.cache.remote_store` has its own.
+    # Only the methods below access files; `pipeline.cache.remote_store` overrides them.
 
     def _shown(self, path: Path) -> str:
-        """A path as messages name it."""
+        """Return a path for messages."""
         return str(path)
 
     def _stat(self, path: Path) -> EntryStat:
-        """Of a regular file.
+        """Return the stat of a regular file.
 
         Raises:
-            FileNotFoundError: There is nothing.
-            WrongEntryError: Something else is there.
+            FileNotFoundError: The path does not exist.
+            WrongEntryError: The path is not a regular file.
         """
-        return _regular_stat(path)
+        return _regular_stat(path.stat())
 
-    def _whole(self, path: Path) -> tuple[bytes, EntryStat]:
-        """A file's bytes, and its stat before they were read; raises as `_stat`."""
-        return _read_whole(path)
+    def _read_with_stat(self, path: Path) -> tuple[bytes, EntryStat]:
+        """Read a file, and return its stat from before; raises as `_stat`."""
+        return _read_file(path)
 
-    def _bytes(self, path: Path) -> bytes:
-        """As the first of `_whole`."""
-        return _read_whole(path)[0]
+    def _read(self, path: Path) -> bytes:
+        """Read a file; raises as `_stat`."""
+        return _read_file(path)[0]
 
     def _delete(self, path: Path) -> None:
         """Delete a file."""
         path.unlink()
 
-    def _start(self, path: Path) -> bytes:
-        """A file's first `DATA_START` bytes, or all if it has fewer."""
+    def _read_start(self, path: Path) -> bytes:
+        """Read a file's first `DATA_START` bytes, or all if it has fewer."""
         with path.open("rb") as file:
             return file.read(DATA_START)
 
     def _place(self, spec: EntrySpec, path: Path, raw: bytes) -> bool:
-        """As `write`, of the entry's bytes."""
+        """Write the bytes of an entry, as `write`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         temp = temp_path_for(path)
         try:
@@ -299,20 +306,21 @@ class Store:
                 file.write(raw)
                 file.flush()
                 os.fsync(file.fileno())
+
             while not _link(temp, path):
                 if self.check(spec).valid:
                     return False
-                self._take_away(spec, path)
+                self._clear_path(spec, path)
             return True
         finally:
             with suppress(FileNotFoundError):
                 temp.unlink()
 
-    def _take_away(self, spec: EntrySpec, path: Path) -> None:
-        """Free the place of a wrong entry.
+    def _clear_path(self, spec: EntrySpec, path: Path) -> None:
+        """Remove a wrong entry from its path.
 
-        Between looking and moving, another process may have put a valid entry there: what was moved is looked
-        at again, and put back if it is good.
+        Another process may replace it with a valid entry between the check and the rename. So the renamed
+        file is verified once more, and restored if it is valid.
         """
         aside = temp_path_for(path)
         try:
@@ -322,8 +330,9 @@ class Store:
         if aside.is_dir() and not aside.is_symlink():
             aside.rename(aside.with_name(f"{path.stem}{aside.stem}{DISPLACED_SUFFIX}"))
             return
+
         try:
-            parse(spec, _read_whole(aside)[0], verify=True)
+            parse(spec, _read_file(aside)[0], verify=True)
         except (WrongEntryError, OSError):
             aside.unlink()
             return
@@ -332,43 +341,35 @@ class Store:
             aside.unlink()
 
 
-def _read_whole(path: Path) -> tuple[bytes, EntryStat]:
-    """The file's bytes, and its stat before they were read.
+def _read_file(path: Path) -> tuple[bytes, EntryStat]:
+    """Read a regular file, and return its stat from before.
 
-    With four system calls, each of which lets another thread go first: a Python file makes twice as many.
+    Takes four system calls, each of which lets another thread run; a Python file object makes eight.
     """
-    # Without waiting: opening a pipe would last until somebody writes into it.
+    # O_NONBLOCK, because opening a pipe would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        state = _regular(os.fstat(descriptor))
-        data = os.read(descriptor, state.num_bytes + 1)
-        while len(data) < state.num_bytes and (more := os.read(descriptor, state.num_bytes + 1)):
+        stat = _regular_stat(os.fstat(descriptor))
+        data = os.read(descriptor, stat.num_bytes + 1)
+        while len(data) < stat.num_bytes and (more := os.read(descriptor, stat.num_bytes + 1)):
             data += more  # a read ends early at a signal, or after 2 GiB
-        return data, state
+        return data, stat
     finally:
         os.close(descriptor)
 
 
-def _regular_stat(path: Path) -> EntryStat:
-    return _regular(path.stat())
-
-
-def _regular(found: os.stat_result) -> EntryStat:
-    if not stat_module.S_ISREG(found.st_mode):
-        kind = "a folder" if stat_module.S_ISDIR(found.st_mode) else "something that is no file"
-        raise WrongEntryError(f"{kind} is in its place")
-    return _entry_stat(found)
-
-
-def _entry_stat(found: os.stat_result) -> EntryStat:
-    return EntryStat(found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino)
+def _regular_stat(stat: os.stat_result) -> EntryStat:
+    if not stat_module.S_ISREG(stat.st_mode):
+        kind = "a folder" if stat_module.S_ISDIR(stat.st_mode) else "a special file"
+        raise WrongEntryError(f"its path is {kind}")
+    return EntryStat(stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
 
 
 def _link(temp: Path, path: Path) -> bool:
-    """Give `temp`'s file the name `path` too; False when something has that name.
+    """Link `temp` to `path`; return False if `path` exists.
 
-    Where the file system knows no links, a rename does it. Two writers at the same moment then both rename,
-    and the later entry stands: both are valid.
+    On a file system without hard links, rename instead. Two writers may then rename at the same moment, and
+    the later entry remains; both are valid.
     """
     try:
         os.link(temp, path)
@@ -381,8 +382,3 @@ def _link(temp: Path, path: Path) -> bool:
             return False
         temp.replace(path)
     return True
-
-
-def _entry_error(where: str, reason: str) -> StoreError:
-    fix = "start the cache job again: it replaces the entry"
-    return StoreError(f"a cache entry is damaged: {reason}", where=where, fix=fix)

@@ -1,13 +1,11 @@
-"""Who needs which entries of a store: each output folder registers itself in `cache_dir`.
+"""Users of a cache: each output folder registers the keys that it needs, so that `latentline gc` keeps them.
 
-    <cache_dir>/outputs/<id>.json             which output folder, which recipe
-    <cache_dir>/outputs/<id>-<kind>.keys      the keys that its last job of this kind asked for
-    <cache_dir>/speed.json                    how long encoding took on this machine, for estimates;
-                                              of a cache elsewhere in output_dir
+    <cache_dir>/outputs/<id>.json             path of the output folder and name of the recipe
+    <cache_dir>/outputs/<id>-<kind>.keys      keys of this kind that its last job needs, 32 bytes each
+    <machine_state_dir>/speed.json            encoding speed on this machine, for estimates
 
-A job registers before it looks at the first entry, so that the keys of a running job are known as well as
-those of a finished one, captions without a table row among them. Nothing here is needed to read an entry:
-`latentline gc` alone asks who needs what.
+A job registers before it checks the first entry. So the keys of a running job are registered too, including
+those of captions that belong to no sample. Reading an entry needs no registration.
 """
 
 from __future__ import annotations
@@ -25,23 +23,24 @@ from pipeline.cache.folder import CacheFolder, cache_folder
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import write_bytes
-from pipeline.storage.columns import distinct, slices
 from pipeline.storage.os_errors import as_file_access_error
 from pipeline.storage.remote_folder import ACCESS_FIX
 
 FOLDER = "outputs"
+"""Name of the folder with the registrations."""
+
 _KEY_BYTES = 32
 _SPEED_FILE = "speed.json"
 
 
 @dataclass(frozen=True)
 class CacheUser:
-    """One output folder that uses the store.
+    """An output folder that uses the cache.
 
     Attributes:
-        output_dir: As it was registered; it may be gone, or not mounted.
-        recipe: The recipe's name.
-        keys: Hex keys that its last jobs asked for, of all kinds.
+        output_dir: Path as registered; it may be deleted or not mounted.
+        recipe: Name of the recipe.
+        keys: Hex keys of all kinds that its last jobs need.
     """
 
     output_dir: Path
@@ -52,43 +51,35 @@ class CacheUser:
 def register_user(
     cache_dir: Address, output_dir: Path, *, recipe: str, kind: str, keys: Iterable[str]
 ) -> None:
-    """Say that `output_dir` needs the entries of `kind` with these keys, and no others of that kind.
+    """Register the keys of `kind` that `output_dir` needs, in place of its earlier keys of that kind.
 
-    Nothing is written where the same is said already.
+    An unchanged registration is not written.
 
     Args:
-        cache_dir: The store's root; made if it is not there.
-        output_dir: Of the recipe that asks.
-        recipe: Its name.
-        kind: Of the entries.
-        keys: 64 hex digits each.
+        cache_dir: Address of the cache; created if it does not exist.
+        output_dir: Output folder of the recipe.
+        recipe: Name of the recipe.
+        kind: Kind of the entries.
+        keys: Keys of 64 hex digits each.
 
     Raises:
         StoreError: The cache cannot be written.
     """
-    folder, name = cache_folder(cache_dir), _id(output_dir)
-    said = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
-    ordered = distinct(pl.Series(keys, dtype=pl.String))
-    raw = b"".join(bytes.fromhex("".join(part)) for part in slices(ordered))
+    folder, user_id = cache_folder(cache_dir), _user_id(output_dir)
+    identity = json.dumps({"output_dir": str(output_dir), "recipe": recipe}, ensure_ascii=False) + "\n"
+    sorted_keys = pl.Series(keys, dtype=pl.String).unique().sort()
     try:
-        _replace(folder, f"{FOLDER}/{name}.json", said.encode("utf-8"))
-        _replace(folder, f"{FOLDER}/{name}-{kind}.keys", raw)
+        _replace(folder, f"{FOLDER}/{user_id}.json", identity.encode("utf-8"))
+        _replace(folder, f"{FOLDER}/{user_id}-{kind}.keys", bytes.fromhex("".join(sorted_keys)))
     except OSError as err:
-        refusal = as_file_access_error(err)
-        what = f"the cache cannot be written: {refusal.what if refusal else err}"
-        fix = "see that cache_dir lies on a working disk"
-        if isinstance(cache_dir, Url):
-            fix = ACCESS_FIX
-        elif refusal:
-            fix = refusal.fix
-        raise StoreError(what, where=folder.where(FOLDER), fix=fix) from err
+        raise _write_error(cache_dir, folder, err) from err
 
 
 def read_users(cache_dir: Address) -> Iterator[CacheUser]:
-    """Every output folder that uses the store, by name.
+    """Yield every output folder that uses the cache, sorted by id.
 
     Raises:
-        StoreError: A registration cannot be read, so that nobody knows which entries it needs.
+        StoreError: A registration cannot be read, so the needed entries cannot be determined.
     """
     folder = cache_folder(cache_dir)
     try:
@@ -97,53 +88,58 @@ def read_users(cache_dir: Address) -> Iterator[CacheUser]:
         raise StoreError(
             f"the cache cannot be listed: {err}", where=folder.where(FOLDER), fix=ACCESS_FIX
         ) from err
+
     for name in names:
         if not name.endswith(".json"):
             continue
-        stem = name.removesuffix(".json")
+        user_id = name.removesuffix(".json")
         try:
-            said = json.loads(folder.read(f"{FOLDER}/{name}"))
-            own = [each for each in names if each.startswith(f"{stem}-") and each.endswith(".keys")]
-            keys = [_keys(each, folder.read(f"{FOLDER}/{each}")) for each in own]
-            yield CacheUser(Path(said["output_dir"]), said["recipe"], frozenset().union(*keys))
+            identity = json.loads(folder.read(f"{FOLDER}/{name}"))
+            key_files = [each for each in names if each.startswith(f"{user_id}-") and each.endswith(".keys")]
+            keys = [_keys(each, folder.read(f"{FOLDER}/{each}")) for each in key_files]
+            yield CacheUser(Path(identity["output_dir"]), identity["recipe"], frozenset().union(*keys))
         except (OSError, ValueError, KeyError, TypeError) as err:
             raise StoreError(
                 f"a registration in the cache cannot be read: {err}",
                 where=folder.where(f"{FOLDER}/{name}"),
-                fix="run the cache job of the recipe that wrote it again, or delete the file and those with "
-                f"its name if that recipe is gone: {stem}*",
+                fix="run the cache job of the recipe that wrote it again; if that recipe no longer exists, "
+                f"delete the files {user_id}*",
             ) from err
 
 
 def unregister_user(cache_dir: Address, output_dir: Path) -> bool:
-    """Strike out an output folder, so that entries only it needs become orphans; False if it is unknown."""
-    folder, stem = cache_folder(cache_dir), _id(output_dir)
-    found = [name for name in folder.names(FOLDER) if name.startswith(stem)]
-    for name in found:
+    """Delete the registration of an output folder; return False if it has none.
+
+    Entries that no other user needs become orphans.
+    """
+    folder, user_id = cache_folder(cache_dir), _user_id(output_dir)
+    names = [name for name in folder.names(FOLDER) if name.startswith(user_id)]
+    for name in names:
         with suppress(FileNotFoundError):
             folder.delete(f"{FOLDER}/{name}")
-    return bool(found)
+    return bool(names)
 
 
-def record_speed(memory: Path, kind: str, seconds_per_cost: float) -> None:
-    """Remember how long encoding took on this machine, for `speed`; losing it costs nothing."""
+def record_speed(machine_state_dir: Path, kind: str, seconds_per_cost: float) -> None:
+    """Record how long one unit of cost took to encode; a failure to write is ignored."""
+    speeds = {**_speeds(machine_state_dir), kind: seconds_per_cost}
     with suppress(OSError):
-        write_bytes(memory / _SPEED_FILE, json.dumps({**_speeds(memory), kind: seconds_per_cost}).encode())
+        write_bytes(machine_state_dir / _SPEED_FILE, json.dumps(speeds).encode())
 
 
-def recorded_speed(memory: Path, kind: str) -> float | None:
-    """Seconds for one unit of a job's cost when entries of this kind were last encoded; None if never."""
-    return _speeds(memory).get(kind)
+def recorded_speed(machine_state_dir: Path, kind: str) -> float | None:
+    """Return the seconds that one unit of cost took last time; None if nothing was recorded."""
+    return _speeds(machine_state_dir).get(kind)
 
 
-def _speeds(memory: Path) -> dict[str, float]:
+def _speeds(machine_state_dir: Path) -> dict[str, float]:
     try:
-        return dict(json.loads((memory / _SPEED_FILE).read_text(encoding="utf-8")))
+        return dict(json.loads((machine_state_dir / _SPEED_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return {}
 
 
-def _id(output_dir: Path) -> str:
+def _user_id(output_dir: Path) -> str:
     return hashlib.sha256(str(output_dir).encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
@@ -154,7 +150,19 @@ def _replace(folder: CacheFolder, name: str, data: bytes) -> None:
     folder.replace(name, data)
 
 
+def _write_error(cache_dir: Address, folder: CacheFolder, err: OSError) -> StoreError:
+    cause = as_file_access_error(err)
+    fix = "make sure that cache_dir is on a working disk"
+    if isinstance(cache_dir, Url):
+        fix = ACCESS_FIX
+    elif cause:
+        fix = cause.fix
+    return StoreError(
+        f"the cache cannot be written: {cause.what if cause else err}", where=folder.where(FOLDER), fix=fix
+    )
+
+
 def _keys(name: str, raw: bytes) -> frozenset[str]:
     if len(raw) % _KEY_BYTES:
-        raise ValueError(f"{name} has {len(raw)} bytes, no multiple of {_KEY_BYTES}")
+        raise ValueError(f"the size of {name} must be a multiple of {_KEY_BYTES}, got {len(raw)}")
     return frozenset(raw[at : at + _KEY_BYTES].hex() for at in range(0, len(raw), _KEY_BYTES))

@@ -40,7 +40,7 @@ def test_T02_a_ragged_entry_of_another_kind_of_shape_is_neither_written_nor_beli
     store: Store, shape: tuple[int, ...]
 ) -> None:
     values = {"text_embedding": np.ones(shape, dtype="<f2")}
-    with pytest.raises(ValueError, match="text_embedding is"):
+    with pytest.raises(ValueError, match="text_embedding must be"):
         store.write(RAGGED, values, {})
     exact = RAGGED.holding({"text_embedding": TensorSpec("float16", shape)})
     assert store.write(exact, values, {})

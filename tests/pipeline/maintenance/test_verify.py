@@ -63,7 +63,7 @@ def test_L07_bit_rot_that_no_gate_can_see_is_found_and_named(job: Job, asset: st
     assert (found.path, found.needed.name, found.problem) == (
         str(path),
         "photos/cat.png",
-        "its checksum does not hold",
+        "its checksum does not match",
     )
 
 
