@@ -1,1 +1,1 @@
-"""What a run tells people and programs: stage reports, progress, pictures and the summary."""
+"""Reports for people and programs: stage reports, progress, pictures and the run summary."""

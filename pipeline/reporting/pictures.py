@@ -1,6 +1,6 @@
-"""Small pictures for reports: sheets of thumbnails, and charts.
+"""Pictures for reports: sheets of thumbnails, and charts.
 
-Each comes as the bytes of a file below a number of bytes, because Dagster keeps it in its event log.
+Each is returned as the bytes of a small file, because Dagster stores it in its event log.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_PICTURE_BYTES = 66_000
-"""Three of them, an asset's, stay below 200 KB."""
+"""Maximum size of one picture, so that the three of an asset stay below 200 kB."""
 
 THUMBNAIL_PX = 96
-LABEL_PX = 150
+"""Edge of a thumbnail's square on a sheet."""
 
+LABEL_PX = 150
+"""Width of the labels on a sheet."""
+
+_MARGIN_PX = 6
 _GAP_PX = 4
 _GREY = "lightgrey"
 _WHITE = (255, 255, 255)
@@ -37,14 +41,13 @@ _DPI = 90
 
 @dataclass(frozen=True)
 class SheetImage:
-    """An image on a contact_sheet.
+    """An image on a sheet.
 
     Attributes:
-        path: Of the file; None for one that must not be opened, which is a grey frame.
-        size: Height and width in pixels after EXIF orientation; a file that cannot be read is a grey frame
-            of this shape. None where it is not known: a square.
-        box: What is kept of it, (left, upper, right, lower) in pixels of the image; the rest is darkened.
-            None for all.
+        path: Image file; None for one that must not be opened, which becomes a grey frame.
+        size: (height, width) in pixels after EXIF orientation, also the shape of the grey frame that replaces
+            an unreadable file; None if unknown.
+        box: Region to show, (left, upper, right, lower) in pixels; the rest is darkened. None for all.
     """
 
     path: File | None
@@ -54,83 +57,87 @@ class SheetImage:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """A line of a contact_sheet: a label, and the images to its right."""
+    """One row of a sheet: a label and the images to its right."""
 
     label: str
     images: Sequence[SheetImage]
 
 
-def contact_sheet(strips: Sequence[SheetRow], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
-    """A JPEG with one line of thumbnails a strip, at least one strip.
+def contact_sheet(rows: Sequence[SheetRow], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
+    """Return a JPEG with a line of thumbnails for each row.
 
-    Every image is decoded, on all cores, JPEGs at a fraction of their size: dozens of images, seconds.
+    Every image is decoded, on all cores, JPEGs at reduced size. Dozens of images take seconds.
 
     Args:
-        strips: From top to bottom.
-        log: Told how far it is, where it takes long: images may be large, or lie elsewhere.
-        max_bytes: Of the JPEG.
+        rows: At least one row, from top to bottom.
+        log: Receives the progress of slow work, such as large or remote images.
+        max_bytes: Maximum size of the JPEG.
     """
     from PIL import Image, ImageDraw
 
-    images = [shown for strip in strips for shown in strip.images]
-    done: list[Image.Image] = []
+    images = [image for row in rows for image in row.images]
+    thumbnails: list[Image.Image] = []
     with (
-        progress(lambda: len(done), len(images), "thumbnails drawn", log=log),
+        progress(lambda: len(thumbnails), len(images), "thumbnails drawn", log=log),
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        done.extend(pool.map(thumbnail, images))
-    thumbnails = iter(done)
-    widest = max(len(strip.images) for strip in strips)
-    canvas = Image.new("RGB", (LABEL_PX + widest * THUMBNAIL_PX, len(strips) * THUMBNAIL_PX), "white")
+        thumbnails.extend(pool.map(thumbnail, images))
+
+    num_columns = max(len(row.images) for row in rows)
+    canvas = Image.new("RGB", (LABEL_PX + num_columns * THUMBNAIL_PX, len(rows) * THUMBNAIL_PX), "white")
     draw = ImageDraw.Draw(canvas)
-    for line, strip in enumerate(strips):
-        top = line * THUMBNAIL_PX
-        draw.text((6, top + THUMBNAIL_PX // 2 - 6), strip.label, fill="black")
-        for place in range(len(strip.images)):
-            small = next(thumbnails)
-            left = LABEL_PX + place * THUMBNAIL_PX + (THUMBNAIL_PX - small.width) // 2
+    remaining = iter(thumbnails)
+    for index, row in enumerate(rows):
+        top = index * THUMBNAIL_PX
+        draw.text((_MARGIN_PX, top + THUMBNAIL_PX // 2 - _MARGIN_PX), row.label, fill="black")
+        for column in range(len(row.images)):
+            small = next(remaining)
+            left = LABEL_PX + column * THUMBNAIL_PX + (THUMBNAIL_PX - small.width) // 2
             canvas.paste(small, (left, top + (THUMBNAIL_PX - small.height) // 2))
     return jpeg(canvas, max_bytes)
 
 
-def thumbnail(shown: SheetImage) -> Image.Image:
-    """The image, RGB, its longer edge a little below `THUMBNAIL_PX`, what is outside of its box darkened."""
+def thumbnail(item: SheetImage) -> Image.Image:
+    """Return the image in RGB, slightly smaller than `THUMBNAIL_PX`, darkened outside its box."""
     from PIL import Image, ImageEnhance
 
     image = None
-    if shown.path is not None:
+    if item.path is not None:
         with suppress(ImageError, OSError):
-            image = decode(shown.path, _WHITE, draft_px=2 * THUMBNAIL_PX)
-    drawn = (1, 1) if image is None else (image.height, image.width)
-    height, width = drawn if shown.size is None else shown.size
-    scale = (THUMBNAIL_PX - 6) / max(height, width)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
+            image = decode(item.path, _WHITE, draft_px=2 * THUMBNAIL_PX)
+
+    # The decoded image may be smaller than the original, whose pixels the box refers to.
+    decoded_size = (1, 1) if image is None else (image.height, image.width)
+    height, width = decoded_size if item.size is None else item.size
+    scale = (THUMBNAIL_PX - _MARGIN_PX) / max(height, width)
+    size_wh = (max(1, round(width * scale)), max(1, round(height * scale)))
     if image is None:
-        return Image.new("RGB", size, _GREY)
-    small = image.resize(size)
-    if shown.box is None:
+        return Image.new("RGB", size_wh, _GREY)
+
+    small = image.resize(size_wh)
+    if item.box is None:
         return small
-    left, upper, right, lower = (round(edge * scale) for edge in shown.box)
-    kept = (left, upper, max(right, left + 1), max(lower, upper + 1))
+    left, upper, right, lower = (round(edge * scale) for edge in item.box)
+    visible = (left, upper, max(right, left + 1), max(lower, upper + 1))
     dark = ImageEnhance.Brightness(small).enhance(0.35)
-    dark.paste(small.crop(kept), kept[:2])
+    dark.paste(small.crop(visible), visible[:2])
     return dark
 
 
 def side_by_side(left: Image.Image, right: Image.Image, *, edge_px: int) -> Image.Image:
-    """Two pictures of one size side by side, the longer edge of each `edge_px` at most."""
+    """Return two pictures of the same size next to one another, each at most `edge_px` long."""
     from PIL import Image
 
     scale = min(1.0, edge_px / max(left.size))
-    size = (max(1, round(left.width * scale)), max(1, round(left.height * scale)))
-    canvas = Image.new("RGB", (2 * size[0] + _GAP_PX, size[1]), "white")
-    for place, picture in enumerate((left, right)):
-        canvas.paste(picture.resize(size), (place * (size[0] + _GAP_PX), 0))
+    size_wh = (max(1, round(left.width * scale)), max(1, round(left.height * scale)))
+    canvas = Image.new("RGB", (2 * size_wh[0] + _GAP_PX, size_wh[1]), "white")
+    for index, picture in enumerate((left, right)):
+        canvas.paste(picture.resize(size_wh), (index * (size_wh[0] + _GAP_PX), 0))
     return canvas
 
 
 def jpeg(picture: Image.Image, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
-    """The picture as a JPEG of the best quality, then the best size, that stays below `max_bytes`."""
+    """Return the picture as a JPEG of at most `max_bytes`; quality is reduced before size."""
     while True:
         for quality in (85, 70, 55, 40):
             file = io.BytesIO()
@@ -141,21 +148,21 @@ def jpeg(picture: Image.Image, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
 
 
 def chart(width_px: int = 560, height_px: int = 560) -> tuple[Figure, Axes]:
-    """An empty chart, to be drawn on and handed to `png`."""
+    """Return an empty chart to draw on; `png` converts the figure."""
     figure, (axes,) = charts(1, width_px, height_px)
     return figure, axes
 
 
 def charts(number: int, width_px: int, height_px: int) -> tuple[Figure, list[Axes]]:
-    """Empty charts side by side."""
+    """Return a figure with several empty charts next to one another."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width_px / _DPI, height_px / _DPI), dpi=_DPI, layout="constrained")
-    return figure, [figure.add_subplot(1, number, place + 1) for place in range(number)]
+    return figure, [figure.add_subplot(1, number, index + 1) for index in range(number)]
 
 
 def png(figure: Figure) -> bytes:
-    """The chart as a PNG of a few dozen colours, mostly below 20 KB."""
+    """Return a chart as a PNG with 64 colours, usually below 20 kB."""
     from PIL import Image
 
     drawn, file = io.BytesIO(), io.BytesIO()

@@ -1,7 +1,7 @@
-"""How far a long piece of work is: a bar on a terminal, lines in the log otherwise.
+"""Progress of long work: a bar on a terminal, or lines in the log.
 
-A thread of its own looks now and then at a number that the work counts anyway: that costs its loop nothing,
-and it speaks also while one item holds all others up.
+A separate thread reads a counter that the work maintains anyway. The work's loop pays nothing for it, and
+progress is reported even while a single item blocks all others.
 """
 
 from __future__ import annotations
@@ -16,61 +16,61 @@ from pipeline.reporting import terminal
 from pipeline.reporting.reports import Log
 
 FIRST_LINE_S = 5.0
-"""Work that is over by then says nothing."""
+"""Time before the first line, in seconds; shorter work writes none."""
 
-LONGEST_SILENCE_S = 60.0
-"""A line comes after a tenth of the time passed, at least `FIRST_LINE_S` and at most this after the last."""
+MAX_INTERVAL_S = 60.0
+"""Longest time between two lines. The interval is a tenth of the elapsed time, at least `FIRST_LINE_S`."""
 
 BAR_AFTER_S = 0.5
-"""A bar that were gone at once would only flicker."""
+"""Time before a bar appears, so that short work does not flicker."""
 
 
 @contextmanager
 def progress(done: Callable[[], int], total: int | None, doing: str, *, log: Log) -> Generator[None]:
-    """Tell how far the work in the body is until it ends.
+    """Report the progress of the work in the body until it ends.
 
     Args:
-        done: How much is done by now; called in another thread.
-        total: Of how much; None where it is not known.
-        doing: What is counted, such as "images decoded".
-        log: Gets the lines, from another thread, where there is no terminal.
+        done: Returns the number of items done; called from another thread.
+        total: Number of all items; None if unknown.
+        doing: Description of the items, such as "images decoded".
+        log: Receives the lines, from another thread, if there is no terminal.
     """
-    over = threading.Event()
+    finished = threading.Event()
     bar = terminal.open_progress_bar()
 
     def draw(bar: terminal.ProgressBar) -> None:
         wait_s = BAR_AFTER_S
-        while not over.wait(wait_s):
+        while not finished.wait(wait_s):
             bar.show(done(), total, doing)
             wait_s = terminal.REDRAW_S
 
     def write() -> None:
         start_s = time.monotonic()
         wait_s = FIRST_LINE_S
-        while not over.wait(wait_s):
-            passed_s = time.monotonic() - start_s
-            log(line(done(), total, doing, passed_s))
-            wait_s = min(max(FIRST_LINE_S, passed_s / 10), LONGEST_SILENCE_S)
+        while not finished.wait(wait_s):
+            elapsed_s = time.monotonic() - start_s
+            log(line(done(), total, doing, elapsed_s))
+            wait_s = min(max(FIRST_LINE_S, elapsed_s / 10), MAX_INTERVAL_S)
 
-    look = write if bar is None else partial(draw, bar)
-    thread = threading.Thread(target=look, name="progress", daemon=True)
+    report = write if bar is None else partial(draw, bar)
+    thread = threading.Thread(target=report, name="progress", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        finished.set()
         thread.join()
         if bar is not None:
             bar.close()
 
 
-def line(done: int, total: int | None, doing: str, passed_s: float) -> str:
-    """What the log says of work that has taken `passed_s` seconds: how much, how fast, how long still."""
-    speed = done / passed_s
-    said = f"{doing}: {done:,}" + ("" if total is None else f" of {total:,}")
-    rate = f"{speed:,.0f} a second" if speed >= 10 else f"{speed:.2g} a second"
-    left = "" if total is None or not done else f", about {_duration((total - done) / speed)} left"
-    return f"{said} ({rate}{left})"
+def line(done: int, total: int | None, doing: str, elapsed_s: float) -> str:
+    """Return a log line with the items done, the rate and the remaining time."""
+    per_second = done / elapsed_s
+    count = f"{doing}: {done:,}" + ("" if total is None else f" of {total:,}")
+    rate = f"{per_second:,.0f} per second" if per_second >= 10 else f"{per_second:.2g} per second"
+    remaining = "" if total is None or not done else f", about {_duration((total - done) / per_second)} left"
+    return f"{count} ({rate}{remaining})"
 
 
 def _duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""What a stage hands back, and its report file for machines."""
+"""Results of stages and their report files."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ if TYPE_CHECKING:
     import polars as pl
 
 Log: TypeAlias = Callable[[str], None]
-"""Takes one line of progress or a warning, without a trailing newline."""
+"""Function that accepts one line of progress or a warning, without a trailing newline."""
 
 Report: TypeAlias = dict[str, Any]
-"""JSON-serialisable; counters are top-level keys, among them `samples`, `seconds` and `startup_seconds`."""
+"""JSON-serialisable report; counters are top-level keys, including `samples`, `seconds` and
+`startup_seconds`."""
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """What one stage made of its inputs.
+    """Result of one stage.
 
     Attributes:
-        table: One row a kept sample, in the schema of the stage's table.
-        rejected: One row a rejected sample, in `tables.REJECTED`; only this stage's rows.
+        table: One row per sample that was not rejected, in the schema of the stage's table.
+        rejected: One row per sample rejected by this stage, in the schema of the rejected table.
         report: Counters and facts of this materialization.
     """
 
@@ -37,20 +38,21 @@ class StageResult:
 
 
 class Stopwatch:
-    """Measures a stage's `seconds` of work, and apart from it the `startup_seconds` of child processes.
+    """Time of a stage, separated into `seconds` of work and `startup_seconds` of child processes.
 
-    `startup_seconds` is what is spent on imports, model loading and process start; `seconds` is the rest of
-    the time since construction, but for `aside_s`: what was spent on pictures for people to look at.
+    Attributes:
+        startup_s: Time spent on imports, model loading and process start.
+        aside_s: Time spent on pictures, which counts as neither work nor startup.
     """
 
     def __init__(self) -> None:
-        """Start now."""
+        """Start measuring."""
         self._start_s = time.perf_counter()
         self.startup_s = 0.0
         self.aside_s = 0.0
 
     def numbers(self) -> dict[str, float]:
-        """`seconds` and `startup_seconds` up to now, rounded to milliseconds."""
+        """Return `seconds` and `startup_seconds` up to now, rounded to milliseconds."""
         total_s = time.perf_counter() - self._start_s
         return {
             "seconds": round(max(0.0, total_s - self.startup_s - self.aside_s), 3),
@@ -59,12 +61,12 @@ class Stopwatch:
 
 
 def report_path(output_dir: Path, asset: str) -> Path:
-    """`output_dir/reports/<asset>.json`."""
+    """Return `output_dir/reports/<asset>.json`."""
     return output_dir / "reports" / f"{asset}.json"
 
 
 def read_report(output_dir: Path, asset: str) -> Report | None:
-    """The asset's report of its last materialization; None when there is none or it is damaged."""
+    """Return the report of an asset's last materialization; None if it is missing or damaged."""
     try:
         report = json.loads(report_path(output_dir, asset).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -73,11 +75,7 @@ def read_report(output_dir: Path, asset: str) -> Report | None:
 
 
 def write_report(output_dir: Path, asset: str, report: Mapping[str, Any]) -> Path:
-    """Replace the asset's report file atomically; keys are sorted.
-
-    Returns:
-        The file's path.
-    """
+    """Replace the report file of an asset atomically, with sorted keys, and return its path."""
     path = report_path(output_dir, asset)
     write_text(path, json.dumps(report, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
     return path

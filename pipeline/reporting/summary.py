@@ -1,4 +1,4 @@
-"""A run in a few lines, for people: what was found and kept, encoded, checked and trained."""
+"""Summary of a run: a few lines on images, cache, gates and training."""
 
 from __future__ import annotations
 
@@ -10,24 +10,27 @@ from pathlib import Path
 from pipeline.errors import counted
 from pipeline.reporting.reports import Report
 
-FUNNEL = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents")
-"""The stages that may reject a sample, in their order."""
+REJECTING_STAGES = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents")
+"""Stages that may reject a sample, in order."""
 
 MAX_REASONS = 4
+"""Maximum number of rejection reasons shown."""
+
 MAX_WARNINGS = 8
+"""Maximum number of warnings shown."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check said in the run.
+    """Result of one check in the run.
 
     Attributes:
-        asset: Whose check it is.
-        name: Its name.
-        passed: Whether it had nothing to object to.
-        gate: True where its failure stops what comes after, unless the recipe has opened it.
-        closes: True where it stopped what comes after.
-        text: What it saw, its first line.
+        asset: Asset of the check.
+        name: Name of the check.
+        passed: True if the check found nothing.
+        gate: True if a failure blocks the assets downstream, unless the recipe allows it.
+        closes: True if the check blocked them in this run.
+        text: First line of its message.
     """
 
     asset: str
@@ -40,13 +43,13 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What one run did for one recipe.
+    """Result of one run for one recipe.
 
     Attributes:
-        recipe: Its name.
-        output_dir: Its output folder.
-        reports: The report of each asset that the run materialized, by name.
-        checks: All that were run, in order.
+        recipe: Name of the recipe.
+        output_dir: Output folder of the recipe.
+        reports: Report of each asset that the run materialized, by asset name.
+        checks: Results of all checks, in the order in which they ran.
     """
 
     recipe: str
@@ -55,31 +58,38 @@ class RunResult:
     checks: Sequence[CheckResult]
 
 
-def run_summary(seen: RunResult) -> str:
-    """The run's numbers, a line each, `name  what`; nothing about what the run did not do."""
-    lines = [*_funnel(seen.reports), *_cached(seen.reports), *_checked(seen.checks), *_trained(seen)]
+def run_summary(run: RunResult) -> str:
+    """Return one `name  text` line per fact; steps that the run did not execute have none."""
+    lines = [
+        *_image_lines(run.reports),
+        *_cache_lines(run.reports),
+        *_check_lines(run.checks),
+        *_training_lines(run),
+    ]
     width = max((len(name) for name, _ in lines), default=0)
     return "\n".join(f"  {name:<{width}}  {text}" for name, text in lines)
 
 
-def _funnel(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
-    stages = [reports[name] for name in FUNNEL if name in reports]
+def _image_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
+    stages = [reports[name] for name in REJECTING_STAGES if name in reports]
     if not stages:
         return []
-    reasons: Counter[str] = Counter()
+
+    counts: Counter[str] = Counter()
     for report in stages:
-        reasons.update(report.get("rejected_by_reason", {}))
+        counts.update(report.get("rejected_by_reason", {}))
+    reasons = ", ".join(f"{name} {count:,}" for name, count in counts.most_common(MAX_REASONS))
     rejected = sum(int(report.get("rejected", 0)) for report in stages)
-    named = ", ".join(f"{name} {count:,}" for name, count in reasons.most_common(MAX_REASONS))
-    numbers = f"{int(stages[0].get('in', 0)):,} found, {rejected:,} rejected"
-    numbers += f" ({named})" if named else ""
-    lines = [("images", f"{numbers}, {int(stages[-1].get('kept', 0)):,} kept")]
+
+    text = f"{int(stages[0].get('in', 0)):,} found, {rejected:,} rejected"
+    text += f" ({reasons})" if reasons else ""
+    lines = [("images", f"{text}, {int(stages[-1].get('kept', 0)):,} kept")]
     if "aspect_buckets" in reports:
         lines.append(("buckets", f"{int(reports['aspect_buckets']['num_buckets']):,}"))
     return lines
 
 
-def _cached(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
+def _cache_lines(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
     for asset, name in (("vae_latents", "latents"), ("text_embeddings", "captions")):
         if asset in reports:
@@ -90,29 +100,30 @@ def _cached(reports: Mapping[str, Report]) -> list[tuple[str, str]]:
     return lines
 
 
-def _checked(checks: Sequence[CheckResult]) -> list[tuple[str, str]]:
+def _check_lines(checks: Sequence[CheckResult]) -> list[tuple[str, str]]:
     if not checks:
         return []
-    passed = sum(check.passed for check in checks if check.gate)
-    closed = sum(check.closes for check in checks)
-    warned = [check for check in checks if not check.passed and not check.closes]
-    text = f"{passed:,} passed" + (f", {closed:,} closed" if closed else "")
-    lines = [("gates", f"{text}, {counted(len(warned), 'warning')}")]
-    lines += [("warning", f"{each.asset}, {each.name}: {each.text}") for each in warned[:MAX_WARNINGS]]
-    if len(warned) > MAX_WARNINGS:
-        lines.append(("warning", f"and {len(warned) - MAX_WARNINGS:,} more"))
+    num_passed = sum(check.passed for check in checks if check.gate)
+    num_closed = sum(check.closes for check in checks)
+    warnings = [check for check in checks if not check.passed and not check.closes]
+
+    text = f"{num_passed:,} passed" + (f", {num_closed:,} closed" if num_closed else "")
+    lines = [("gates", f"{text}, {counted(len(warnings), 'warning')}")]
+    lines += [("warning", f"{check.asset}, {check.name}: {check.text}") for check in warnings[:MAX_WARNINGS]]
+    if len(warnings) > MAX_WARNINGS:
+        lines.append(("warning", f"and {len(warnings) - MAX_WARNINGS:,} more"))
     return lines
 
 
-def _trained(seen: RunResult) -> list[tuple[str, str]]:
-    report = seen.reports.get("trained_lora")
+def _training_lines(run: RunResult) -> list[tuple[str, str]]:
+    report = run.reports.get("trained_lora")
     if report is None:
         return []
     text = counted(int(report["steps"]), "step")
     if report.get("first_loss") is not None:
-        text += f", loss {report['first_loss']:.4f} at first, {report['last_loss']:.4f} at last"
+        text += f", loss {report['first_loss']:.4f} (first) to {report['last_loss']:.4f} (last)"
     if not report["launched"]:
-        text += "; finished before and unchanged"
+        text += "; already finished and unchanged"
     elif report.get("resumed_from"):
         text += f"; resumed from step {int(report['resumed_from']):,}"
-    return [("training", text), ("LoRA", str(seen.output_dir / "lora"))]
+    return [("training", text), ("LoRA", str(run.output_dir / "lora"))]

@@ -1,4 +1,4 @@
-"""Sheets and charts: what is shown, and that it stays small."""
+"""Sheets and charts show the right content and stay small."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[
     return path
 
 
-def test_a_thumbnail_keeps_the_box_as_it_is_and_darkens_the_rest(tmp_path: Path) -> None:
+def test_a_thumbnail_is_darkened_outside_its_box(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png")
     small = np.asarray(thumbnail(SheetImage(path, (40, 80), (20.0, 0.0, 60.0, 40.0))))
     assert small.shape == (45, 90, 3)
@@ -38,15 +38,13 @@ def test_a_thumbnail_keeps_the_box_as_it_is_and_darkens_the_rest(tmp_path: Path)
     assert (small[:, 69:].max(axis=(0, 1)) < 100).all()
 
 
-def test_a_thumbnail_without_a_box_is_the_whole_image(tmp_path: Path) -> None:
+def test_a_thumbnail_without_a_box_is_not_darkened(tmp_path: Path) -> None:
     small = np.asarray(thumbnail(SheetImage(save(tmp_path / "a.png"), (40, 80))))
     assert (small == (200, 120, 40)).all()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\x89PNG\r\n\x1a\n broken"])
-def test_I20_an_image_that_cannot_be_read_any_more_is_a_grey_frame(
-    tmp_path: Path, content: bytes | None
-) -> None:
+def test_I20_an_image_that_became_unreadable_is_a_grey_frame(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "gone.png"
     if content is not None:
         path.write_bytes(content)
@@ -55,13 +53,13 @@ def test_I20_an_image_that_cannot_be_read_any_more_is_a_grey_frame(
     assert (small == 211).all()
 
 
-def test_an_extreme_image_still_has_a_thumbnail(tmp_path: Path) -> None:
+def test_an_image_of_extreme_shape_has_a_thumbnail(tmp_path: Path) -> None:
     path = save(tmp_path / "line.png", size=(6000, 1))
     small = thumbnail(SheetImage(path, (1, 6000), (2999.0, 0.0, 3001.0, 1.0)))
     assert small.size == (90, 1)
 
 
-def test_a_sheet_has_a_line_a_strip_and_its_images_in_order(tmp_path: Path) -> None:
+def test_a_sheet_has_a_line_per_row_with_its_images_in_order(tmp_path: Path) -> None:
     red, blue = save(tmp_path / "r.png", (250, 0, 0)), save(tmp_path / "b.png", (0, 0, 250))
     strips = [
         SheetRow("two", [SheetImage(red, (40, 80)), SheetImage(blue, (40, 80))]),
@@ -79,7 +77,7 @@ def test_a_sheet_has_a_line_a_strip_and_its_images_in_order(tmp_path: Path) -> N
     assert picture[:THUMBNAIL_PX, :LABEL_PX].min() < 100, "the label is missing"
 
 
-def test_a_jpeg_gives_up_quality_then_size_to_stay_small() -> None:
+def test_a_jpeg_reduces_quality_before_size_to_stay_small() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), dtype=np.uint8)
     picture = Image.fromarray(noise)
     sizes = {limit: jpeg(picture, limit) for limit in (200_000, 70_000, 5_000)}
@@ -89,7 +87,7 @@ def test_a_jpeg_gives_up_quality_then_size_to_stay_small() -> None:
     assert shapes[2][0] < 200
 
 
-def test_a_chart_is_a_png_of_the_size_asked_for() -> None:
+def test_a_chart_is_a_png_of_the_requested_size() -> None:
     figure, axes = chart(480, 300)
     axes.plot([0, 1, 2], [3, 1, 2])
     data = png(figure)
@@ -106,13 +104,11 @@ class SlowSource(LocalSource):
         return super().read(path)
 
 
-def test_thumbnails_that_take_long_say_how_far_they_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slow_thumbnails_report_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
     Image.new("RGB", (20, 20), "red").save(tmp_path / "a.png")
-    said: list[str] = []
-    shown = [SheetImage(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
-    assert contact_sheet([SheetRow("slow", shown)], log=said.append).startswith(b"\xff\xd8")
-    assert said
-    assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in said)
+    lines: list[str] = []
+    images = [SheetImage(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
+    assert contact_sheet([SheetRow("slow", images)], log=lines.append).startswith(b"\xff\xd8")
+    assert lines
+    assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in lines)

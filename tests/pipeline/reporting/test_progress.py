@@ -1,4 +1,4 @@
-"""Progress: lines in the log at a growing distance, or a bar, and nothing of work that is over at once."""
+"""Long work writes lines to the log at growing intervals, or draws a bar; short work reports nothing."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from pipeline.reporting.terminal import TERMINAL_VARIABLE
 
 
 @pytest.mark.parametrize(
-    ("done", "total", "passed_s", "said"),
+    ("done", "total", "elapsed_s", "text"),
     [
-        (1200, 5000, 6.0, "images decoded: 1,200 of 5,000 (200 a second, about 19 s left)"),
-        (3, 600, 60.0, "images decoded: 3 of 600 (0.05 a second, about 3.3 h left)"),
-        (100, 900, 100.0, "images decoded: 100 of 900 (1 a second, about 13 min left)"),
-        (0, 5, 5.0, "images decoded: 0 of 5 (0 a second)"),
-        (120_000, None, 5.0, "images decoded: 120,000 (24,000 a second)"),
+        (1200, 5000, 6.0, "images decoded: 1,200 of 5,000 (200 per second, about 19 s left)"),
+        (3, 600, 60.0, "images decoded: 3 of 600 (0.05 per second, about 3.3 h left)"),
+        (100, 900, 100.0, "images decoded: 100 of 900 (1 per second, about 13 min left)"),
+        (0, 5, 5.0, "images decoded: 0 of 5 (0 per second)"),
+        (120_000, None, 5.0, "images decoded: 120,000 (24,000 per second)"),
     ],
 )
-def test_a_line_says_how_much_how_fast_and_how_long_still(
-    done: int, total: int | None, passed_s: float, said: str
+def test_a_line_gives_the_count_the_rate_and_the_remaining_time(
+    done: int, total: int | None, elapsed_s: float, text: str
 ) -> None:
-    assert line(done, total, "images decoded", passed_s) == said
+    assert line(done, total, "images decoded", elapsed_s) == text
 
 
-def test_L16_work_that_stands_still_is_told_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_L16_stalled_work_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
-    told = threading.Event()
+    has_two_lines = threading.Event()
     lines: list[str] = []
 
     def log(text: str) -> None:
         lines.append(text)
         if len(lines) == 2:
-            told.set()
+            has_two_lines.set()
 
     with progress(lambda: 7, 9, "images read", log=log):
-        assert told.wait(20)
+        assert has_two_lines.wait(20)
     assert lines[0].startswith("images read: 7 of 9 (")
 
 
-def test_short_work_says_nothing_and_an_error_comes_out_as_it_is(capfd: pytest.CaptureFixture[str]) -> None:
+def test_short_work_reports_nothing_and_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
     with pytest.raises(ZeroDivisionError), progress(lambda: 0, 1, "images read", log=lines.append):
         raise ZeroDivisionError
@@ -53,12 +53,12 @@ def test_short_work_says_nothing_and_an_error_comes_out_as_it_is(capfd: pytest.C
     assert not [thread for thread in threading.enumerate() if thread.name == "progress"]
 
 
-@pytest.mark.skipif(not hasattr(os, "openpty"), reason="there are no terminals here")
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
 @pytest.mark.parametrize("size", [(0, 0), (0, 110), (40, 110)], ids=str)
-def test_on_a_terminal_there_is_a_bar_and_no_line(
+def test_on_a_terminal_a_bar_is_drawn_instead_of_lines(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
-    """Of that many lines and columns; a program that makes a terminal may leave its size open."""
+    """The size is (lines, columns); a pseudo-terminal may report 0 for either."""
     ours, theirs = os.openpty()
     termios.tcsetwinsize(theirs, size)
     monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(theirs))

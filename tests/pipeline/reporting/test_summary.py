@@ -1,4 +1,4 @@
-"""A run in a few lines."""
+"""The summary shows a run in a few lines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CHECKS = [
 ]
 
 
-def test_a_whole_run_is_the_funnel_the_caches_the_gates_the_loss_and_the_place() -> None:
+def test_a_complete_run_shows_images_caches_gates_loss_and_output_folder() -> None:
     text = run_summary(RunResult("flowers", Path("/out"), REPORTS, CHECKS))
     assert text.splitlines() == [
         "  images    1,200 found, 12 rejected (undecodable 10, caption_empty 1), 1,188 kept",
@@ -45,12 +45,12 @@ def test_a_whole_run_is_the_funnel_the_caches_the_gates_the_loss_and_the_place()
         "  gates     1 passed, 2 warnings",
         "  warning   raw_images, oddities: 2 wrong suffixes",
         "  warning   validated_dataset, captions_present: 1 lacks",
-        "  training  2,000 steps, loss 0.2500 at first, 0.1250 at last; resumed from step 500",
+        "  training  2,000 steps, loss 0.2500 (first) to 0.1250 (last); resumed from step 500",
         "  LoRA      /out/lora",
     ]
 
 
-def test_of_what_the_run_did_not_do_nothing_is_said() -> None:
+def test_steps_that_did_not_run_have_no_lines() -> None:
     closed = CheckResult("raw_images", "images_found", passed=False, gate=True, closes=True, text="none")
     text = run_summary(RunResult("flowers", Path("/out"), {"raw_images": REPORTS["raw_images"]}, [closed]))
     assert text.splitlines() == [
@@ -60,7 +60,7 @@ def test_of_what_the_run_did_not_do_nothing_is_said() -> None:
     assert run_summary(RunResult("flowers", Path("/out"), {}, [])) == ""
 
 
-def test_a_run_found_finished_says_so() -> None:
+def test_a_run_that_was_already_finished_is_marked() -> None:
     trained = {"steps": 1, "launched": False, "resumed_from": 500, "first_loss": None, "last_loss": None}
     text = run_summary(RunResult("flowers", Path("/out"), {"trained_lora": trained}, []))
-    assert text.splitlines()[0] == "  training  1 step; finished before and unchanged"
+    assert text.splitlines()[0] == "  training  1 step; already finished and unchanged"
