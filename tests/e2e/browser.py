@@ -1,4 +1,4 @@
-"""Chromium without a window, driven through chromedriver's own HTTP interface; and Dagster's GraphQL."""
+"""A headless Chromium, controlled through chromedriver's HTTP interface, and Dagster's GraphQL API."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ PROGRAMS = ("chromium", "chromedriver")
 
 
 def missing() -> list[str]:
-    """Programs that are not installed; Debian's packages are chromium and chromium-driver."""
+    """Return the programs that are not installed; Debian has them in chromium and chromium-driver."""
     return [name for name in PROGRAMS if shutil.which(name) is None]
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 def request(url: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0) -> Any:
-    """The JSON answer to a GET, or to a POST of `body`."""
+    """Return the JSON response to a GET, or to a POST of `body`."""
     data = None if body is None else json.dumps(body).encode("utf-8")
-    sent = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    http_request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(sent, timeout=timeout_s) as answer:
-            return json.loads(answer.read())
+        with urllib.request.urlopen(http_request, timeout=timeout_s) as response:
+            return json.loads(response.read())
     except urllib.error.HTTPError as err:
         raise AssertionError(f"{url}: {err.read().decode('utf-8', 'replace')[:2000]}") from err
 
 
-def answers(url: str) -> bool:
-    """Whether a server listens there."""
+def responds(url: str) -> bool:
+    """Return whether a server listens at the address."""
     try:
         request(url, timeout_s=2.0)
     except (OSError, AssertionError):
@@ -54,7 +54,7 @@ def answers(url: str) -> bool:
 
 
 class Browser:
-    """One tab."""
+    """One tab of the browser."""
 
     def __init__(self, session: str) -> None:
         self._session = session
@@ -63,39 +63,39 @@ class Browser:
         request(f"{self._session}/url", {"url": url})
 
     def run(self, script: str) -> Any:
-        """What a JavaScript function body returns."""
+        """Return the result of a JavaScript function body."""
         return request(f"{self._session}/execute/sync", {"script": script, "args": []})["value"]
 
     def text(self) -> str:
-        """What the page shows."""
+        """Return the visible text of the page."""
         return str(self.run("return document.body.innerText"))
 
     def wait_for(self, *texts: str, seconds: float = 60.0) -> None:
-        """Return when the page shows all `texts`."""
+        """Wait until the page shows all `texts`."""
         end = time.monotonic() + seconds
         while not all(text in self.text() for text in texts):
             if time.monotonic() > end:
-                raise AssertionError(f"{texts} do not all stand on the page:\n{self.text()[:3000]}")
+                raise AssertionError(f"the page does not show all of {texts}:\n{self.text()[:3000]}")
             time.sleep(0.3)
 
     def pictures(self) -> list[list[int]]:
-        """Width and height of each decoded picture that stands in the metadata shown; 0 for a broken one."""
+        """Return width and height of each picture in the visible metadata; 0 for a broken one."""
         return self.run(
             "return [...document.images].filter(i => i.src.startsWith('data:image/'))"
             ".map(i => [i.naturalWidth, i.naturalHeight])"
         )
 
     def click(self, text: str) -> None:
-        """Click on the first element that holds just `text`."""
-        found = self.run(
+        """Click on the first element that contains only `text`."""
+        clicked = self.run(
             "const all = [...document.querySelectorAll('*')];"
             f"const one = all.find(e => !e.children.length && e.textContent.trim() === {json.dumps(text)});"
             "if (one) one.click(); return Boolean(one);"
         )
-        assert found, f"{text!r} does not stand on the page"
+        assert clicked, f"the page does not show {text!r}"
 
     def screenshot(self, file: Path) -> None:
-        """The window as a PNG of 256 colours."""
+        """Save the window as a PNG with 256 colours."""
         time.sleep(1.0)  # animations
         data = base64.b64decode(request(f"{self._session}/screenshot")["value"])
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -104,7 +104,7 @@ class Browser:
 
 @contextmanager
 def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[Browser]:
-    """A browser with a profile of its own in `folder`."""
+    """Provide a browser with a new profile in `folder`."""
     port = free_port()
     driver = subprocess.Popen(
         ["chromedriver", f"--port={port}"],
@@ -122,11 +122,11 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
     options = {"goog:chromeOptions": {"args": arguments}}
     try:
         end = time.monotonic() + 30
-        while not answers(f"{base}/status"):
-            assert time.monotonic() < end, "chromedriver does not answer"
+        while not responds(f"{base}/status"):
+            assert time.monotonic() < end, "chromedriver does not respond"
             time.sleep(0.1)
-        made = request(f"{base}/session", {"capabilities": {"alwaysMatch": options}})["value"]
-        session = f"{base}/session/{made['sessionId']}"
+        value = request(f"{base}/session", {"capabilities": {"alwaysMatch": options}})["value"]
+        session = f"{base}/session/{value['sessionId']}"
         try:
             yield Browser(session)
         finally:
@@ -158,27 +158,27 @@ STATUS = "query($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }
 
 
 def graphql(url: str, query: str, **variables: Any) -> dict[str, Any]:
-    answer = request(f"{url}/graphql", {"query": query, "variables": variables})
-    assert "errors" not in answer, answer["errors"]
-    return answer["data"]
+    response = request(f"{url}/graphql", {"query": query, "variables": variables})
+    assert "errors" not in response, response["errors"]
+    return response["data"]
 
 
 def launch(url: str, job: str, config: dict[str, Any] | None = None) -> str:
-    """Start a job as the UI's launchpad does; the run's id."""
-    answer = graphql(url, LAUNCH, job=job, config=config or {})["launchRun"]
-    assert answer["__typename"] == "LaunchRunSuccess", answer
-    return str(answer["run"]["runId"])
+    """Start a job as the UI's launchpad does, and return the run's id."""
+    result = graphql(url, LAUNCH, job=job, config=config or {})["launchRun"]
+    assert result["__typename"] == "LaunchRunSuccess", result
+    return str(result["run"]["runId"])
 
 
 def launch_from_failure(url: str, run: str) -> str:
-    """Start a run again where it failed, as the UI's menu does; the new run's id."""
-    answer = graphql(url, AGAIN, run=run)["launchRunReexecution"]
-    assert answer["__typename"] == "LaunchRunSuccess", answer
-    return str(answer["run"]["runId"])
+    """Re-execute a run from its failure, as the UI's menu does, and return the new run's id."""
+    result = graphql(url, AGAIN, run=run)["launchRunReexecution"]
+    assert result["__typename"] == "LaunchRunSuccess", result
+    return str(result["run"]["runId"])
 
 
 def ended(url: str, run: str) -> str | None:
-    """How the run ended, if it has."""
+    """Return the final status of the run, or None while it runs."""
     status = graphql(url, STATUS, run=run)["runOrError"]["status"]
     return status if status in {"SUCCESS", "FAILURE", "CANCELED"} else None
 
@@ -190,5 +190,5 @@ NEWEST = """
 
 
 def newest_run(url: str) -> dict[str, Any]:
-    """The run that was started last: its job, status, materializations, and the checks it was asked for."""
+    """Return the job, status, materializations and selected checks of the newest run."""
     return graphql(url, NEWEST)["runsOrError"]["results"][0]

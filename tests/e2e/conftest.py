@@ -1,4 +1,4 @@
-"""A small dataset with a tiny model, cached once a session; each test works on a copy of it."""
+"""A small dataset with a tiny model. It is cached once per session, and each test works on a copy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Workspace:
     """A recipe with all its folders below one root.
 
     Attributes:
-        root: Holds data/, cache/, out/ and configs/small.yaml.
-        model: The tiny base model, shared by all.
+        root: Folder that contains data/, cache/, out/ and configs/small.yaml.
+        model: Folder of the tiny base model, which all tests share.
     """
 
     root: Path
@@ -52,7 +52,7 @@ class Workspace:
         return self.root / "configs" / f"{NAME}.yaml"
 
     def recipe(self, **changes: Any) -> Recipe:
-        """Write the recipe with other top-level sections, and load it."""
+        """Write the recipe with `changes` to its top-level sections, and load it."""
         values: dict[str, Any] = {
             "datasets": [{"name": "photos", "path": str(self.data)}],
             "cache_dir": str(self.cache),
@@ -73,15 +73,15 @@ class Workspace:
         return load_recipe(self.file)
 
     def command(self, *arguments: str) -> list[str]:
-        """`dagster <arguments>` with this environment's Python."""
+        """Return `dagster <arguments>` for this environment's Python."""
         return [sys.executable, "-m", "dagster", *arguments]
 
     def environment(self) -> dict[str, str]:
-        kept = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"}
-        return {**kept, "LATENTLINE_CONFIGS": str(self.file.parent), "DO_NOT_TRACK": "1"}
+        inherited = {name: value for name, value in os.environ.items() if name != "DAGSTER_HOME"}
+        return {**inherited, "LATENTLINE_CONFIGS": str(self.file.parent), "DO_NOT_TRACK": "1"}
 
     def start(self, job: str) -> subprocess.Popen[str]:
-        """`dagster job execute` of `small_<job>`, from another working directory than the project's."""
+        """Start `dagster job execute` of `small_<job>` from a working directory outside of the project."""
         return subprocess.Popen(
             self.command("job", "execute", "-m", "assets.definitions", "-j", f"{NAME}_{job}"),
             env=self.environment(),
@@ -98,7 +98,7 @@ class Workspace:
         return self.run([sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments])
 
     def run(self, command: list[str], **variables: str) -> subprocess.CompletedProcess[str]:
-        """The command to its end, as `dagster` is run, with more environment variables."""
+        """Run the command with additional environment variables, and wait for its end."""
         return subprocess.run(
             command,
             env={**self.environment(), **variables},
@@ -109,14 +109,14 @@ class Workspace:
         )
 
     def execute(self, job: str, instance: DagsterInstance | None = None) -> ExecuteInProcessResult:
-        """The job in this process, as the recipe's file says."""
+        """Execute the job in this process, with the recipe in the file."""
         definitions = build_definitions([load_recipe(self.file)])
         return definitions.resolve_job_def(f"{NAME}_{job}").execute_in_process(
             raise_on_error=False, instance=instance
         )
 
     def select(self, selection: AssetSelection) -> ExecuteInProcessResult:
-        """Only what is selected, without what is upstream of it."""
+        """Materialize the selection, without its upstream assets."""
         graph = build_definitions([load_recipe(self.file)]).get_repository_def().asset_graph
         return materialize([*graph.assets_defs], selection=selection, raise_on_error=False)
 
@@ -127,17 +127,17 @@ class Workspace:
         return sorted((self.cache / kind).glob("*/*.safetensors"))
 
     def copy_to(self, root: Path) -> Workspace:
-        """A workspace of its own with the same data, cache and tables."""
+        """Copy data, cache and tables to a new workspace."""
         for name in ("data", "cache", "out"):
             if (self.root / name).exists():
                 shutil.copytree(self.root / name, root / name)
-        copied = Workspace(root, self.model)
-        copied.recipe()
-        return copied
+        workspace = Workspace(root, self.model)
+        workspace.recipe()
+        return workspace
 
 
 def write_photographs(folder: Path) -> None:
-    """Smooth random pictures, stored without compression so that an edit keeps the size of the file."""
+    """Write smooth random pictures. They are not compressed, so that an edit keeps the file size."""
     folder.mkdir(parents=True)
     for index, (height, width) in enumerate(SIZES_HW):
         rng = np.random.default_rng(index)
@@ -150,24 +150,24 @@ def write_photographs(folder: Path) -> None:
 
 @pytest.fixture
 def fresh(tmp_path: Path, tiny_sd: Path) -> Workspace:
-    """Nothing is cached yet."""
-    made = Workspace(tmp_path, tiny_sd)
-    write_photographs(made.data)
-    made.recipe()
-    return made
+    """A workspace with an empty cache."""
+    workspace = Workspace(tmp_path, tiny_sd)
+    write_photographs(workspace.data)
+    workspace.recipe()
+    return workspace
 
 
 @pytest.fixture(scope="session")
 def cached_once(tmp_path_factory: pytest.TempPathFactory, tiny_sd: Path) -> Workspace:
-    made = Workspace(tmp_path_factory.mktemp("cached"), tiny_sd)
-    write_photographs(made.data)
-    made.recipe()
-    result = made.execute("cache")
-    assert result.success
-    return made
+    """The workspace from which `cached` copies; do not change it."""
+    workspace = Workspace(tmp_path_factory.mktemp("cached"), tiny_sd)
+    write_photographs(workspace.data)
+    workspace.recipe()
+    assert workspace.execute("cache").success
+    return workspace
 
 
 @pytest.fixture
 def cached(cached_once: Workspace, tmp_path: Path) -> Workspace:
-    """The cache job has run; every file is the test's own."""
+    """A workspace after the cache job, which the test may change."""
     return cached_once.copy_to(tmp_path)

@@ -1,4 +1,4 @@
-"""Dagster's own processes with a DAGSTER_HOME, for the tests that need them."""
+"""Processes of Dagster with a DAGSTER_HOME."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dagster import DagsterInstance, DagsterRun, DagsterRunStatus
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = ROOT / ".dagster" / "dagster.yaml"
-"""What `make ui` uses."""
+"""Settings that `make ui` uses."""
 
 
 def make_home(folder: Path) -> Path:
-    """A DAGSTER_HOME with the project's settings."""
+    """Create a DAGSTER_HOME with the project's settings."""
     folder.mkdir()
     shutil.copy(SETTINGS, folder)
     return folder
@@ -27,7 +27,7 @@ def make_home(folder: Path) -> Path:
 
 @contextmanager
 def running(command: list[str], *, environment: dict[str, str], cwd: Path, log: Path) -> Generator[int]:
-    """The process id of `command`, in a session of its own, while it runs; afterwards it is stopped."""
+    """Start `command` in a new session, provide its process id, and stop it after the body."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             command, env=environment, cwd=cwd, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
@@ -45,19 +45,21 @@ def running(command: list[str], *, environment: dict[str, str], cwd: Path, log: 
 
 
 def until(met: Callable[[], object], what: str, *, seconds: float, log: Path) -> None:
-    """Return when `met()`; fails with the end of the log when that takes too long."""
+    """Wait until `met()`, and fail with the end of the log after `seconds`."""
     end = time.monotonic() + seconds
     while not met():
         if time.monotonic() > end:
-            raise AssertionError(f"waited {seconds:g} s in vain for {what}:\n{log.read_text()[-3000:]}")
+            raise AssertionError(
+                f"timed out after {seconds:g} s waiting for {what}:\n{log.read_text()[-3000:]}"
+            )
         time.sleep(0.2)
 
 
 def runs_of(instance: DagsterInstance) -> list[DagsterRun]:
-    """All runs, the oldest first."""
+    """Return all runs, the oldest first."""
     return list(instance.get_runs(ascending=True))
 
 
 def succeeded(instance: DagsterInstance, number: int) -> bool:
-    """Whether there are so many runs, and all ended well."""
+    """Return whether there are exactly `number` runs, all of them successful."""
     return [run.status for run in runs_of(instance)] == [DagsterRunStatus.SUCCESS] * number

@@ -1,4 +1,4 @@
-"""A code server as `dagster dev` has one, and runs that the UI's own GraphQL API starts and stops on it."""
+"""A code server as in `dagster dev`, on which the UI's GraphQL API starts and stops runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ run_coordinator: {module: dagster._core.run_coordinator, class: DefaultRunCoordi
 run_launcher: {module: resources.run_launcher, class: WatchedRunLauncher}
 telemetry: {enabled: false}
 """
-"""Of the project's own, without the queue, which needs the daemon."""
+"""The project's settings without the run queue, which needs the daemon."""
 
 LAUNCH = """
 mutation ($params: ExecutionParams!) {
@@ -40,21 +40,21 @@ START_S = 120.0
 
 
 class CodeServer:
-    """A process of its own that serves `assets.definitions` while the body runs; then it is killed."""
+    """A process that serves `assets.definitions` while the body runs; afterwards it is killed."""
 
     def __init__(self, home: Path, environment: dict[str, str]) -> None:
-        """Use the DAGSTER_HOME `home`, which is made."""
+        """Create the DAGSTER_HOME `home` and use it."""
         home.mkdir()
         (home / "dagster.yaml").write_text(SETTINGS, encoding="utf-8")
         self.instance = DagsterInstance.from_config(str(home))
         self._environment = {**environment, "DAGSTER_HOME": str(home)}
         self._log = home / "server.log"
-        # a socket's path may have 107 bytes only
+        # A socket's path may have at most 107 bytes.
         self._folder = tempfile.TemporaryDirectory()
         self._socket = str(Path(self._folder.name) / "socket")
 
     def __enter__(self) -> CodeServer:
-        """Start, and wait until it answers."""
+        """Start the server, and wait until it responds."""
         command = [sys.executable, "-m", "dagster", "api", "grpc", "-m", "assets.definitions"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -65,14 +65,16 @@ class CodeServer:
             assert self._process.poll() is None, self._log.read_text("utf-8")
             assert time.monotonic() < end_s
             time.sleep(0.05)
-        target = GrpcServerTarget(host="localhost", port=None, socket=self._socket, location_name="here")
+        target = GrpcServerTarget(
+            host="localhost", port=None, socket=self._socket, location_name="latentline"
+        )
         self._workspace = WorkspaceProcessContext(self.instance, target)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, err: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Kill the server, and forget it."""
+        """Kill the server and release its resources."""
         self.kill()
         self._workspace.__exit__(kind, err, trace)
         self.instance.dispose()
@@ -80,26 +82,30 @@ class CodeServer:
 
     @property
     def pid(self) -> int:
-        """The server's process."""
+        """Process id of the server."""
         return self._process.pid
 
     def launch(self, job: str) -> str:
-        """Start a run of `job`, as the UI's launchpad does; its id."""
-        selector = {"repositoryLocationName": "here", "repositoryName": "__repository__", "jobName": job}
+        """Start a run of `job` as the UI's launchpad does, and return its id."""
+        selector = {
+            "repositoryLocationName": "latentline",
+            "repositoryName": "__repository__",
+            "jobName": job,
+        }
         params = {"selector": selector, "mode": "default", "runConfigData": {}}
-        return self._ask(LAUNCH, params=params)["launchRun"]["run"]["runId"]
+        return self._query(LAUNCH, params=params)["launchRun"]["run"]["runId"]
 
     def terminate(self, run: str) -> None:
-        """Stop the run, as the UI's button does; one that has ended stays as it is."""
-        self._ask(TERMINATE, run=run)
+        """Stop the run as the UI's button does; a finished run is not affected."""
+        self._query(TERMINATE, run=run)
 
     def kill(self) -> None:
-        """End the server without a word."""
+        """Kill the server's process."""
         self._process.kill()
         self._process.wait()
 
-    def _ask(self, query: str, **variables: Any) -> dict[str, Any]:
+    def _query(self, query: str, **variables: Any) -> dict[str, Any]:
         context = self._workspace.create_request_context()
-        answer = execute_dagster_graphql(context, query, variables)
-        assert not answer.errors, answer.errors
-        return answer.data
+        result = execute_dagster_graphql(context, query, variables)
+        assert not result.errors, result.errors
+        return result.data

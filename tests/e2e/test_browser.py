@@ -1,6 +1,6 @@
-"""The UI as a browser shows it: the demo, started through GraphQL, its graph, a contact sheet, a closed gate.
+"""The UI in a browser: the demo, started through GraphQL, its graph, a contact sheet and a closed gate.
 
-The README's screenshots are made by it, in the folder that LATENTLINE_SCREENSHOTS names:
+The test also takes the README's screenshots, in the folder of LATENTLINE_SCREENSHOTS:
 
     LATENTLINE_SCREENSHOTS=docs/images .venv/bin/python -m pytest -m browser
 """
@@ -17,7 +17,6 @@ import pytest
 from demo import photographs
 from tests.e2e.browser import (
     Browser,
-    answers,
     browsing,
     ended,
     free_port,
@@ -26,6 +25,7 @@ from tests.e2e.browser import (
     launch_from_failure,
     missing,
     newest_run,
+    responds,
 )
 from tests.e2e.daemon import ROOT, make_home, running, until
 
@@ -44,7 +44,7 @@ pytestmark = [
 
 @pytest.fixture
 def folder(tmp_path: Path, tiny_sd: Path) -> Path:
-    """The demo with all its folders below one that is the test's own."""
+    """Return a folder that contains the demo and all its outputs."""
     text = (ROOT / "configs" / "demo.yaml").read_text("utf-8")
     places = {"data/demo": "photos", ".cache/latentline": "cache", "outputs/demo": "out"}
     for place, name in places.items():
@@ -59,7 +59,7 @@ def folder(tmp_path: Path, tiny_sd: Path) -> Path:
 
 @pytest.fixture
 def ui(folder: Path) -> Iterator[str]:
-    """The address of `dagster dev`, as `make ui` starts it."""
+    """Start `dagster dev` as `make ui` does, and provide its address."""
     port, log, home = free_port(), folder / "dev.log", make_home(folder / "home")
     command = [sys.executable, "-m", "dagster", "dev", "-w", "workspace.yaml", "--host", "127.0.0.1"]
     environment = {
@@ -70,7 +70,7 @@ def ui(folder: Path) -> Iterator[str]:
     }
     with running([*command, "--port", str(port)], environment=environment, cwd=ROOT, log=log):
         url = f"http://127.0.0.1:{port}"
-        until(lambda: answers(f"{url}/server_info"), "the UI", seconds=120, log=log)
+        until(lambda: responds(f"{url}/server_info"), "the UI", seconds=120, log=log)
         graphql(url, "mutation { setNuxSeen }")
         yield url
 
@@ -80,20 +80,20 @@ def finished(url: str, run: str, folder: Path) -> str | None:
     return ended(url, run)
 
 
-def kept(browser: Browser, folder: Path, name: str) -> None:
+def take_screenshot(browser: Browser, folder: Path, name: str) -> None:
     shots = Path(os.environ.get("LATENTLINE_SCREENSHOTS", folder / "screenshots"))
     browser.screenshot(shots / f"{name}.png")
     assert (shots / f"{name}.png").stat().st_size <= MAX_SCREENSHOT_BYTES
 
 
-def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str) -> None:
-    given = {"steps": 10, "rank": 2}
-    config = {"ops": {"demo__trained_lora": {"config": given}}}
+def test_the_ui_shows_the_graph_a_contact_sheet_and_a_closed_gate(folder: Path, ui: str) -> None:
+    overrides = {"steps": 10, "rank": 2}
+    config = {"ops": {"demo__trained_lora": {"config": overrides}}}
     assert finished(ui, launch(ui, "demo_train", config), folder) == "SUCCESS"
     with browsing(folder) as browser:
         browser.open(f"{ui}/locations/latentline/asset-groups/demo/lineage")
         browser.wait_for("raw_images", "validated_dataset", "aspect_buckets", "trained_lora")
-        kept(browser, folder, "graph")
+        take_screenshot(browser, folder, "graph")
 
         browser.open(f"{ui}/assets/demo/validated_dataset")
         browser.wait_for("picture_kept", "in 24 → kept 24 → rejected 0")
@@ -101,7 +101,7 @@ def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str)
         browser.wait_for("Close")
         until(browser.pictures, "the contact sheet", seconds=20, log=folder / "dev.log")
         assert all(width > 300 for width, _ in browser.pictures())
-        kept(browser, folder, "contact_sheet")
+        take_screenshot(browser, folder, "contact_sheet")
 
         browser.open(f"{ui}/assets/demo/vae_latents")
         browser.wait_for("picture_decoded", "psnr_db", "latent_std", "channels")
@@ -121,23 +121,23 @@ def test_the_ui_shows_graph_contact_sheet_and_closed_gate(folder: Path, ui: str)
         browser.click("Execute")
         until(
             lambda: (newest_run(ui)["jobName"], newest_run(ui)["status"]) == ("__ASSET_JOB", "SUCCESS"),
-            "the check alone",
+            "a run of the check without its asset",
             seconds=120,
             log=folder / "dev.log",
         )
-        alone = newest_run(ui)
-        assert alone["assetCheckSelection"] == [{"name": "finite_values"}]
-        assert alone["assetMaterializations"] == []
+        check_run = newest_run(ui)
+        assert check_run["assetCheckSelection"] == [{"name": "finite_values"}]
+        assert check_run["assetMaterializations"] == []
 
         caption = folder / "photos" / "cat_face.txt"
-        said = caption.read_text("utf-8")
+        text = caption.read_text("utf-8")
         caption.unlink()
         (folder / "photos" / "rocket_pad.png").write_bytes(b"\x89PNG no more than that")
-        refused = launch(ui, "demo_cache")
-        assert finished(ui, refused, folder) == "FAILURE"
+        failed = launch(ui, "demo_cache")
+        assert finished(ui, failed, folder) == "FAILURE"
         browser.open(f"{ui}/assets/demo/validated_dataset?view=checks&checkDetail=captions_present")
         browser.wait_for("captions_present", "Latest execution", "cat_face", "fix:")
-        kept(browser, folder, "closed_gate")
+        take_screenshot(browser, folder, "closed_gate")
 
-        caption.write_text(said, encoding="utf-8")
-        assert finished(ui, launch_from_failure(ui, refused), folder) == "SUCCESS"
+        caption.write_text(text, encoding="utf-8")
+        assert finished(ui, launch_from_failure(ui, failed), folder) == "SUCCESS"

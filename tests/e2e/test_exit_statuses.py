@@ -1,6 +1,6 @@
-"""O02: what `$?` is, and what is read last, for each way that the job can end; each by running the command.
+"""O02: the exit status and the last lines of the real command, for each way that a job can fail.
 
-A closed gate, a broken recipe and a good run stand in test_gates, test_commands and test_processes too.
+See also test_gates for a closed gate, test_commands for a broken recipe, and test_processes for a good run.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from PIL import Image
 
 from pipeline.trained_lora.run_folder import RunLayout
-from tests.e2e.words import Change, last_words, refused
+from tests.e2e.problems import Change, last_problem, problem_of
 from tests.small_disk import on_small_disk
 
 ENDLESS = {
@@ -35,7 +35,7 @@ def job(workspace: Any, name: str = "train") -> Any:
     return workspace.dagster("job", "execute", "-m", "assets.definitions", "-j", f"small_{name}")
 
 
-def test_a_killed_trainer_is_named_with_its_signal(cached) -> None:
+def test_the_error_of_a_killed_trainer_names_its_signal(cached) -> None:
     cached.recipe(training=ENDLESS)
     running = cached.start("train")
     end_s = time.monotonic() + 120
@@ -44,25 +44,25 @@ def test_a_killed_trainer_is_named_with_its_signal(cached) -> None:
         assert time.monotonic() < end_s
         time.sleep(0.05)
     [trainer] = [
-        each
-        for each in psutil.Process(running.pid).children(recursive=True)
-        if each.cmdline()[1:3] != ["-m", "pipeline.processes.worker.accelerate_launch"]
-        and each.cmdline()[1:2] == ["-m"]
+        process
+        for process in psutil.Process(running.pid).children(recursive=True)
+        if process.cmdline()[1:3] != ["-m", "pipeline.processes.worker.accelerate_launch"]
+        and process.cmdline()[1:2] == ["-m"]
     ]
     trainer.send_signal(signal.SIGKILL)
     _, errors = running.communicate(timeout=60)
     assert running.returncode == 1
-    words = last_words(errors)
-    assert words.what.startswith("LaunchError: pipeline.trained_lora.worker ended by signal SIGKILL")
-    assert "memory" in words.fix
+    problem = last_problem(errors)
+    assert problem.what.startswith("LaunchError: pipeline.trained_lora.worker ended by signal SIGKILL")
+    assert "memory" in problem.fix
 
 
-def test_a_full_disk_is_named_with_the_path_that_could_not_be_written(cached) -> None:
+def test_the_error_of_a_full_disk_names_the_path_that_could_not_be_written(cached) -> None:
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    words = refused(cached.run(on_small_disk(str(cached.out), "24k", command)))
-    assert "the disk is full" in words.what
-    assert str(cached.out) in words.where
-    assert "free" in words.fix
+    problem = problem_of(cached.run(on_small_disk(str(cached.out), "24k", command)))
+    assert "the disk is full" in problem.what
+    assert str(cached.out) in problem.where
+    assert "free" in problem.fix
 
 
 SMALL_DISKS = {
@@ -75,89 +75,89 @@ SMALL_DISKS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("disk", SMALL_DISKS)
-def test_a_disk_too_small(fresh, disk: str) -> None:
+def test_the_error_of_a_small_disk_names_its_folder(fresh, disk: str) -> None:
     folder, size = SMALL_DISKS[disk]
     (fresh.root / folder).mkdir()
     command = fresh.command("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    words = refused(fresh.run(on_small_disk(str(fresh.root / folder), size, command)))
-    assert "the disk is full" in words.what or "the missing entries need" in words.what
-    assert str(fresh.root / folder) in words.where + words.what
+    problem = problem_of(fresh.run(on_small_disk(str(fresh.root / folder), size, command)))
+    assert "the disk is full" in problem.what or "the missing entries need" in problem.what
+    assert str(fresh.root / folder) in problem.where + problem.what
 
 
 @pytest.mark.slow
-def test_a_disk_too_small_for_dagsters_own_history(cached) -> None:
-    """Its empty tables take 300 KB; on a disk below that Dagster ends before it reads anything of ours."""
+def test_the_error_of_a_full_disk_below_dagsters_history_names_dagster_home(cached) -> None:
+    """Empty, its tables take 300 KB; on a smaller disk Dagster fails before it loads the definitions."""
     home = cached.root / "home"
     home.mkdir()
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    words = refused(cached.run(on_small_disk(str(home), "460k", command), DAGSTER_HOME=str(home)))
-    what, _, said = words.what.partition(": ")
+    problem = problem_of(cached.run(on_small_disk(str(home), "460k", command), DAGSTER_HOME=str(home)))
+    what, _, message = problem.what.partition(": ")
     assert what == "Dagster cannot write its history"
-    assert said in {"database or disk is full", "disk I/O error"}, "SQLite's words where it could not grow"
-    assert str(home) in words.where
-    assert "free space" in words.fix
+    assert message in {"database or disk is full", "disk I/O error"}, "messages of SQLite"
+    assert str(home) in problem.where
+    assert "free space" in problem.fix
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_when_the_lora_is_exported_costs_no_training(cached) -> None:
-    """Full for the run's own files after the last step, then for `lora/`; with room, no step is repeated."""
+def test_a_full_disk_during_the_export_of_the_lora_repeats_no_training_step(cached) -> None:
+    """The disk is full for the run's files after the last step, then for `lora/`, then it has room."""
     cached.recipe(training={**ENDLESS, "steps": 4, "checkpoint_every": 4})
     assert job(cached).returncode == 0
     [run] = (cached.out / "runs").iterdir()
     lora = cached.out / "lora"
     steps = (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8")
     exported = {path.name: _tensors(path) for path in lora.glob("*.safetensors")}
-    kept = cached.root / "kept"
+    backup = cached.root / "backup"
     shutil.rmtree(run / "lora")
     RunLayout(run).finished.unlink()
-    shutil.copytree(run, kept)
+    shutil.copytree(run, backup)
     command = cached.command("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    filled = ["sh", "-c", 'cp -r "$1"/. "$2" && shift 2 && exec "$@"', "sh", str(kept), str(run), *command]
-    full = refused(cached.run(on_small_disk(str(run), f"{_kib(kept) + 16}k", filled)))
-    assert "the disk is full" in full.what
-    assert str(run / "lora") in full.where
+    filled = ["sh", "-c", 'cp -r "$1"/. "$2" && shift 2 && exec "$@"', "sh", str(backup), str(run), *command]
+    problem = problem_of(cached.run(on_small_disk(str(run), f"{_kib(backup) + 16}k", filled)))
+    assert "the disk is full" in problem.what
+    assert str(run / "lora") in problem.where
     shutil.rmtree(lora)
     lora.mkdir()
-    full = refused(cached.run(on_small_disk(str(lora), "16k", command)))
-    assert "the disk is full" in full.what
-    assert str(lora) in full.where
+    problem = problem_of(cached.run(on_small_disk(str(lora), "16k", command)))
+    assert "the disk is full" in problem.what
+    assert str(lora) in problem.where
     assert job(cached).returncode == 0
     assert (run / "logs" / "metrics.jsonl").read_text(encoding="utf-8") == steps
     assert {path.name: _tensors(path) for path in lora.glob("*.safetensors")} == exported
 
 
 def _tensors(file: Path) -> bytes:
-    """All of a safetensors file but its header, whose metadata comes in any order."""
-    whole = file.read_bytes()
-    return whole[8 + int.from_bytes(whole[:8], "little") :]
+    """Return the tensors of a safetensors file; the order of its header's metadata varies."""
+    data = file.read_bytes()
+    return data[8 + int.from_bytes(data[:8], "little") :]
 
 
 def _kib(folder: Path) -> int:
-    """What the files of a folder take on a tmpfs, whose pages are 4 KiB."""
+    """Return the KiB that the files of a folder take on a tmpfs with pages of 4 KiB."""
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
     return sum(-(-size // 4096) * 4 for size in sizes)
 
 
-def empty(workspace: Any) -> None:
+def empty_folder(workspace: Any) -> None:
     for path in workspace.data.iterdir():
         path.unlink()
 
 
-def gone(workspace: Any) -> None:
-    workspace.data.rename(workspace.root / "elsewhere")
+def missing_folder(workspace: Any) -> None:
+    workspace.data.rename(workspace.root / "moved")
 
 
-def a_file(workspace: Any) -> None:
-    gone(workspace)
-    workspace.data.write_text("no folder", encoding="utf-8")
+def file_for_folder(workspace: Any) -> None:
+    missing_folder(workspace)
+    workspace.data.write_text("a file", encoding="utf-8")
 
 
-def dangling(workspace: Any) -> None:
-    gone(workspace)
+def broken_link(workspace: Any) -> None:
+    missing_folder(workspace)
     workspace.data.symlink_to(workspace.root / "nowhere")
 
 
-def same_but_for_case(workspace: Any) -> None:
+def names_that_differ_in_case(workspace: Any) -> None:
     Image.new("RGB", (96, 96)).save(workspace.data / "Photo1.png")
     (workspace.data / "Photo1.txt").write_text("another", encoding="utf-8")
 
@@ -171,11 +171,11 @@ def broken_image(workspace: Any) -> None:
     path.write_bytes(path.read_bytes()[:2000])
 
 
-def isolation(workspace: Any) -> None:
+def overlapping_paths(workspace: Any) -> None:
     workspace.recipe(cache_dir=str(workspace.data / "cache"))
 
 
-def too_few(workspace: Any) -> None:
+def unfilled_batches(workspace: Any) -> None:
     workspace.recipe(
         buckets={"resolution": 64, "step": 8, "underfilled": "drop"}, training={"steps": 4, "batch_size": 64}
     )
@@ -196,12 +196,12 @@ def other_family(workspace: Any) -> None:
     workspace.recipe(model={"base": str(folder)})
 
 
-CLOSED: dict[str, tuple[Change, str]] = {
-    "images_found": (empty, "images_found"),
-    "the dataset is gone": (gone, "DatasetError"),
-    "the dataset is a file": (a_file, "Error"),
-    "the dataset is a dead link": (dangling, "DatasetError"),
-    "names_distinct": (same_but_for_case, "names_distinct"),
+FAILURES: dict[str, tuple[Change, str]] = {
+    "images_found": (empty_folder, "images_found"),
+    "the dataset is missing": (missing_folder, "DatasetError"),
+    "the dataset is a file": (file_for_folder, "Error"),
+    "the dataset is a broken link": (broken_link, "DatasetError"),
+    "names_distinct": (names_that_differ_in_case, "names_distinct"),
     "captions_present": (lambda w: (w.data / "photo1.txt").unlink(), "captions_present"),
     "captions_empty": (lambda w: (w.data / "photo1.txt").write_text(" \n"), "captions_present"),
     "captions_decodable": (
@@ -210,36 +210,36 @@ CLOSED: dict[str, tuple[Change, str]] = {
     ),
     "captions_unshared": (shared_caption, "captions_unshared"),
     "rejected_fraction": (broken_image, "rejected_fraction"),
-    "path_isolation": (isolation, "PathIsolationError"),
-    "batches_possible": (too_few, "batches_possible"),
-    "the loss is no number": (diverging, "TrainingError"),
-    "no model": (no_model, "ModelError"),
-    "a model of another family": (other_family, "FamilyError"),
+    "path_isolation": (overlapping_paths, "PathIsolationError"),
+    "batches_possible": (unfilled_batches, "batches_possible"),
+    "the loss is NaN": (diverging, "TrainingError"),
+    "the model is missing": (no_model, "ModelError"),
+    "the model has an unsupported family": (other_family, "FamilyError"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CLOSED)
-def test_each_refusal_of_the_job(cached, kind: str) -> None:
-    change, named = CLOSED[kind]
+@pytest.mark.parametrize("kind", FAILURES)
+def test_each_failure_of_the_job_ends_with_its_cause(cached, kind: str) -> None:
+    change, expected = FAILURES[kind]
     change(cached)
-    words = refused(job(cached))
-    assert named in words.what
+    problem = problem_of(job(cached))
+    assert expected in problem.what
     assert not (cached.out / "lora").exists()
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def header_of_another_kind(path: Path) -> None:
+def change_dtype(path: Path) -> None:
     data = path.read_bytes()
     (length,) = struct.unpack("<Q", data[:8])
     header = data[8 : 8 + length].replace(b'"F16"', b'"I16"')
     path.write_bytes(data[:8] + header + data[8 + length :])
 
 
-def other_content(path: Path) -> None:
+def change_values(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-2:] = b"\x00\x7e"
     path.write_bytes(bytes(data))
@@ -247,41 +247,41 @@ def other_content(path: Path) -> None:
 
 DAMAGED: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (Path.unlink, "completeness"),
-    "cut short": (cut, "file_size_outliers"),
-    "of another kind": (header_of_another_kind, "shape_uniformity"),
-    "of other content": (other_content, "finite_values"),
+    "truncated": (truncate, "file_size_outliers"),
+    "of another dtype": (change_dtype, "shape_uniformity"),
+    "of other values": (change_values, "finite_values"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["latents", "text"])
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_O10_training_alone_refuses_a_damaged_entry_as_its_gate_would(cached, kind: str, damage: str) -> None:
+def test_O10_training_alone_fails_on_a_damaged_entry_as_its_gate_does(cached, kind: str, damage: str) -> None:
     change, gate = DAMAGED[damage]
     entry = cached.entries(kind)[0]
     change(entry)
     done = cached.dagster(
         "asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora"
     )
-    words = refused(done)
+    problem = problem_of(done)
     asset = {"latents": "vae_latents", "text": "text_embeddings"}[kind]
-    assert words.what.startswith("GateClosedError: ")
-    assert f"{gate}: " in words.what
-    assert f"asset small/{asset}\n" in words.where
-    assert entry.name in words.where
-    assert "dagster job execute -m assets.definitions -j small_cache" in words.fix
+    assert problem.what.startswith("GateClosedError: ")
+    assert f"{gate}: " in problem.what
+    assert f"asset small/{asset}\n" in problem.where
+    assert entry.name in problem.where
+    assert "dagster job execute -m assets.definitions -j small_cache" in problem.fix
     assert not (cached.out / "runs").exists()
 
 
 RECIPES = {
-    "no YAML": "datasets: [",
+    "invalid YAML": "datasets: [",
     "empty": "",
     "a list": "- 1",
     "an unknown key": '{"trainin": {}}',
-    "a word for a number": '{"training": {"steps": "many"}}',
-    "a text for a boolean": '{"recache": {"enabled": "False"}}',
+    "a word instead of a number": '{"training": {"steps": "many"}}',
+    "a text instead of a boolean": '{"recache": {"enabled": "False"}}',
     "min above max": '{"buckets": {"resolution": 64, "step": 8, "min_size": 128, "max_size": 64}}',
-    "no multiple": '{"buckets": {"resolution": 100, "step": 8}}',
+    "not a multiple": '{"buckets": {"resolution": 100, "step": 8}}',
     "sizes that the model cannot divide": '{"buckets": {"resolution": 60, "step": 4}}',
     "an unknown gate": '{"checks": {"allow": ["no_such_gate"]}}',
 }
@@ -289,7 +289,7 @@ RECIPES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", RECIPES)
-def test_each_broken_recipe(fresh, kind: str) -> None:
+def test_each_broken_recipe_ends_the_command_with_its_error(fresh, kind: str) -> None:
     text = RECIPES[kind]
     if text.startswith("{"):
         good = json.loads(fresh.file.read_text("utf-8"))
@@ -297,15 +297,15 @@ def test_each_broken_recipe(fresh, kind: str) -> None:
     fresh.file.write_text(text, encoding="utf-8")
     done = job(fresh)
     assert done.returncode == 1
-    last = done.stderr[done.stderr.rindex("\nRecipeError: ") :]
-    assert "Traceback" not in last
-    assert "small.yaml" in last
-    assert "fix:" in last
+    message = done.stderr[done.stderr.rindex("\nRecipeError: ") :]
+    assert "Traceback" not in message
+    assert "small.yaml" in message
+    assert "fix:" in message
     assert not fresh.out.exists()
 
 
 @pytest.mark.slow
-def test_a_job_that_there_is_not_is_answered_with_those_that_there_are(fresh) -> None:
+def test_the_error_of_an_unknown_job_lists_the_jobs(fresh) -> None:
     done = job(fresh, "trian")
     assert done.returncode == 2
     [last] = done.stderr.rstrip().splitlines()[-1:]

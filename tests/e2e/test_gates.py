@@ -1,4 +1,4 @@
-"""A closed gate stops training, says why, and gives an exit status that CI believes."""
+"""A closed gate stops everything downstream, names its cause, and makes the exit status non-zero."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import polars as pl
 from dagster import AssetKey, AssetSelection, ExecuteInProcessResult
 
-from tests.e2e.words import refused
+from tests.e2e.problems import problem_of
 
 
 def key(asset: str) -> AssetKey:
@@ -22,30 +22,30 @@ def first_entry(workspace, kind: str) -> Path:
     return workspace.entries(kind)[0]
 
 
-def test_L06_a_latent_cut_short_is_made_again_by_the_next_run(cached) -> None:
+def test_L06_the_next_run_encodes_a_truncated_latent_again(cached) -> None:
     entry = first_entry(cached, "latents")
-    whole = entry.read_bytes()
-    entry.write_bytes(whole[:-7])
+    data = entry.read_bytes()
+    entry.write_bytes(data[:-7])
     assert cached.execute("cache").success
     assert cached.report("vae_latents")["encoded"] == 1
-    assert entry.read_bytes() == whole
+    assert entry.read_bytes() == data
 
 
-def test_L06_with_the_check_alone_a_latent_cut_short_closes_the_gate(cached) -> None:
+def test_L06_a_truncated_latent_closes_the_gate_of_a_check_that_runs_alone(cached) -> None:
     entry = first_entry(cached, "latents")
     entry.write_bytes(entry.read_bytes()[:-7])
     result = cached.select(AssetSelection.checks_for_assets(key("vae_latents")))
     assert not result.success
     assert steps_started(result) == {"small__vae_latents"}
-    assert result.get_asset_materialization_events() == [], "the asset itself is left as it is"
+    assert result.get_asset_materialization_events() == [], "the asset is not materialized"
     failed = {e.check_name for e in result.get_asset_check_evaluations() if not e.passed}
     assert "file_size_outliers" in failed
-    said = cached.report("vae_latents_checks")
-    assert {each["name"] for each in said["checks"] if each["closed"]} == failed
-    assert said["gates_closed"] == len(failed)
+    report = cached.report("vae_latents_checks")
+    assert {check["name"] for check in report["checks"] if check["closed"]} == failed
+    assert report["gates_closed"] == len(failed)
 
 
-def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) -> None:
+def test_O10_training_alone_fails_on_a_damaged_cache_before_it_starts_a_run(cached) -> None:
     entry = first_entry(cached, "latents")
     entry.write_bytes(entry.read_bytes()[:-7])
     result = cached.select(AssetSelection.assets(key("trained_lora")).without_checks())
@@ -58,7 +58,7 @@ def test_O10_training_alone_refuses_a_damaged_cache_and_starts_no_run(cached) ->
     assert entry.name in text
 
 
-def test_O10_B01_training_alone_refuses_batches_that_its_buckets_do_not_fill(cached) -> None:
+def test_O10_B01_training_alone_fails_if_no_bucket_fills_a_batch(cached) -> None:
     cached.recipe(
         buckets={"resolution": 64, "step": 8, "max_aspect_ratio": 2.0, "underfilled": "drop"},
         training={"steps": 4, "batch_size": 64, "sample_every": 0},
@@ -70,7 +70,7 @@ def test_O10_B01_training_alone_refuses_batches_that_its_buckets_do_not_fill(cac
     assert not (cached.out / "runs").exists()
 
 
-def test_O10_a_selection_that_begins_after_a_closed_gate_is_not_trained_on(cached) -> None:
+def test_O10_training_fails_in_a_selection_that_starts_after_a_closed_gate(cached) -> None:
     (cached.data / "photo1.txt").unlink()
     cached.recipe(checks={"max_rejected_fraction": 0.5})
     result = cached.execute("cache")
@@ -83,7 +83,7 @@ def test_O10_a_selection_that_begins_after_a_closed_gate_is_not_trained_on(cache
     assert not (cached.out / "runs").exists()
 
 
-def test_L02_a_padded_entry_is_named_by_the_file_size_check(cached) -> None:
+def test_L02_the_file_size_check_names_a_padded_entry(cached) -> None:
     entry = first_entry(cached, "latents")
     with entry.open("ab") as file:
         file.write(b"\0" * 64)
@@ -93,7 +93,7 @@ def test_L02_a_padded_entry_is_named_by_the_file_size_check(cached) -> None:
     assert entry.name in str(evaluation.metadata["rows"].value)
 
 
-def test_O01_a_closed_gate_stops_everything_downstream_and_its_table_can_be_seen(cached) -> None:
+def test_O01_a_closed_gate_stops_everything_downstream_after_its_table_is_written(cached) -> None:
     (cached.data / "photo1.txt").unlink()
     result = cached.execute("train")
     assert not result.success
@@ -104,7 +104,7 @@ def test_O01_a_closed_gate_stops_everything_downstream_and_its_table_can_be_seen
     assert "photos/photo1.png" in table["sample_id"].to_list()
 
 
-def test_a_gate_that_the_recipe_allows_warns_and_lets_the_rest_through(cached) -> None:
+def test_a_gate_that_the_recipe_allows_only_warns(cached) -> None:
     (cached.data / "photo1.txt").unlink()
     cached.recipe(checks={"max_rejected_fraction": 0.5, "allow": ["captions_present"]})
     result = cached.execute("cache")
@@ -115,25 +115,25 @@ def test_a_gate_that_the_recipe_allows_warns_and_lets_the_rest_through(cached) -
     assert cached.report("vae_latents")["samples"] == 4
 
 
-def test_I08_filters_that_leave_nothing_end_the_job_before_any_process_and_are_named(fresh) -> None:
+def test_I08_filters_that_reject_every_image_fail_the_job_before_any_launch(fresh) -> None:
     dataset = {"name": "photos", "path": str(fresh.data), "filters": {"min_width": 5000}}
     fresh.recipe(datasets=[dataset])
     done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    words = refused(done)
-    assert "rejected_fraction: no samples are left of 5 images: 5 filter_min_width" in words.what
-    assert "change filters.min_width of the dataset photos, which is 5000" in words.fix
+    problem = problem_of(done)
+    assert "rejected_fraction: no samples are left of 5 images: 5 filter_min_width" in problem.what
+    assert "change filters.min_width of the dataset photos, which is 5000" in problem.fix
     assert "pipeline.processes" not in done.stderr
     assert not (fresh.out / "reports" / "text_embeddings.json").exists()
     assert not list(fresh.cache.rglob("*.safetensors"))
 
 
-def test_O02_on_the_command_line_a_closed_gate_is_a_status_and_ends_in_what_where_fix(cached) -> None:
+def test_O02_a_closed_gate_fails_the_command_with_what_where_and_fix(cached) -> None:
     (cached.data / "photo1.txt").unlink()
     done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
     assert done.returncode != 0
-    last = done.stderr[done.stderr.rindex("\nGateClosedError: ") :]
-    assert "captions_present" in last
-    assert "photo1" in last
-    assert "  fix:   " in last
-    assert "Traceback" not in last
+    message = done.stderr[done.stderr.rindex("\nGateClosedError: ") :]
+    assert "captions_present" in message
+    assert "photo1" in message
+    assert "  fix:   " in message
+    assert "Traceback" not in message
     assert not (cached.out / "lora").exists()

@@ -1,4 +1,4 @@
-"""The second run: what has not changed is not computed again, and what has changed is."""
+"""The second run computes only what has changed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def counts(workspace, asset: str) -> tuple[int, int, int, int]:
     return report["encoded"], report["reused"], report["removed"], report["failed"]
 
 
-def test_the_first_run_encodes_each_image_and_each_different_caption(cached_once) -> None:
+def test_the_first_run_encodes_each_image_and_each_distinct_caption(cached_once) -> None:
     assert counts(cached_once, "vae_latents") == (5, 0, 0, 0)
     assert cached_once.report("text_embeddings")["encoded"] == 6
     assert len(cached_once.entries("latents")) == 5
@@ -35,7 +35,7 @@ def test_the_first_run_encodes_each_image_and_each_different_caption(cached_once
 
 def test_a_warm_run_encodes_nothing_and_imports_no_torch(cached) -> None:
     before = {path: path.stat().st_mtime_ns for path in cached.entries("latents") + cached.entries("text")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", IN_PROCESS],
         env=cached.environment(),
         cwd=ROOT,
@@ -43,21 +43,21 @@ def test_a_warm_run_encodes_nothing_and_imports_no_torch(cached) -> None:
         text=True,
         check=True,
     )
-    assert json.loads(done.stdout.splitlines()[-1]) == {"success": True, "heavy": []}
+    assert json.loads(process.stdout.splitlines()[-1]) == {"success": True, "heavy": []}
     assert counts(cached, "vae_latents") == (0, 5, 0, 0)
     assert counts(cached, "text_embeddings")[0] == 0
     after = {path: path.stat().st_mtime_ns for path in cached.entries("latents") + cached.entries("text")}
     assert after == before
 
 
-def test_an_edited_caption_is_one_text_embedding_and_no_latent(cached) -> None:
+def test_an_edited_caption_encodes_one_text_embedding_and_no_latent(cached) -> None:
     (cached.data / "photo3.txt").write_text("another caption\n", encoding="utf-8")
     assert cached.execute("cache").success
     assert counts(cached, "vae_latents") == (0, 5, 0, 0)
     assert cached.report("text_embeddings")["encoded"] == 1
 
 
-def test_L04_a_picture_edited_in_place_with_its_name_and_size_is_one_latent(cached) -> None:
+def test_L04_an_image_edited_in_place_encodes_one_latent(cached) -> None:
     file = cached.data / "photo2.png"
     size = file.stat().st_size
     with Image.open(file) as image:
@@ -69,7 +69,7 @@ def test_L04_a_picture_edited_in_place_with_its_name_and_size_is_one_latent(cach
     assert cached.report("text_embeddings")["encoded"] == 0
 
 
-def test_an_unchanged_run_gives_every_asset_the_data_version_it_had(cached) -> None:
+def test_an_unchanged_run_keeps_the_data_version_of_every_asset(cached) -> None:
     def versions() -> dict[str, str]:
         result = cached.execute("cache")
         assert result.success

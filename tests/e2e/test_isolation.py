@@ -1,4 +1,4 @@
-"""L01: whatever the spelling, nothing is written, and both paths are named."""
+"""L01: overlapping paths in any spelling write no file, and the error names both."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ def linked(root: Path) -> str:
 
 
 SPELLINGS: dict[str, Callable[[Path], str]] = {
-    "inside the dataset": lambda root: str(root / "data" / "cache"),
-    "the dataset inside it": str,
+    "a cache inside the dataset": lambda root: str(root / "data" / "cache"),
+    "a dataset inside the cache": str,
     "the same folder": lambda root: str(root / "data"),
-    "by a trailing slash": lambda root: f"{root}/data/",
-    "by dots": lambda root: f"{root}/out/../data",
-    "by a symlink": linked,
-    "inside a symlink": lambda root: f"{linked(root)}/cache",
+    "a trailing slash": lambda root: f"{root}/data/",
+    "a path with dots": lambda root: f"{root}/out/../data",
+    "a symlink": linked,
+    "a folder inside a symlink": lambda root: f"{linked(root)}/cache",
 }
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_L01_a_cache_that_meets_the_dataset_closes_the_gate_before_any_file(fresh, spelling: str) -> None:
+def test_L01_a_cache_that_overlaps_the_dataset_closes_the_gate_before_any_write(fresh, spelling: str) -> None:
     cache_dir = SPELLINGS[spelling](fresh.root)
     fresh.recipe(cache_dir=cache_dir)
     before = contents(fresh.root)
@@ -48,15 +48,15 @@ def test_L01_a_cache_that_meets_the_dataset_closes_the_gate_before_any_file(fres
     assert [event.step_key for event in result.get_step_failure_events()] == ["small__raw_images"]
 
 
-def test_L01_on_the_command_line_the_status_is_not_0_and_the_last_lines_name_both_paths(fresh) -> None:
+def test_L01_the_command_fails_and_its_last_lines_name_both_paths(fresh) -> None:
     fresh.recipe(cache_dir=str(fresh.data / "cache"))
     before = contents(fresh.root)
-    done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    assert done.returncode != 0
+    process = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    assert process.returncode != 0
     assert contents(fresh.root) == before
-    last = done.stderr.rstrip().rsplit("\n\n", 1)[-1]
-    assert last.startswith("PathIsolationError: ")
-    assert str(fresh.data / "cache") in last
-    assert "  where: " in last
-    assert "  fix:   " in last
-    assert "Traceback" not in last
+    message = process.stderr.rstrip().rsplit("\n\n", 1)[-1]
+    assert message.startswith("PathIsolationError: ")
+    assert str(fresh.data / "cache") in message
+    assert "  where: " in message
+    assert "  fix:   " in message
+    assert "Traceback" not in message

@@ -1,4 +1,4 @@
-"""Whole `dagster job execute` processes: training, stopped training, and two cache jobs at once."""
+"""Complete `dagster job execute` commands: training, interrupted training, and two cache jobs at once."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ TRAINING = {
 def until(met: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not met():
-        assert time.monotonic() < end, "waited in vain"
+        assert time.monotonic() < end, "timed out"
         assert job.poll() is None, f"the job ended: {job.communicate()[1][-3000:]}"
         time.sleep(0.05)
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
-    return [p for p in processes if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    return [
+        process for process in processes if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]
 
 
 def contents(workspace) -> dict[str, bytes]:
@@ -56,18 +58,18 @@ def _steps_done(workspace) -> bool:
     return any(file.stat().st_size > 0 for file in logs)
 
 
-def test_L10_two_cache_jobs_at_once_leave_the_entries_of_a_lone_run(cached_once, fresh) -> None:
+def test_L10_two_cache_jobs_at_once_write_the_entries_of_a_single_one(cached_once, fresh) -> None:
     jobs = [fresh.start("cache"), fresh.start("cache")]
     errors = [job.communicate(timeout=240)[1] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], errors
     assert contents(fresh) == contents(cached_once)
 
 
-def test_the_whole_job_leaves_a_lora_which_with_the_sources_gone_is_not_trained_again(cached) -> None:
+def test_a_finished_lora_is_not_trained_again_after_the_sources_are_deleted(cached) -> None:
     job = cached.start("train")
     _, errors = job.communicate(timeout=240)
     assert job.returncode == 0, errors[-3000:]
-    assert re.search(r"small__trained_lora - .*loss [0-9.]+", errors), "no loss in Dagster's log"
+    assert re.search(r"small__trained_lora - .*loss [0-9.]+", errors), "Dagster's log has no loss"
     assert {path.name for path in (cached.out / "lora").glob("*.safetensors")} == {
         "pytorch_lora_weights.safetensors",
         "small_comfyui.safetensors",
@@ -80,7 +82,7 @@ def test_the_whole_job_leaves_a_lora_which_with_the_sources_gone_is_not_trained_
     assert weights(cached) == before
 
 
-def test_training_needs_the_cache_alone_and_no_source(cached) -> None:
+def test_training_needs_only_the_cache(cached) -> None:
     shutil.rmtree(cached.data)
     assert cached.select(AssetSelection.assets(AssetKey(["small", "trained_lora"]))).success
     assert (cached.out / "lora" / "pytorch_lora_weights.safetensors").is_file()
@@ -89,5 +91,5 @@ def test_training_needs_the_cache_alone_and_no_source(cached) -> None:
 
 
 def weights(workspace) -> dict[Path, int]:
-    """Files of weights in runs/ and their times."""
+    """Return the weight files in runs/ with their modification times."""
     return {path: path.stat().st_mtime_ns for path in (workspace.out / "runs").rglob("*.safetensors")}

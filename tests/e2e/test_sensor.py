@@ -1,4 +1,4 @@
-"""The sensor under Dagster's real daemon, while files arrive."""
+"""The sensor in Dagster's real daemon while files arrive."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.e2e.daemon import make_home, running, runs_of, succeeded, until
 
 NUM_ARRIVING = 8
 ARRIVE_EVERY_S = 2.0
-"""Shorter than the 5 s between two looks: every look sees another state."""
+"""Shorter than the 5 s between two ticks, so that each tick finds other files."""
 
 UNCHANGED = "nothing has changed since the last requested run"
 
 
 def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:
-    """Finished looks of the recipe's sensor, the oldest first."""
+    """Return the finished ticks of the recipe's sensor, the oldest first."""
     state = next(iter(instance.all_instigator_state()), None)
     if state is None:
         return []
@@ -33,9 +33,9 @@ def ticks_of(instance: DagsterInstance) -> list[InstigatorTick]:
 
 
 def more_ticks(instance: DagsterInstance, number: int) -> tuple[int, int]:
-    """Ticks so far, and how many there are when `number` more have ended."""
-    have = len(ticks_of(instance))
-    return have, have + number
+    """Return the number of ticks now and after `number` more."""
+    count = len(ticks_of(instance))
+    return count, count + number
 
 
 def overlapping(instance: DagsterInstance) -> list[str]:
@@ -46,7 +46,7 @@ def overlapping(instance: DagsterInstance) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_O05_O06_one_run_when_files_have_settled_none_unchanged_one_more_when_reverted(
+def test_O05_O06_settled_and_reverted_files_run_once_each_and_unchanged_files_never(
     cached, tmp_path: Path
 ) -> None:
     cached.recipe(recache={"cron": None, "on_change": True, "enabled": True, "settle_s": 5})
@@ -56,7 +56,7 @@ def test_O05_O06_one_run_when_files_have_settled_none_unchanged_one_more_when_re
 
     def arrive() -> None:
         for index in range(NUM_ARRIVING):
-            # The caption comes first, and is its own: of images with the same caption one would be left out.
+            # The caption is unique, because of equal images with equal captions all but one are rejected.
             (cached.data / f"new{index}.txt").write_text(f"new photograph {index}")
             shutil.copy(cached.data / "photo0.png", cached.data / f"new{index}.png")
             arrived.append(datetime.now(tz=UTC))
@@ -79,24 +79,24 @@ def test_O05_O06_one_run_when_files_have_settled_none_unchanged_one_more_when_re
             stop.set()
             writer.join()
         assert len(arrived) == NUM_ARRIVING
-        asked = instance.get_run_records()[0].create_timestamp
-        assert asked > arrived[-1], "a run was asked for while files were still arriving"
+        requested = instance.get_run_records()[0].create_timestamp
+        assert requested > arrived[-1], "the sensor requested a run while files were still arriving"
         assert cached.report("vae_latents")["samples"] == 5 + NUM_ARRIVING
 
-        have, wanted = more_ticks(instance, 3)
-        until(lambda: len(ticks_of(instance)) >= wanted, "three looks", seconds=60, log=log)
-        assert [tick.skip_reason for tick in ticks_of(instance)[have:]] == [UNCHANGED] * (wanted - have)
+        before, after = more_ticks(instance, 3)
+        until(lambda: len(ticks_of(instance)) >= after, "three ticks", seconds=60, log=log)
+        assert [tick.skip_reason for tick in ticks_of(instance)[before:]] == [UNCHANGED] * (after - before)
         assert len(runs_of(instance)) == 2
 
         for path in cached.data.glob("new*"):
             path.unlink()
-        until(lambda: succeeded(instance, 3), "a run of the state that came back", seconds=120, log=log)
+        until(lambda: succeeded(instance, 3), "a run after the files were removed", seconds=120, log=log)
         assert cached.report("vae_latents")["samples"] == 5
-        have, wanted = more_ticks(instance, 2)
-        until(lambda: len(ticks_of(instance)) >= wanted, "two looks", seconds=60, log=log)
+        before, after = more_ticks(instance, 2)
+        until(lambda: len(ticks_of(instance)) >= after, "two ticks", seconds=60, log=log)
         assert len(runs_of(instance)) == 3
         assert overlapping(instance) == []
 
-        waited = [tick.skip_reason or "" for tick in ticks_of(instance)]
+        reasons = [tick.skip_reason or "" for tick in ticks_of(instance)]
         settling = re.compile(r"files are changing \(state [0-9a-f]{16}\): waiting until they settle")
-        assert any(settling.fullmatch(reason) for reason in waited), waited
+        assert any(settling.fullmatch(reason) for reason in reasons), reasons

@@ -1,4 +1,4 @@
-"""What the UI marks as stale, asked as the UI asks: by data versions and code versions."""
+"""The assets that the UI marks as stale, by data versions and code versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CACHED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "t
 
 
 class History:
-    """Materializations of one workspace, and what follows from them."""
+    """Materializations of one workspace, and the stale assets that follow."""
 
     def __init__(self, workspace, instance: DagsterInstance) -> None:
         self.workspace = workspace
@@ -27,58 +27,58 @@ class History:
     def repository(self) -> RepositoryDefinition:
         return build_definitions([load_recipe(self.workspace.file)]).get_repository_def()
 
-    def make(self, *assets: str) -> None:
-        """Materialize only these, with the checks."""
+    def materialize(self, *assets: str) -> None:
+        """Materialize only these assets, with their checks."""
         keys = [AssetKey(["small", name]) for name in assets]
-        chosen = AssetSelection.assets(*keys)
+        selection = AssetSelection.assets(*keys)
         definitions = [*self.repository().asset_graph.assets_defs]
-        assert materialize(definitions, selection=chosen, instance=self.instance).success
+        assert materialize(definitions, selection=selection, instance=self.instance).success
 
     def stale(self) -> dict[str, list[str]]:
-        """The assets that are marked, and the reasons."""
+        """Return the reasons for each stale asset."""
         graph = self.repository().asset_graph
-        asked = CachingStaleStatusResolver(self.instance, graph, LoadingContextForTest(self.instance))
+        resolver = CachingStaleStatusResolver(self.instance, graph, LoadingContextForTest(self.instance))
         keys = {name: AssetKey(["small", name]) for name in CACHED}
         return {
-            name: [cause.reason for cause in asked.get_stale_causes(key)]
+            name: [cause.reason for cause in resolver.get_stale_causes(key)]
             for name, key in keys.items()
-            if asked.get_status(key) != StaleStatus.FRESH
+            if resolver.get_status(key) != StaleStatus.FRESH
         }
 
 
 @pytest.fixture
 def history(cached) -> Iterator[History]:
     with DagsterInstance.ephemeral() as instance:
-        made = History(cached, instance)
-        made.make(*CACHED)
-        assert made.stale() == {}
-        yield made
+        history = History(cached, instance)
+        history.materialize(*CACHED)
+        assert history.stale() == {}
+        yield history
 
 
-def test_making_the_same_again_leaves_everything_downstream_fresh(history: History) -> None:
-    history.make("raw_images")
+def test_an_equal_result_leaves_downstream_assets_fresh(history: History) -> None:
+    history.materialize("raw_images")
     assert history.stale() == {}
     touched = history.workspace.data / "photo0.png"
     touched.write_bytes(touched.read_bytes())
-    history.make("raw_images", "validated_dataset")
-    assert history.stale() == {}, "another time stamp is no other content"
+    history.materialize("raw_images", "validated_dataset")
+    assert history.stale() == {}, "a new time stamp does not change the content"
 
 
-def test_another_caption_makes_stale_what_is_made_of_it(history: History) -> None:
+def test_a_changed_caption_makes_its_downstream_assets_stale(history: History) -> None:
     (history.workspace.data / "photo0.txt").write_text("a photograph of a dog", encoding="utf-8")
-    history.make("raw_images", "validated_dataset")
+    history.materialize("raw_images", "validated_dataset")
     assert set(history.stale()) == {"aspect_buckets", "text_embeddings"}
-    history.make("aspect_buckets")
-    assert set(history.stale()) == {"text_embeddings"}, "buckets know nothing of captions, nor do latents"
+    history.materialize("aspect_buckets")
+    assert set(history.stale()) == {"text_embeddings"}, "buckets and latents do not depend on captions"
 
 
-def test_another_setting_makes_stale_what_it_decides(history: History) -> None:
+def test_a_changed_setting_makes_the_asset_it_decides_stale(history: History) -> None:
     history.workspace.recipe(latents={"dtype": "float32"})
     assert history.stale() == {"vae_latents": ["has a new code version"]}
 
 
-def test_other_pixels_make_stale_what_is_made_of_them(history: History) -> None:
+def test_changed_pixels_make_downstream_assets_stale(history: History) -> None:
     data: Path = history.workspace.data
     shutil.copy(data / "photo1.png", data / "photo0.png")
-    history.make("raw_images")
+    history.materialize("raw_images")
     assert {"validated_dataset"} <= set(history.stale()) <= set(CACHED) - {"raw_images"}

@@ -1,8 +1,8 @@
-"""Runs stopped at random moments, in each way that a run can be stopped: nobody survives, nothing is torn.
+"""Runs stopped at random moments, in each way that a run can be stopped.
 
-What is asked of each: every process of the run has ended within its time, `latentline verify` finds no fault,
-and the same job started again ends with the weights of a run that nobody stopped, bit for bit. In
-`make test` stand the parts: test_processes, tests/resources/test_launcher and test_run_worker.
+Every process of the run must end in time, `latentline verify` must find no damage, and the same job started
+again must end with the weights of an uninterrupted run, bit for bit. The faster tests of the parts are in
+test_processes, tests/resources/test_launcher and test_run_worker.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from tests.e2e.problems import last_problem
 from tests.e2e.served import CodeServer
-from tests.e2e.words import last_words
 
 TRAINING = {
     "steps": 10,
@@ -37,30 +37,31 @@ WITHIN_S = 30.0
 WITHIN_AFTER_KILL_S = 5.0
 
 Stop = Callable[[Any, Path, float], float]
-"""Starts the train job of a workspace, stops it so many seconds later; how long its processes may live on."""
+"""Starts the train job of a workspace, stops it after some seconds, and returns how long its processes may
+still run; the second argument is a folder for Dagster."""
 
 
 def processes_of(workspace: Any) -> list[psutil.Process]:
-    """Every process with the workspace's recipes in its environment, which all inherit; no zombies."""
-    found: list[psutil.Process] = []
+    """Return the live processes that inherited the workspace's LATENTLINE_CONFIGS."""
+    processes: list[psutil.Process] = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            mine = process.environ().get("LATENTLINE_CONFIGS") == str(workspace.file.parent)
-            if mine and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+            belongs = process.environ().get("LATENTLINE_CONFIGS") == str(workspace.file.parent)
+            if belongs and process.status() != psutil.STATUS_ZOMBIE:
+                processes.append(process)
+    return processes
 
 
 def wait_for_the_end(workspace: Any, within_s: float, *, server: int = 0) -> None:
-    """Return when no process of a run is left but the code server; fails when that takes too long."""
+    """Wait until only the code server is left of a run's processes, at most `within_s` seconds."""
     end_s = time.monotonic() + within_s
-    while left := [process for process in processes_of(workspace) if not belongs_to(server, process)]:
-        assert time.monotonic() < end_s, [process.cmdline() for process in left]
+    while remaining := [process for process in processes_of(workspace) if not belongs_to(server, process)]:
+        assert time.monotonic() < end_s, [process.cmdline() for process in remaining]
         time.sleep(0.1)
 
 
 def belongs_to(server: int, process: psutil.Process) -> bool:
-    """Whether it is the server, or what looks after its semaphores for Python's multiprocessing."""
+    """Return whether a process is the server or its multiprocessing resource tracker."""
     with suppress(psutil.NoSuchProcess):
         tracker = "multiprocessing.resource_tracker" in " ".join(process.cmdline())
         return process.pid == server or (tracker and process.ppid() == server)
@@ -68,7 +69,7 @@ def belongs_to(server: int, process: psutil.Process) -> bool:
 
 
 def by_signal(number: int) -> Stop:
-    """The process of `dagster job execute`, which is the step's too."""
+    """Send a signal to `dagster job execute`, whose process executes the steps."""
 
     def stop(workspace: Any, home: Path, after_s: float) -> float:
         with (home / "log").open("w") as log:
@@ -89,8 +90,8 @@ def by_signal(number: int) -> Stop:
             stopped_s = time.monotonic()
             assert job.wait(WITHIN_S) != 0
             text = (home / "log").read_text("utf-8")
-            if "RUN_START" in text:  # before that Python itself may be the one that is interrupted
-                assert last_words(text).what.startswith("Stopped: "), text[-3000:]
+            if "RUN_START" in text:  # before that, Python itself may be interrupted
+                assert last_problem(text).what.startswith("Stopped: "), text[-3000:]
             return WITHIN_S - (time.monotonic() - stopped_s)
         job.wait()
         return WITHIN_AFTER_KILL_S
@@ -99,7 +100,7 @@ def by_signal(number: int) -> Stop:
 
 
 def by_dagster(workspace: Any, home: Path, after_s: float) -> float:
-    """What the UI's button does: the code server interrupts the run's process."""
+    """Terminate the run as the UI's button does."""
     with CodeServer(home / "dagster", workspace.environment()) as server:
         run = server.launch("small_train")
         time.sleep(after_s)
@@ -109,7 +110,7 @@ def by_dagster(workspace: Any, home: Path, after_s: float) -> float:
 
 
 def by_death_of_the_server(workspace: Any, home: Path, after_s: float) -> float:
-    """Nobody is left to tell the run's process; it sees for itself."""
+    """Kill the code server that started the run."""
     with CodeServer(home / "dagster", workspace.environment()) as server:
         server.launch("small_train")
         time.sleep(after_s)
@@ -126,11 +127,11 @@ WAYS: dict[str, Stop] = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(
+def uninterrupted(
     cached_once: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[dict[str, dict[str, bytes]], float]:
-    """The weights that nobody stopped, and the seconds of the whole job from nothing cached."""
-    workspace = cached_once.copy_to(tmp_path_factory.mktemp("undisturbed"))
+    """The weights and the duration of an uninterrupted job with an empty cache."""
+    workspace = cached_once.copy_to(tmp_path_factory.mktemp("uninterrupted"))
     shutil.rmtree(workspace.cache)
     workspace.recipe(training=TRAINING)
     started_s = time.monotonic()
@@ -144,7 +145,7 @@ def run_to_its_end(workspace: Any) -> None:
 
 
 def weights(workspace: Any) -> dict[str, dict[str, bytes]]:
-    """Of each LoRA file, each tensor's bytes."""
+    """Return the bytes of each tensor in each LoRA file."""
     files = sorted((workspace.out / "lora").glob("*.safetensors"))
     assert len(files) == 3
     return {path.name: {key: value.tobytes() for key, value in load_file(path).items()} for path in files}
@@ -169,15 +170,15 @@ def stopped_and_resumed(
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(10))
-def test_R12_stopped_at_any_moment_it_resumes_to_the_same_end(
-    cached: Any, undisturbed: tuple[dict[str, dict[str, bytes]], float], way: str, seed: int
+def test_R12_a_job_stopped_at_any_moment_resumes_to_equal_weights(
+    cached: Any, uninterrupted: tuple[dict[str, dict[str, bytes]], float], way: str, seed: int
 ) -> None:
     rng = random.Random(f"{way} {seed}")
-    expected, whole_s = undisturbed
+    expected, duration_s = uninterrupted
     if rng.random() < 0.5:
         shutil.rmtree(cached.cache)
     else:
-        whole_s *= 0.5
+        duration_s *= 0.5
     cached.recipe(training=TRAINING)
-    found = stopped_and_resumed(cached, cached.root / "home", WAYS[way], rng.uniform(0.5, 0.9 * whole_s))
-    assert found == expected
+    resumed = stopped_and_resumed(cached, cached.root / "home", WAYS[way], rng.uniform(0.5, 0.9 * duration_s))
+    assert resumed == expected

@@ -1,4 +1,4 @@
-"""Two real runs at once with the project's DAGSTER_HOME: one GPU, one run a recipe, a run that dies."""
+"""Concurrent runs with the project's Dagster settings: one GPU step, one run per recipe, and a killed run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ENDLESS = {"steps": 100_000, "batch_size": 2, "checkpoint_every": 100_000, "samp
 
 
 def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[DagsterEventType, float]:
-    """When the step began and ended, as far as it has."""
+    """Return the times of the step's start and end events so far."""
     kinds = {DagsterEventType.STEP_START, DagsterEventType.STEP_SUCCESS, DagsterEventType.STEP_FAILURE}
     entries = instance.all_logs(run.run_id, of_type=kinds)
     return {
@@ -27,7 +27,7 @@ def step_moments(instance: DagsterInstance, run: DagsterRun, step: str) -> dict[
 
 
 def holders(instance: DagsterInstance) -> set[str]:
-    """Runs that hold the pool."""
+    """Return the ids of the runs that hold the GPU pool."""
     info = instance.event_log_storage.get_concurrency_info(GPU_POOL)
     return {slot.run_id for slot in info.claimed_slots}
 
@@ -43,9 +43,14 @@ def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, 
         log = tmp_path / "none.log"
         log.touch()
         try:
-            until(lambda: "validated_dataset" in _ended(instance), "the steps before", seconds=60, log=log)
-            until(lambda: storage.get_concurrency_info(GPU_POOL).pending_steps, "a wait", seconds=60, log=log)
-            assert step not in _begun(instance)
+            until(lambda: "validated_dataset" in _ended(instance), "the earlier steps", seconds=60, log=log)
+            until(
+                lambda: storage.get_concurrency_info(GPU_POOL).pending_steps,
+                "a pending step",
+                seconds=60,
+                log=log,
+            )
+            assert step not in _started(instance)
         finally:
             storage.free_concurrency_slots_for_run("another")
             job.join()
@@ -54,7 +59,7 @@ def test_a_step_that_may_hold_a_model_waits_for_the_gpu(cached, tmp_path: Path, 
         assert holders(instance) == set()
 
 
-def _begun(instance: DagsterInstance) -> set[str]:
+def _started(instance: DagsterInstance) -> set[str]:
     return _assets_of(instance, DagsterEventType.STEP_START)
 
 
@@ -69,10 +74,8 @@ def _assets_of(instance: DagsterInstance, kind: DagsterEventType) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_O08_a_killed_run_gives_back_the_gpu_and_its_place_to_those_who_waited(
-    cached, tmp_path: Path
-) -> None:
-    """One run trains on; another recipe wants the GPU, a job of the same recipe its turn. Then kill -9."""
+def test_O08_a_killed_run_frees_the_gpu_and_its_place_in_the_queue(cached, tmp_path: Path) -> None:
+    """While one run trains, another recipe waits for the GPU and a job of the same recipe for its turn."""
     cached.recipe(training={**ENDLESS, "lora": {"rank": 2, "alpha": 2.0}})
     other = cached.copy_to(tmp_path / "other")
     text = other.file.read_text("utf-8")
@@ -102,18 +105,18 @@ def test_O08_a_killed_run_gives_back_the_gpu_and_its_place_to_those_who_waited(
                 subprocess.run(command, env=environment, cwd=tmp_path, check=True, capture_output=True)
             _, training, cache = runs_of(instance)
             pending = lambda: instance.event_log_storage.get_concurrency_info(GPU_POOL).pending_steps  # noqa: E731
-            until(pending, "the second training to want the GPU", seconds=120, log=log)
+            until(pending, "the second training to wait for the GPU", seconds=120, log=log)
             assert holders(instance) == {endless.run_id}
             assert status(instance, cache) == DagsterRunStatus.QUEUED
         finally:
             first.send_signal(signal.SIGKILL)
             first.wait()
-        ended = [(endless, DagsterRunStatus.FAILURE)]
-        ended += [(run, DagsterRunStatus.SUCCESS) for run in (training, cache)]
-        for run, wanted in ended:
+        expected = [(endless, DagsterRunStatus.FAILURE)]
+        expected += [(run, DagsterRunStatus.SUCCESS) for run in (training, cache)]
+        for run, final in expected:
             until(
-                lambda run=run, wanted=wanted: status(instance, run) == wanted,
-                f"{run.job_name}: {wanted}",
+                lambda run=run, final=final: status(instance, run) == final,
+                f"{run.job_name}: {final}",
                 seconds=180,
                 log=log,
             )
@@ -129,5 +132,5 @@ def _trains(instance: DagsterInstance) -> bool:
 
 
 def status(instance: DagsterInstance, run: DagsterRun) -> DagsterRunStatus | None:
-    now = instance.get_run_by_id(run.run_id)
-    return now.status if now else None
+    record = instance.get_run_by_id(run.run_id)
+    return record.status if record else None

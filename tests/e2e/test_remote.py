@@ -1,4 +1,4 @@
-"""A dataset that was moved into a bucket or an archive: the whole job, each process opening it by itself."""
+"""Complete jobs with a dataset in an archive, and with a dataset or a cache in a bucket."""
 
 from __future__ import annotations
 
@@ -16,51 +16,53 @@ from tests.elsewhere import in_archive, in_bucket
 
 @pytest.mark.usefixtures("s3")
 @pytest.mark.parametrize("kind", ["s3", "zip"])
-def test_a_dataset_moved_elsewhere_costs_what_has_changed(cached: Any, tmp_path: Path, kind: str) -> None:
+def test_after_a_dataset_moved_to_remote_storage_only_changed_samples_are_encoded(
+    cached: Any, tmp_path: Path, kind: str
+) -> None:
     file = cached.data / "photo2.png"
     with Image.open(file) as image:
         pixels = 255 - np.asarray(image)
     Image.fromarray(pixels).save(file, compress_level=0)
     (cached.data / "photo3.txt").write_text("another caption\n", encoding="utf-8")
-    there = in_bucket(cached.data) if kind == "s3" else in_archive(cached.data, tmp_path / "photos.zip")
+    published = in_bucket(cached.data) if kind == "s3" else in_archive(cached.data, tmp_path / "photos.zip")
     shutil.rmtree(cached.data)
-    cached.recipe(datasets=[{"name": "photos", "path": there.address}])
-    done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    assert done.returncode == 0, done.stderr[-3000:]
+    cached.recipe(datasets=[{"name": "photos", "path": published.address}])
+    process = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert process.returncode == 0, process.stderr[-3000:]
     for asset, reused in (("vae_latents", 4), ("text_embeddings", None)):
         report = cached.report(asset)
         assert (report["encoded"], report["failed"]) == (1, 0)
         assert reused is None or report["reused"] == reused
-    assert cached.execute("cache").success  # in this process, with nothing to do
+    assert cached.execute("cache").success
     assert cached.report("raw_images")["unchanged"] == 5
     assert cached.report("vae_latents")["encoded"] == 0
 
 
-def test_an_address_that_leads_nowhere_stops_the_job_with_what_where_and_fix(cached: Any) -> None:
+def test_a_wrong_address_fails_the_job_with_what_where_and_fix(cached: Any) -> None:
     cached.recipe(datasets=[{"name": "photos", "path": "zip://photos::none.zip"}])
-    done = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    assert done.returncode == 1
-    last = done.stderr.rstrip().splitlines()[-3:]
-    assert "the dataset address does not exist" in last[0]
-    assert last[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
-    assert "correct datasets[].path" in last[2]
+    process = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert process.returncode == 1
+    lines = process.stderr.rstrip().splitlines()[-3:]
+    assert "the dataset address does not exist" in lines[0]
+    assert lines[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
+    assert "correct datasets[].path" in lines[2]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("s3")
-def test_a_cache_in_a_bucket_serves_encoder_gates_commands_and_training_in_their_own_processes(
+def test_a_cache_in_a_bucket_works_for_encoding_gates_commands_and_training(
     fresh: Any,
 ) -> None:
-    """Every process opens it by itself: two encoding, then one training, and the commands between them."""
+    """Each process opens the cache: two encoders, the commands, then the training."""
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("of-a-team")
     fresh.recipe(
         cache_dir="s3://of-a-team/cache",
         accelerate={"num_processes": 2},
         training={"steps": 2, "batch_size": 1, "sample_every": 2, "lora": {"rank": 2, "alpha": 2.0}},
     )
-    done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert process.returncode == 0, process.stderr[-3000:]
     assert fresh.report("vae_latents")["encoded"] == 5
     assert not list(fresh.root.rglob("*.safetensors"))
     verified = fresh.latentline("verify", "small")
@@ -71,8 +73,8 @@ def test_a_cache_in_a_bucket_serves_encoder_gates_commands_and_training_in_their
     assert fresh.latentline("verify", "small").returncode == 1
     assert f"s3://{entry}" in fresh.latentline("verify", "small", "--repair").stdout
     assert "11 needed by small" in fresh.latentline("gc").stdout
-    shutil.rmtree(fresh.data)  # from the cache alone
-    asked = ("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora")
-    trained = fresh.dagster(*asked)
+    shutil.rmtree(fresh.data)  # training needs only the cache
+    materialize = ("asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora")
+    trained = fresh.dagster(*materialize)
     assert trained.returncode == 0, trained.stderr[-3000:]
     assert (fresh.out / "lora" / "pytorch_lora_weights.safetensors").is_file()
