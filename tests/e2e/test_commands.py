@@ -19,7 +19,7 @@ def test_three_mistakes_in_a_recipe_are_reported_together_with_line_and_fix(fres
     assert process.returncode != 0
     message = process.stderr[process.stderr.rindex("\nRecipeError: ") :]
     assert "Traceback" not in message
-    for line, value, fix in ((5, "stepz", "steps"), (6, "eight", "whole number"), (7, '"False"', "false")):
+    for line, value, fix in ((5, "stepz", "steps"), (6, "eight", "integer"), (7, '"False"', "false")):
         [mistake] = [part for part in message.split("\n\n") if f"bad.yaml:{line}," in part]
         assert value in mistake
         assert fix in mistake[mistake.index("fix:") :]
