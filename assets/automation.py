@@ -106,10 +106,10 @@ def dataset_sensor(recipe: Recipe, job_name: str) -> SensorDefinition:
         description=f"Starts {recipe.name}_cache when its images or captions have changed and settled.",
     )
     def dataset_changed(context: SensorEvaluationContext) -> SensorResult:
-        from pipeline.raw_images.scan_fingerprint import listing_fingerprint
+        from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 
         try:
-            fingerprint = listing_fingerprint(watched_addresses(recipe))
+            fingerprint = scan_fingerprint(watched_addresses(recipe))
         except (OSError, DatasetError) as err:
             return SensorResult(skip_reason=f"a dataset cannot be listed: {err}", cursor=context.cursor)
 

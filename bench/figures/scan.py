@@ -12,7 +12,7 @@ from pathlib import Path
 
 from bench.measure import Figure, Sides, Workplace, timed
 from bench.workload import Project, photographs, tiny_files
-from pipeline.raw_images.scan_fingerprint import listing_fingerprint
+from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 
 SETTLE_S = 2.5
 """A file that changed within two seconds before it was read is read again by the next scan."""
@@ -88,7 +88,7 @@ def _one_changed(place: Workplace) -> Generator[Sides]:
 def _sensor(place: Workplace) -> Generator[Sides]:
     dataset = place.folder / "photos"
     paths = tiny_files(dataset, 100_000 if place.full else 10_000)
-    yield Sides(len(paths), timed(lambda: listing_fingerprint([dataset])), timed(lambda: bare_stat(dataset)))
+    yield Sides(len(paths), timed(lambda: scan_fingerprint([dataset])), timed(lambda: bare_stat(dataset)))
 
 
 FIGURES = [

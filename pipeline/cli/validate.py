@@ -17,13 +17,13 @@ from pipeline.recipe.load import require_own_output
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
     """Check RECIPE, a name or a file: keys, folders, datasets, a local model; nothing is downloaded."""
-    from pipeline.raw_images.walk import require_there  # polars, which only this command's right recipes need
+    from pipeline.raw_images.walk import require_readable  # imports Polars, which only valid recipes need
 
     require_isolation(recipe)
     require_own_output(recipe)
     require_size_multiple([recipe])
     for dataset in recipe.datasets:
-        require_there(dataset)
+        require_readable(dataset)
     check_local_base(recipe)
     click.echo(
         f"{recipe.source}: valid; {counted(len(recipe.datasets), 'dataset')}, output in {recipe.output_dir}"

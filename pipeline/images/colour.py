@@ -1,6 +1,7 @@
-"""From any Pillow mode to 8-bit sRGB: depth, palettes, transparency and colour profiles.
+"""Convert an image of any Pillow mode to 8-bit sRGB.
 
-palette -> colours;  I, F, I;16 -> 8 bits;  embedded profile -> sRGB;  transparency -> over a background
+The steps, in order: split off transparency and apply the palette; scale I, F and I;16 to 8 bits; convert the
+embedded profile to sRGB; composite over a background.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ import numpy.typing as npt
 from PIL import Image, ImageCms
 
 Background = tuple[int, int, int]
-"""Red, green and blue, 0 to 255, of what shows through transparent pixels."""
+"""Red, green and blue, 0 to 255, of the colour that shows through transparent pixels."""
 
 _PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
-"""A profile's colour space to the Pillow mode that it describes."""
+"""Pillow mode that a profile of each colour space describes."""
 
-_SIXTEEN_BITS = 65_535
+_BITS_PER_SAMPLE_TAG = 258
 
 
 def to_srgb(image: Image.Image, background: Background) -> Image.Image:
-    """The image in mode RGB, 8 bits a channel, sRGB, without transparency; its size is unchanged.
+    """Return the image in mode RGB: 8-bit sRGB without transparency, in the same size.
 
-    Grey levels of more than 8 bits are scaled, not clipped. An embedded profile is converted by relative
-    colorimetric intent with black point compensation; one that does not fit the image's colours is ignored,
-    as viewers do. Transparency is laid over `background`, which is in sRGB.
+    Grey levels of more than 8 bits are scaled, not clipped. An embedded profile is converted with relative
+    colorimetric intent and black point compensation; a profile that does not fit the image's mode is ignored,
+    as viewers do. Transparent pixels are composited over `background`, an sRGB colour.
     """
     profile = image.info.get("icc_profile")
     colours, alpha = _split_alpha(image)
@@ -38,7 +39,7 @@ def to_srgb(image: Image.Image, background: Background) -> Image.Image:
 
 
 def changes_colours(image: Image.Image) -> bool:
-    """True where the image carries a profile that `to_srgb` converts from, other than sRGB itself."""
+    """Return True if the image has a profile other than sRGB that `to_srgb` converts."""
     profile = image.info.get("icc_profile")
     if not profile:
         return False
@@ -47,7 +48,7 @@ def changes_colours(image: Image.Image) -> bool:
 
 
 def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
-    """The colours without transparency, and the opacity as mode L; None where all is opaque."""
+    """Return the image without transparency, and its opacity in mode L; None if it is opaque."""
     if image.mode == "P":
         image = image.convert("RGBA" if image.has_transparency_data else "RGB")
     elif image.mode.startswith("I;16") and "transparency" in image.info:
@@ -59,18 +60,20 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
         image = image.convert("LA" if image.mode == "La" else "RGBA")
     if image.mode not in {"RGBA", "LA"}:
         return image, None
+
     alpha = image.getchannel("A")
     colours = image.convert("RGB") if image.mode == "RGBA" else image.getchannel("L")
-    colours.info = image.info
+    colours.info = image.info  # keeps the profile
     return colours, None if alpha.getextrema() == (255, 255) else alpha
 
 
 def _eight_bits(image: Image.Image) -> Image.Image:
-    """Mode L of the deep grey modes I;16, I and F and of bilevel images; other modes as they are."""
+    """Convert bilevel images and the deep grey modes I;16, I and F to mode L; keep other modes."""
     if image.mode == "1":
         return image.convert("L")
     if not (image.mode.startswith("I") or image.mode == "F"):
         return image
+
     levels = np.asarray(image).astype(np.float64)
     if image.mode.startswith("I;16"):
         low, high = 0.0, float((1 << _bits(image)) - 1)
@@ -81,33 +84,36 @@ def _eight_bits(image: Image.Image) -> Image.Image:
 
 
 def _bits(image: Image.Image) -> int:
-    """Bits a sample that an I;16 image really has: 16, or the 12 of some TIFF files."""
+    """Return the bit depth of an I;16 image: 16, or 12 for some TIFF files."""
     tags: Any = getattr(image, "tag_v2", {})
-    return 12 if tags.get(258, (16,))[0] == 12 else 16
+    return 12 if tags.get(_BITS_PER_SAMPLE_TAG, (16,))[0] == 12 else 16
 
 
 def _range(levels: npt.NDArray[np.float64]) -> tuple[float, float]:
-    """What is black and what is white in levels whose file does not say.
+    """Return the black and white levels of an image in mode I or F, which does not state them.
 
-    White is the smallest of 1 (fractions only), 255, 65,535 and 2^31 - 1 that holds all levels. Where some
-    are below zero, black is the lowest level and white the highest.
+    White is the smallest of 1 (fractions only), 255, 65,535 and 2^31 - 1 that is not exceeded. If some levels
+    are negative, black is the lowest level and white the highest.
+
+    Raises:
+        ValueError: A level is NaN or infinite.
     """
     if not np.isfinite(levels).all():
-        raise ValueError("the image holds levels that are not finite numbers")
+        raise ValueError("all levels must be finite numbers")
     lowest, highest = float(levels.min()), float(levels.max())
     if lowest < 0:
         return lowest, max(highest, lowest + 1.0)
     fractions = bool((levels != np.floor(levels)).any()) or highest <= 1.0
-    whites = [1.0] * fractions + [255.0, float(_SIXTEEN_BITS), float(2**31 - 1)]
+    whites = [1.0] * fractions + [255.0, 65_535.0, float(2**31 - 1)]
     return 0.0, next((white for white in whites if highest <= white), highest)
 
 
 def _convert_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
     if image.mode == "LAB":
-        lab = ImageCms.createProfile("LAB")
-        return _applied(ImageCms.buildTransform(lab, ImageCms.createProfile("sRGB"), "LAB", "RGB"), image)
+        lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        return _applied(ImageCms.buildTransform(lab, srgb, "LAB", "RGB"), image)
     if not profile:
-        # A copy of a photograph costs as much as half of its decoding: the memory is new each time.
+        # Copying a photograph takes half as long as decoding it.
         return image if image.mode == "RGB" else image.convert("RGB")
     mode = _profile_mode(image.mode, profile)
     transform = _transform(profile, mode)
@@ -118,28 +124,28 @@ def _convert_profile(image: Image.Image, profile: bytes | None) -> Image.Image:
 
 def _applied(transform: ImageCms.ImageCmsTransform, image: Image.Image) -> Image.Image:
     converted = ImageCms.applyTransform(image, transform)
-    assert converted is not None  # it is only None where the image is changed in place
+    assert converted is not None  # None only if the image is converted in place
     return converted
 
 
 @lru_cache(maxsize=256)
 def _profile_mode(mode: str, profile: bytes) -> str:
-    """The mode in which the profile can be applied to an image of `mode`; empty where it does not fit.
+    """Return the mode to which the profile can be applied; "" if it does not fit an image of `mode`.
 
-    An RGB profile fits grey images too (cameras write it), but no profile of inks fits an image of lights.
+    An RGB profile also fits grey images, because cameras write it. A CMYK profile fits only CMYK images.
     """
     try:
         opened: Any = ImageCms.getOpenProfile(io.BytesIO(profile))
     except (OSError, ImageCms.PyCMSError):
         return ""
-    wanted = _PROFILE_MODES.get(opened.profile.xcolor_space.strip(), "")
-    fits = {"L": ("L", "RGB"), "1": ("L", "RGB"), "CMYK": ("CMYK",)}.get(mode, ("RGB",))
-    return wanted if wanted in fits else ""
+    profile_mode = _PROFILE_MODES.get(opened.profile.xcolor_space.strip(), "")
+    fitting = {"L": ("L", "RGB"), "1": ("L", "RGB"), "CMYK": ("CMYK",)}.get(mode, ("RGB",))
+    return profile_mode if profile_mode in fitting else ""
 
 
 @lru_cache(maxsize=64)
 def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
-    """The conversion to sRGB; None where the profile is unusable, or changes no level by more than one."""
+    """Return the conversion to sRGB; None if the profile is unusable or changes no level by more than one."""
     if not mode:
         return None
     try:
@@ -155,13 +161,14 @@ def _transform(profile: bytes, mode: str) -> ImageCms.ImageCmsTransform | None:
         return None
     if mode == "CMYK":
         return transform
+
     probe = _probe(mode)
     change = np.asarray(_applied(transform, probe)).astype(int) - np.asarray(probe.convert("RGB"))
     return transform if np.abs(change).max() > 1 else None
 
 
 def _probe(mode: str) -> Image.Image:
-    """An image of all grey levels, or of an even grid of 17 levels a channel."""
+    """Return an image of all grey levels, or of a regular grid of 17 levels per channel."""
     if mode == "L":
         return Image.fromarray(np.arange(256, dtype=np.uint8).reshape(1, 256))
     levels = np.linspace(0, 255, 17).round().astype(np.uint8)

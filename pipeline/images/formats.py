@@ -1,4 +1,4 @@
-"""Which files are images: by their first bytes, whatever their suffix; and the error of one that is none."""
+"""Recognise image files by their first bytes, whatever their suffix, and explain why others are not."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SUFFIXES = frozenset(
         *("bmp", "dib", "tif", "tiff", "jp2", "j2k", "jxl", "heic", "heif", "hif"),
     ]
 )
-"""Lower-case file name suffixes, without the dot, of what may be an image."""
+"""Lower-case suffixes, without the dot, of files that may be images."""
 
 
 class _Plugin(NamedTuple):
-    """What makes Pillow open one more format.
+    """A package that lets Pillow open one more format.
 
     Attributes:
-        package: To install.
-        module: To import.
-        register: The module's function to call then; None where importing is enough.
+        package: Name to install.
+        module: Name to import.
+        register: The module's function to call after the import; None if the import is enough.
     """
 
     package: str
@@ -39,7 +39,7 @@ _PLUGINS = {
     "HEIF": _Plugin("pillow-heif", "pillow_heif", "register_heif_opener"),
     "JXL": _Plugin("pillow-jxl-plugin", "pillow_jxl", None),
 }
-"""By Pillow's name of the format."""
+"""Plug-ins by Pillow's name of their format."""
 
 _MAGIC = (
     (b"\xff\xd8\xff", "JPEG"),
@@ -56,50 +56,56 @@ _MAGIC = (
     (b"\xff\x0a", "JXL"),
     (b"\0\0\0\x0cJXL \r\n\x87\n", "JXL"),
 )
+"""First bytes of each format, and Pillow's name of it."""
 
 
 class ImageError(LatentlineError):
-    """One image that cannot be used; it is rejected, and the others go on.
+    """An image that cannot be used. It is rejected; the other images are not affected.
 
     Attributes:
         reason: Snake-case code for the column `reason`, such as `truncated`.
-        detail: What was met, for the column `detail`.
+        detail: Explanation for the column `detail`.
     """
 
     def __init__(self, reason: str, detail: str, *, fix: str, where: str = "an image in memory") -> None:
-        """Keep the code beside the three parts of the text."""
+        """Store the reason code together with the three parts of the message."""
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}", where=where, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Rebuild from the parts, so that the error survives a process boundary."""
+        """Support pickling, so that the error can cross a process boundary."""
         return (_rebuild, (self.reason, self.detail, self.fix, self.where))
 
 
+def _rebuild(reason: str, detail: str, fix: str, where: str) -> ImageError:
+    return ImageError(reason, detail, fix=fix, where=where)
+
+
 def require_image(start: bytes) -> None:
-    """Nothing, where the first bytes may be an image's; otherwise what they are instead."""
+    """Raise ImageError unless a file's first bytes are those of an image that can be opened."""
     if not start:
-        raise ImageError("empty_file", "it has no bytes", fix="copy or download it again, or remove it")
+        raise ImageError("empty_file", "the file is empty", fix="copy or download it again, or remove it")
     if not start.strip(b"\0"):
-        detail = "it begins with nothing but zeros, as after an interrupted copy"
+        detail = "it starts with only zero bytes, as after an interrupted copy"
         raise ImageError("not_an_image", detail, fix="copy or download it again, or remove it")
-    kind = sniff(start)
-    if kind in _PLUGINS and not formats_of(start):
-        package = _PLUGINS[kind].package
-        fix = f"install the plug-in, .venv/bin/pip install {package}, or convert it to PNG or JPEG"
-        raise ImageError("plugin_missing", f"it is {kind}, which Pillow opens with {package} only", fix=fix)
-    if kind is None:
-        words = start.lstrip()[:14].lower()
-        found = (
-            "a web page" if words.startswith((b"<!doctype html", b"<html")) else "none of the known formats"
-        )
-        fix = "convert it to PNG or JPEG, or remove it"
-        raise ImageError("not_an_image", f"its first bytes ({start[:8].hex(' ')}) are {found}", fix=fix)
+
+    image_format = sniff(start)
+    if image_format in _PLUGINS and not formats_of(start):
+        package = _PLUGINS[image_format].package
+        detail = f"it is {image_format}, which Pillow can only open with {package}"
+        fix = f"install the plug-in with .venv/bin/pip install {package}, or convert it to PNG or JPEG"
+        raise ImageError("plugin_missing", detail, fix=fix)
+    if image_format is None:
+        text = start.lstrip()[:14].lower()
+        is_web_page = text.startswith((b"<!doctype html", b"<html"))
+        content = "a web page" if is_web_page else "an unknown format"
+        detail = f"its first bytes ({start[:8].hex(' ')}) are those of {content}"
+        raise ImageError("not_an_image", detail, fix="convert it to PNG or JPEG, or remove it")
 
 
 def sniff(start: bytes) -> str | None:
-    """Pillow's name of the format that a file's first 64 bytes are of; None for none that is opened."""
+    """Return Pillow's name of a file's format from its first 64 bytes; None for an unsupported format."""
     brand = start[8:12] if start[4:8] == b"ftyp" else b""
     if start[:4] == b"RIFF" and start[8:12] == b"WEBP":
         return "WEBP"
@@ -111,46 +117,44 @@ def sniff(start: bytes) -> str | None:
 
 
 def formats_of(start: bytes) -> list[str]:
-    """The Pillow formats to try for these first bytes; empty where they need a plug-in that is not there.
+    """Return the Pillow formats to try for these first bytes; none if the plug-in is missing.
 
-    Only the format that was recognised is ever tried: Pillow knows others that start programs.
+    Pillow only tries the recognised format, because some of its others start external programs.
     """
-    kind = sniff(start)
-    return [] if kind is None or (kind in _PLUGINS and not _plugged_in(kind)) else [kind]
+    image_format = sniff(start)
+    if image_format is None or (image_format in _PLUGINS and not _has_plugin(image_format)):
+        return []
+    return [image_format]
 
 
 @cache
-def plugin_of(kind: str | None) -> str | None:
-    """The package, with its version, that opens a format for Pillow, such as "pillow-heif-1.8.1".
+def plugin_version(image_format: str | None) -> str | None:
+    """Return the plug-in that opens a format with its version, such as "pillow-heif-1.8.1".
 
-    None for a format that Pillow opens by itself, and where the package is not there.
+    None if Pillow opens the format itself, or if the plug-in is not installed.
     """
-    if kind not in _PLUGINS:
+    if image_format not in _PLUGINS:
         return None
-    package = _PLUGINS[kind].package
+    package = _PLUGINS[image_format].package
     try:
         return f"{package}-{metadata.version(package)}"
     except metadata.PackageNotFoundError:
         return None
 
 
-def plugins() -> Iterator[str]:
-    """Of all formats, what `plugin_of` has; it takes milliseconds."""
-    yield from (plugin for kind in _PLUGINS if (plugin := plugin_of(kind)) is not None)
+def plugin_versions() -> Iterator[str]:
+    """Yield `plugin_version` of every installed plug-in."""
+    yield from (version for name in _PLUGINS if (version := plugin_version(name)) is not None)
 
 
 @cache
-def _plugged_in(kind: str) -> bool:
-    """Whether the format's plug-in is there; Pillow looks for none by itself."""
-    plugin = _PLUGINS[kind]
+def _has_plugin(image_format: str) -> bool:
+    """Import and register the format's plug-in, because Pillow finds none by itself."""
+    plugin = _PLUGINS[image_format]
     try:
         module = importlib.import_module(plugin.module)
     except ImportError:
         return False
     if plugin.register is not None:
         getattr(module, plugin.register)()
-    return kind in Image.OPEN
-
-
-def _rebuild(reason: str, detail: str, fix: str, where: str) -> ImageError:
-    return ImageError(reason, detail, fix=fix, where=where)
+    return image_format in Image.OPEN

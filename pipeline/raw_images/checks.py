@@ -1,10 +1,10 @@
-"""The checks of raw_images: something was found, under distinct names, and nothing was lost on the way."""
+"""Checks of raw_images: images were found, their names are distinct, and every file is accounted for."""
 
 from __future__ import annotations
 
 import unicodedata
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
@@ -14,9 +14,12 @@ from pipeline.checks.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
 from pipeline.reporting.reports import Report
 
+if TYPE_CHECKING:
+    from pipeline.recipe import DatasetSettings
+
 STAGE = "raw_images"
 
-_SUFFIXES = {
+_FORMAT_SUFFIXES = {
     "JPEG": {"jpg", "jpeg", "jpe", "jfif"},
     "MPO": {"jpg", "jpeg", "jpe", "jfif", "mpo"},
     "PNG": {"png", "apng"},
@@ -29,20 +32,20 @@ _SUFFIXES = {
     "HEIF": {"heic", "heif", "hif"},
     "JXL": {"jxl"},
 }
-"""Of each format, the suffixes that say so."""
+"""Usual file name suffixes of each format."""
 
-_SUFFIX = r"[^/]\.([^./]+)$"
-"""The last of a name that is more than a suffix, without its dot."""
+_LAST_SUFFIX = r"[^/]\.([^./]+)$"
+"""The last suffix of a path, without its dot; a dot file such as `.png` has none."""
 
 _COLUMNS = (
     *("sample_id", "dataset", "height", "width", "file_bytes"),
     *("format", "mode", "channels", "notes"),
 )
-"""Of raw_images, what is looked at here."""
+"""Columns of raw_images that the checks need."""
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """One finding for each check of raw_images, from its table, its rejected rows and its report.
+    """Return one finding per check of raw_images, from its table, its rejected rows and its report.
 
     Raises:
         TableError: There is no table of raw_images.
@@ -64,159 +67,175 @@ def run(context: CheckContext) -> list[Finding]:
 def _images_found(
     context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame, report: Report
 ) -> Outcome:
-    kept = dict(table.group_by("dataset").len().rows())
-    refused = dict(rejected.group_by("dataset").len().rows())
-    told = report.get("datasets", {})
-    rows = [
-        {
-            "dataset": settings.name,
-            "searched": str(settings.path),
-            "rejected": refused.get(settings.name, 0),
-            "passed_over": _counts(told.get(settings.name, {}).get("passed_over", {})),
-            "other_suffixes": _counts(told.get(settings.name, {}).get("suffixes_of_no_images", {})),
-        }
-        for settings in context.recipe.datasets
-        if not kept.get(settings.name)
-    ]
+    num_kept = dict(table.group_by("dataset").len().rows())
     numbers = {"images": len(table)}
-    if not rows:
-        return Outcome(
-            True, f"{counted(len(table), 'image')} in {counted(len(kept), 'dataset')}", numbers=numbers
-        )
-    first = rows[0]
-    if told and first["dataset"] not in told:
-        summary = f"dataset {first['dataset']} has no image yet: it is in the recipe and was never scanned"
+    empty_datasets = [settings for settings in context.recipe.datasets if not num_kept.get(settings.name)]
+    if not empty_datasets:
+        summary = f"{counted(len(table), 'image')} in {counted(len(num_kept), 'dataset')}"
+        return Outcome(True, summary, numbers=numbers)
+
+    reports = report.get("datasets", {})
+    rows = [_empty_dataset_row(each, rejected, reports.get(each.name, {})) for each in empty_datasets]
+    name = empty_datasets[0].name
+    if reports and name not in reports:
+        summary = f"dataset {name} has no images: it was added to the recipe after the last scan"
         return Outcome(False, summary, "run the cache job, which scans it", rows, numbers)
-    summary = f"dataset {first['dataset']} has no image: searched {first['searched']} with its subfolders"
-    if first["rejected"]:
-        mine = rejected.filter(pl.col("dataset") == first["dataset"])
-        by_reason = dict(mine.group_by("reason").len().sort("len", "reason", descending=[True, False]).rows())
-        reasons = _counts({reason.replace("_", " "): number for reason, number in by_reason.items()})
-        detail = most_frequent_first(mine).select("path", "detail").row(0)
-        summary += f"; what lies there was rejected: {reasons}; {': '.join(detail)}"
-        return Outcome(False, summary, most_frequent_fixes(mine), rows, numbers)
-    summary += f"; passed over: {first['passed_over'] or 'nothing, it is empty'}"
-    summary += f"; suffixes there: {first['other_suffixes']}" if first["other_suffixes"] else ""
-    fix = "correct datasets[].path, or put images there; folders that begin with a dot are not searched"
+
+    summary = f"dataset {name} has no images: searched {rows[0]['searched']} and its subfolders"
+    in_dataset = rejected.filter(pl.col("dataset") == name)
+    if len(in_dataset):
+        by_reason = in_dataset.group_by("reason").len().sort("len", "reason", descending=[True, False])
+        counts = _format_counts({reason.replace("_", " "): count for reason, count in by_reason.rows()})
+        path, detail = most_frequent_first(in_dataset).select("path", "detail").row(0)
+        summary += f"; all files were rejected: {counts}; {path}: {detail}"
+        return Outcome(False, summary, most_frequent_fixes(in_dataset), rows, numbers)
+
+    summary += f"; passed over: {rows[0]['passed_over'] or 'nothing, the folder is empty'}"
+    summary += f"; other suffixes: {rows[0]['other_suffixes']}" if rows[0]["other_suffixes"] else ""
+    fix = "correct datasets[].path, or add images; folders with a leading dot are not searched"
     return Outcome(False, summary, fix, rows, numbers)
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{number:,} {name or '(none)'}" for name, number in counts.items())
+def _empty_dataset_row(
+    settings: DatasetSettings, rejected: pl.DataFrame, report: Mapping[str, Any]
+) -> dict[str, Any]:
+    return {
+        "dataset": settings.name,
+        "searched": str(settings.path),
+        "rejected": len(rejected.filter(pl.col("dataset") == settings.name)),
+        "passed_over": _format_counts(report.get("passed_over", {})),
+        "other_suffixes": _format_counts(report.get("suffixes_of_no_images", {})),
+    }
+
+
+def _format_counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {name or '(none)'}" for name, count in counts.items())
 
 
 def _names_distinct(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    """Names that a file system without cases, or with another Unicode form, would take for one."""
-    ids = table["sample_id"]
-    # Few names are alike in 64 bits of what they are folded to; those are compared whole.
-    alike = _folded(ids).hash().is_duplicated()
-    few = pl.DataFrame({"name": ids.filter(alike)}).with_columns(folded=_folded(ids.filter(alike)))
-    groups = few.group_by("folded", maintain_order=True).agg(pl.col("name").sort())
-    rows = [{"names": " | ".join(names), "differ_in": "case"} for names in groups["name"] if len(names) > 1]
-    forms = rejected.filter(pl.col("reason") == "name_collision")
-    rows += [{"names": detail, "differ_in": "Unicode form"} for detail in forms["detail"]]
+    """Find names that are equal on a file system that ignores case or Unicode form (FAILURES I17)."""
+    names = table.select(name="sample_id", folded=_folded(table["sample_id"]))
+    groups = (
+        names.group_by("folded", maintain_order=True)
+        .agg(pl.col("name").sort())
+        .filter(pl.col("name").list.len() > 1)
+    )
+    rows = [{"names": " | ".join(names), "differ_in": "case"} for names in groups["name"]]
+    collisions = rejected.filter(pl.col("reason") == "name_collision")
+    rows += [{"names": detail, "differ_in": "Unicode form"} for detail in collisions["detail"]]
     if not rows:
         return Outcome(True, f"{counted(len(table), 'name')}, distinct in any case and Unicode form")
-    groups = counted(len(rows), "group of names differs", "groups of names differ")
-    summary = f"{groups} only in case or Unicode form, such as {rows[0]['names']}"
-    return Outcome(False, summary, "rename one of each group", rows)
+
+    num_groups = counted(len(rows), "group of names differs", "groups of names differ")
+    summary = f"{num_groups} only in case or Unicode form, such as {rows[0]['names']}"
+    return Outcome(False, summary, "rename all but one file of each group", rows)
 
 
 def _folded(names: pl.Series) -> pl.Series:
-    """The names as a file system without cases and with one Unicode form has them."""
-    if (names.str.len_bytes() == names.str.len_chars()).all():
-        return names.str.to_lowercase()
     folded = [unicodedata.normalize("NFC", name.casefold()) for name in names]
     return pl.Series(folded, dtype=pl.String)
 
 
 def _conservation(table: pl.DataFrame, rejected: pl.DataFrame, report: Report) -> Outcome:
-    both = rejected["sample_id"].filter(rejected["sample_id"].is_in(table["sample_id"].implode())).unique()
-    rows = [{"sample_id": sample_id, "problem": "kept and rejected"} for sample_id in both.sort()]
+    both = rejected.join(table, on="sample_id", how="semi")["sample_id"].unique().sort()
+    rows = [{"sample_id": sample_id, "problem": "kept and rejected"} for sample_id in both]
     num_in = report.get("in", len(table) + len(rejected))
     numbers = {"in": num_in, "kept": len(table), "rejected": len(rejected)}
-    summary = f"{num_in:,} found = {len(table):,} kept + {len(rejected):,} rejected"
     if not rows and num_in == len(table) + len(rejected):
+        summary = f"{num_in:,} found = {len(table):,} kept + {len(rejected):,} rejected"
         return Outcome(True, summary, numbers=numbers)
-    summary = f"{summary.replace('=', 'is not')}; {len(both):,} both kept and rejected"
+
+    summary = (
+        f"{num_in:,} found is not {len(table):,} kept + {len(rejected):,} rejected; "
+        f"{len(both):,} both kept and rejected"
+    )
     return Outcome(False, summary, "materialize raw_images again", rows, numbers)
 
 
 def _shape_uniformity(table: pl.DataFrame) -> Outcome:
-    sound = (pl.col("height") > 0) & (pl.col("width") > 0) & pl.col("channels").is_between(1, 4)
-    wrong = table.filter(~sound).select("sample_id", "height", "width", "channels", "mode")
+    is_valid = (pl.col("height") > 0) & (pl.col("width") > 0) & pl.col("channels").is_between(1, 4)
+    invalid = table.filter(~is_valid).select("sample_id", "height", "width", "channels", "mode")
     modes = dict(table.group_by("mode").len().sort("mode").rows())
-    if wrong.is_empty():
-        summary = f"{counted(len(table), 'image')}, each of a readable size and with known channels"
+    if invalid.is_empty():
+        summary = f"{counted(len(table), 'image')}, all with a readable size and 1 to 4 channels"
         return Outcome(True, summary, numbers={"modes": modes})
-    summary = (
-        counted(len(wrong), "image has", "images have") + " no size, or channels that are none of 1 to 4"
-    )
-    return Outcome(False, summary, "export these images again", wrong.rows(named=True), {"modes": modes})
+
+    images = counted(len(invalid), "image has", "images have")
+    summary = f"{images} no size, or a number of channels outside 1 to 4"
+    return Outcome(False, summary, "export these images again", invalid.rows(named=True), {"modes": modes})
 
 
 def _file_size_outliers(table: pl.DataFrame) -> Outcome:
-    """Bytes a pixel within one dataset and format: a PNG is no outlier among JPEGs for being one."""
-    density = table.select(
+    """Find unusual bytes per pixel within one dataset and format, because formats differ in density."""
+    densities = table.select(
         *("sample_id", "dataset", "format"),
         bytes_per_pixel=pl.col("file_bytes") / (pl.col("height").cast(pl.Int64) * pl.col("width")),
     )
     rows: list[dict[str, Any]] = []
     num_judged = 0
-    for group in density.partition_by("dataset", "format"):
-        found = outliers(group["bytes_per_pixel"].to_numpy())
-        num_judged += len(group) if found.judged else 0
-        for row in group.filter(pl.Series(found.mask)).iter_rows(named=True):
-            far = {"bytes_per_pixel": round(row["bytes_per_pixel"], 4), "median": round(found.median, 4)}
-            rows.append({"sample_id": row["sample_id"], "format": row["format"], **far})
+    for group in densities.partition_by("dataset", "format"):
+        result = outliers(group["bytes_per_pixel"].to_numpy())
+        num_judged += len(group) if result.judged else 0
+        for sample_id, image_format, density in (
+            group.filter(pl.Series(result.mask)).select("sample_id", "format", "bytes_per_pixel").rows()
+        ):
+            numbers = {"bytes_per_pixel": round(density, 4), "median": round(result.median, 4)}
+            rows.append({"sample_id": sample_id, "format": image_format, **numbers})
+
     numbers = {"judged": num_judged, "not_judged": len(table) - num_judged}
     if not rows:
-        summary = f"no outlier in bytes a pixel among {counted(num_judged, 'image')}"
-        summary += f"; too few of their format to judge: {numbers['not_judged']:,}"
+        summary = f"no outlier in bytes per pixel among {counted(num_judged, 'image')}"
+        summary += f"; too few of the same format to judge: {numbers['not_judged']:,}"
         return Outcome(True, summary, numbers=numbers)
-    summary = counted(len(rows), "image has", "images have")
-    summary += " far more or fewer bytes a pixel than the others of that format"
-    fix = "look at them: few bytes are often blank or upscaled pictures, many are noise or no photographs"
+
+    images = counted(len(rows), "image has", "images have")
+    summary = f"{images} far more or fewer bytes per pixel than the others of the same format"
+    fix = (
+        "check them: few bytes often mean a blank or upscaled picture, many bytes mean noise or a drawing "
+        "saved as a photograph"
+    )
     return Outcome(False, summary, fix, rows, numbers)
 
 
 def _oddities(table: pl.DataFrame, report: Report) -> Outcome:
-    """What is used or passed over all the same, and may be a mistake."""
-    named_so = [f"{kind} {suffix}" for kind, suffixes in _SUFFIXES.items() for suffix in suffixes]
-    suffix = pl.col("sample_id").str.extract(_SUFFIX).fill_null("").str.to_lowercase()
-    wrong = table.filter(~pl.format("{} {}", "format", suffix).is_in(named_so))
-    rows = [
-        {"what": "wrong suffix", "path": sample_id, "detail": f"its content is {kind}"}
-        for sample_id, kind in wrong.select("sample_id", "format").iter_rows()
-    ]
+    """List what does not stop training but may be a mistake."""
+    usual = [f"{name} {suffix}" for name, suffixes in _FORMAT_SUFFIXES.items() for suffix in suffixes]
+    suffix = pl.col("sample_id").str.extract(_LAST_SUFFIX).fill_null("").str.to_lowercase()
+    misnamed = table.filter(~pl.format("{} {}", "format", suffix).is_in(usual))
     animated = table.filter(pl.col("notes").str.split(" ").list.contains("animated"))
-    rows += [
-        {"what": "animated", "path": sample_id, "detail": "only the first frame is used"}
-        for sample_id in animated["sample_id"]
+    rows = [
+        *(
+            {"what": "wrong suffix", "path": sample_id, "detail": f"its content is {image_format}"}
+            for sample_id, image_format in misnamed.select("sample_id", "format").rows()
+        ),
+        *(
+            {"what": "animated", "path": sample_id, "detail": "only the first frame is used"}
+            for sample_id in animated["sample_id"]
+        ),
     ]
+
     kinds = {
         "links_out": ("leads out", "a link that leads out of the dataset"),
-        "foreign_caches": ("foreign cache", "passed over: it looks like another trainer's cache"),
+        "foreign_caches": ("foreign cache", "passed over: probably another trainer's cache"),
         "captions_without_image": ("lonely caption", "a caption file without an image"),
     }
     for kind, (what, detail) in kinds.items():
-        named = report.get("named", {}).get(kind, [])
-        rows += [{"what": what, "path": path, "detail": detail} for path in named]
+        paths = report.get("named", {}).get(kind, [])
+        rows += [{"what": what, "path": path, "detail": detail} for path in paths]
+
     numbers = {
-        "wrong_suffix": sum(row["what"] == "wrong suffix" for row in rows),
+        "wrong_suffix": len(misnamed),
         "animated": len(animated),
         "converted_from_profile": int(table["notes"].str.contains("colour_profile").sum()),
         **{kind: report.get(kind, 0) for kind in kinds},
     }
     if not rows:
-        return Outcome(True, "nothing odd lies in the datasets", numbers=numbers)
-    one = {"captions_without_image": "caption without image", "foreign_caches": "foreign cache"}
-    counts = _counts(
-        {
-            (one.get(kind, kind) if count == 1 else kind).replace("_", " "): count
-            for kind, count in numbers.items()
-            if count
-        }
-    )
-    fix = "look whether these are meant; nothing needs to be done for training"
-    return Outcome(False, f"worth a look: {counts}", fix, rows, numbers)
+        return Outcome(True, "the datasets contain nothing unusual", numbers=numbers)
+    singular = {"captions_without_image": "caption without image", "foreign_caches": "foreign cache"}
+    counts = {
+        (singular.get(kind, kind) if count == 1 else kind).replace("_", " "): count
+        for kind, count in numbers.items()
+        if count
+    }
+    fix = "check whether these are intended; training does not need a change"
+    return Outcome(False, f"unusual files: {_format_counts(counts)}", fix, rows, numbers)

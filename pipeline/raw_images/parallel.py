@@ -1,12 +1,11 @@
-"""One function over many items in threads, with bounded memory, and telling how far it is.
+"""Call one function for many items in threads, in order, with bounded memory and progress.
 
-Threads suffice: Pillow's decoders, hashing and file reads release the interpreter's lock.
+Threads are enough: Pillow's decoders, hashing and file reads release the interpreter lock.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,16 +17,12 @@ from pipeline.reporting.reports import Log
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-CHUNK_ITEMS = 16
-"""Items that a thread takes at once, at most."""
-
-CHUNK_S = 0.004
-"""So long a thread is at work on what it takes at once: much longer than taking takes, and so short that all
-threads end at the same moment."""
+ITEMS_PER_THREAD = 32
+"""Maximum number of items per thread that are in progress or waiting to be yielded."""
 
 
 def num_threads() -> int:
-    """One a core that this process may use."""
+    """Return the number of cores that this process may use."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed else os.cpu_count() or 1
 
@@ -40,38 +35,35 @@ def in_threads(
     doing: str,
     threads: int | None = None,
 ) -> Iterator[Result]:
-    """Results in the order of the items; at most `3 * CHUNK_ITEMS` items a thread are under way at any time.
+    """Yield `function(item)` in the order of the items, at most `ITEMS_PER_THREAD` items per thread ahead.
 
     Args:
-        function: Called in threads; what it raises is raised here.
+        function: Called in a thread. Its exceptions are raised here.
         items: All items.
-        log: Told how far it is, where there is no terminal for a bar.
-        doing: What happens to an item, such as "images decoded".
-        threads: How many; one a core by default.
+        log: Receives progress lines if there is no terminal for a bar.
+        doing: Label of the progress, such as "images decoded".
+        threads: Number of threads; one per core by default.
     """
-
-    def work(chunk: Sequence[Item]) -> tuple[list[Result], float]:
-        start_s = time.perf_counter()
-        return [function(item) for item in chunk], time.perf_counter() - start_s
-
     threads = threads or num_threads()
-    taken, done, chunk_items = 0, 0, 1
-    under_way: deque[Future[tuple[list[Result], float]]] = deque()
+    num_done = 0
+    pending: deque[Future[Result]] = deque()
     with (
-        progress(lambda: done, len(items), doing, log=log),
-        ThreadPoolExecutor(threads, thread_name_prefix="ingest") as pool,
+        progress(lambda: num_done, len(items), doing, log=log),
+        ThreadPoolExecutor(threads, thread_name_prefix="in_threads") as pool,
     ):
         try:
-            while done < len(items):
-                # Whole chunks only: cut to what is left of the bound they would become ever smaller.
-                while taken < len(items) and taken + chunk_items - done <= 3 * threads * CHUNK_ITEMS:
-                    under_way.append(pool.submit(work, items[taken : taken + chunk_items]))
-                    taken += chunk_items
-                results, seconds = under_way.popleft().result()
-                chunk_items = max(1, min(CHUNK_ITEMS, int(CHUNK_S * len(results) / max(seconds, 1e-9))))
-                for result in results:
-                    done += 1
+            for item in items:
+                # The window bounds memory when the caller is slower than the threads.
+                if len(pending) == threads * ITEMS_PER_THREAD:
+                    result = pending.popleft().result()
+                    num_done += 1
                     yield result
+                pending.append(pool.submit(function, item))
+
+            while pending:
+                result = pending.popleft().result()
+                num_done += 1
+                yield result
         finally:
-            for future in under_way:
-                future.cancel()
+            # The caller may stop early, or the function may have failed.
+            pool.shutdown(wait=False, cancel_futures=True)

@@ -1,4 +1,4 @@
-"""One hash over a dataset's files as the file system lists them: cheap, and another whenever any file is."""
+"""Hash a dataset's file listing: a cheap way for the sensor to detect that any file has changed."""
 
 from __future__ import annotations
 
@@ -11,48 +11,50 @@ from stat import S_ISDIR
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
 
-IGNORED_FIRST = "."
-"""Names that begin so are no part of a dataset: editors, file managers and copying tools make them."""
+IGNORED_PREFIX = "."
+"""Prefix of names that do not belong to a dataset: editors, file managers and copying tools create them."""
 
 
-def listing_fingerprint(folders: Iterable[Address]) -> str:
-    """16 hex digits over path, size and times of each file below `folders`, which stand in a given order.
+def scan_fingerprint(folders: Iterable[Address]) -> str:
+    """Return 16 hex digits over the path, size and times of every file below `folders`, in the given order.
 
-    A file in the place of a folder counts as itself, and a folder below that cannot be listed as that: the
-    others are seen all the same. Of an address it is what its server tells of each file.
-
-    No file is opened. Linked files and folders count by what they lead to; a folder is listed once, so loops
-    end. The change time is in it too: it finds a file that was edited and given its old time back.
+    No file is opened. Links count by their targets, and each folder is listed once, so loops end. The change
+    time is included: it detects a file that was edited and given its old modification time back. If one of
+    `folders` is a file, it counts as itself. A subfolder that cannot be listed counts as unreadable and does
+    not hide changes in other folders. For a remote address, the hash covers the stat that the server reports
+    for each file.
 
     Raises:
         OSError: One of `folders` cannot be listed.
-        DatasetError: An address cannot be listed.
+        DatasetError: A remote address cannot be listed.
     """
     digest = hashlib.sha256()
     for folder in folders:
-        lines = _remote_lines(folder) if isinstance(folder, Url) else _lines(folder)
-        for line in sorted(lines):  # each holds the whole path, so that folders need no mark between
+        lines = _remote_lines(folder) if isinstance(folder, Url) else _local_lines(folder)
+        for line in sorted(lines):  # each line has the full path, so folders need no separator
             digest.update(line)
     return digest.hexdigest()[:16]
 
 
-def _lines(top: Path) -> Iterator[bytes]:
+def _local_lines(top: Path) -> Iterator[bytes]:
     pending = [top]
-    listed: set[tuple[int, int]] = set()
+    visited: set[tuple[int, int]] = set()
     while pending:
         folder = pending.pop()
         try:
-            about = folder.stat()
-            is_folder, place = S_ISDIR(about.st_mode), (about.st_dev, about.st_ino)
-            entries = _entries(folder) if is_folder and place not in listed else []
+            stat = folder.stat()
+            identity = (stat.st_dev, stat.st_ino)
+            is_folder = S_ISDIR(stat.st_mode)
+            entries = _entries(folder) if is_folder and identity not in visited else []
         except OSError as err:
             if folder is top:
                 raise
-            yield os.fsencode(folder) + b"\0" + _unreadable(err) + b"\n"
+            yield os.fsencode(folder) + b"\0" + _unreadable_state(err) + b"\n"
             continue
-        listed.add(place)
+
+        visited.add(identity)
         if not is_folder:
-            yield os.fsencode(folder) + b"\0" + _facts(about) + b"\n"
+            yield os.fsencode(folder) + b"\0" + _file_state(stat) + b"\n"
         for entry in entries:
             if _is_folder(entry):
                 pending.append(Path(entry.path))
@@ -62,11 +64,13 @@ def _lines(top: Path) -> Iterator[bytes]:
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     with os.scandir(folder) as entries:
-        return [entry for entry in entries if not entry.name.startswith(IGNORED_FIRST)]
+        return [entry for entry in entries if not entry.name.startswith(IGNORED_PREFIX)]
 
 
 def _remote_lines(url: Url) -> Iterator[bytes]:
-    from pipeline.storage.source import RemoteSource  # fsspec, which few need
+    from pipeline.storage.source import (
+        RemoteSource,  # imports fsspec, which local datasets do not need
+    )
 
     if url.suffix.lower() in MANIFEST_SUFFIXES:
         (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()
@@ -86,15 +90,15 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 def _line(entry: os.DirEntry[str]) -> bytes:
     try:
-        facts = _facts(entry.stat())
-    except OSError as err:  # it vanished, or a link leads nowhere: that is a state of the listing too
-        facts = _unreadable(err)
-    return os.fsencode(entry.path) + b"\0" + facts + b"\n"
+        state = _file_state(entry.stat())
+    except OSError as err:  # a deleted file or a broken link is a state of the listing too
+        state = _unreadable_state(err)
+    return os.fsencode(entry.path) + b"\0" + state + b"\n"
 
 
-def _unreadable(err: OSError) -> bytes:
+def _unreadable_state(err: OSError) -> bytes:
     return b"unreadable %d" % (err.errno or 0)
 
 
-def _facts(about: os.stat_result) -> bytes:
-    return f"{about.st_size} {about.st_mtime_ns} {about.st_ctime_ns}".encode("ascii")
+def _file_state(stat: os.stat_result) -> bytes:
+    return f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}".encode("ascii")

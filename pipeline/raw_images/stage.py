@@ -1,8 +1,8 @@
-"""raw_images: which images there are, how large each is, and the hash of its content.
+"""Stage raw_images: list the datasets' image files and read the size and content hash of each.
 
-A file whose stat is as in the last table is not read again, as in git's index; nor is one that was rejected
-for what it holds. As there, a stat is not trusted when the file had changed so shortly before it was read
-that it could not tell a second change.
+A file with an unchanged stat is not read again, as in git's index; the same holds for a file that was
+rejected for its content. Also as in git, a stat is not trusted if the file changed so shortly before it was
+read that a second change could have left the same stat.
 """
 
 from __future__ import annotations
@@ -10,21 +10,26 @@ from __future__ import annotations
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
-from pipeline.images.decode import changed_error, decoder_of, decoders, one_image, read_header
+from pipeline.images.decode import (
+    changed_error,
+    decoder_version,
+    image_errors,
+    is_current_decoder,
+    read_header,
+)
 from pipeline.images.formats import ImageError, sniff
-from pipeline.raw_images.funnel import by_reason, printable, refusal
-from pipeline.raw_images.gathered import Gathered, Rows
 from pipeline.raw_images.parallel import in_threads
-from pipeline.raw_images.scan_index import REFUSED, made_by, read_refused, write_refused
-from pipeline.raw_images.walk import STAT, Walked, walk_dataset
+from pipeline.raw_images.rejection import count_by_reason, printable, rejection
+from pipeline.raw_images.scan_index import REJECTED_FILES, STAT, read_rejected_files, write_rejected_files
+from pipeline.raw_images.walk import WalkedDataset, walk_dataset
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.source import Opened, Source, Stat, threads_for
-from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, in_order, only, validated, without
+from pipeline.storage.tables import REJECTED, SCHEMAS, Tables, empty, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, Recipe
@@ -32,119 +37,127 @@ if TYPE_CHECKING:
 STAGE = "raw_images"
 
 CLOCK_GRANULARITY_NS = 2_000_000_000
-"""Of the coarsest file system clock (FAT), and room for a server's clock. A file whose inode changed within
-it before the scan is read again by the next one."""
+"""Granularity of the coarsest file system clock (FAT), with room for a server's clock. A file that changed
+within this time before the scan is read again by the next scan."""
 
 MAX_NAMED = 50
-"""Paths that the report lists of each kind of oddity; the counts are complete."""
+"""Maximum number of paths that the report lists for each kind of oddity; the counts are complete."""
 
-
-REMEMBERED = ("truncated", "undecodable", "not_an_image", "empty_file", "too_large")
-"""Reasons that hold for a file as long as its stat does; others are looked at anew, such as a missing
-plug-in or a file that could not be opened."""
+CONTENT_REASONS = ("truncated", "undecodable", "not_an_image", "empty_file", "too_large")
+"""Rejection reasons that hold as long as the file's stat is unchanged. Files with other reasons, such as a
+missing plug-in or a failed read, are tried again by every scan."""
 
 Row = dict[str, Any]
 
 
 def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> StageResult:
-    """Every image below the recipe's datasets, with its size, content hash and stat.
+    """List every image of the recipe's datasets with its size, content hash and stat.
 
-    The report's `in` is what may be an image; of it `kept` have a readable header. `read` of them were opened
-    in this scan; `unchanged` were known from the last one, and `rejected_unchanged` as what they are rejected
-    for.
+    In the report, `in` counts the files that may be images, and `kept` those with a readable header. `read`
+    files were opened by this scan; `unchanged` and `rejected_unchanged` files were not.
 
     Args:
-        recipe: Its `datasets`.
-        tables: Where what earlier scans found out is kept.
-        log: Told how far it is.
-        remember: Whether what is found out of rejected files is kept for the next scan.
+        recipe: The recipe with the `datasets`.
+        tables: The tables and indexes of earlier scans.
+        log: Receives progress lines.
+        remember: If true, store rejected files for the next scan.
 
     Raises:
-        DatasetError: A dataset's folder is missing, or cannot be listed.
+        DatasetError: A dataset's folder is missing or cannot be listed.
     """
-    watch = Stopwatch()
+    stopwatch = Stopwatch()
     datasets = [walk_dataset(settings, log) for settings in recipe.datasets]
-    found = pl.concat([dataset.images for dataset in datasets])
+    files = pl.concat([dataset.images for dataset in datasets])
+
     max_px = recipe.checks.max_image_pixels
-    known = _unchanged(found, tables.read_previous(STAGE), max_px)
-    bad = _same_files(found, read_refused(tables).filter(pl.col("max_px") == max_px))
-    fresh = without(without(found, known), bad)
-    log(
-        f"found {len(found):,} image files, {len(found) - len(fresh):,} of them unchanged since the last scan"
+    unchanged = _unchanged_images(files, tables.read_previous(STAGE), max_px)
+    still_rejected = _settled(files, read_rejected_files(tables).filter(pl.col("max_px") == max_px))
+    new_files = files.join(
+        pl.concat([unchanged.select("sample_id"), still_rejected.select("sample_id")]),
+        on="sample_id",
+        how="anti",
     )
-    rows, refused = _read_all({each.settings.name: each.source for each in datasets}, fresh, max_px, log)
+    log(f"{len(files):,} image files, {len(files) - len(new_files):,} of them unchanged since the last scan")
+
+    sources = {dataset.settings.name: dataset.source for dataset in datasets}
+    images, rejected_files = _read_images(sources, new_files, max_px, log)
     if remember:
-        write_refused(tables, pl.concat([bad, refused.filter(pl.col("reason").is_in(REMEMBERED))]))
-    table = in_order(pl.concat([known, rows]), ["sample_id"]) if len(rows) else known
-    unlooked = pl.DataFrame([row for each in datasets for row in each.rejected], schema=REJECTED)
-    rejected = pl.concat([unlooked, bad.select(REJECTED.keys()), refused.select(REJECTED.keys())])
-    report = _report(datasets, table, rejected)
-    report |= {"read": len(fresh), "unchanged": len(known), "rejected_unchanged": len(bad)}
-    report |= watch.numbers()
-    rejected = validated("rejected", rejected.sort("sample_id"), "what the scan rejected")
-    return StageResult(validated(STAGE, table, "what the scan found"), rejected, report)
+        new_rejected = rejected_files.filter(pl.col("reason").is_in(CONTENT_REASONS))
+        write_rejected_files(tables, pl.concat([still_rejected, new_rejected]))
+
+    table = pl.concat([unchanged, images]).sort("sample_id")
+    unreadable = pl.DataFrame([row for dataset in datasets for row in dataset.rejected], schema=REJECTED)
+    rejected = pl.concat(
+        [unreadable, still_rejected.select(*REJECTED), rejected_files.select(*REJECTED)]
+    ).sort("sample_id")
+    report = {
+        **_report(datasets, table, rejected),
+        "read": len(new_files),
+        "unchanged": len(unchanged),
+        "rejected_unchanged": len(still_rejected),
+        **stopwatch.numbers(),
+    }
+    return StageResult(
+        validated(STAGE, table, "images of this scan"),
+        validated("rejected", rejected, "rejected files of this scan"),
+        report,
+    )
 
 
-def _unchanged(found: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) -> pl.DataFrame:
-    """Rows of the last table that still hold: file, stat, decoder and limit as now, and not racily recent."""
+def _unchanged_images(files: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) -> pl.DataFrame:
+    """Return the rows of the last table that need no reading: same file, decoder and pixel limit."""
     if previous is None:
         return empty(STAGE)
-    same = _same_files(found, previous)
-    return only(same, same["height"].cast(pl.Int64) * same["width"] <= max_px)
+    within_limit = pl.col("height").cast(pl.Int64) * pl.col("width") <= max_px
+    return _settled(files, previous.filter(within_limit))
 
 
-def _same_files(found: pl.DataFrame, known: pl.DataFrame) -> pl.DataFrame:
-    """The rows of what is known whose file is as it was, and was settled; the frame itself where all are."""
-    if known.is_empty():
-        return known
-    now = found.select("sample_id", *(pl.col(name).alias(f"now_{name}") for name in ("path", *STAT)))
-    if not known["sample_id"].equals(now["sample_id"]):
-        now = known.select("sample_id").join(now, on="sample_id", how="left", maintain_order="left")
-    settled = known["ctime_ns"] + CLOCK_GRANULARITY_NS < known["scanned_ns"]
-    holds = settled & made_by(known["decoder"], decoders())
-    for name in ("path", *STAT):
-        holds &= (known[name] == now[f"now_{name}"]).fill_null(value=False)
-    return only(known, holds)
+def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of an earlier scan whose file is unchanged, and had settled when it was read."""
+    settled = pl.col("ctime_ns") + CLOCK_GRANULARITY_NS < pl.col("scanned_ns")
+    current_decoders = [each for each in rows["decoder"].drop_nulls().unique() if is_current_decoder(each)]
+    same_decoder = pl.col("decoder").is_in(current_decoders)
+    same_file = ["sample_id", "path", *STAT]
+    return rows.filter(settled & same_decoder).join(files, on=same_file, how="semi")
 
 
-def _read_all(
-    sources: Mapping[str, Source], fresh: pl.DataFrame, max_px: int, log: Log
+def _read_images(
+    sources: Mapping[str, Source], files: pl.DataFrame, max_px: int, log: Log
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """What is in the files: rows of raw_images, and rows as `known.REFUSED`."""
-    rows, refused = Gathered(SCHEMAS[STAGE]), Gathered(REFUSED)
-    files = Rows(fresh.select("dataset", "path", *STAT))
-    bases = fresh.select("sample_id", "dataset", "path").iter_rows(named=True)
+    """Read the files; return rows of raw_images, and rows with the columns `REJECTED_FILES`."""
 
-    def read(row: tuple[Any, ...]) -> Row:
-        return _read(sources[row[0]], row[1], row[2:], max_px=max_px)
+    def read(file: Row) -> Row:
+        return {**file, **_read_image(sources[file["dataset"]], file, max_px=max_px), "max_px": max_px}
 
     threads = threads_for(sources.values())
-    for base, outcome in zip(
-        bases, in_threads(read, files, log=log, doing="images read", threads=threads), strict=True
-    ):
-        refusing = "reason" in outcome
-        (refused if refusing else rows).add({**base, **outcome, "max_px": max_px})
-    return rows.frame(), refused.frame()
+    rows = list(in_threads(read, files.rows(named=True), log=log, doing="images read", threads=threads))
+    images = pl.DataFrame([row for row in rows if "reason" not in row], schema=SCHEMAS[STAGE])
+    rejected = pl.DataFrame([row for row in rows if "reason" in row], schema=REJECTED_FILES)
+    return images, rejected
 
 
-def _read(source: Source, path: str, listed: Stat, *, max_px: int) -> Row:
-    """What the table says of one file, or why it is rejected. The stat is of the file that was read."""
-    said: Row = {"scanned_ns": time.time_ns()}
+def _read_image(source: Source, file: Row, *, max_px: int) -> Row:
+    """Return the columns of one image, or of its rejection. The stat is that of the file as it was read."""
+    row: Row = {"scanned_ns": time.time_ns(), **dict.fromkeys(STAT)}
+    path = file["path"]
+    listed: Stat = (file["file_bytes"], file["mtime_ns"], file["ctime_ns"], file["inode"])
     where = source.where(path)
     try:
-        with one_image(where), source.open(path, listed[0]) as opened:
+        with image_errors(where), source.open(path, listed[0]) as opened:
             stat = _stat(source, opened, listed)
             content_hash = hashlib.file_digest(opened, "sha256").hexdigest()
-            said |= {**stat, "content_hash": content_hash}
+            row |= {**stat, "content_hash": content_hash}
             opened.seek(0)
-            said["decoder"] = decoder_of(sniff(opened.read(64)))
+            row["decoder"] = decoder_version(sniff(opened.read(64)))
             opened.seek(0)
             header = read_header(opened, max_px=max_px)
+
+            # Without this, the hash and the header could belong to different contents.
             if _stat(source, opened, listed) != stat:
                 raise changed_error(where)
     except ImageError as err:
-        return said | refusal(err, STAGE, said.get("content_hash"))
-    return said | {
+        return row | rejection(err, STAGE, row.get("content_hash"))
+    return row | {
         "height": header.size.height,
         "width": header.size.width,
         "format": header.format,
@@ -158,43 +171,48 @@ def _read(source: Source, path: str, listed: Stat, *, max_px: int) -> Row:
 def _stat(source: Source, file: Opened, listed: Stat) -> dict[str, int]:
     stat = source.stat_open(file, listed)
     if stat is None:
-        raise ImageError("special_file", "it is no regular file", fix="move it away")
+        raise ImageError("special_file", "it is not a regular file", fix="move it out of the dataset")
     return dict(zip(STAT, stat, strict=True))
 
 
-def _report(datasets: Sequence[Walked], table: pl.DataFrame, rejected: pl.DataFrame) -> Report:
+def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl.DataFrame) -> Report:
+    oddities = {
+        "captions_without_image": _names((each.settings, each.orphan_captions) for each in datasets),
+        "foreign_caches": _names((each.settings, each.walk.foreign_caches) for each in datasets),
+        "links_out": _names((each.settings, each.walk.links_out) for each in datasets),
+    }
     passed_over = sum((dataset.walk.passed_over for dataset in datasets), Counter[str]())
     suffixes = sum((dataset.walk.suffixes for dataset in datasets), Counter[str]())
-    lonely = [name for each in datasets for name in _shown(each.settings, each.lonely)]
-    caches = [name for each in datasets for name in _shown(each.settings, each.walk.foreign_caches)]
-    links_out = [name for each in datasets for name in _shown(each.settings, each.walk.links_out)]
     return {
         "samples": len(table),
-        "in": sum(len(dataset.images) + len(dataset.rejected) for dataset in datasets),
+        "in": sum(_num_found(dataset) for dataset in datasets),
         "kept": len(table),
         "rejected": len(rejected),
-        "rejected_by_reason": by_reason(rejected["reason"]),
+        "rejected_by_reason": count_by_reason(rejected["reason"]),
         "passed_over": dict(sorted(passed_over.items())),
         "suffixes_of_no_images": dict(suffixes.most_common(MAX_NAMED)),
         "datasets": {
             dataset.settings.name: {
                 "path": str(dataset.settings.path),
-                "in": len(dataset.images) + len(dataset.rejected),
+                "in": _num_found(dataset),
                 "suffixes_of_no_images": dict(dataset.walk.suffixes.most_common(MAX_NAMED)),
                 "passed_over": dict(sorted(dataset.walk.passed_over.items())),
             }
             for dataset in datasets
         },
-        "captions_without_image": len(lonely),
-        "foreign_caches": len(caches),
-        "links_out": len(links_out),
-        "named": {
-            "captions_without_image": lonely[:MAX_NAMED],
-            "foreign_caches": caches[:MAX_NAMED],
-            "links_out": links_out[:MAX_NAMED],
-        },
+        **{kind: len(names) for kind, names in oddities.items()},
+        "named": {kind: names[:MAX_NAMED] for kind, names in oddities.items()},
     }
 
 
-def _shown(settings: DatasetSettings, paths: list[str]) -> list[str]:
-    return sorted(f"{settings.name}/{printable(path)}" for path in paths)
+def _num_found(dataset: WalkedDataset) -> int:
+    return len(dataset.images) + len(dataset.rejected)
+
+
+def _names(paths: Iterable[tuple[DatasetSettings, list[str]]]) -> list[str]:
+    """Return printable paths with their dataset's name in front, sorted within each dataset."""
+    return [
+        name
+        for settings, in_dataset in paths
+        for name in sorted(f"{settings.name}/{printable(path)}" for path in in_dataset)
+    ]

@@ -1,183 +1,192 @@
-"""Verdicts about pixels: what decodes to its last pixel and what it looks like, or why it does not decode.
+"""Decode every image once, completely, on the CPU, and record why an image does not decode.
 
-A verdict belongs to a content hash and a decoder: the same bytes are decoded once, whatever their file is
-called and however often the job runs, and a repaired file has other bytes.
+A decode result belongs to a content hash and a decoder version. The same bytes are decoded once, whatever
+their files are called and however often the job runs; a repaired file has other bytes.
 """
 
 from __future__ import annotations
 
 import threading
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import polars as pl
 
 from pipeline.images.decode import (
     File,
     changed_error,
     decode,
-    decoder_of,
-    decoders,
+    decoder_version,
     hash_bytes,
-    one_image,
+    image_errors,
+    is_current_decoder,
     read_bytes,
 )
 from pipeline.images.formats import ImageError, sniff
 from pipeline.images.geometry import Size
-from pipeline.raw_images.funnel import refusal
-from pipeline.raw_images.gathered import Gathered, Rows, rows_at
 from pipeline.raw_images.parallel import in_threads
-from pipeline.raw_images.scan_index import PIXELS
+from pipeline.raw_images.rejection import printable
+from pipeline.raw_images.scan_index import DECODED
 from pipeline.reporting.reports import Log
-from pipeline.storage.columns import is_first, put_beside
 from pipeline.storage.source import Source, threads_for
-from pipeline.storage.tables import only
 from pipeline.validated_dataset.duplicates import perceptual_hash
 from pipeline.versions import LOOK_VERSION
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
-_STAGE = "validated_dataset"
-
 BIG_IMAGE_PX = 25_000_000
-"""Larger images are decoded one at a time, so that memory does not grow with the number of threads."""
+"""Number of pixels above which images are decoded one at a time, so that memory does not grow with the
+threads."""
 
-OF_CONTENT = frozenset(["truncated", "undecodable", "not_an_image", "empty_file"])
-"""Reasons that hold for the bytes of a file, wherever it lies; others are looked at anew, such as
-`out_of_memory`."""
+CONTENT_REASONS = frozenset(["truncated", "undecodable", "not_an_image", "empty_file"])
+"""Rejection reasons that hold for a file's bytes. Others, such as `out_of_memory`, are tried again by every
+run."""
 
-_ANY_COLOUR = (255, 255, 255)
+_BACKGROUND = (255, 255, 255)  # any colour: the result does not depend on it
 
-_one_big_image = threading.Lock()
+_big_image_lock = threading.Lock()
 
-_JUDGED = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
-
-_SAID = {name: PIXELS[name] for name in ("reason", "detail", "fix", "perceptual_hash")}
+_COLUMNS = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
 
 Row = dict[str, Any]
 
 
 @dataclass
-class Verdicts:
-    """What is known of pixels, by content hash; and of single files, by sample_id.
+class DecodeResults:
+    """The decode results of all contents, and of files that could not be decoded for another reason.
 
     Attributes:
-        table: As `known.PIXELS`: of every content that was judged, now or earlier.
-        refused: Hash to why it does not decode.
-        by_sample: Sample id to why this file could not be judged, such as `vanished`.
-        decoded: Number of contents that were decoded for this.
+        table: One row per content with the columns `DECODED`, from this run and earlier ones.
+        content_errors: Error by content hash, for contents that do not decode.
+        file_errors: Error by sample id, for files that could not be read as recorded, such as `vanished`.
+        num_decoded: Number of contents decoded by this run.
     """
 
     table: pl.DataFrame
-    refused: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
-    by_sample: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
-    decoded: int = 0
+    content_errors: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
+    file_errors: dict[str, ImageError] = field(default_factory=dict[str, ImageError])
+    num_decoded: int = 0
 
-    def of(self, row: Row) -> ImageError | None:
-        """Why the sample is rejected for its pixels; None where they are sound."""
-        return self.by_sample.get(row["sample_id"]) or self.refused.get(row["content_hash"])
-
-
-def judge(
-    recipe: Recipe, sources: Mapping[str, Source], rows: pl.DataFrame, known: pl.DataFrame, *, log: Log
-) -> Verdicts:
-    """What is known of each content; one file of those of which nothing is known is decoded."""
-    verdicts = Verdicts(known)
-    max_px = recipe.checks.max_image_pixels
-    is_known = rows["content_hash"].is_in(known["content_hash"].implode())
-    unknown = rows.select(_JUDGED).filter(~is_known)
-    first = is_first(unknown["content_hash"])
-    more: dict[str, list[Row]] = {}
-    for row in unknown.filter(~first).iter_rows(named=True):
-        more.setdefault(row["content_hash"], []).append(row)
-
-    def of_content(first: Sequence[Any]) -> list[Row]:
-        row = dict(zip(_JUDGED, first, strict=True))
-        return [row, *more.get(row["content_hash"], ())]
-
-    def answers_of(first: tuple[Any, ...]) -> list[_Decoded]:
-        """One answer a file until one is about the content; the others then need none."""
-        answers: list[_Decoded] = []
-        for row in of_content(first):
-            answers.append(_decoded(sources[row["dataset"]].file(row["path"]), row, max_px))
-            error = answers[-1].error
-            if error is None or error.reason in OF_CONTENT:
-                break
-        return answers
-
-    contents = only(unknown, first)
-    fresh, places = Gathered(_SAID), array("q")
-    named, judge_of = dict[str, int](), array("B")
-    threads = threads_for(sources.values())
-    decoded = in_threads(answers_of, Rows(contents), log=log, doing="images decoded", threads=threads)
-    for place, answers in enumerate(decoded):
-        group = of_content(contents.row(place))
-        verdicts.decoded += 1
-        last = answers[-1]
-        if last.error is None or last.error.reason in OF_CONTENT:
-            said: Row = {} if last.error is None else refusal(last.error, _STAGE, None)
-            fresh.add({**said, "perceptual_hash": last.perceptual_hash})
-            places.append(place)
-            judge_of.append(named.setdefault(last.judge, len(named)))
-        for row, answer in zip(group, answers, strict=False):
-            if answer.error is not None:
-                verdicts.by_sample[row["sample_id"]] = answer.error
-    by = pl.Series("decoder", list(named), dtype=pl.String)[np.frombuffer(judge_of, np.uint8)]
-    verdicts.table = _with_more(known, rows_at(contents, places), fresh.frame(), by)
-    for row in verdicts.table.filter(pl.col("reason").is_not_null()).iter_rows(named=True):
-        error = ImageError(row["reason"], row["detail"], fix=row["fix"])
-        verdicts.refused[row["content_hash"]] = error
-    return verdicts
+    def error_of(self, row: Row) -> ImageError | None:
+        """Return why a sample's pixels are rejected; None if they decode."""
+        return self.file_errors.get(row["sample_id"]) or self.content_errors.get(row["content_hash"])
 
 
-def _with_more(
-    known: pl.DataFrame, contents: pl.DataFrame, said: pl.DataFrame, by: pl.Series
-) -> pl.DataFrame:
-    """The verdicts known, and those said now of other contents."""
-    if said.is_empty():
-        return known
-    made = put_beside(put_beside(contents.select("content_hash"), said), by.to_frame())
-    return pl.concat([known, made.select(PIXELS.keys())])
-
-
-def judges() -> Iterator[str]:
-    """What verdicts about pixels may depend on beside them, for files of one format or another."""
-    yield from (f"{decoder} {LOOK_VERSION}" for decoder in decoders())
-
-
-class _Decoded(NamedTuple):
-    """What one file turned out to be.
+class _FileResult(NamedTuple):
+    """The result of decoding one file.
 
     Attributes:
-        error: Why it is not the sound image that the scan saw; None where it is.
-        perceptual_hash: Of a sound one that is not of one colour.
-        judge: Of `judges`, the one of its format; empty where it could not be read.
+        error: Why the file is rejected; None if it decodes to the scanned content and size.
+        perceptual_hash: Hash of a decoded image; None if it has a single colour.
+        version: Version of the decoder and of the hash; empty if the file could not be read.
     """
 
     error: ImageError | None
     perceptual_hash: int | None = None
-    judge: str = ""
+    version: str = ""
+
+    @property
+    def holds_for_content(self) -> bool:
+        """True if every file with the same bytes has this result."""
+        return self.error is None or self.error.reason in CONTENT_REASONS
 
 
-def _decoded(file: File, row: Row, max_px: int) -> _Decoded:
-    judge = ""
+def current_results(known: pl.DataFrame) -> pl.DataFrame:
+    """Return the decode results of earlier runs that have a current version; the others are outdated."""
+    current = [version for version in known["decoder"].unique() if _is_current(version)]
+    return known.filter(pl.col("decoder").is_in(current))
+
+
+def _is_current(version: str) -> bool:
+    decoder, _, look_version = version.rpartition(" ")
+    return look_version == LOOK_VERSION and is_current_decoder(decoder)
+
+
+def decode_contents(
+    recipe: Recipe, sources: Mapping[str, Source], rows: pl.DataFrame, known: pl.DataFrame, *, log: Log
+) -> DecodeResults:
+    """Decode each content without a known result, from one of its files.
+
+    Args:
+        recipe: The recipe with the limit of pixels.
+        sources: Each dataset's source.
+        rows: Rows of raw_images.
+        known: Results of earlier runs with the columns `DECODED`.
+        log: Receives progress lines.
+    """
+    unknown = rows.select(_COLUMNS).join(known, on="content_hash", how="anti", maintain_order="left")
+    files_by_hash: dict[str, list[Row]] = {}
+    for row in unknown.iter_rows(named=True):
+        files_by_hash.setdefault(row["content_hash"], []).append(row)
+    contents = list(files_by_hash.values())
+
+    def decode_one(files: Sequence[Row]) -> list[_FileResult]:
+        return _decode_first_readable(sources, files, recipe.checks.max_image_pixels)
+
+    results = DecodeResults(known, num_decoded=len(contents))
+    decoded: list[Row] = []
+    threads = threads_for(sources.values())
+    file_results = in_threads(decode_one, contents, log=log, doing="images decoded", threads=threads)
+    for files, tried in zip(contents, file_results, strict=True):
+        if tried[-1].holds_for_content:
+            decoded.append(_decoded_row(files[0]["content_hash"], tried[-1]))
+        for file, result in zip(files, tried, strict=False):
+            if result.error is not None:
+                results.file_errors[file["sample_id"]] = result.error
+
+    results.table = pl.concat([known, pl.DataFrame(decoded, schema=DECODED)])
+    failed = results.table.filter(pl.col("reason").is_not_null())
+    results.content_errors = {
+        content_hash: ImageError(reason, detail, fix=fix)
+        for content_hash, reason, detail, fix in failed.select(
+            "content_hash", "reason", "detail", "fix"
+        ).rows()
+    }
+    return results
+
+
+def _decode_first_readable(
+    sources: Mapping[str, Source], files: Sequence[Row], max_px: int
+) -> list[_FileResult]:
+    """Decode files with the same content in turn until one result holds for all of them."""
+    results: list[_FileResult] = []
+    for file in files:
+        results.append(_decode_file(sources[file["dataset"]].file(file["path"]), file, max_px))
+        if results[-1].holds_for_content:
+            break
+    return results
+
+
+def _decode_file(file: File, row: Row, max_px: int) -> _FileResult:
+    version = ""
     try:
         data = read_bytes(file)
-        judge = f"{decoder_of(sniff(data[:64]))} {LOOK_VERSION}"
+        version = f"{decoder_version(sniff(data[:64]))} {LOOK_VERSION}"
         if hash_bytes(data) != row["content_hash"]:
             raise changed_error(file)
+
         is_big = row["height"] * row["width"] > BIG_IMAGE_PX
-        with _one_big_image if is_big else nullcontext(), one_image(str(file)):
-            image = decode(data, _ANY_COLOUR, max_px=max_px)
+        with _big_image_lock if is_big else nullcontext(), image_errors(str(file)):
+            image = decode(data, _BACKGROUND, max_px=max_px)
         size = Size(image.height, image.width)
         if size != (row["height"], row["width"]):
-            detail = f"its header says {row['height']}x{row['width']}, its pixels are {size}"
+            detail = f"it decodes to {size}, but its header says {row['height']}x{row['width']}"
             raise ImageError("size_disagrees", detail, where=str(file), fix="export it again, or remove it")
-        return _Decoded(None, perceptual_hash(image), judge)
+        return _FileResult(None, perceptual_hash(image), version)
     except ImageError as err:
-        return _Decoded(err, None, judge)
+        return _FileResult(err, None, version)
+
+
+def _decoded_row(content_hash: str, result: _FileResult) -> Row:
+    row: Row = {
+        "content_hash": content_hash,
+        "decoder": result.version,
+        "perceptual_hash": result.perceptual_hash,
+    }
+    if result.error is not None:
+        row |= {"reason": result.error.reason}
+        row |= {"detail": printable(result.error.detail), "fix": printable(result.error.fix)}
+    return row

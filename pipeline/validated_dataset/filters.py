@@ -1,7 +1,7 @@
-"""Which of the images found are used: by their size, by what a listing says of them, and by a limit.
+"""Select the images to use by size, by the manifest's columns and by a limit.
 
-What is left out was asked for, so it says nothing bad of a dataset and counts against no share of rejected
-samples; each is listed among the rejected with the filter's name all the same.
+The recipe requests these exclusions, so they do not count towards the rejected fraction. Each excluded image
+is listed among the rejected samples with the name of its filter.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.raw_images.manifest import paths_where
-from pipeline.storage.columns import is_first
-from pipeline.storage.tables import ASKED_FOR, REJECTED, in_order
+from pipeline.storage.tables.schemas import FILTER_PREFIX, REJECTED
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings, FilterSettings, Recipe
@@ -24,87 +23,86 @@ _MEASURES: dict[str, pl.Expr] = {
     "pixels": pl.col("width").cast(pl.Int64) * pl.col("height"),
     "aspect_ratio": pl.col("width") / pl.col("height"),
 }
+"""The measure that each pair of `min_` and `max_` filters limits."""
 
 
 def select(
-    recipe: Recipe, raw: pl.DataFrame, listings: Mapping[str, pl.DataFrame], *, stage: str
+    recipe: Recipe, raw: pl.DataFrame, manifests: Mapping[str, pl.DataFrame], *, stage: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """The rows of raw_images that are used, and the others as rejected rows of `stage`.
+    """Return the rows of raw_images to use, and the others as rejected rows of `stage`.
 
-    An image has one reason, the first filter in the order of the recipe reference that it does not pass. A
-    limit counts what passed the filters, and takes those whose content hashes are smallest: a choice that
-    looks random, and is the same wherever and whenever it is made. With `duplicates: keep_first` copies of
-    what is taken come last: most of them are thrown away for being copies.
+    An image is rejected for the first filter, in the order of the recipe reference, that it does not pass. A
+    limit applies to the images that pass all filters. It takes those with the smallest content hashes: a
+    choice that looks random but is always the same. With `duplicates: keep_first`, copies are taken last,
+    because most of them are removed afterwards.
 
     Args:
-        recipe: Its datasets' `filters` and `limit`.
+        recipe: The recipe with each dataset's `filters` and `limit`.
         raw: Table raw_images.
-        listings: By dataset, of those with `filters.where`.
-        stage: For the rejected rows.
+        manifests: Manifest by dataset, for datasets with `filters.where`.
+        stage: The rejecting stage.
 
     Raises:
-        DatasetError: As `paths_where`.
+        DatasetError: See `paths_where`.
     """
-    if not any(_asks(each) for each in recipe.datasets):
-        return in_order(raw, ["sample_id"]), pl.DataFrame(schema=REJECTED)
     kept: list[pl.DataFrame] = []
-    refused: list[pl.DataFrame] = []
+    rejected: list[pl.DataFrame] = []
     for settings in recipe.datasets:
         rows = raw.filter(pl.col("dataset") == settings.name)
-        why = rows.select(_first_reason(settings, listings.get(settings.name))).to_series()
-        passed = rows.filter(why.is_null())
-        refused.append(_refused(rows.filter(why.is_not_null()), why.drop_nulls(), settings))
-        if settings.limit is not None and len(passed) > settings.limit:
-            ordered = passed.sort("content_hash", "sample_id")
-            if settings.duplicates == "keep_first":
-                first = is_first(ordered["content_hash"])
-                ordered = pl.concat([ordered.filter(first), ordered.filter(~first)])
-            over = ordered[settings.limit :]
-            passed = ordered[: settings.limit]
-            refused.append(
-                _refused(over, pl.Series([f"{ASKED_FOR}limit"] * len(over), dtype=pl.String), settings)
-            )
-        kept.append(passed)
-    schema = pl.Schema(REJECTED)
-    rejected = [part.with_columns(stage=pl.lit(stage)).select(*REJECTED).cast(schema) for part in refused]
-    return in_order(pl.concat(kept), ["sample_id"]), pl.concat(rejected)
+        reason = _first_reason(settings, manifests.get(settings.name))
+        rows = rows.with_columns(reason=_limited(settings, rows.with_columns(reason=reason)))
+        kept.append(rows.filter(pl.col("reason").is_null()).drop("reason"))
+        rejected.append(_rejected(rows.drop_nulls("reason"), settings, stage))
+    return pl.concat(kept).sort("sample_id"), pl.concat(rejected)
 
 
-def _asks(settings: DatasetSettings) -> bool:
-    """Whether anything of a dataset may be left out."""
-    return settings.limit is not None or settings.filters.where is not None or bool(_limits(settings.filters))
-
-
-def _first_reason(settings: DatasetSettings, listing: pl.DataFrame | None) -> pl.Expr:
-    """Null, or the name of the first filter that an image does not pass."""
-    why: pl.Expr = pl.lit(None, dtype=pl.String)
+def _first_reason(settings: DatasetSettings, manifest: pl.DataFrame | None) -> pl.Expr:
+    """Return an expression: the name of the first filter that an image does not pass, or null."""
+    reason: pl.Expr = pl.lit(None, dtype=pl.String)
     if settings.filters.where is not None:
-        assert listing is not None
-        chosen = list(paths_where(settings, listing))
-        why = pl.when(~pl.col("path").is_in(chosen)).then(pl.lit(f"{ASKED_FOR}where")).otherwise(why)
-    for name, limit in reversed(_limits(settings.filters)):
+        assert manifest is not None
+        paths = list(paths_where(settings, manifest))
+        reason = pl.when(~pl.col("path").is_in(paths)).then(pl.lit(f"{FILTER_PREFIX}where")).otherwise(reason)
+    for name, limit in reversed(_size_filters(settings.filters)):
         measure = _MEASURES[name[4:]]
-        beyond = measure < limit if name.startswith("min_") else measure > limit
-        why = pl.when(beyond).then(pl.lit(f"{ASKED_FOR}{name}")).otherwise(why)
-    return why.alias("reason")
+        is_beyond = measure < limit if name.startswith("min_") else measure > limit
+        reason = pl.when(is_beyond).then(pl.lit(f"{FILTER_PREFIX}{name}")).otherwise(reason)
+    return reason
 
 
-def _limits(filters: FilterSettings) -> list[tuple[str, float]]:
+def _limited(settings: DatasetSettings, rows: pl.DataFrame) -> pl.Series:
+    """Return the column `reason` with the limit applied to the rows where it is null."""
+    if settings.limit is None:
+        return rows["reason"]
+    passed = rows.filter(pl.col("reason").is_null()).sort("content_hash", "sample_id")
+    if settings.duplicates == "keep_first":
+        passed = passed.sort(~pl.col("content_hash").is_first_distinct(), maintain_order=True)
+    is_over = pl.col("sample_id").is_in(passed["sample_id"][settings.limit :].implode())
+    reason = pl.when(is_over).then(pl.lit(f"{FILTER_PREFIX}limit")).otherwise("reason")
+    return rows.select(reason.alias("reason")).to_series()
+
+
+def _size_filters(filters: FilterSettings) -> list[tuple[str, float]]:
     names = [f"{end}_{measure}" for measure in _MEASURES for end in ("min", "max")]
     return [(name, value) for name in names if (value := getattr(filters, name)) is not None]
 
 
-def _refused(rows: pl.DataFrame, reasons: pl.Series, settings: DatasetSettings) -> pl.DataFrame:
-    """Rejected rows without their stage."""
-    asked = [(name, f"filters.{name}", value) for name, value in _limits(settings.filters)]
-    asked += [("where", "filters.where", settings.filters.where), ("limit", "limit", settings.limit)]
-    said = {f"{ASKED_FOR}{name}": f"{key} is {value}" for name, key, value in asked}
+def _rejected(rows: pl.DataFrame, settings: DatasetSettings, stage: str) -> pl.DataFrame:
+    filters = [(name, f"filters.{name}", value) for name, value in _size_filters(settings.filters)]
+    filters += [("where", "filters.where", settings.filters.where), ("limit", "limit", settings.limit)]
+    limits = {f"{FILTER_PREFIX}{name}": f"{key} is {value}" for name, key, value in filters}
     fixes = {
-        f"{ASKED_FOR}{name}": f"change {key} of the dataset {settings.name}, which is {value}"
-        for name, key, value in asked
+        f"{FILTER_PREFIX}{name}": f"change {key} of dataset {settings.name}, now {value}"
+        for name, key, value in filters
     }
-    size = pl.format("it has {}x{} pixels (height x width), ", "height", "width")
-    return rows.with_columns(reasons.alias("reason")).with_columns(
-        detail=size + pl.col("reason").replace_strict(said, return_dtype=pl.String),
+    size = pl.format("the image is {}x{} (height x width), and ", "height", "width")
+    return rows.select(
+        "sample_id",
+        "dataset",
+        "path",
+        stage=pl.lit(stage),
+        reason="reason",
+        detail=size + pl.col("reason").replace_strict(limits, return_dtype=pl.String),
         fix=pl.col("reason").replace_strict(fixes, return_dtype=pl.String),
-    )
+        content_hash="content_hash",
+    ).cast(pl.Schema(REJECTED))

@@ -1,7 +1,4 @@
-"""Which samples are held out for validation: decided by what an image holds, look-alikes together.
-
-Whoever counts what an epoch draws counts `times_drawn`.
-"""
+"""Choose the samples held out for the validation loss, keeping similar images together."""
 
 from __future__ import annotations
 
@@ -16,48 +13,46 @@ if TYPE_CHECKING:
 
 
 def held_out(samples: pl.DataFrame, fractions: Mapping[str, float]) -> pl.Series:
-    """For each sample whether it is for validation, and never trained on.
+    """Return for each sample whether it is held out, that is, never trained on.
 
-    A group is held out or trained on as a whole. One that several datasets share is held out only if all of
-    them would: a dataset that asks for no validation loses no image to it.
+    A group of similar images is held out or trained on together. A group that several datasets share is held
+    out only if each of them would hold it out, so a dataset without validation never loses an image to
+    another.
 
     Args:
-        samples: `dataset` and `duplicate_group`.
-        fractions: Of each dataset, about which share is held out.
+        samples: Columns dataset and duplicate_group.
+        fractions: Approximate fraction to hold out, by dataset.
     """
     if not any(fractions.values()):
         return pl.repeat(value=False, n=len(samples), eager=True)
+    fraction = pl.col("dataset").replace_strict(dict(fractions), default=0.0, return_dtype=pl.Float64)
     groups = (
-        samples.select("duplicate_group", fraction=_of_dataset(fractions))
+        samples.select("duplicate_group", fraction=fraction)
         .group_by("duplicate_group")
         .agg(pl.col("fraction").min())
         .filter(pl.col("fraction") > 0.0)
     )
-    chosen = [group for group, share in groups.rows() if _place(group) < share]
+    chosen = [group for group, fraction in groups.rows() if _position(group) < fraction]
     return samples["duplicate_group"].is_in(chosen)
 
 
 def times_drawn(samples: pl.DataFrame, datasets: Iterable[DatasetSettings]) -> pl.Series:
-    """For each sample how often an epoch draws it: its dataset's repeats, 0 where it is held out.
+    """Return how often an epoch draws each sample: its dataset's repeats, or 0 if it is held out.
 
     Args:
-        samples: `dataset`, and `duplicate_group` where a dataset holds some out.
-        datasets: The recipe's; samples of others are drawn once.
+        samples: Columns dataset and, if a dataset holds samples out, duplicate_group.
+        datasets: The recipe's datasets. Samples of other datasets are drawn once.
     """
     settings = list(datasets)
     repeats = {each.name: each.repeats for each in settings}
     times = samples.select(
         times=pl.col("dataset").replace_strict(repeats, default=1, return_dtype=pl.Int64)
     ).to_series()
-    held = held_out(samples, {each.name: each.validation_fraction for each in settings})
-    return times * (~held).cast(pl.Int64)
+    is_held_out = held_out(samples, {each.name: each.validation_fraction for each in settings})
+    return times * (~is_held_out).cast(pl.Int64)
 
 
-def _place(group: str) -> float:
-    """A number in [0, 1) that looks random and is the same everywhere."""
+def _position(group: str) -> float:
+    """Return a pseudo-random number in [0, 1) that depends only on the group."""
     digest = hashlib.blake2b(f"held out\0{group}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) / 2**64
-
-
-def _of_dataset(fractions: Mapping[str, float]) -> pl.Expr:
-    return pl.col("dataset").replace_strict(dict(fractions), default=0.0, return_dtype=pl.Float64)

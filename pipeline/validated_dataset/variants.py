@@ -1,4 +1,4 @@
-"""The captions of one image: what is put before and after each, and lists of tags in several orders."""
+"""Create the variants of an image's captions: prefix, postfix, trigger word and shuffled tags."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 
 
 def variants(settings: CaptionSettings, captions: Sequence[str]) -> tuple[str, ...]:
-    """Every caption of an image, in canonical form, each once, the first as it is written first.
+    """Return all caption variants of an image in canonical form, without duplicates.
+
+    The first variant has the tags in their written order.
 
     Args:
         settings: The dataset's `captions` section.
         captions: Canonical texts, at least one.
     """
-    made = [caption for text in captions for caption in _orders(settings, text)]
-    return tuple(dict.fromkeys(made))
+    return tuple(dict.fromkeys(variant for text in captions for variant in _variants_of(settings, text)))
 
 
-def _orders(settings: CaptionSettings, text: str) -> list[str]:
-    orders = [text]
-    if settings.shuffle is not None:
-        orders += [
-            _shuffled(text, settings.shuffle, number) for number in range(1, settings.shuffle.variants)
-        ]
+def _variants_of(settings: CaptionSettings, text: str) -> list[str]:
+    texts = [text]
+    shuffle = settings.shuffle
+    if shuffle is not None:
+        texts += [_shuffled(text, shuffle, number) for number in range(1, shuffle.variants)]
     return [
-        canonical(f"{settings.prefix}{_triggered(settings, order)}{settings.postfix}") for order in orders
+        canonical(f"{settings.prefix}{_with_trigger(settings, each)}{settings.postfix}") for each in texts
     ]
 
 
-def _triggered(settings: CaptionSettings, text: str) -> str:
+def _with_trigger(settings: CaptionSettings, text: str) -> str:
     trigger = settings.trigger
     if trigger is None or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
@@ -43,9 +43,9 @@ def _triggered(settings: CaptionSettings, text: str) -> str:
 
 
 def _shuffled(text: str, settings: ShuffleSettings, number: int) -> str:
-    """The tags in an order that the text and the number decide, those kept at the start in their places."""
+    """Return the tags in an order derived from text and number; the first `keep` tags stay in place."""
     tags = [tag.strip() for tag in text.split(settings.separator)]
     head, tail = tags[: settings.keep], tags[settings.keep :]
     tail.sort(key=lambda tag: hashlib.sha256(f"{number}\0{text}\0{tag}".encode()).digest())
-    joint = settings.separator if settings.separator.isspace() else f"{settings.separator.strip()} "
-    return joint.join(head + tail)
+    separator = settings.separator if settings.separator.isspace() else f"{settings.separator.strip()} "
+    return separator.join(head + tail)

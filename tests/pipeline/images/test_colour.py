@@ -1,4 +1,4 @@
-"""Every way to store a colour, against arithmetic of the test's own."""
+"""Every way to store a colour converts to sRGB as independent arithmetic predicts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.profiles import (
 
 
 @pytest.mark.parametrize("mode", ["L", "P", "1", "YCbCr", "CMYK", "LA", "RGBA"])
-def test_I11_modes_become_rgb(mode: str) -> None:
+def test_I11_every_common_mode_becomes_rgb(mode: str) -> None:
     data = saved(Image.fromarray(pattern()).convert(mode), "TIFF" if mode in {"YCbCr", "CMYK"} else "PNG")
     with Image.open(io.BytesIO(data)) as opened:
         wanted = np.asarray(opened.convert("RGB")).astype(np.int64)
@@ -33,7 +33,7 @@ def test_I11_modes_become_rgb(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["PA", "RGBa", "La", "HSV", "LAB"])
-def test_I11_modes_that_few_files_have_become_rgb(mode: str) -> None:
+def test_I11_rare_modes_become_rgb(mode: str) -> None:
     if mode == "LAB":
         lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
         grey = Image.fromarray(pattern()).convert("L").convert("RGB")
@@ -47,7 +47,7 @@ def test_I11_modes_that_few_files_have_become_rgb(mode: str) -> None:
     assert np.abs(pixels - np.asarray(grey)).max() <= 3
 
 
-def test_I11_sixteen_bit_grey_is_scaled_and_not_clipped() -> None:
+def test_I11_16_bit_grey_is_scaled_and_not_clipped() -> None:
     levels = np.linspace(0, 65535, 960).astype(np.uint16).reshape(24, 40)
     wanted = np.floor(levels.astype(np.float64) / 257 + 0.5)
     for kind in ("PNG", "TIFF"):
@@ -71,9 +71,9 @@ def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32],
     assert (pixels[..., 0] == wanted).all()
 
 
-def test_I11_levels_that_are_no_numbers_are_refused() -> None:
+def test_I11_levels_that_are_not_finite_are_rejected() -> None:
     levels = np.full((4, 4), np.nan, dtype=np.float32)
-    with pytest.raises(ImageError, match="not finite"):
+    with pytest.raises(ImageError, match="finite numbers"):
         decode(saved(Image.fromarray(levels), "TIFF"), WHITE)
 
 
@@ -82,7 +82,7 @@ def blended(colours: Pixels, alpha: npt.NDArray[np.float64], background: tuple[i
     return (colours * share + np.array(background) * (1 - share)).round().astype(np.uint8)
 
 
-def test_I10_transparency_shows_the_background() -> None:
+def test_I10_the_background_shows_through_transparency() -> None:
     alpha = np.tile(np.linspace(0, 255, 40), (24, 1)).round()
     rgba = np.dstack([pattern(), alpha]).astype(np.uint8)
     pixels = decoded(saved(Image.fromarray(rgba, "RGBA")), (10, 200, 30))
@@ -91,7 +91,7 @@ def test_I10_transparency_shows_the_background() -> None:
     assert (pixels[:, -1] == pattern()[:, -1]).all()
 
 
-def test_I10_grey_with_alpha_and_transparent_colours_show_the_background() -> None:
+def test_I10_the_background_shows_through_grey_with_alpha_and_transparent_colours() -> None:
     alpha = np.tile(np.linspace(0, 255, 40), (24, 1)).round()
     grey = np.dstack([pattern()[..., 0], alpha]).astype(np.uint8)
     pixels = decoded(saved(Image.fromarray(grey, "LA")), (10, 200, 30))
@@ -105,7 +105,7 @@ def test_I10_grey_with_alpha_and_transparent_colours_show_the_background() -> No
     assert pixels[1, 1].tolist() == [0, 0, 0]
 
 
-def test_I10_palettes_with_transparency_show_the_background() -> None:
+def test_I10_the_background_shows_through_transparent_palettes() -> None:
     image = Image.new("P", (2, 1))
     image.putpalette([255, 0, 0, 0, 0, 255])
     image.putdata([0, 1])
@@ -114,7 +114,7 @@ def test_I10_palettes_with_transparency_show_the_background() -> None:
     assert np.abs(decoded(some, (0, 0, 0)) - [[[51, 0, 0], [0, 0, 255]]]).max() <= 1
 
 
-def test_I10_sixteen_bit_grey_with_a_transparent_level() -> None:
+def test_I10_the_background_shows_through_the_transparent_level_of_16_bit_grey() -> None:
     levels = np.array([[0, 257, 65535]], dtype=np.uint16)
     pixels = decoded(saved(Image.fromarray(levels), transparency=257), (9, 8, 7))
     assert pixels.tolist() == [[[0, 0, 0], [9, 8, 7], [255, 255, 255]]]
@@ -124,8 +124,8 @@ def gamma_profile(gamma: float) -> bytes:
     return matrix_profile(SRGB, gamma_curve(gamma))
 
 
-def test_I12_a_profile_is_converted_to_srgb_as_the_arithmetic_says() -> None:
-    """Greys of a gamma 1.8 profile: linear light is level ** 1.8, encoded again by the sRGB curve."""
+def test_I12_a_gamma_profile_is_converted_to_srgb() -> None:
+    """In a gamma 1.8 profile, linear light is level ** 1.8; the sRGB curve encodes it again."""
     levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
     data = saved(Image.fromarray(np.dstack([levels] * 3)), icc_profile=gamma_profile(1.8))
     light = (levels / 255.0) ** (round(1.8 * 256) / 256)
@@ -133,8 +133,8 @@ def test_I12_a_profile_is_converted_to_srgb_as_the_arithmetic_says() -> None:
     assert read_header(data).notes == ("colour_profile",)
 
 
-def test_I12_display_p3_becomes_srgb_as_its_matrix_says() -> None:
-    """An even grid of 9 levels a channel, some outside of sRGB; one level is the converter's rounding."""
+def test_I12_display_p3_is_converted_by_its_matrix() -> None:
+    """A regular grid of 9 levels per channel, partly outside sRGB; the tolerance is one level of rounding."""
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(9, 81, 3)
     data = saved(Image.fromarray(grid), icc_profile=matrix_profile(DISPLAY_P3, srgb_curve()))
@@ -143,7 +143,7 @@ def test_I12_display_p3_becomes_srgb_as_its_matrix_says() -> None:
     assert np.abs(grid.astype(int) - wanted).max() > 20, "the two spaces differ"
 
 
-def test_I12_srgb_itself_changes_nothing() -> None:
+def test_I12_an_srgb_profile_changes_nothing() -> None:
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     data = saved(Image.fromarray(pattern()), icc_profile=profile)
     assert (decoded(data) == pattern()).all()
@@ -155,7 +155,7 @@ def test_I12_an_unusable_profile_is_ignored(profile: bytes) -> None:
     assert (decoded(saved(Image.fromarray(pattern()), icc_profile=profile)) == pattern()).all()
 
 
-def test_I12_an_rgb_profile_fits_grey_images_and_no_cmyk() -> None:
+def test_I12_an_rgb_profile_fits_grey_images_but_not_cmyk() -> None:
     profile = gamma_profile(1.8)
     grey = pattern()[..., 0]
     colours = decoded(saved(Image.fromarray(np.dstack([grey] * 3)), icc_profile=profile))

@@ -1,4 +1,4 @@
-"""Decoding: pixels against expectations made without the decoder, every failure as one error."""
+"""Decoding gives the expected pixels, and every failure is an ImageError."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_orientation(orientation: int) -> bytes:
 
 
 def upright(stored: Pixels, orientation: int) -> Pixels:
-    """What the EXIF standard says of the eight values, by array indexing."""
+    """The eight orientations of the EXIF standard, by array indexing."""
     turned = {
         1: stored,
         2: stored[:, ::-1],
@@ -84,7 +84,7 @@ def test_I09_header_and_pixels_agree_for_all_orientations(
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_I09_a_phones_heic_is_upright_by_header_and_by_pixels(orientation: int) -> None:
+def test_I09_header_and_pixels_of_a_heic_photograph_are_upright(orientation: int) -> None:
     heif = pytest.importorskip("pillow_heif")
     stored = np.kron(pattern(), np.ones((4, 4, 1), np.uint8))
     made = heif.from_pillow(Image.fromarray(stored))
@@ -100,19 +100,19 @@ def test_I09_a_phones_heic_is_upright_by_header_and_by_pixels(orientation: int) 
         decode(file.getvalue()[:-200], WHITE)
 
 
-def test_a_missing_plug_in_is_named_with_the_command_that_installs_it(
+def test_the_error_for_a_missing_plug_in_has_the_command_that_installs_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nowhere = {
         kind: plugin._replace(module="no_such_module") for kind, plugin in image_formats._PLUGINS.items()
     }
     monkeypatch.setattr(image_formats, "_PLUGINS", nowhere)
-    image_formats._plugged_in.cache_clear()
+    image_formats._has_plugin.cache_clear()
     try:
         with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as caught:
             read_header(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     finally:
-        image_formats._plugged_in.cache_clear()
+        image_formats._has_plugin.cache_clear()
     assert "pip install pillow-heif" in caught.value.fix
 
 
@@ -120,7 +120,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
 
-def test_I09_orientation_behind_the_pixels_of_a_png_counts() -> None:
+def test_I09_an_orientation_stored_behind_the_pixels_of_a_png_is_applied() -> None:
     stored = pattern()
     plain = saved(Image.fromarray(stored))
     end = plain.index(b"IEND") - 4
@@ -129,7 +129,7 @@ def test_I09_orientation_behind_the_pixels_of_a_png_counts() -> None:
     assert (decoded(late) == upright(stored, 6)).all()
 
 
-def test_I09_orientation_in_xmp_counts() -> None:
+def test_I09_an_orientation_in_xmp_is_applied() -> None:
     info = PngInfo()
     info.add_itxt("XML:com.adobe.xmp", '<x tiff:Orientation="8"/>')
     data = saved(Image.fromarray(pattern()), pnginfo=info)
@@ -137,13 +137,13 @@ def test_I09_orientation_in_xmp_counts() -> None:
     assert (decoded(data) == upright(pattern(), 8)).all()
 
 
-def test_damaged_exif_does_not_cost_the_photograph() -> None:
+def test_an_image_with_damaged_exif_is_kept() -> None:
     data = saved(Image.fromarray(pattern()), "PNG", exif=b"Exif\0\0MM\0*\xff\xff\xff\xff")
     assert read_header(data).orientation == 1
     assert (decoded(data) == pattern()).all()
 
 
-def test_I13_the_first_frame_of_an_animation_is_taken() -> None:
+def test_I13_an_animation_decodes_to_its_first_frame() -> None:
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "blue")]
     for kind in ("GIF", "WEBP", "PNG", "TIFF"):
         options = {"lossless": True} if kind == "WEBP" else {}
@@ -152,12 +152,12 @@ def test_I13_the_first_frame_of_an_animation_is_taken() -> None:
         assert read_header(data).notes == ("animated",), kind
 
 
-def test_I03_the_first_bytes_decide() -> None:
+def test_I03_the_first_bytes_decide_the_format() -> None:
     assert read_header(saved(Image.fromarray(pattern()), "BMP")).format == "BMP"
     assert read_header((PHOTOS / "rocket.jpg").read_bytes()).format == "JPEG"
 
 
-REFUSED = {
+REJECTED = {
     "empty_file": b"",
     "not_an_image": b"hello, world: this is some text",
     "plugin_missing": b"\xff\x0a" + bytes(40),
@@ -165,10 +165,10 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_I04_files_that_are_no_images_are_refused_with_their_reason(tmp_path: Path, reason: str) -> None:
+@pytest.mark.parametrize("reason", REJECTED)
+def test_I04_files_that_are_not_images_are_rejected_with_their_reason(tmp_path: Path, reason: str) -> None:
     path = tmp_path / "x.jpg"
-    path.write_bytes(REFUSED[reason])
+    path.write_bytes(REJECTED[reason])
     for call in (lambda: read_header(path), lambda: decode(path, WHITE)):
         with pytest.raises(ImageError) as caught:
             call()
@@ -180,15 +180,15 @@ def test_I04_files_that_are_no_images_are_refused_with_their_reason(tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("start", "word"),
-    [(b"<!DOCTYPE html><html>", "web page"), (b"\0" * 64, "zeros"), (b"\xff\x0a1234", "jxl")],
+    [(b"<!DOCTYPE html><html>", "web page"), (b"\0" * 64, "zero bytes"), (b"\xff\x0a1234", "jxl")],
 )
-def test_what_a_file_is_instead_is_said(start: bytes, word: str) -> None:
+def test_the_error_describes_the_content_of_a_file_that_is_not_an_image(start: bytes, word: str) -> None:
     with pytest.raises(ImageError, match=word):
         read_header(start)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP"])
-def test_I01_truncated_files_are_found_by_decoding(kind: str) -> None:
+def test_I01_decoding_detects_truncated_files(kind: str) -> None:
     with Image.open(PHOTOS / "chelsea.png") as photo:
         data = saved(photo, kind)
     with pytest.raises(ImageError) as caught:
@@ -196,7 +196,7 @@ def test_I01_truncated_files_are_found_by_decoding(kind: str) -> None:
     assert caught.value.reason in {"truncated", "undecodable"}
 
 
-def test_I02_random_damage_raises_nothing_but_image_errors() -> None:
+def test_I02_random_damage_raises_only_image_errors() -> None:
     random = np.random.default_rng(3)
     small = Image.fromarray(pattern())
     for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF"):
@@ -217,21 +217,21 @@ def test_I05_truncated_images_are_never_allowed() -> None:
     assert not [file for file in sources.rglob("*.py") if setting in file.read_text(encoding="utf-8")]
 
 
-def test_I14_a_bomb_is_refused_by_its_header() -> None:
+def test_I14_a_decompression_bomb_is_rejected_by_its_header() -> None:
     head = struct.pack(">IIBBBBB", 50_000, 50_000, 8, 2, 0, 0, 0)
     bomb = (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     )
-    with pytest.raises(ImageError, match=r"2,500,000,000 pixels") as caught:
+    with pytest.raises(ImageError, match=r"got 2,500,000,000 ") as caught:
         read_header(bomb)
     assert caught.value.reason == "too_large"
-    with pytest.raises(ImageError, match="limit is 100"):
+    with pytest.raises(ImageError, match="at most 100 pixels"):
         decode(saved(Image.fromarray(pattern())), WHITE, max_px=100)
-    with pytest.raises(ImageError, match="longer than 65,535"):
+    with pytest.raises(ImageError, match="at most 65,535 pixels long"):
         read_header(saved(Image.new("1", (65_536, 1))))
 
 
-def test_I15_a_huge_text_chunk_is_no_crash() -> None:
+def test_I15_a_huge_text_chunk_does_not_crash() -> None:
     plain = saved(Image.fromarray(pattern()))
     bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"x" * 80_000_000))
     data = plain[:33] + bomb + plain[33:]
@@ -240,7 +240,7 @@ def test_I15_a_huge_text_chunk_is_no_crash() -> None:
     assert caught.value.reason == "undecodable"
 
 
-def test_I20_a_file_that_went_or_changed_is_named(tmp_path: Path) -> None:
+def test_I20_the_error_for_a_deleted_or_changed_file_names_it(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     data = saved(Image.fromarray(pattern()))
     geometry = place(ladder(16, 8, 2.0), Size(24, 40))
@@ -259,7 +259,7 @@ def test_I20_a_file_that_went_or_changed_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("photo", ["chelsea.png", "rocket.jpg"])
 @pytest.mark.parametrize(("resolution", "step"), [(256, 64), (96, 8), (512, 64)])
-def test_B04_the_crop_of_the_source_is_what_resizing_all_and_cropping_gives(
+def test_B04_resizing_the_cropped_source_equals_cropping_the_resized_image(
     photo: str, resolution: int, step: int
 ) -> None:
     path = PHOTOS / photo
@@ -276,8 +276,8 @@ def test_B04_the_crop_of_the_source_is_what_resizing_all_and_cropping_gives(
     assert np.abs(pixels - wanted).max() <= 1
 
 
-def test_I26_a_strip_is_resized_within_bounded_memory(tmp_path: Path) -> None:
-    """Covering 60000x1 whole at 576 px would take 34,560,000x576 pixels, 60 GB."""
+def test_I26_an_extreme_aspect_ratio_is_resized_within_bounded_memory(tmp_path: Path) -> None:
+    """Resizing all of 60000x1 to cover 576 px would take 34,560,000x576 pixels, 60 GB."""
     path = tmp_path / "strip.png"
     path.write_bytes(saved(Image.new("RGB", (60_000, 1), (1, 2, 3))))
     geometry = place(ladder(1024, 64, 3.0), Size(1, 60_000))
@@ -290,7 +290,7 @@ GOLDEN = {1: "90b817bb7c23085d1869be82a40deebcd61e1eda163a077ae0d9123954aac288"}
 
 
 def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None:
-    """If this fails, the same file gives other pixels: raise PREPROCESSING_VERSION and add its digest."""
+    """If this fails, the pixels have changed: raise PREPROCESSING_VERSION and add the new digest."""
     digest = hashlib.sha256()
     alpha = np.dstack([pattern(48, 80), pattern(48, 80)[..., 0]])
     levels = pattern(48, 80)[..., 0].astype(np.uint16) * 211
@@ -305,7 +305,7 @@ def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None
     assert digest.hexdigest() == GOLDEN[PREPROCESSING_VERSION]
 
 
-def test_the_error_survives_a_process_boundary() -> None:
+def test_an_image_error_can_be_pickled() -> None:
     error = ImageError("truncated", "half of it", where="a.jpg", fix="copy it again")
     back = pickle.loads(pickle.dumps(error))
     assert (back.reason, back.detail, back.where, back.fix) == (

@@ -1,4 +1,4 @@
-"""No locale decides how a file is read."""
+"""The locale does not affect how files are read."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ valid = validate(recipe, raw.table, tables, log=str)
 tables.write("validated_dataset", valid.table)
 tables.write_rejected("validated_dataset", valid.rejected)
 """
-"""Where a text file is opened in the locale's encoding, it ends with an error."""
+"""A script that fails if a text file is opened in the locale's encoding."""
 
 
-@pytest.mark.parametrize("utf8", ["0", None], ids=["ASCII for all that says nothing", "as Python chooses"])
+@pytest.mark.parametrize("utf8", ["0", None], ids=["ASCII by default", "Python's choice"])
 def test_C08_captions_are_the_same_under_another_locale(folder: Any, utf8: str | None) -> None:
-    name = "\u00fcber" if utf8 is None else "uber"  # without UTF-8 such a name is no text, and rejected
+    name = "\u00fcber" if utf8 is None else "uber"  # without UTF-8, such a name cannot be decoded
     folder.add(f"{name}.png", folder.picture(1), caption="caf\u00e9 \u2013 \u732b")
     folder.add("bom.png", folder.picture(2), caption="\ufeffna\u00efve".encode())
     folder.add("windows.png", folder.picture(3), caption=b"na\xefve")
     expected = folder.ingest()
-    (folder.output_dir / "tables").rename(folder.output_dir / "here")
+    (folder.output_dir / "tables").rename(folder.output_dir / "expected")
     variables = {key: value for key, value in os.environ.items() if not key.startswith(("LC_", "PYTHONUTF8"))}
     variables |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"} | ({} if utf8 is None else {"PYTHONUTF8": utf8})
     subprocess.run(

@@ -1,4 +1,4 @@
-"""Listings: tables of images, in three formats, whose paths may be anybody's."""
+"""Manifests in three formats give samples, and their untrusted paths never leave the dataset."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.errors import DatasetError
-from pipeline.raw_images.manifest import walk_listing
-from pipeline.raw_images.manifest_file import read_listing
+from pipeline.raw_images.manifest import walk_manifest
+from pipeline.raw_images.manifest_file import read_manifest
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.source import source_at
@@ -44,23 +44,23 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]] | None = None) -> 
     return path
 
 
-def recipe(listing: Path, buckets: dict[str, Any] | None = None, **settings: Any) -> Recipe:
-    root = listing.parent.parent
-    dataset = {"name": "d", "path": listing, "captions": {"from": "column"}, **settings}
+def recipe(manifest: Path, buckets: dict[str, Any] | None = None, **settings: Any) -> Recipe:
+    root = manifest.parent.parent
+    dataset = {"name": "d", "path": manifest, "captions": {"from": "column"}, **settings}
     values = {"datasets": [dataset], "output_dir": root / "out", "cache_dir": root / "cache"}
     sections = {"model": {"base": "a/b"}, "buckets": buckets or {}}
     return recipe_from_mapping("r", {**values, **sections})
 
 
-def focused(listing: Path, columns: tuple[str, str]) -> Recipe:
-    """Crops around the point that the columns say."""
+def focused(manifest: Path, columns: tuple[str, str]) -> Recipe:
+    """A recipe that crops around the focus points in the columns."""
     buckets = {"resolution": 48, "step": 8, "max_aspect_ratio": 1.0, "crop": "focus"}
     captions = {"from": "fixed", "text": "a photo"}
-    return recipe(listing, buckets=buckets, captions=captions, focus_columns=columns)
+    return recipe(manifest, buckets=buckets, captions=captions, focus_columns=columns)
 
 
 def run(recipe: Recipe) -> tuple[pl.DataFrame, dict[str, str]]:
-    """Kept rows, and reasons by path."""
+    """Kept rows, and rejection reasons by path."""
     tables = Tables(recipe.output_dir)
     raw = scan(recipe, tables, log=str)
     valid = validate(recipe, raw.table, tables, log=str)
@@ -79,7 +79,7 @@ def test_each_format_gives_the_same_samples(folder: Path, kind: str) -> None:
     assert reasons == {"c.png": "caption_empty"}
 
 
-def test_several_columns_are_variants_and_empty_ones_are_none(folder: Path) -> None:
+def test_several_caption_columns_become_variants_and_empty_cells_are_skipped(folder: Path) -> None:
     columns = {"from": "column", "columns": ["caption", "other"]}
     kept, reasons = run(recipe(write(folder, "csv"), captions=columns))
     assert dict(kept.select("path", "caption").iter_rows()) == {
@@ -92,27 +92,27 @@ def test_several_columns_are_variants_and_empty_ones_are_none(folder: Path) -> N
     assert reasons == {}
 
 
-def test_images_may_lie_elsewhere_and_paths_in_another_column(folder: Path, tmp_path: Path) -> None:
+def test_images_may_be_in_another_folder_and_paths_in_another_column(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "lists").mkdir()
-    listing = tmp_path / "lists" / "mine.jsonl"
-    listing.write_text(json.dumps({"file": "a.png", "caption": "a cat"}) + "\n", encoding="utf-8")
-    kept, _ = run(recipe(listing, images=folder, path_column="file"))
+    manifest = tmp_path / "lists" / "mine.jsonl"
+    manifest.write_text(json.dumps({"file": "a.png", "caption": "a cat"}) + "\n", encoding="utf-8")
+    kept, _ = run(recipe(manifest, images=folder, path_column="file"))
     assert kept["sample_id"].to_list() == ["d/a.png"]
 
 
-def test_only_listed_images_are_found_and_sidecars_work_too(folder: Path) -> None:
+def test_only_images_in_the_manifest_are_found_and_sidecars_work(folder: Path) -> None:
     (folder / "a.txt").write_text("from the file")
     kept, _ = run(recipe(write(folder, "csv", ROWS[:1]), captions={}))
     assert kept.select("path", "caption").rows() == [("a.png", "from the file")]
 
 
-def test_filters_use_the_listings_columns(folder: Path) -> None:
+def test_filters_can_use_the_manifests_columns(folder: Path) -> None:
     kept, reasons = run(recipe(write(folder, "parquet"), filters={"where": "score > 5"}))
     assert kept["path"].to_list() == ["a.png"]
     assert reasons == {"sub/b.png": "filter_where", "c.png": "caption_empty"}
 
 
-def test_I25_hostile_paths_are_rejected_each_with_its_reason(folder: Path, tmp_path: Path) -> None:
+def test_I25_hostile_paths_are_rejected_with_their_reason(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret.png"
     secret.write_bytes(picture(9))
     (folder / "link.png").symlink_to(secret)
@@ -140,10 +140,10 @@ def test_I25_hostile_paths_are_rejected_each_with_its_reason(folder: Path, tmp_p
     assert reasons == paths
 
 
-def test_rows_that_repeat_or_name_nothing_are_counted(folder: Path) -> None:
+def test_repeated_and_empty_paths_are_counted(folder: Path) -> None:
     rows = [{"path": path} for path in ("a.png", "./a.png", "sub/../a.png", None, "", "sub/b.png")]
     settings = recipe(write(folder, "jsonl", rows), captions={}).datasets[0]
-    walk = walk_listing(settings, source_at(settings.root))
+    walk = walk_manifest(settings, source_at(settings.root))
     assert sorted(found.path for found in walk.images) == ["a.png", "sub/b.png"]
     assert walk.passed_over == {"listed_twice": 2, "rows_without_path": 2}
 
@@ -158,61 +158,73 @@ def test_rows_that_repeat_or_name_nothing_are_counted(folder: Path) -> None:
         ("list.csv", b"path,text\na.png,x\n", "no column 'caption'"),
     ],
 )
-def test_a_listing_that_cannot_be_used_is_an_error_that_names_it(
+def test_an_unusable_manifest_is_an_error_that_names_the_file(
     folder: Path, name: str, content: bytes, what: str
 ) -> None:
-    listing = folder / name
-    listing.write_bytes(content)
+    manifest = folder / name
+    manifest.write_bytes(content)
     with pytest.raises(DatasetError) as caught:
-        scan(recipe(listing), Tables(folder.parent / "out"), log=str)
+        scan(recipe(manifest), Tables(folder.parent / "out"), log=str)
     assert what in caught.value.what
-    assert caught.value.where == str(listing)
+    assert caught.value.where == str(manifest)
     assert caught.value.fix
 
 
 @pytest.mark.parametrize(
     ("name", "content", "what", "fix"),
     [
-        ("a.csv", b"path;caption\na.png;x\n", "'path;caption'", "separate its columns by commas, not by ';'"),
-        ("a.csv", b"path\tcaption\na.png\tx\n", "no column", r"not by '\t'"),
-        ("a.csv", b"a.png,a cat\nb.png,x\n", "no column 'path'", "names into its first line"),
+        (
+            "a.csv",
+            b"path;caption\na.png;x\n",
+            "'path;caption'",
+            "separate the columns by commas instead of ';'",
+        ),
+        ("a.csv", b"path\tcaption\na.png\tx\n", "no column", r"instead of '\t'"),
+        ("a.csv", b"a.png,a cat\nb.png,x\n", "no column 'path'", "names in the first line"),
         (
             "a.csv",
             b"path,caption\na.png,x\nb.png,a, b\n",
-            "line 3 has 3 fields, the heading 2",
+            "line 3 has 3 fields, but the header has 2",
             "double quotes",
         ),
         (
             "a.csv",
             b"path,caption\na.png,caf\xe9\n",
-            "byte 0xe9 in line 2 is no UTF-8",
+            "byte 0xe9 in line 2 is not valid UTF-8",
             "save the file as UTF-8",
         ),
-        ("a.csv", b"", "cannot be read", "write the file anew"),
+        ("a.csv", b"", "cannot be read", "save the file again"),
         (
             "a.jsonl",
             b'{"path": "a.png", "caption": "x"}\n{oops\n',
-            "line 2 is no JSON",
-            "one JSON object a line",
+            "line 2 is not valid JSON",
+            "one JSON object per line",
         ),
-        pytest.param("a.jsonl", b"[" * 200_000, "line 1 is no JSON", "one JSON object a line", id="deep"),
-        ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is no JSON object", "one JSON object a line"),
+        pytest.param(
+            "a.jsonl", b"[" * 200_000, "line 1 is not valid JSON", "one JSON object per line", id="deep"
+        ),
+        ("a.jsonl", b'[{"path": "a.png"}]\n', "line 1 is not a JSON object", "one JSON object per line"),
         (
             "a.jsonl",
             b'{"file_name": "a.png", "text": "x"}\n',
             "no column 'path'",
-            "what holds the paths, and ",
+            "the column with the paths, and ",
         ),
-        ("a.jsonl", b'{"path": ["a.png"], "caption": "x"}\n', "'path' holds List", "a column of text"),
+        (
+            "a.jsonl",
+            b'{"path": ["a.png"], "caption": "x"}\n',
+            "'path' must hold one path per row, got List",
+            "a text column",
+        ),
         (
             "a.jsonl",
             b'{"path": "a.png", "caption": {"en": "x"}}\n',
-            "'caption' holds Struct",
+            "'caption' must hold captions, got Struct",
             "columns of text",
         ),
     ],
 )
-def test_a_listing_of_another_form_is_told_by_line_and_with_what_to_write(
+def test_a_malformed_manifest_is_an_error_with_line_and_fix(
     folder: Path, name: str, content: bytes, what: str, fix: str
 ) -> None:
     (folder / name).write_bytes(content)
@@ -223,7 +235,7 @@ def test_a_listing_of_another_form_is_told_by_line_and_with_what_to_write(
     assert "truncate_ragged_lines" not in str(caught.value)
 
 
-def test_numbers_as_captions_and_names_in_a_csv_stay_as_they_are_written(folder: Path) -> None:
+def test_digits_in_a_csvs_captions_and_paths_stay_as_written(folder: Path) -> None:
     (folder / "007").write_bytes(picture(7))
     (folder / "a.csv").write_text("path,caption\n007,0010\n", encoding="utf-8")
     kept, reasons = run(recipe(folder / "a.csv"))
@@ -236,7 +248,7 @@ def all_captions(kept: pl.DataFrame) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
-def test_a_column_of_lists_holds_several_captions_an_image(folder: Path, kind: str) -> None:
+def test_a_column_of_lists_gives_several_captions_per_image(folder: Path, kind: str) -> None:
     rows = [
         {"path": "a.png", "caption": ["a cat", "", None, "a small cat"]},
         {"path": "sub/b.png", "caption": ["a dog"]},
@@ -248,20 +260,22 @@ def test_a_column_of_lists_holds_several_captions_an_image(folder: Path, kind: s
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_an_image_in_several_rows_has_the_captions_of_all_that_are_chosen(folder: Path, kind: str) -> None:
+def test_an_image_in_several_rows_has_the_captions_of_all_rows_that_pass_the_filter(
+    folder: Path, kind: str
+) -> None:
     more = [
         {"path": "./a.png", "caption": "a tabby", "other": None, "score": 8},
         {"path": "a.png", "caption": "a cat", "other": None, "score": 9},
         {"path": "a.png", "caption": "badly put", "other": None, "score": 1},
     ]
-    listing = write(folder, kind, [*ROWS, *more])
-    kept, _ = run(recipe(listing))
+    manifest = write(folder, kind, [*ROWS, *more])
+    kept, _ = run(recipe(manifest))
     assert all_captions(kept)["a.png"] == ["a cat", "a tabby", "badly put"]
-    kept, _ = run(recipe(listing, filters={"where": "score > 2"}))
+    kept, _ = run(recipe(manifest, filters={"where": "score > 2"}))
     assert all_captions(kept) == {"a.png": ["a cat", "a tabby"], "sub/b.png": ["a dog"]}
 
 
-def test_whole_paths_below_the_datasets_folder_are_taken(folder: Path) -> None:
+def test_absolute_paths_below_the_datasets_folder_are_accepted(folder: Path) -> None:
     rows = [{**row, "path": str(folder / str(row["path"]))} for row in ROWS]
     kept, _ = run(recipe(write(folder, "csv", rows)))
     assert kept["sample_id"].to_list() == ["d/a.png", "d/sub/b.png"]
@@ -270,26 +284,26 @@ def test_whole_paths_below_the_datasets_folder_are_taken(folder: Path) -> None:
     assert list(reasons.values()) == ["outside_dataset"]
 
 
-def test_paths_with_backslashes_are_told_to_have_slashes(folder: Path) -> None:
-    listing = write(folder, "csv", [{"path": r".\sub\b.png", "caption": "x"}])
-    used = recipe(listing)
-    (problem,) = walk_listing(used.datasets[0], source_at(folder)).problems
-    assert problem.fix == "write / in its paths, not \\"
+def test_paths_with_backslashes_get_a_fix(folder: Path) -> None:
+    manifest = write(folder, "csv", [{"path": r".\sub\b.png", "caption": "x"}])
+    used = recipe(manifest)
+    (problem,) = walk_manifest(used.datasets[0], source_at(folder)).problems
+    assert problem.fix == "use / instead of \\ in its paths"
 
 
-def test_C03_captions_that_the_listing_could_have_are_told_of(folder: Path) -> None:
+def test_C03_missing_captions_suggest_the_manifests_columns(folder: Path) -> None:
     used = recipe(write(folder, "csv"), captions={})
     tables = Tables(used.output_dir)
     rejected = validate(used, scan(used, tables, log=str).table, tables, log=str).rejected
     assert all("captions: {from: column" in fix for fix in rejected["fix"])
 
 
-def test_a_listing_that_is_not_there_is_an_error(folder: Path) -> None:
+def test_a_missing_manifest_is_an_error(folder: Path) -> None:
     with pytest.raises(DatasetError, match="cannot be read"):
         scan(recipe(folder / "none.csv"), Tables(folder.parent / "out"), log=str)
 
 
-def test_an_unchanged_listing_reads_no_image_again(folder: Path, settled: Any) -> None:
+def test_images_of_an_unchanged_manifest_are_not_read_again(folder: Path, settled: Any) -> None:
     used = recipe(write(folder, "csv"))
     tables = Tables(used.output_dir)
     tables.write("raw_images", scan(used, tables, log=str).table)
@@ -297,11 +311,11 @@ def test_an_unchanged_listing_reads_no_image_again(folder: Path, settled: Any) -
     assert scan(used, tables, log=str).report["read"] == 0
 
 
-def test_a_focus_from_the_listing_decides_the_crop(folder: Path) -> None:
+def test_the_manifests_focus_point_decides_the_crop(folder: Path) -> None:
     focuses = [(0.0, 0.0), (1.0, None), (None, None)]
     rows = [row | {"x": x, "y": y} for row, (x, y) in zip(ROWS, focuses, strict=True)]
-    listing = write(folder, "parquet", rows)
-    made = focused(listing, ("x", "y"))
+    manifest = write(folder, "parquet", rows)
+    made = focused(manifest, ("x", "y"))
     kept, rejected = run(made)
     assert rejected == {}
     table = assign_buckets(made, kept, log=str).table
@@ -314,40 +328,40 @@ def test_a_focus_from_the_listing_decides_the_crop(folder: Path) -> None:
     }
 
 
-def test_of_an_image_in_several_rows_the_focus_is_that_of_the_first_that_is_chosen(folder: Path) -> None:
+def test_an_image_in_several_rows_has_the_focus_of_the_first_row_that_passes_the_filter(folder: Path) -> None:
     focuses = [(0.1, 0.2, 3), (2.0, 2.0, 1), (0.3, 0.4, 7), (0.5, 0.6, 8)]
     rows = [ROWS[0] | {"x": x, "y": y, "score": score} for x, y, score in focuses]
-    listing = write(folder, "csv", rows)
+    manifest = write(folder, "csv", rows)
     settings = {
         "captions": {"from": "fixed", "text": "a"},
         "focus_columns": ("x", "y"),
         "buckets": {"crop": "focus"},
     }
     for where, focus in (("score > 1", (0.1, 0.2)), ("score > 5", (0.3, 0.4))):
-        kept, rejected = run(recipe(listing, filters={"where": where}, **settings))
+        kept, rejected = run(recipe(manifest, filters={"where": where}, **settings))
         assert rejected == {}
         assert kept.select("focus_x", "focus_y").rows() == [focus]
 
 
 @pytest.mark.parametrize("wrong", [1.01, -0.5, float("nan")])
-def test_a_focus_outside_of_the_image_is_rejected(folder: Path, wrong: float) -> None:
-    listing = write(folder, "parquet", [ROWS[0] | {"x": 0.5, "y": wrong}])
-    kept, rejected = run(focused(listing, ("x", "y")))
+def test_a_focus_point_outside_the_image_is_rejected(folder: Path, wrong: float) -> None:
+    manifest = write(folder, "parquet", [ROWS[0] | {"x": 0.5, "y": wrong}])
+    kept, rejected = run(focused(manifest, ("x", "y")))
     assert len(kept) == 0
     assert rejected == {"a.png": "focus_outside"}
 
 
-def test_focus_columns_that_cannot_be_used_are_an_error_that_names_them(folder: Path) -> None:
-    listing = write(folder, "csv", [ROWS[0] | {"x": "left", "y": 0.5}])
-    with pytest.raises(DatasetError, match="'x' holds String that are no numbers") as raised:
-        run(focused(listing, ("x", "y")))
-    assert raised.value.where == str(listing)
+def test_an_unusable_focus_column_is_an_error_that_names_it(folder: Path) -> None:
+    manifest = write(folder, "csv", [ROWS[0] | {"x": "left", "y": 0.5}])
+    with pytest.raises(DatasetError, match="'x' must hold numbers, got String") as raised:
+        run(focused(manifest, ("x", "y")))
+    assert raised.value.where == str(manifest)
     with pytest.raises(DatasetError, match="no column 'z'"):
-        run(focused(listing, ("x", "z")))
+        run(focused(manifest, ("x", "z")))
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
-def test_C06_rows_removed_and_reordered_leave_each_image_its_caption(folder: Path, kind: str) -> None:
+def test_C06_removing_and_reordering_rows_keeps_each_images_caption(folder: Path, kind: str) -> None:
     kept, _ = run(recipe(write(folder, kind)))
     captions = dict(kept.select("path", "caption").rows())
     assert len(captions) == 2
@@ -356,7 +370,9 @@ def test_C06_rows_removed_and_reordered_leave_each_image_its_caption(folder: Pat
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
-def test_a_listing_in_a_bucket_names_images_there_or_elsewhere(folder: Path, kind: str, s3: str) -> None:
+def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
+    folder: Path, kind: str, s3: str
+) -> None:
     del s3
     rows = [*ROWS, {"path": "../out.png"}, {"path": "gone.png"}]
     here = write(folder, kind, rows)
@@ -374,26 +390,26 @@ def test_a_listing_in_a_bucket_names_images_there_or_elsewhere(folder: Path, kin
         assert refused == reasons
 
 
-def test_whole_addresses_below_the_datasets_are_taken_and_others_lead_out(folder: Path, s3: str) -> None:
+def test_full_addresses_below_the_dataset_are_accepted_and_others_rejected(folder: Path, s3: str) -> None:
     del s3
     write(folder, "csv")
     address = in_bucket(folder).address
     inside = {f"{address}/a.png": "d/a.png", f"{address}//sub/../sub/b.png": "d/sub/b.png"}
     outside = [f"{address}-other/a.png", f"{address}/../a.png", "https://example.org/a.png"]
-    listing = write(folder, "jsonl", [{"path": path, "caption": "x"} for path in [*inside, *outside]])
-    kept, reasons = run(recipe(listing, images=address))
+    manifest = write(folder, "jsonl", [{"path": path, "caption": "x"} for path in [*inside, *outside]])
+    kept, reasons = run(recipe(manifest, images=address))
     assert kept["sample_id"].to_list() == list(inside.values())
     assert reasons == dict.fromkeys(outside, "outside_dataset")
-    _, reasons = run(recipe(listing))
+    _, reasons = run(recipe(manifest))
     assert reasons == dict.fromkeys([*inside, *outside], "outside_dataset")
 
 
-def test_a_listing_in_a_bucket_that_cannot_be_read_says_so(folder: Path, s3: str) -> None:
+def test_an_unreadable_manifest_in_an_object_store_is_an_error(folder: Path, s3: str) -> None:
     del s3
     (folder / "bad.csv").write_bytes(b"path\n\xff\xfe\n")
     address = in_bucket(folder).address
     for name in ("bad.csv", "none.csv"):
         settings = recipe(folder / "x.csv", path=f"{address}/{name}").datasets[0]
-        with pytest.raises(DatasetError, match="the listing cannot be read") as caught:
-            read_listing(settings)
+        with pytest.raises(DatasetError, match="the manifest cannot be read") as caught:
+            read_manifest(settings)
         assert caught.value.where == f"{address}/{name}"

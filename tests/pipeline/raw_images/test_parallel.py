@@ -1,80 +1,80 @@
-"""Threads: order, errors, and a bound on what is under way."""
+"""Threads keep the order of results, pass errors on, and hold a bounded number of items."""
 
 from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
-from pipeline.raw_images.parallel import CHUNK_ITEMS, CHUNK_S, in_threads, num_threads
+from pipeline.raw_images.parallel import ITEMS_PER_THREAD, in_threads, num_threads
 
 
-@pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 7 * CHUNK_ITEMS + 3, 2000])
+@pytest.mark.parametrize("count", [0, 1, ITEMS_PER_THREAD, 7 * ITEMS_PER_THREAD + 3, 2000])
 def test_results_come_in_the_order_of_the_items(count: int) -> None:
     items = list(range(count))
-    assert list(in_threads(str, items, log=print, doing="told")) == [str(item) for item in items]
+    assert list(in_threads(str, items, log=print, doing="items done")) == [str(item) for item in items]
 
 
-def test_L12_only_a_few_chunks_are_under_way() -> None:
-    done: list[int] = []
+def test_L12_a_caller_that_stops_early_has_started_only_a_few_items() -> None:
+    started: list[int] = []
     lock = threading.Lock()
 
     def work(item: int) -> int:
         with lock:
-            done.append(item)
+            started.append(item)
         return item
 
-    results = in_threads(work, range(100_000), log=print, doing="told")
+    results = in_threads(work, range(100_000), log=print, doing="items done")
     next(results)
     results.close()
-    assert len(done) <= 3 * num_threads() * CHUNK_ITEMS
+    assert len(started) <= num_threads() * ITEMS_PER_THREAD
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_L12_never_more_items_are_under_way_than_is_said(threads: int) -> None:
-    """Chunks of the fastest work, whatever their length, end where the bound does."""
+def test_L12_the_number_of_items_in_progress_is_bounded(threads: int) -> None:
     taken: list[int] = []
 
     class Items(list[int]):
-        def __getitem__(self, place: Any) -> Any:
-            taken.extend(items := super().__getitem__(place))
-            return items
+        def __iter__(self) -> Iterator[int]:
+            for item in super().__iter__():
+                taken.append(item)
+                yield item
 
     most = 0
-    results = in_threads(str, Items(range(5_000)), log=print, doing="told", threads=threads)
-    for given, _ in enumerate(results):
-        most = max(most, len(taken) - given)
-    assert most <= 3 * threads * CHUNK_ITEMS
+    results = in_threads(str, Items(range(5_000)), log=print, doing="items done", threads=threads)
+    for num_yielded, _ in enumerate(results):
+        most = max(most, len(taken) - num_yielded)
+    assert most <= threads * ITEMS_PER_THREAD + 1
 
 
-def test_items_that_take_long_are_taken_one_at_a_time_so_that_all_threads_have_work_to_the_end() -> None:
+def test_all_threads_have_work_until_the_end_when_items_take_long() -> None:
     last_two = threading.Barrier(2, timeout=20)
-    items = range(2 * 3 * CHUNK_ITEMS + 34)
+    items = range(2 * ITEMS_PER_THREAD + 34)
 
     def work(item: int) -> None:
-        time.sleep(2 * CHUNK_S)
+        time.sleep(0.008)
         if item >= len(items) - 2:
             last_two.wait()
 
-    list(in_threads(work, items, log=print, doing="told", threads=2))
+    list(in_threads(work, items, log=print, doing="items done", threads=2))
 
 
-def test_what_the_function_raises_is_raised_here() -> None:
+def test_an_exception_of_the_function_is_raised_to_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         list(in_threads(lambda item: 1 // (item - 500), range(2000), log=print, doing="divided"))
 
 
-def test_progress_is_told_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
     lines: list[str] = []
 
-    def until_told(item: int) -> int:
+    def wait_for_progress(item: int) -> int:
         while item == 1999 and not lines:
             time.sleep(0.001)
         return item
 
-    list(in_threads(until_told, range(2000), log=lines.append, doing="images read"))
+    list(in_threads(wait_for_progress, range(2000), log=lines.append, doing="images read"))
     assert lines[0].startswith("images read: ")
     assert " of 2,000 (" in lines[0]

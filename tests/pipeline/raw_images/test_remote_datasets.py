@@ -1,4 +1,4 @@
-"""A dataset that lies elsewhere is read as the same files in a folder of this machine are."""
+"""A remote dataset gives the same samples as the same files in a local folder."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def filled(folder: Folder) -> Folder:
 
 
 @pytest.fixture(params=BACKENDS)
-def there(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[Elsewhere]:
+def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[Elsewhere]:
     kind = request.param
     if "s3" in kind:
         request.getfixturevalue("s3")
@@ -64,13 +64,13 @@ def there(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Ite
 
 
 @pytest.fixture
-def moved(filled: Folder, there: Elsewhere, tmp_path: Path) -> Folder:
-    """The same dataset, read from there."""
-    return Folder(there.address, tmp_path / "elsewhere")
+def moved(filled: Folder, remote: Elsewhere, tmp_path: Path) -> Folder:
+    """The same dataset, read from a remote address."""
+    return Folder(remote.address, tmp_path / "elsewhere")
 
 
-def told(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
-    """All that a run says of the dataset, but for where it lies and when it was made."""
+def outcome(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
+    """Everything that a run reports about the dataset, except its address and the time."""
     report, result = folder.scan().report, folder.validate()
     kept = result.table.select("sample_id", "content_hash", "height", "width", "caption", "caption_from")
     rejected = folder.tables.read_rejected().select("sample_id", "stage", "reason", "content_hash")
@@ -86,10 +86,12 @@ def told(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
     }
 
 
-def test_what_is_read_elsewhere_is_what_is_read_here(filled: Folder, moved: Folder, there: Elsewhere) -> None:
-    here = told(filled, lambda name: there.quote(name).replace("sidecar%3A", "sidecar:"))
-    assert len(here["kept"]) == 4
-    assert told(moved) == here
+def test_a_remote_dataset_gives_the_same_samples_as_a_local_one(
+    filled: Folder, moved: Folder, remote: Elsewhere
+) -> None:
+    expected = outcome(filled, lambda name: remote.quote(name).replace("sidecar%3A", "sidecar:"))
+    assert len(expected["kept"]) == 4
+    assert outcome(moved) == expected
     pictures = [
         write_dataset_report(
             each.recipe,
@@ -101,41 +103,39 @@ def test_what_is_read_elsewhere_is_what_is_read_here(filled: Folder, moved: Fold
     ]
     for name in ("kept.jpg", "rejected.jpg"):
         one, other = ((folder / name).read_bytes() for folder in pictures)
-        assert one == other or there.quote is quote  # another order of names there
+        assert one == other or remote.quote is quote  # the remote names sort differently
 
 
 @pytest.mark.usefixtures("settled_everywhere")
-def test_an_unchanged_file_elsewhere_is_not_read_again_and_a_changed_one_is(
-    filled: Folder, moved: Folder, there: Elsewhere
-) -> None:
+def test_only_changed_remote_files_are_read_again(filled: Folder, moved: Folder, remote: Elsewhere) -> None:
     moved.ingest()
     again = moved.scan().report
     assert (again["read"], again["unchanged"], again["rejected_unchanged"]) == (0, 4, 2)
     assert moved.validate().report["decoded"] == 0
     filled.add("a b.png", filled.picture(99, 30, 50), caption="other words")
     (filled.root / "sub/deep/d.jpg").unlink()
-    there.publish()
+    remote.publish()
     changed = moved.scan()
     assert changed.report["unchanged"] == 2
     kept = moved.validate()
     assert kept.report["decoded"] == 1
     assert dict(kept.table.select("path", "caption").rows()) == {
-        there.quote("a b.png"): "other words",
-        there.quote("sub/üc.png"): "two",
+        remote.quote("a b.png"): "other words",
+        remote.quote("sub/üc.png"): "two",
         "plain": "four",
     }
     assert kept.table.filter(pl.col("caption") == "other words")["height"].item() == 30
     filled.add("sub/üc.png", filled.picture(98))
-    there.publish()
+    remote.publish()
     (gone,) = moved.validate().rejected.rows(named=True)
-    assert (gone["path"], gone["reason"]) == (there.quote("sub/üc.png"), "changed")
+    assert (gone["path"], gone["reason"]) == (remote.quote("sub/üc.png"), "changed")
 
 
 @pytest.mark.usefixtures("settled_everywhere")
-def test_files_of_another_address_are_read_although_names_sizes_and_times_are_the_same(
+def test_files_at_a_new_address_are_read_even_if_names_sizes_and_times_are_equal(
     folder: Folder, tmp_path: Path
 ) -> None:
-    """As of two folders of one server that tells no versions, when the recipe's path changes."""
+    """This happens if the recipe's path changes between two folders of a server without file versions."""
     for seed, name in enumerate(("one", "two")):
         folder.root = tmp_path / name
         path = folder.add("a.bmp", folder.picture(seed, kind="BMP"), caption=f"of {seed}")
@@ -156,22 +156,22 @@ def settled_everywhere(settled: Callable[[], None], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("pipeline.validated_dataset.stage.CLOCK_GRANULARITY_NS", -(10**18))
 
 
-def refused(address: object, tmp_path: Path) -> DatasetError:
+def scan_error(address: object, tmp_path: Path) -> DatasetError:
     with pytest.raises(DatasetError) as caught:
         Folder(address, tmp_path / "out").scan()
     assert str(address).split("::")[0].rstrip("/") in caught.value.where
     return caught.value
 
 
-def test_a_missing_package_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_missing_package(tmp_path: Path) -> None:
     for address, package in (("gs://bucket/x", "gcsfs"), ("zip://x::abfs://c/a.zip", "adlfs")):
-        error = refused(address, tmp_path)
+        error = scan_error(address, tmp_path)
         assert "package that is not installed" in error.what
         assert error.fix == f"pip install {package}"
 
 
 @pytest.mark.usefixtures("s3")
-def test_an_address_without_anything_says_so(tmp_path: Path) -> None:
+def test_an_empty_address_is_an_error(tmp_path: Path) -> None:
     archive = in_archive(tmp_path, tmp_path / "a.zip").address.partition("::")[2]
     bucket = in_bucket(tmp_path).address
     for address in (
@@ -182,14 +182,14 @@ def test_an_address_without_anything_says_so(tmp_path: Path) -> None:
         f"zip://x::{tmp_path}/none.zip",
         f"dir://nothing::{tmp_path}",
     ):
-        assert "the dataset address does not exist" in refused(address, tmp_path).what
-    assert "it is a file" in refused(f"{bucket}/a.zip", tmp_path).what
-    assert "BadZipFile" in refused(f"zip://x::{__file__}", tmp_path).what
+        assert "the dataset address does not exist" in scan_error(address, tmp_path).what
+    assert "it is a file" in scan_error(f"{bucket}/a.zip", tmp_path).what
+    assert "BadZipFile" in scan_error(f"zip://x::{__file__}", tmp_path).what
 
 
-def test_a_server_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_an_error_names_the_server_that_does_not_answer(tmp_path: Path) -> None:
     with web_server(tmp_path) as url:
         pass
-    error = refused(f"{url}/photos", tmp_path)
+    error = scan_error(f"{url}/photos", tmp_path)
     assert "Cannot connect to host 127.0.0.1" in error.what
     assert "the service responds" in error.fix

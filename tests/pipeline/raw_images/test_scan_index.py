@@ -1,4 +1,4 @@
-"""What a validation finds out is trusted by the next one, as long as nothing that decided it has changed."""
+"""Results of an earlier validation are reused as long as their inputs are unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 import polars as pl
 import pytest
 
-from pipeline.raw_images import scan_index as known
+from pipeline.raw_images import scan_index
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
 from pipeline.storage.source import LocalSource
 from pipeline.validated_dataset import stage
@@ -25,11 +25,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     paths: list[str] = []
     caption_of = stage.caption_of
 
-    def counted(settings: Any, source: Any, path: str, listed: Any, **values: Any) -> Any:
+    def recorded(settings: Any, source: Any, path: str, texts: Any, **values: Any) -> Any:
         paths.append(path)
-        return caption_of(settings, source, path, listed, **values)
+        return caption_of(settings, source, path, texts, **values)
 
-    monkeypatch.setattr(stage, "caption_of", counted)
+    monkeypatch.setattr(stage, "caption_of", recorded)
     return paths
 
 
@@ -73,7 +73,7 @@ def test_L01_a_caption_edited_to_the_same_size_and_time_is_read_again(
     assert read[3:] == ["a.png"]
 
 
-def test_a_caption_as_new_as_the_clock_can_tell_is_read_again(filled: Folder, read: list[str]) -> None:
+def test_a_caption_within_the_clocks_granularity_is_read_again(filled: Folder, read: list[str]) -> None:
     assert CLOCK_GRANULARITY_NS > 0
     filled.ingest()
     filled.ingest()
@@ -82,7 +82,7 @@ def test_a_caption_as_new_as_the_clock_can_tell_is_read_again(filled: Folder, re
 
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("change", [{"prefix": "new "}, {"from": "filename"}, {"suffix": ".cap"}], ids=str)
-def test_other_settings_read_every_caption_again(
+def test_changed_settings_read_every_caption_again(
     filled: Folder, read: list[str], change: dict[str, Any]
 ) -> None:
     for name in ("a", "sub/b", "c"):
@@ -97,7 +97,7 @@ def test_other_settings_read_every_caption_again(
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_caption_that_is_gone_is_missed_and_one_of_another_image_is_not_taken(filled: Folder) -> None:
+def test_a_deleted_caption_is_missing_and_a_renamed_one_belongs_to_its_new_image(filled: Folder) -> None:
     filled.ingest()
     (filled.root / "a.txt").unlink()
     result = filled.ingest()
@@ -109,7 +109,7 @@ def test_a_caption_that_is_gone_is_missed_and_one_of_another_image_is_not_taken(
 
 
 @pytest.mark.usefixtures("settled")
-def test_a_moved_dataset_is_read_again(filled: Folder, read: list[str]) -> None:
+def test_the_captions_of_a_moved_dataset_are_read_again(filled: Folder, read: list[str]) -> None:
     before = captions(filled)
     moved = filled.root.rename(filled.root.with_name("elsewhere"))
     filled.root = moved
@@ -118,7 +118,7 @@ def test_a_moved_dataset_is_read_again(filled: Folder, read: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("settled")
-def test_of_a_dataset_without_any_good_image_the_verdicts_are_kept_too(folder: Folder) -> None:
+def test_decode_results_are_stored_even_if_no_image_is_valid(folder: Folder) -> None:
     folder.add("bad.png", folder.picture()[:-30])
     first, again = folder.ingest(), folder.ingest()
     assert (first.report["decoded"], again.report["decoded"]) == (1, 0)
@@ -127,7 +127,7 @@ def test_of_a_dataset_without_any_good_image_the_verdicts_are_kept_too(folder: F
 
 @pytest.mark.usefixtures("settled")
 @pytest.mark.parametrize("damage", [b"", b"PAR1 no table", None])
-def test_damaged_indexes_are_as_good_as_none(filled: Folder, read: list[str], damage: bytes | None) -> None:
+def test_damaged_indexes_count_as_missing(filled: Folder, read: list[str], damage: bytes | None) -> None:
     first = filled.ingest()
     for file in sorted((filled.tables.folder / "known").iterdir()):
         if damage is None:
@@ -141,7 +141,7 @@ def test_damaged_indexes_are_as_good_as_none(filled: Folder, read: list[str], da
 
 
 @pytest.mark.usefixtures("settled")
-def test_an_image_that_changes_after_the_scan_is_seen_although_its_caption_is_known(filled: Folder) -> None:
+def test_an_image_changed_after_the_scan_is_noticed_even_if_its_caption_is_known(filled: Folder) -> None:
     filled.ingest()
     filled.scan()
     (filled.root / "a.png").write_bytes(b"changed")
@@ -156,13 +156,13 @@ class SlowSource(LocalSource):
         return super().stats(paths)
 
 
-def test_comparing_many_files_says_how_far_it_is(filled: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comparing_files_reports_progress(filled: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.02)
-    monkeypatch.setattr(known, "_AT_ONCE", 1)
+    monkeypatch.setattr(scan_index, "_BATCH_FILES", 1)
     raw = filled.scan().table
     (filled.root / "c.png").unlink()
-    said: list[str] = []
-    same = known.same_files({"d": SlowSource(filled.root)}, raw, log=said.append)
-    assert same.to_list() == [True, False, True]
-    assert said
-    assert all(line.startswith("files compared: ") and " of 3 " in line for line in said)
+    lines: list[str] = []
+    unchanged = scan_index.unchanged_files({"d": SlowSource(filled.root)}, raw, log=lines.append)
+    assert sorted(unchanged["sample_id"]) == ["d/a.png", "d/sub/b.png"]
+    assert lines
+    assert all(line.startswith("files compared: ") and " of 3 " in line for line in lines)

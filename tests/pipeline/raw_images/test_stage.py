@@ -1,4 +1,4 @@
-"""The scan: rows, rejections, what is read again and what is not, and that sources stay as they are."""
+"""The scan records and rejects images, rereads only changed files, and never changes the sources."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_image_has_its_size_hash_and_stat(folder: Any) -> None:
     assert (row["format"], row["orientation"], row["notes"]) == ("PNG", 1, "")
 
 
-def test_what_is_no_image_is_rejected_with_reason_and_fix_and_the_rest_goes_on(folder: Any) -> None:
+def test_files_that_are_not_images_are_rejected_with_reason_and_fix_and_the_others_kept(folder: Any) -> None:
     folder.add("good.png")
     folder.add("empty.jpg", b"")
     folder.add("words.jpg", b"these are only words")
@@ -49,9 +49,7 @@ def test_what_is_no_image_is_rejected_with_reason_and_fix_and_the_rest_goes_on(f
     assert report["rejected_by_reason"]["not_an_image"] == 2
 
 
-def test_I14_the_pixel_limit_is_the_recipes_and_holds_for_known_files_too(
-    folder: Any, settled: Settled
-) -> None:
+def test_I14_the_recipes_pixel_limit_also_applies_to_unchanged_files(folder: Any, settled: Settled) -> None:
     assert folder.recipe.checks.max_image_pixels == MAX_IMAGE_PX
     folder.add("small.png", folder.picture(1, 10, 10))
     folder.add("large.png", folder.picture(2, 40, 50))
@@ -65,7 +63,7 @@ def test_I14_the_pixel_limit_is_the_recipes_and_holds_for_known_files_too(
     assert folder.scan().report["kept"] == 2
 
 
-def test_files_that_have_not_changed_are_not_read_again(folder: Any, settled: Settled) -> None:
+def test_unchanged_files_are_not_read_again(folder: Any, settled: Settled) -> None:
     for index in range(4):
         folder.add(f"{index}.png", folder.picture(index))
     first = folder.scan()
@@ -77,13 +75,13 @@ def test_files_that_have_not_changed_are_not_read_again(folder: Any, settled: Se
 
 
 def test_a_file_changed_shortly_before_the_scan_is_read_again(folder: Any) -> None:
-    """As git's racy entries: within the clock's granularity a second change leaves the same stat."""
+    """Within the clock's granularity a second change may leave the same stat, as with git's racy entries."""
     folder.add("a.png")
     folder.scan()
     assert folder.scan().report["read"] == 1
 
 
-def test_edited_in_place_with_the_same_size_and_time_is_noticed(folder: Any, settled: Settled) -> None:
+def test_an_edit_that_keeps_size_and_modification_time_is_noticed(folder: Any, settled: Settled) -> None:
     path = folder.add("a.bmp", folder.picture(1, kind="BMP"))
     before = folder.scan().table["content_hash"][0]
     settled()
@@ -96,7 +94,7 @@ def test_edited_in_place_with_the_same_size_and_time_is_noticed(folder: Any, set
     assert result.table["content_hash"][0] != before
 
 
-def test_a_moved_file_and_a_new_decoder_are_read_again(
+def test_a_moved_file_is_read_again_and_so_is_every_file_with_a_new_decoder(
     folder: Any, settled: Settled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = folder.add("a.png")
@@ -109,8 +107,10 @@ def test_a_moved_file_and_a_new_decoder_are_read_again(
     assert folder.scan().report["read"] == 1
 
 
-def test_I18_files_dated_by_a_broken_clock_are_taken_and_known_again(folder: Any, settled: Settled) -> None:
-    """From 2262 on the nanoseconds do not fit into a column."""
+def test_I18_files_dated_far_in_the_future_are_kept_and_recognised_as_unchanged(
+    folder: Any, settled: Settled
+) -> None:
+    """From 2262 on, nanoseconds do not fit into a to_int64 64-bit column."""
     named = {"a.png": folder.add("a.png"), "é.png": folder.add("é.png"), "sub/b": folder.add("sub/b")}
     link = folder.root / "link.png"
     link.symlink_to(folder.add("../beside.png"))
@@ -119,7 +119,7 @@ def test_I18_files_dated_by_a_broken_clock_are_taken_and_known_again(folder: Any
     for path in (*named.values(), *folder.root.rglob("*.txt"), link):
         os.utime(path, ns=(date_ns, date_ns))
     if link.stat().st_mtime_ns != date_ns:
-        pytest.skip("this file system knows no such date")
+        pytest.skip("this file system cannot store such a date")
     assert folder.ingest().report["kept"] == 4
     settled()
     again = folder.scan().report
@@ -131,7 +131,7 @@ def test_I18_files_dated_by_a_broken_clock_are_taken_and_known_again(folder: Any
     assert folder.scan().report["unchanged"] == 2
 
 
-def test_I23_a_repaired_image_is_looked_at_again(folder: Any, settled: Settled) -> None:
+def test_I23_a_repaired_image_is_read_again(folder: Any, settled: Settled) -> None:
     path = folder.add("a.png", b"")
     assert len(folder.scan().rejected) == 1
     settled()
@@ -140,7 +140,7 @@ def test_I23_a_repaired_image_is_looked_at_again(folder: Any, settled: Settled) 
     assert (len(result.table), len(result.rejected)) == (1, 0)
 
 
-def test_I17_names_in_two_unicode_forms_collide_and_one_is_kept(folder: Any) -> None:
+def test_I17_of_two_names_that_differ_in_unicode_form_the_composed_one_is_kept(folder: Any) -> None:
     composed, decomposed = "caf\u00e9.png", "cafe\u0301.png"
     folder.add(composed, folder.picture(1))
     folder.add(decomposed, folder.picture(2))
@@ -155,7 +155,7 @@ def test_I17_names_in_two_unicode_forms_collide_and_one_is_kept(folder: Any) -> 
     assert result.report["in"] == 2
 
 
-def test_I17_the_id_is_composed_and_the_path_reopens_the_file(folder: Any) -> None:
+def test_I17_the_sample_id_is_composed_and_the_path_stays_as_spelled(folder: Any) -> None:
     folder.add("o\u0308de/cafe\u0301.png")
     (row,) = folder.scan().table.rows(named=True)
     assert row["sample_id"] == "d/\u00f6de/caf\u00e9.png"
@@ -165,19 +165,19 @@ def test_I17_the_id_is_composed_and_the_path_reopens_the_file(folder: Any) -> No
 @pytest.mark.parametrize(
     "name", ["a b'\"c.png", "new\nline.png", "\U0001f600.png", "x" * 251 + ".png", "a.b.c.png"]
 )
-def test_I18_odd_names_are_handled(folder: Any, name: str) -> None:
+def test_I18_unusual_names_are_kept(folder: Any, name: str) -> None:
     folder.add(name, caption=None)
     result = folder.scan()
     assert result.table["sample_id"].to_list() == [f"d/{name}"]
 
 
-def test_I18_names_that_are_no_utf8_are_rejected_with_their_bytes(folder: Any) -> None:
+def test_I18_names_that_are_not_utf8_are_rejected_with_their_bytes(folder: Any) -> None:
     names = [b"caf\xe9.png", b"caf\xe8.png", b"caf\\xe9.png"]
     for name in names:
         try:
             folder.add(os.fsdecode(name), folder.picture(), caption=None)
         except OSError:
-            pytest.skip("this file system takes UTF-8 names only")
+            pytest.skip("this file system accepts only UTF-8 names")
     result = folder.scan()
     assert result.table["path"].to_list() == ["caf\\xe9.png"]
     assert result.rejected["reason"].to_list() == ["name_undecodable"] * 2
@@ -190,7 +190,7 @@ def test_I16_underscores_dots_and_equal_stems_are_distinct_samples(folder: Any) 
     assert len(folder.scan().table) == 7
 
 
-def test_C09_captions_without_image_are_counted_and_named(folder: Any) -> None:
+def test_C09_captions_without_an_image_are_counted_and_listed(folder: Any) -> None:
     folder.add("a.png")
     folder.add("broken.png", b"")
     (folder.root / "lonely.txt").write_text("x")
@@ -199,7 +199,7 @@ def test_C09_captions_without_image_are_counted_and_named(folder: Any) -> None:
     assert report["named"]["captions_without_image"] == ["d/lonely.txt"]
 
 
-def test_C09_a_caption_is_not_alone_beside_a_rejected_image_or_one_without_a_suffix(folder: Any) -> None:
+def test_C09_a_caption_of_a_rejected_image_or_of_one_without_suffix_is_not_an_orphan(folder: Any) -> None:
     shutil.copy(folder.add("a.png"), folder.root / "scraped")
     (folder.root / "empty.png").touch()
     (folder.root / "gone.png").symlink_to(folder.root / "nowhere.png")
@@ -212,13 +212,13 @@ def test_C09_a_caption_is_not_alone_beside_a_rejected_image_or_one_without_a_suf
     assert report["passed_over"]["captions"] == 7
 
 
-def test_a_missing_dataset_is_a_clear_error(folder: Any) -> None:
+def test_a_missing_dataset_is_an_error(folder: Any) -> None:
     folder.root.rmdir()
     with pytest.raises(DatasetError, match=r"datasets\[\].path"):
         folder.scan()
 
 
-def test_I22_nothing_in_the_dataset_changes_even_when_it_is_read_only(folder: Any) -> None:
+def test_I22_the_dataset_is_not_changed_even_if_it_is_read_only(folder: Any) -> None:
     folder.add("sub/a.png")
     folder.add("b.png", b"")
 
@@ -238,7 +238,7 @@ def test_I22_nothing_in_the_dataset_changes_even_when_it_is_read_only(folder: An
     assert after == before
 
 
-def test_two_datasets_may_hold_the_same_names(folder: Any, tmp_path: Path) -> None:
+def test_two_datasets_may_have_files_of_the_same_name(folder: Any, tmp_path: Path) -> None:
     folder.add("a.png")
     other = tmp_path / "other"
     other.mkdir()
@@ -256,13 +256,13 @@ def test_two_datasets_may_hold_the_same_names(folder: Any, tmp_path: Path) -> No
     ]
 
 
-def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: Any, settled: Settled) -> None:
+def test_a_file_rejected_for_its_content_is_not_read_again(folder: Any, settled: Settled) -> None:
     folder.add("good.png")
     folder.add("empty.jpg", b"")
     folder.add("words.jpg", b"these are only words")
     folder.add("cut.png", folder.picture()[:30])
     folder.add("large.png", folder.picture(2, 40, 50))
-    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))  # a plug-in may come
+    folder.add("phone.jxl", b"\xff\x0a" + bytes(40))  # a plug-in may be installed later
     folder.checks = {"max_image_pixels": 1999}
     first = folder.scan()
     assert len(first.rejected) == 5
@@ -282,16 +282,14 @@ def test_a_file_that_was_rejected_for_what_it_holds_is_not_read_again(folder: An
     }
 
 
-def test_a_file_that_was_rejected_shortly_after_it_changed_is_read_again(folder: Any) -> None:
+def test_a_file_rejected_shortly_after_it_changed_is_read_again(folder: Any) -> None:
     folder.add("words.jpg", b"these are only words")
     folder.scan()
     report = folder.scan().report
     assert (report["read"], report["rejected_unchanged"]) == (1, 0)
 
 
-def test_what_is_remembered_of_rejected_files_and_is_damaged_is_found_out_anew(
-    folder: Any, settled: Settled
-) -> None:
+def test_a_damaged_index_of_rejected_files_counts_as_missing(folder: Any, settled: Settled) -> None:
     folder.add("words.jpg", b"these are only words")
     first = folder.scan()
     settled()

@@ -1,4 +1,4 @@
-"""Captions: sources, encodings, and one canonical form."""
+"""Captions come from their source in any encoding and end up in one canonical form."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.images.formats import ImageError
+from pipeline.raw_images.folder import sidecar_path
 from pipeline.recipe import CaptionSettings
 from pipeline.storage.source import LocalSource
-from pipeline.validated_dataset.captions import canonical, caption_of, sidecar_path
+from pipeline.validated_dataset.captions import canonical, caption_of
 
 
 def settings(**values: object) -> CaptionSettings:
     return CaptionSettings.model_validate(values)
 
 
-def refused(root: Path, data: bytes | None, **values: object) -> ImageError:
+def rejected(root: Path, data: bytes | None, **values: object) -> ImageError:
     if data is not None:
         (root / "a.txt").write_bytes(data)
     with pytest.raises(ImageError) as caught:
@@ -65,45 +66,45 @@ TEXT = "ein Caf\u00e9, \u732b \U0001f600"
         TEXT.encode("utf-16-be"),
     ],
 )
-def test_C02_byte_order_marks_and_utf16_are_understood(tmp_path: Path, data: bytes) -> None:
+def test_C02_byte_order_marks_and_utf16_are_recognised(tmp_path: Path, data: bytes) -> None:
     assert read(tmp_path, data) == TEXT
 
 
-def test_C01_a_windows_byte_is_named_by_file_line_and_byte(tmp_path: Path) -> None:
-    error = refused(tmp_path, b"first line\nna\xefve")
+def test_C01_an_undecodable_byte_is_reported_with_file_line_and_position(tmp_path: Path) -> None:
+    error = rejected(tmp_path, b"first line\nna\xefve")
     assert error.reason == "caption_undecodable"
     assert "byte 13 of its caption, 0xef in line 2" in error.detail
     assert str(tmp_path / "a.txt") in error.detail
     assert "fallback_encoding" in error.fix
 
 
-def test_C01_a_fallback_encoding_repairs_it_and_utf8_still_wins(tmp_path: Path) -> None:
+def test_C01_a_fallback_encoding_is_used_only_if_utf8_fails(tmp_path: Path) -> None:
     assert read(tmp_path, b"na\xefve", fallback_encoding="cp1252") == "na\u00efve"
     assert read(tmp_path, "na\u00efve".encode(), fallback_encoding="cp1252") == "na\u00efve"
     assert read(tmp_path, b"na\xefve", encoding="cp1252") == "na\u00efve"
-    assert refused(tmp_path, b"\x81", fallback_encoding="cp1252").reason == "caption_undecodable"
+    assert rejected(tmp_path, b"\x81", fallback_encoding="cp1252").reason == "caption_undecodable"
 
 
-def test_C03_a_missing_caption_says_what_lies_beside_the_image(tmp_path: Path) -> None:
-    error = refused(tmp_path, None)
-    assert (error.reason, "nothing else" in error.detail) == ("caption_missing", True)
+def test_C03_a_missing_caption_lists_the_suffixes_next_to_the_image(tmp_path: Path) -> None:
+    error = rejected(tmp_path, None)
+    assert (error.reason, "no other file" in error.detail) == ("caption_missing", True)
     for name in ("a.png", "a.jpg", "a.caption", "ab.txt", "a.TXT"):
         (tmp_path / name).touch()
-    error = refused(tmp_path, None)
-    assert "beside it lie .TXT, .caption" in error.detail
+    error = rejected(tmp_path, None)
+    assert "next to the image: .TXT, .caption" in error.detail
     assert "captions.suffix to .TXT" in error.fix
 
 
 @pytest.mark.parametrize("data", [b"", b" \r\n\t ", codecs.BOM_UTF8, b"\0\0\0", "\u3000\u200a\n".encode()])
 def test_C04_captions_without_text_are_empty(tmp_path: Path, data: bytes) -> None:
-    assert refused(tmp_path, data).reason == "caption_empty"
+    assert rejected(tmp_path, data).reason == "caption_empty"
 
 
-def test_captions_that_cannot_be_read(tmp_path: Path) -> None:
-    assert refused(tmp_path, b"x" * 1_000_001).reason == "caption_unreadable"
+def test_large_and_unreadable_captions_are_rejected(tmp_path: Path) -> None:
+    assert rejected(tmp_path, b"x" * 1_000_001).reason == "caption_unreadable"
     (tmp_path / "a.txt").unlink()
     (tmp_path / "a.txt").mkdir()
-    assert refused(tmp_path, None).reason == "caption_unreadable"
+    assert rejected(tmp_path, None).reason == "caption_unreadable"
 
 
 @pytest.mark.parametrize(
@@ -117,7 +118,7 @@ def test_captions_that_cannot_be_read(tmp_path: Path) -> None:
         ("a\u00a0b", "a b"),
     ],
 )
-def test_C07_the_canonical_form(text: str, wanted: str) -> None:
+def test_C07_a_caption_has_one_canonical_form(text: str, wanted: str) -> None:
     assert canonical(text) == wanted
 
 
@@ -129,7 +130,7 @@ def test_C07_canonical_is_idempotent_and_free_of_control_characters(text: str) -
     assert not any(ord(letter) < 32 and letter != "\n" for letter in once)
 
 
-def test_filename_and_fixed_captions(tmp_path: Path) -> None:
+def test_captions_may_come_from_the_filename_or_be_fixed(tmp_path: Path) -> None:
     caption = caption_of(settings(**{"from": "filename"}), LocalSource(tmp_path), "sub/a_red__car.v2.png")
     assert caption == (("a red car.v2",), "filename")
     assert caption_of(settings(**{"from": "fixed", "text": " a  cat "}), LocalSource(tmp_path), "x.png") == (
@@ -138,7 +139,7 @@ def test_filename_and_fixed_captions(tmp_path: Path) -> None:
     )
 
 
-def test_another_suffix(tmp_path: Path) -> None:
+def test_the_caption_suffix_can_be_set(tmp_path: Path) -> None:
     (tmp_path / "a.caption").write_text("words")
     assert caption_of(settings(suffix=".caption"), LocalSource(tmp_path), "a.png") == (
         ("words",),
@@ -146,19 +147,19 @@ def test_another_suffix(tmp_path: Path) -> None:
     )
 
 
-def test_C07_each_line_may_be_a_caption_of_its_own(tmp_path: Path) -> None:
+def test_C07_each_line_can_be_a_separate_caption(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\r\n\r\n  two \n\n")
     assert caption_of(settings(), LocalSource(tmp_path), "a.png").texts == ("one\ntwo",)
     assert caption_of(settings(lines="each"), LocalSource(tmp_path), "a.png").texts == ("one", "two")
 
 
-def test_captions_of_a_listing_are_canonical_and_empty_ones_are_left_out(tmp_path: Path) -> None:
+def test_a_manifests_captions_are_canonical_and_empty_ones_are_skipped(tmp_path: Path) -> None:
     column = settings(**{"from": "column"})
-    listed = ("  a   cat ", "", "a dog")
-    assert caption_of(column, LocalSource(tmp_path), "a.png", listed) == (("a cat", "a dog"), "column")
-    for nothing in ((), None, (" ", "\0")):
+    texts = ("  a   cat ", "", "a dog")
+    assert caption_of(column, LocalSource(tmp_path), "a.png", texts) == (("a cat", "a dog"), "column")
+    for no_text in ((), None, (" ", "\0")):
         with pytest.raises(ImageError) as caught:
-            caption_of(column, LocalSource(tmp_path), "a.png", nothing)
+            caption_of(column, LocalSource(tmp_path), "a.png", no_text)
         assert caught.value.reason == "caption_empty"
 
 
@@ -167,30 +168,32 @@ def json_captions(root: Path, data: str, **values: object) -> tuple[str, ...]:
     return caption_of(settings(suffix=".json", **values), LocalSource(root), "a.png").texts
 
 
-def test_of_a_json_file_the_caption_is_what_its_key_holds(tmp_path: Path) -> None:
-    said = '{"caption": "a  red\\ncaf\\u00e9", "tags": ["red", "", "wet"], "width": 3}'
-    assert json_captions(tmp_path, said) == ("a red\ncaf\u00e9",)
-    assert json_captions(tmp_path, "\ufeff" + said, json_key="tags") == ("red", "wet")
+def test_a_json_files_caption_is_the_value_of_its_key(tmp_path: Path) -> None:
+    content = '{"caption": "a  red\\ncaf\\u00e9", "tags": ["red", "", "wet"], "width": 3}'
+    assert json_captions(tmp_path, content) == ("a red\ncaf\u00e9",)
+    assert json_captions(tmp_path, "\ufeff" + content, json_key="tags") == ("red", "wet")
 
 
 @pytest.mark.parametrize(
     ("data", "reason", "what"),
     [
-        ("a plain text", "caption_undecodable", "is no JSON"),
-        ('["a", "b"]', "caption_missing", "it has no object"),
-        ('{"text": "a", "tags": []}', "caption_missing", "it has 'text', 'tags'"),
-        ('{"caption": {"en": "a"}}', "caption_undecodable", "neither a text nor a list of texts"),
-        ('{"caption": ["a", 3]}', "caption_undecodable", "neither a text nor a list of texts"),
-        ('{"caption": null}', "caption_undecodable", "neither a text nor a list of texts"),
-        ('{"caption": " "}', "caption_empty", "holds no text"),
-        ('{"caption": "a smile \\ud83d"}', "caption_undecodable", "has \\ud83d, which is half a character"),
-        ('{"caption": ["a", "\\ude00\\ud83d"]}', "caption_undecodable", "has \\ude00"),
-        pytest.param("[" * 200_000, "caption_undecodable", "is no JSON", id="deep"),
+        ("a plain text", "caption_undecodable", "is not valid JSON"),
+        ('["a", "b"]', "caption_missing", "must hold a JSON object"),
+        ('{"text": "a", "tags": []}', "caption_missing", "its keys are 'text', 'tags'"),
+        ('{"caption": {"en": "a"}}', "caption_undecodable", "must be a text or a list of texts"),
+        ('{"caption": ["a", 3]}', "caption_undecodable", "must be a text or a list of texts"),
+        ('{"caption": null}', "caption_undecodable", "must be a text or a list of texts"),
+        ('{"caption": " "}', "caption_empty", "is empty"),
+        (
+            '{"caption": "a smile \\ud83d"}',
+            "caption_undecodable",
+            "contains \\ud83d, half of a surrogate pair",
+        ),
+        ('{"caption": ["a", "\\ude00\\ud83d"]}', "caption_undecodable", "contains \\ude00"),
+        pytest.param("[" * 200_000, "caption_undecodable", "is not valid JSON", id="deep"),
     ],
 )
-def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
-    tmp_path: Path, data: str, reason: str, what: str
-) -> None:
+def test_a_json_file_without_a_caption_is_rejected(tmp_path: Path, data: str, reason: str, what: str) -> None:
     with pytest.raises(ImageError) as caught:
         json_captions(tmp_path, data)
     assert caught.value.reason == reason
@@ -198,19 +201,19 @@ def test_a_json_file_without_a_caption_is_refused_and_never_the_caption_itself(
     assert caught.value.fix
 
 
-def test_C07_half_a_character_of_any_encoding_is_refused_and_a_whole_one_in_two_escapes_taken(
+def test_C07_a_lone_surrogate_is_rejected_and_a_surrogate_pair_accepted(
     tmp_path: Path,
 ) -> None:
-    assert refused(tmp_path, b"+2D0-", encoding="utf-7").reason == "caption_undecodable"
+    assert rejected(tmp_path, b"+2D0-", encoding="utf-7").reason == "caption_undecodable"
     assert json_captions(tmp_path, '{"caption": "\\ud83d\\ude00"}') == ("\U0001f600",)
 
 
-def test_C03_a_list_of_captions_in_the_folder_is_told_of(tmp_path: Path) -> None:
+def test_C03_a_metadata_file_in_the_folder_is_suggested(tmp_path: Path) -> None:
     (tmp_path / "metadata.jsonl").write_text("{}", encoding="utf-8")
-    assert "let datasets[].path name metadata.jsonl" in refused(tmp_path, None).fix
+    assert "set datasets[].path to metadata.jsonl" in rejected(tmp_path, None).fix
 
 
-def test_C03_a_folder_is_listed_once_however_many_captions_are_missing(tmp_path: Path) -> None:
+def test_C03_a_folder_is_listed_once_even_if_many_captions_are_missing(tmp_path: Path) -> None:
     class Counted(LocalSource):
         listed = 0
 
@@ -222,11 +225,16 @@ def test_C03_a_folder_is_listed_once_however_many_captions_are_missing(tmp_path:
     for name in ("a.b.caption", "a.json", "sub/a.b.md", ".a.b.hidden"):
         (tmp_path / name).write_text("x", encoding="utf-8")
     source = Counted(tmp_path)
-    told: list[str] = []
+    others: list[str] = []
     for path in ("a.b.png", "a.png", "c.png", "sub/a.b.png", "a.b.jpg"):
         with pytest.raises(ImageError) as caught:
             caption_of(settings(), source, path)
-        told.append(caught.value.detail.partition("; ")[2])
-    beside = ["beside it lie .caption", "beside it lie .b.caption, .json", "nothing else has its name"]
-    assert told == [*beside, "beside it lie .md", "beside it lie .caption"]
+        others.append(caught.value.detail.partition("; ")[2])
+    assert others == [
+        "next to the image: .caption",
+        "next to the image: .b.caption, .json",
+        "no other file has its name",
+        "next to the image: .md",
+        "next to the image: .caption",
+    ]
     assert source.listed == 2

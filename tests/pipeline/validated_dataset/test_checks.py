@@ -1,4 +1,4 @@
-"""The checks of raw_images, validated_dataset and aspect_buckets on folders that deserve them."""
+"""The checks of the first three stages pass on good folders and close their gates on bad ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def closed(found: dict[str, Finding]) -> list[str]:
     return [name for name, finding in found.items() if finding.closes]
 
 
-def test_sound_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: Path) -> None:
+def test_good_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: Path) -> None:
     folder.root = photos
     folder.ingest()
     folder.assign()
@@ -36,7 +36,7 @@ def test_sound_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: 
             assert finding.fix == ""
 
 
-def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) -> None:
+def test_I08_a_dataset_without_images_reports_where_was_searched_and_what_was_found(folder: Any) -> None:
     (folder.root / "a.mp4").write_bytes(b"x")
     (folder.root / ".hidden.jpg").write_bytes(b"x")
     folder.scan()
@@ -48,7 +48,7 @@ def test_I08_no_image_says_what_was_searched_and_what_lies_there(folder: Any) ->
     assert "1 mp4" in finding.summary
 
 
-def test_I08_a_dataset_that_was_added_since_the_scan_is_not_searched_for_in_vain(folder: Any) -> None:
+def test_I08_a_dataset_added_after_the_scan_asks_for_a_new_scan(folder: Any) -> None:
     folder.add("a.png")
     folder.scan()
     recipe = folder.recipe
@@ -56,26 +56,26 @@ def test_I08_a_dataset_that_was_added_since_the_scan_is_not_searched_for_in_vain
     recipe = recipe.model_copy(update={"datasets": (*recipe.datasets, added)})
     found = {each.name: each for each in raw_images.run(CheckContext(recipe, folder.tables))}
     assert found["images_found"].closes
-    assert "dataset more has no image yet" in found["images_found"].summary
+    assert "dataset more has no images: it was added" in found["images_found"].summary
     assert "run the cache job" in found["images_found"].fix
 
 
-def test_I08_all_images_rejected_says_so(folder: Any) -> None:
+def test_I08_a_dataset_with_only_rejected_images_lists_the_reasons(folder: Any) -> None:
     folder.add("a.png", b"")
     folder.scan()
     found = checked(raw_images, folder)["images_found"]
-    assert found.summary.endswith("what lies there was rejected: 1 empty file; a.png: it has no bytes")
+    assert found.summary.endswith("all files were rejected: 1 empty file; a.png: the file is empty")
     assert "copy or download it again" in found.fix
 
 
-def test_a_single_oddity_is_told_in_the_singular(folder: Any) -> None:
+def test_one_unusual_file_is_counted_in_the_singular(folder: Any) -> None:
     folder.add("a.png")
     (folder.root / "film.txt").write_text("x")
     folder.scan()
-    assert checked(raw_images, folder)["oddities"].summary == "worth a look: 1 caption without image"
+    assert checked(raw_images, folder)["oddities"].summary == "unusual files: 1 caption without image"
 
 
-def test_I17_names_that_differ_in_case_or_form_close_a_gate_with_both_named(folder: Any) -> None:
+def test_I17_names_that_differ_only_in_case_or_unicode_form_close_the_gate(folder: Any) -> None:
     for index, name in enumerate(("Cat.png", "cat.png", "caf\u00e9.png", "cafe\u0301.png", "dog.png")):
         folder.add(name, folder.picture(index))
     if len(list(folder.root.glob("*.png"))) < 5:
@@ -90,7 +90,7 @@ def test_I17_names_that_differ_in_case_or_form_close_a_gate_with_both_named(fold
     assert closed(checked(raw_images, folder)) == []
 
 
-def test_a_lost_or_doubled_sample_closes_the_gate(folder: Any) -> None:
+def test_a_lost_sample_closes_the_gate(folder: Any) -> None:
     folder.add("a.png")
     folder.add("b.png", b"")
     result = folder.scan()
@@ -99,14 +99,14 @@ def test_a_lost_or_doubled_sample_closes_the_gate(folder: Any) -> None:
     assert "conservation" in closed(checked(raw_images, folder))
 
 
-def test_a_size_that_is_none_closes_the_gate(folder: Any) -> None:
+def test_an_impossible_number_of_channels_closes_the_gate(folder: Any) -> None:
     folder.add("a.png")
     table = folder.scan().table
     folder.tables.write("raw_images", table.with_columns(channels=pl.lit(5, pl.Int32)))
     assert closed(checked(raw_images, folder)) == ["shape_uniformity"]
 
 
-def test_bytes_a_pixel_far_from_the_others_of_a_format_warn(folder: Any) -> None:
+def test_unusual_bytes_per_pixel_within_a_format_warn(folder: Any) -> None:
     for index in range(12):
         folder.add(f"{index}.png", folder.picture(index))
     folder.add("huge.png", folder.picture(99) + b"\0" * 50_000)
@@ -118,7 +118,7 @@ def test_bytes_a_pixel_far_from_the_others_of_a_format_warn(folder: Any) -> None
     assert finding.numbers["not_judged"] == 1
 
 
-def test_oddities_are_named_and_warn_only(folder: Any, tmp_path: Path) -> None:
+def test_oddities_are_listed_and_only_warn(folder: Any, tmp_path: Path) -> None:
     folder.add("real.png")
     folder.add("wrong.jpg", folder.picture(3))
     (folder.root / "lonely.txt").write_text("x")
@@ -140,7 +140,7 @@ def test_oddities_are_named_and_warn_only(folder: Any, tmp_path: Path) -> None:
     ("caption", "gate"),
     [(None, "captions_present"), ("", "captions_present"), (b"na\xefve", "captions_decodable")],
 )
-def test_C03_a_caption_problem_closes_its_gate_whatever_the_share_until_allowed(
+def test_C03_a_caption_problem_closes_its_gate_at_any_rejected_fraction_until_allowed(
     folder: Any, caption: str | bytes | None, gate: str
 ) -> None:
     folder.checks = {"max_rejected_fraction": 1.0}
@@ -163,7 +163,9 @@ def test_I16_two_images_that_share_a_caption_close_the_gate(folder: Any) -> None
     assert found["captions_unshared"].rows == [{"caption": "d/x.txt", "images": "d/x.bmp | d/x.png"}]
 
 
-def test_too_many_rejections_of_both_stages_close_the_gate_and_none_left_always_does(folder: Any) -> None:
+def test_the_rejected_fraction_counts_both_stages_and_an_empty_dataset_always_closes_the_gate(
+    folder: Any,
+) -> None:
     folder.captions = {"from": "fixed", "text": "x"}
     for index in range(8):
         folder.add(f"{index}.png")
@@ -183,7 +185,7 @@ def test_too_many_rejections_of_both_stages_close_the_gate_and_none_left_always_
     assert closed(checked(validated_dataset, folder)) == ["rejected_fraction"]
 
 
-def test_I08_filters_that_leave_nothing_close_the_gate_for_good_and_are_named(folder: Any) -> None:
+def test_I08_filters_that_exclude_everything_close_the_gate_and_cannot_be_allowed(folder: Any) -> None:
     for index in range(3):
         folder.add(f"{index}.png")
     folder.add("bare.png", caption=None)
@@ -194,12 +196,12 @@ def test_I08_filters_that_leave_nothing_close_the_gate_for_good_and_are_named(fo
     finding = checked(validated_dataset, folder)["rejected_fraction"]
     assert finding.closes
     assert finding.summary.startswith("no samples are left of 5 images: 5 filter_min_height")
-    assert "change filters.min_height of the dataset d, which is 30" in finding.fix
+    assert "change filters.min_height of dataset d, now 30" in finding.fix
     assert "checks.allow" not in finding.fix
     assert len(finding.rows) == 5
 
 
-def test_I08_a_limit_of_filters_and_captions_together_names_whichever_removed_most(folder: Any) -> None:
+def test_I08_an_empty_dataset_names_the_most_frequent_reason_first(folder: Any) -> None:
     for index in range(3):
         folder.add(f"{index}.png")
     folder.add("large.png", folder.picture(9, 80, 80), caption=None)
@@ -211,14 +213,14 @@ def test_I08_a_limit_of_filters_and_captions_together_names_whichever_removed_mo
     assert finding.fix.startswith("3 filter min pixels, the first is d/0.png: change filters.min_pixels")
 
 
-def test_a_size_that_decodes_to_another_closes_the_gate(folder: Any) -> None:
+def test_a_size_other_than_the_scanned_one_closes_the_gate(folder: Any) -> None:
     folder.add("a.png")
     table = folder.ingest().table
     folder.tables.write("validated_dataset", table.with_columns(height=pl.col("height") + 1))
     assert closed(checked(validated_dataset, folder)) == ["shape_uniformity"]
 
 
-def test_I20_files_that_change_after_validation_close_the_gate_and_a_new_time_alone_does_not(
+def test_I20_files_changed_after_validation_close_the_gate_but_a_new_time_alone_does_not(
     folder: Any,
 ) -> None:
     same, other, gone = (
@@ -236,7 +238,7 @@ def test_I20_files_that_change_after_validation_close_the_gate_and_a_new_time_al
     assert {row["sample_id"] for row in found["file_size_outliers"].rows} == {"d/other.bmp", "d/gone.png"}
 
 
-def test_B01_a_sample_that_the_buckets_lost_closes_the_gate(folder: Any, tiny_sd: Path) -> None:
+def test_B01_a_sample_missing_from_the_buckets_closes_the_gate(folder: Any, tiny_sd: Path) -> None:
     folder.model = str(tiny_sd)
     folder.add("a.png")
     folder.add("b.png")
@@ -254,7 +256,7 @@ def test_B01_a_sample_that_the_buckets_lost_closes_the_gate(folder: Any, tiny_sd
         {"crop_left": pl.col("crop_left") + 1000},
     ],
 )
-def test_B03_sizes_that_are_not_the_buckets_or_not_divisible_close_the_gate(
+def test_B03_sizes_that_differ_from_the_bucket_or_are_not_divisible_close_the_gate(
     folder: Any, tiny_sd: Path, change: dict[str, pl.Expr]
 ) -> None:
     folder.model = str(tiny_sd)
@@ -266,7 +268,7 @@ def test_B03_sizes_that_are_not_the_buckets_or_not_divisible_close_the_gate(
     assert closed(checked(aspect_buckets, folder)) == ["shape_uniformity"]
 
 
-def test_conservation_names_the_lost_the_doubled_and_the_strangers() -> None:
+def test_conservation_lists_lost_duplicated_and_unknown_samples() -> None:
     outcome = check_conservation(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
     assert not outcome.passed
     assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
@@ -277,7 +279,7 @@ def test_conservation_names_the_lost_the_doubled_and_the_strangers() -> None:
     assert check_conservation(["a", "b"], ["a"], ["b"], "stage").passed
 
 
-def test_a_closed_gate_tells_the_most_frequent_reasons_each_with_count_and_fix(folder: Any) -> None:
+def test_a_closed_gate_lists_the_most_frequent_reasons_with_count_and_fix(folder: Any) -> None:
     folder.add("good.png")
     for index in range(3):
         folder.add(f"empty{index}.png", b"")

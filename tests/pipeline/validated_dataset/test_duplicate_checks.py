@@ -1,4 +1,4 @@
-"""The checks of validated_dataset that look for what is there more than once (FAILURES I24)."""
+"""Checks for duplicates and for leaks between training and validation (FAILURES I24)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from PIL import Image
 from skimage import data
 
 from pipeline.checks.findings import CheckContext, Finding
-from pipeline.storage.tables import not_asked_for
+from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset import checks as validated_dataset
 
 
@@ -24,7 +24,7 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def test_I24_copies_and_look_alikes_are_listed_and_close_nothing(folder: Any) -> None:
+def test_I24_copies_and_similar_images_are_listed_without_closing_a_gate(folder: Any) -> None:
     cat = Image.fromarray(data.cat())
     folder.add("cat.png", png(cat))
     folder.add("cat copy.png", png(cat))
@@ -33,16 +33,16 @@ def test_I24_copies_and_look_alikes_are_listed_and_close_nothing(folder: Any) ->
     folder.ingest()
     found = checked(folder)
     assert [name for name, each in found.items() if each.closes] == []
-    look = found["look_alikes"]
-    assert not look.passed
-    counts = "copies left out: 1; images that look alike: 2, in groups: 1"
-    assert look.summary == f"{counts}; the first: d/cat copy.png | d/cat small.png"
-    assert [row["what"] for row in look.rows] == ["look alike", "copy, left out"]
+    similar = found["look_alikes"]
+    assert not similar.passed
+    counts = "removed copies: 1; similar images: 2 in 1 group"
+    assert similar.summary == f"{counts}; first: d/cat copy.png | d/cat small.png"
+    assert [row["what"] for row in similar.rows] == ["look alike", "copy, left out"]
     assert found["rejected_fraction"].numbers["rejected"] == 0
-    assert folder.tables.read_rejected().filter(not_asked_for()).is_empty()
+    assert folder.tables.read_rejected().filter(has_defect()).is_empty()
 
 
-def test_images_of_one_colour_are_listed(folder: Any) -> None:
+def test_single_colour_images_are_listed(folder: Any) -> None:
     folder.add("black.png", png(Image.new("RGB", (300, 200))))
     folder.add("coffee.png", png(Image.fromarray(data.coffee())))
     folder.ingest()
@@ -51,8 +51,8 @@ def test_images_of_one_colour_are_listed(folder: Any) -> None:
     assert [row["sample_id"] for row in found.rows] == ["d/black.png"]
 
 
-def test_I24_an_image_on_both_sides_of_the_split_closes_a_gate(folder: Any) -> None:
-    """Not by the stage, which cannot split a group: by a table that says two groups of one content."""
+def test_I24_an_image_on_both_sides_of_the_split_closes_the_gate(folder: Any) -> None:
+    """The stage never splits a group, so the table is edited to put one content into two groups."""
     folder.validation_fraction, folder.duplicates = 0.5, "keep_all"
     for number in range(20):
         folder.add(f"{number:02}.png", folder.picture(number))

@@ -1,4 +1,4 @@
-"""Images that are the same or look the same (FAILURES I24)."""
+"""Equal and similar images are found and grouped (FAILURES I24)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jpeg(image: Image.Image, quality: int) -> Image.Image:
 
 
 @pytest.mark.parametrize("photo", PHOTOS, ids=lambda photo: str(photo.size))
-def test_I24_a_photograph_scaled_recompressed_or_brightened_looks_like_itself(photo: Image.Image) -> None:
+def test_I24_a_scaled_recompressed_or_brightened_photograph_stays_similar(photo: Image.Image) -> None:
     smaller = photo.resize((photo.width // 2, photo.height // 2))
     for changed in (
         smaller,
@@ -50,12 +50,12 @@ def test_I24_a_photograph_scaled_recompressed_or_brightened_looks_like_itself(ph
 
 
 def library_hash(image: Image.Image) -> int:
-    """ImageHash's pHash of the same small picture; it converts and transforms by itself."""
+    """The same picture's pHash by ImageHash, with its own conversion and transform."""
     return int(str(imagehash.phash(image)), 16)
 
 
-def test_I24_the_hash_is_the_library_s_bit_for_bit() -> None:
-    # of edges below 128 pixels both see the same picture; the larger ones are shrunk for both
+def test_I24_the_hash_equals_that_of_imagehash_for_photographs_and_noise() -> None:
+    # Edges below 128 pixels are not shrunk first, so both get the same picture.
     random = np.random.default_rng(7)
     for _ in range(1000):
         photo = PHOTOS[int(random.integers(len(PHOTOS)))]
@@ -71,7 +71,7 @@ def test_I24_the_hash_is_the_library_s_bit_for_bit() -> None:
         assert perceptual_hash(photo) == library_hash(photo.reduce(min(photo.size) // 64))
 
 
-def test_I24_frequencies_that_are_equal_have_equal_bits_though_rounding_tells_them_apart() -> None:
+def test_I24_equal_frequencies_have_equal_bits_where_imagehash_depends_on_rounding() -> None:
     random = np.random.default_rng(0)
     library_differs = 0
     for _ in range(50):
@@ -86,12 +86,12 @@ def test_I24_frequencies_that_are_equal_have_equal_bits_though_rounding_tells_th
 
 
 @pytest.mark.parametrize("size", [(1, 1), (3, 500), (64, 64), (1000, 700)])
-def test_an_image_of_one_colour_has_no_features(size: tuple[int, int]) -> None:
+def test_a_single_colour_image_has_no_hash(size: tuple[int, int]) -> None:
     assert perceptual_hash(Image.new("RGB", size, (12, 200, 0))) is None
 
 
 def brute_force(values: list[int], most: int) -> list[int]:
-    """The smallest member of each value's group, by comparing all with all until nothing changes."""
+    """The smallest member of each value's group, by comparing all pairs until nothing changes."""
     labels = list(values)
     changed = True
     while changed:
@@ -120,7 +120,7 @@ def planted(draw: st.DrawFn) -> list[int]:
 
 
 @given(planted(), st.integers(0, 16))
-def test_I24_groups_are_those_of_comparing_all_with_all(values: list[int], most: int) -> None:
+def test_I24_groups_equal_those_of_a_brute_force_search(values: list[int], most: int) -> None:
     names = [f"{value:016x}{index:04}" for index, value in enumerate(values)]
     columns = {"content_hash": names, "perceptual_hash": values}
     schema: dict[str, Any] = {"content_hash": pl.String, "perceptual_hash": pl.UInt64}
@@ -132,7 +132,7 @@ def test_I24_groups_are_those_of_comparing_all_with_all(values: list[int], most:
     assert dict(found.rows()) == {n: smallest[label] for n, label in zip(names, labels, strict=True)}
 
 
-def test_images_without_features_are_groups_of_their_own() -> None:
+def test_images_without_a_hash_are_not_grouped() -> None:
     contents = pl.DataFrame(
         {"content_hash": ["b", "a"], "perceptual_hash": pl.Series([None, None], dtype=pl.UInt64)}
     )
@@ -147,7 +147,7 @@ def png(photo: Image.Image, **changes: Any) -> bytes:
 
 @pytest.fixture
 def alike(folder: Folder) -> Folder:
-    """Of one photograph the file, a copy, a smaller one; another photograph; and a white image."""
+    """A photograph, its copy, a smaller version, another photograph and a white image."""
     folder.add("photo.png", png(PHOTOS[0]))
     folder.add("sub/copy.png", png(PHOTOS[0]))
     folder.add("small.png", png(PHOTOS[0].resize((256, 256))))
@@ -156,10 +156,10 @@ def alike(folder: Folder) -> Folder:
     return folder
 
 
-def test_I24_of_a_copy_with_the_same_caption_the_first_is_kept(alike: Folder) -> None:
+def test_I24_the_first_of_several_copies_with_the_same_caption_is_kept(alike: Folder) -> None:
     result = alike.ingest()
     assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "duplicate")]
-    assert "of d/photo.png, which is kept" in result.rejected["detail"][0]
+    assert "as d/photo.png, which is kept" in result.rejected["detail"][0]
     groups = dict(result.table.select("path", "duplicate_group").rows())
     hashes = dict(result.table.select("path", "content_hash").rows())
     assert groups["photo.png"] == groups["small.png"] == min(hashes["photo.png"], hashes["small.png"])
@@ -172,7 +172,7 @@ def test_I24_of_a_copy_with_the_same_caption_the_first_is_kept(alike: Folder) ->
     assert again.report["decoded"] == 0
 
 
-def test_a_copy_with_another_caption_is_kept_and_so_are_all_if_the_recipe_says_so(alike: Folder) -> None:
+def test_copies_with_another_caption_are_kept_and_keep_all_keeps_every_copy(alike: Folder) -> None:
     alike.duplicates = "keep_all"
     assert len(alike.ingest().table) == 5
     alike.duplicates = "keep_first"
@@ -182,14 +182,14 @@ def test_a_copy_with_another_caption_is_kept_and_so_are_all_if_the_recipe_says_s
     assert result.rejected.is_empty()
 
 
-def test_I24_a_limit_is_reached_although_there_are_copies(alike: Folder) -> None:
+def test_I24_a_limit_is_reached_despite_copies(alike: Folder) -> None:
     alike.dataset = {"limit": 4}
     result = alike.ingest()
     assert result.table["path"].to_list() == ["other.png", "photo.png", "small.png", "white.png"]
     assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "filter_limit")]
 
 
-def test_a_smaller_distance_tells_more_images_apart(alike: Folder) -> None:
+def test_a_smaller_distance_gives_more_groups(alike: Folder) -> None:
     alike.add("bright.png", png(ImageEnhance.Contrast(PHOTOS[0]).enhance(3.0)))
     groups = {}
     for bits in (0, 16):
@@ -200,7 +200,7 @@ def test_a_smaller_distance_tells_more_images_apart(alike: Folder) -> None:
 
 @pytest.fixture
 def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
-    """Three pictures of which the first and the last look alike only by way of the one between them."""
+    """Three pictures; the first and the last are similar only through the second."""
     looks = {"first": 0b0, "bridge": 0b1111, "last": 0b1111_1111}
     edges = {24: "first", 32: "last", 40: "bridge"}
     monkeypatch.setattr(
@@ -216,7 +216,7 @@ def groups_of(folder: Folder) -> list[set[str]]:
     return sorted(({*paths} for paths in table["path"]), key=sorted)
 
 
-def test_I24_a_deleted_image_no_longer_makes_two_others_look_alike(bridged: Folder) -> None:
+def test_I24_a_deleted_image_no_longer_connects_two_others(bridged: Folder) -> None:
     assert groups_of(bridged) == [{"first.png", "bridge.png", "last.png"}]
     (bridged.root / "bridge.png").unlink()
     seen_before = bridged.ingest().table
@@ -224,10 +224,10 @@ def test_I24_a_deleted_image_no_longer_makes_two_others_look_alike(bridged: Fold
     assert bridged.ingest().table.equals(seen_before)
 
 
-def test_I24_what_a_filter_leaves_out_groups_nothing_whatever_ran_before(
+def test_I24_a_filtered_image_connects_no_others_even_if_earlier_runs_decoded_it(
     bridged: Folder, tmp_path: Path
 ) -> None:
-    """Else a run would be another one for having been tried with more images."""
+    """Otherwise the result would depend on the recipes of earlier runs."""
     bridged.ingest()
     bridged.dataset = {"filters": {"max_height": 35}}
     fresh = Folder(bridged.root, tmp_path / "fresh", dataset=bridged.dataset)
@@ -235,7 +235,7 @@ def test_I24_what_a_filter_leaves_out_groups_nothing_whatever_ran_before(
     assert bridged.ingest().table.equals(fresh.ingest().table)
 
 
-def test_a_hundred_thousand_hashes_are_grouped() -> None:
+def test_a_hundred_thousand_hashes_can_be_grouped() -> None:
     random = np.random.default_rng(0)
     values = random.integers(0, 2**63, 100_000, dtype=np.uint64)
     values[50_000:50_100] = values[:100] ^ np.uint64(0b101)

@@ -1,4 +1,4 @@
-"""Filters and limits: who is left out, under which name, and the same ones each time."""
+"""Filters and limits exclude the same images every time and name the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipeline.storage.tables import SCHEMAS
 from pipeline.validated_dataset.filters import select
 
 SIZES = [(100, 100), (50, 200), (200, 50), (400, 300), (30, 30)]
-"""Height and width; sample d/0.png is the first."""
+"""Heights and widths; the first is that of sample d/0.png."""
 
 
 def recipe(*datasets: dict[str, Any]) -> Recipe:
@@ -34,15 +34,15 @@ def raw(sizes: list[tuple[int, int]] = SIZES, dataset: str = "d") -> pl.DataFram
 
 
 def chosen(
-    table: pl.DataFrame, *datasets: dict[str, Any], **listings: pl.DataFrame
+    table: pl.DataFrame, *datasets: dict[str, Any], **manifests: pl.DataFrame
 ) -> tuple[list[str], dict[str, str]]:
-    kept, refused = select(recipe(*datasets), table, listings, stage="validated_dataset")
-    assert sorted([*kept["sample_id"], *refused["sample_id"]]) == sorted(table["sample_id"])
-    return kept["path"].to_list(), dict(refused.select("path", "reason").iter_rows())
+    kept, rejected = select(recipe(*datasets), table, manifests, stage="validated_dataset")
+    assert sorted([*kept["sample_id"], *rejected["sample_id"]]) == sorted(table["sample_id"])
+    return kept["path"].to_list(), dict(rejected.select("path", "reason").iter_rows())
 
 
 @pytest.mark.parametrize(
-    ("filters", "left_out"),
+    ("filters", "excluded"),
     [
         ({}, {}),
         ({"min_width": 100}, {"2.png": "filter_min_width", "4.png": "filter_min_width"}),
@@ -58,40 +58,44 @@ def chosen(
     ],
     ids=str,
 )
-def test_each_filter_names_whom_it_leaves_out(filters: dict[str, Any], left_out: dict[str, str]) -> None:
+def test_each_filter_excludes_images_under_its_name(
+    filters: dict[str, Any], excluded: dict[str, str]
+) -> None:
     kept, reasons = chosen(raw(), {"filters": filters})
-    assert reasons == left_out
-    assert kept == [f"{index}.png" for index in range(5) if f"{index}.png" not in left_out]
+    assert reasons == excluded
+    assert kept == [f"{index}.png" for index in range(5) if f"{index}.png" not in excluded]
 
 
-def test_a_rejected_row_says_size_filter_and_fix() -> None:
-    _, refused = select(recipe({"filters": {"min_width": 60}}), raw(), {}, stage="validated_dataset")
-    row = refused.filter(pl.col("path") == "4.png").row(0, named=True)
-    assert row["detail"] == "it has 30x30 pixels (height x width), filters.min_width is 60"
+def test_a_rejected_row_has_size_filter_and_fix() -> None:
+    _, rejected = select(recipe({"filters": {"min_width": 60}}), raw(), {}, stage="validated_dataset")
+    row = rejected.filter(pl.col("path") == "4.png").row(0, named=True)
+    assert row["detail"] == "the image is 30x30 (height x width), and filters.min_width is 60"
     assert row["stage"] == "validated_dataset"
-    assert row["fix"] == "change filters.min_width of the dataset d, which is 60"
+    assert row["fix"] == "change filters.min_width of dataset d, now 60"
     assert row["content_hash"]
 
 
-def test_a_limit_takes_the_same_ones_whatever_else_is_there() -> None:
+def test_a_limit_selects_the_same_images_independently_of_the_others() -> None:
     many = raw([(64, 64)] * 40)
     kept, reasons = chosen(many, {"limit": 7})
     assert len(kept) == 7
     assert set(reasons.values()) == {"filter_limit"}
     assert chosen(many.sample(fraction=1.0, shuffle=True, seed=3), {"limit": 7})[0] == kept
-    assert set(kept) <= set(chosen(many, {"limit": 12})[0]), "a larger limit keeps the smaller one's"
+    assert set(kept) <= set(chosen(many, {"limit": 12})[0]), (
+        "a larger limit includes the images of a smaller one"
+    )
     survivors = many.filter(pl.col("path").is_in(kept) | (pl.col("path") > "20.png"))
     assert chosen(survivors, {"limit": 7})[0] == kept
 
 
-def test_a_limit_counts_what_the_filters_let_pass() -> None:
+def test_a_limit_applies_after_the_filters() -> None:
     kept, reasons = chosen(raw(), {"filters": {"min_width": 60}, "limit": 2})
     assert len(kept) == 2
     assert sorted(reasons.values()) == ["filter_limit", "filter_min_width", "filter_min_width"]
 
 
 def copied(table: pl.DataFrame) -> pl.DataFrame:
-    """With two copies of each image behind the others."""
+    """The table followed by two copies of each image."""
     copies = [
         table.with_columns(path=pl.col("path") + again, sample_id=pl.col("sample_id") + again)
         for again in ("", " 2", " 3")
@@ -99,7 +103,7 @@ def copied(table: pl.DataFrame) -> pl.DataFrame:
     return pl.concat(copies)
 
 
-def test_I24_a_limit_counts_copies_only_where_no_other_image_is_left() -> None:
+def test_I24_a_limit_takes_copies_last() -> None:
     table = copied(raw())
     once, _ = chosen(table, {"limit": 5})
     assert once == [f"{index}.png" for index in range(5)]
@@ -112,18 +116,18 @@ def test_I24_a_limit_counts_copies_only_where_no_other_image_is_left() -> None:
     assert len({path.partition(" ")[0] for path in every}) == 1
 
 
-def test_datasets_have_filters_and_limits_of_their_own() -> None:
+def test_each_dataset_has_its_own_filters_and_limit() -> None:
     both = pl.concat([raw(), raw(dataset="e")])
-    kept, refused = select(recipe({"limit": 1}, {"name": "e"}), both, {}, stage="validated_dataset")
+    kept, rejected = select(recipe({"limit": 1}, {"name": "e"}), both, {}, stage="validated_dataset")
     assert kept["dataset"].to_list().count("d") == 1
     assert kept["dataset"].to_list().count("e") == 5
-    assert len(refused) == 4
+    assert len(rejected) == 4
 
 
-def test_an_expression_over_the_listing_chooses() -> None:
-    listing = pl.DataFrame({"path": [f"./{i}.png" for i in range(5)], "score": [1, 2, 3, 4, None]})
+def test_an_expression_over_the_manifest_selects_images() -> None:
+    manifest = pl.DataFrame({"path": [f"./{i}.png" for i in range(5)], "score": [1, 2, 3, 4, None]})
     dataset = {"path": "photos/all.csv", "filters": {"where": "score >= 2 AND path <> './2.png'"}}
-    kept, reasons = chosen(raw(), dataset, d=listing)
+    kept, reasons = chosen(raw(), dataset, d=manifest)
     assert kept == ["1.png", "3.png"]
     assert set(reasons.values()) == {"filter_where"}
 
@@ -131,10 +135,10 @@ def test_an_expression_over_the_listing_chooses() -> None:
 @pytest.mark.parametrize(
     "where", ["score >", "nosuch > 1", "score", "1; DROP TABLE x", "read_csv('/etc/passwd')"]
 )
-def test_an_expression_that_makes_no_sense_is_an_error_with_the_columns(where: str) -> None:
-    listing = pl.DataFrame({"path": ["0.png"], "score": [1]})
+def test_an_invalid_expression_is_an_error_that_lists_the_columns(where: str) -> None:
+    manifest = pl.DataFrame({"path": ["0.png"], "score": [1]})
     with pytest.raises(DatasetError) as caught:
-        select(recipe({"path": "all.csv", "filters": {"where": where}}), raw(), {"d": listing}, stage="s")
+        select(recipe({"path": "all.csv", "filters": {"where": where}}), raw(), {"d": manifest}, stage="s")
     assert where in caught.value.what
     assert "score (Int64)" in caught.value.fix
     assert Path(caught.value.where).name == "all.csv"

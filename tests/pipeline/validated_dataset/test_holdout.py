@@ -1,4 +1,4 @@
-"""Look-alikes are held out together; no dataset loses an image to a validation that it did not ask for."""
+"""Similar images are held out together, and only from datasets with a validation fraction."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ def table(samples: list[tuple[str, int]]) -> pl.DataFrame:
 
 
 @given(SAMPLES, st.floats(0, 0.99), st.floats(0, 0.99))
-def test_I24_no_group_is_on_both_sides(samples: list[tuple[str, int]], one: float, other: float) -> None:
+def test_I24_no_group_is_both_trained_on_and_held_out(
+    samples: list[tuple[str, int]], one: float, other: float
+) -> None:
     rows = table(samples).with_columns(held_out=held_out(table(samples), {"a": one, "b": other, "c": 0.0}))
     sides = rows.group_by("duplicate_group").agg(pl.col("held_out").n_unique())
     assert (sides["held_out"] == 1).all()
     assert not rows.filter(pl.col("dataset") == "c")["held_out"].any()
 
 
-def test_about_the_fraction_is_held_out_and_more_of_it_keeps_the_same_ones() -> None:
+def test_about_the_fraction_is_held_out_and_a_larger_fraction_includes_a_smaller_one() -> None:
     rows = table([("a", number) for number in range(4_000)])
     few, many = (held_out(rows, {"a": fraction}) for fraction in (0.1, 0.3))
     # 4,000 draws of 0.1 have a standard deviation of 19.
@@ -37,7 +39,7 @@ def test_about_the_fraction_is_held_out_and_more_of_it_keeps_the_same_ones() -> 
     assert held_out(rows.reverse(), {"a": 0.1}).reverse().equals(few)
 
 
-def test_B01_an_epoch_draws_by_repeats_what_is_not_held_out() -> None:
+def test_B01_an_epoch_draws_training_samples_by_repeats_and_held_out_ones_never() -> None:
     rows = table([(name, number) for name in "ab" for number in range(50)])
     recipe = recipe_from_mapping(
         "small",

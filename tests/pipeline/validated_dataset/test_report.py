@@ -1,4 +1,4 @@
-"""The pictures of validated_dataset: what is kept and what is not, made anew when a table changes."""
+"""The report shows kept and rejected images and is drawn again only if a table changes."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def filled(folder: Any) -> Any:
     return folder
 
 
-def test_the_pictures_are_small_and_of_kept_and_rejected(filled: Any) -> None:
+def test_the_pictures_show_kept_and_rejected_images_and_are_small(filled: Any) -> None:
     report = write(filled)
     kept, rejected = (np.asarray(Image.open(report / name)) for name in (KEPT_FILE, REJECTED_FILE))
     assert kept.shape[:2] == (3 * THUMBNAIL_PX, LABEL_PX + 8 * THUMBNAIL_PX)
     assert rejected.shape[:2] == (2 * THUMBNAIL_PX, LABEL_PX + THUMBNAIL_PX)
-    frames = [rejected[place * THUMBNAIL_PX + THUMBNAIL_PX // 2, LABEL_PX + 30 : -30] for place in range(2)]
+    frames = [rejected[row * THUMBNAIL_PX + THUMBNAIL_PX // 2, LABEL_PX + 30 : -30] for row in range(2)]
     flat = sorted(int(frame.std()) for frame in frames)
-    assert flat[0] < 3, "a file without bytes is shown as something"
-    assert flat[1] > 10, "an image without a caption is not shown"
+    assert flat[0] < 3, "an empty file must be grey"
+    assert flat[1] > 10, "an image without a caption must be shown"
     Image.open(report / SPREAD_FILE).load()
     assert sum(path.stat().st_size for path in report.iterdir()) < 200_000
 
 
-def test_unchanged_tables_are_not_drawn_again_and_changed_ones_are(filled: Any) -> None:
+def test_pictures_are_drawn_again_only_if_a_table_changes(filled: Any) -> None:
     report = write(filled)
     before = {path.name: path.stat().st_mtime_ns for path in report.iterdir()}
     write(filled)
@@ -53,17 +53,17 @@ def test_unchanged_tables_are_not_drawn_again_and_changed_ones_are(filled: Any) 
     (filled.root / "empty.png").unlink()
     (filled.root / "without.png").unlink()
     write(filled)
-    assert not (report / REJECTED_FILE).exists(), "what is no longer rejected is still shown"
+    assert not (report / REJECTED_FILE).exists(), "the picture of rejected images must be removed"
     assert (report / KEPT_FILE).stat().st_mtime_ns != before[KEPT_FILE]
 
 
-def test_nothing_kept_and_nothing_rejected_is_no_picture(folder: Any) -> None:
+def test_empty_tables_give_no_pictures(folder: Any) -> None:
     report = write_dataset_report(folder.recipe, empty("validated_dataset"), empty("rejected"), log=print)
     assert [path.name for path in report.iterdir()] == ["made_for.txt"]
 
 
-def test_I25_what_the_scan_did_not_read_is_not_opened(folder: Any) -> None:
-    """A pipe would block for ever, a link that leads out would show somebody else's picture."""
+def test_I25_files_that_the_scan_did_not_read_are_not_opened(folder: Any) -> None:
+    """A pipe would block, and a link that leads out would show a foreign picture."""
     os.mkfifo(folder.root / "pipe.png")
     row = {"sample_id": "d/pipe.png", "dataset": "d", "path": "pipe.png", "stage": "raw_images"}
     row |= {"reason": "special_file", "detail": "x", "fix": "x", "content_hash": None}

@@ -1,4 +1,4 @@
-"""Validation: every pixel, each content once, and what happens to files between two stages."""
+"""Validation decodes each content once, attaches captions, and notices files changed since the scan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def reasons(result: Any) -> dict[str, str]:
     return dict(result.rejected.select("sample_id", "reason").rows())
 
 
-def test_kept_samples_have_their_caption_and_its_source(folder: Any) -> None:
+def test_kept_samples_have_a_caption_and_its_source(folder: Any) -> None:
     folder.add("sub/a.png", caption=" a \r\nb ")
     (row,) = folder.ingest().table.rows(named=True)
     assert (row["caption"], row["caption_from"]) == ("a\nb", "sidecar:sub/a.txt")
@@ -41,7 +41,7 @@ def test_I01_a_truncated_photograph_passes_the_scan_and_is_rejected_here(folder:
     assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (2, 1, 1)
 
 
-def test_captions_are_rejected_each_with_its_reason(folder: Any) -> None:
+def test_bad_captions_are_rejected_with_their_reason(folder: Any) -> None:
     folder.add("good.png")
     folder.add("missing.png", caption=None)
     folder.add("empty.png", caption=" \n")
@@ -55,7 +55,7 @@ def test_captions_are_rejected_each_with_its_reason(folder: Any) -> None:
     assert all(result.rejected["fix"].str.len_chars() > 5)
 
 
-def test_C01_one_caption_with_half_a_character_or_endless_brackets_does_not_stop_the_others(
+def test_C01_one_malformed_caption_does_not_stop_the_others(
     folder: Any,
 ) -> None:
     folder.captions = {"suffix": ".json", "shuffle": {"variants": 2}}
@@ -74,13 +74,13 @@ def test_C01_one_caption_with_half_a_character_or_endless_brackets_does_not_stop
     )
 
 
-def test_I16_two_images_with_one_stem_share_a_caption_and_are_both_kept(folder: Any) -> None:
+def test_I16_two_images_with_the_same_stem_share_a_caption_and_are_kept(folder: Any) -> None:
     folder.add("x.png", folder.picture(1))
     folder.add("x.bmp", folder.picture(2, kind="BMP"))
     assert set(folder.ingest().table["caption_from"]) == {"sidecar:x.txt"}
 
 
-def test_each_content_is_decoded_once_and_never_again(folder: Any) -> None:
+def test_each_content_is_decoded_only_once(folder: Any) -> None:
     folder.add("a.png", folder.picture(1))
     folder.add("copy.png", folder.picture(1))
     folder.add("b.png", folder.picture(2))
@@ -94,7 +94,7 @@ def test_each_content_is_decoded_once_and_never_again(folder: Any) -> None:
     assert again.rejected.equals(first.rejected)
 
 
-def test_what_a_filter_leaves_out_is_no_content_that_earlier_runs_decoded(folder: Any) -> None:
+def test_filtered_images_do_not_count_as_known_from_earlier_runs(folder: Any) -> None:
     folder.add("a.png", folder.picture(1))
     folder.add("small.png", folder.picture(2, 16, 16))
     folder.dataset = {"filters": {"min_width": 20}}
@@ -102,7 +102,7 @@ def test_what_a_filter_leaves_out_is_no_content_that_earlier_runs_decoded(folder
     assert numbers == [(1, 0), (0, 1)]
 
 
-def test_I23_a_repaired_image_and_a_written_caption_are_taken(folder: Any) -> None:
+def test_I23_a_repaired_image_and_an_added_caption_are_accepted(folder: Any) -> None:
     folder.add("good.png")
     path = folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
     folder.add("uncaptioned.png", caption=None)
@@ -124,7 +124,9 @@ def test_a_moved_image_is_not_decoded_again(folder: Any) -> None:
     assert folder.ingest().report["decoded"] == 0
 
 
-def test_another_decoder_decodes_all_again(folder: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_decoder_version_decodes_every_image_again(
+    folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder.add("a.png")
     folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
     folder.ingest()
@@ -132,10 +134,10 @@ def test_another_decoder_decodes_all_again(folder: Any, monkeypatch: pytest.Monk
     assert folder.ingest().report["decoded"] == 2
 
 
-def test_another_version_of_a_plug_in_looks_at_its_files_again_and_at_no_others(
+def test_a_new_plug_in_version_decodes_only_its_own_format_again(
     folder: Any, settled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A phone's photograph that an old plug-in could not open is not refused for ever."""
+    """A newer plug-in may open a photograph that an older one could not."""
     heif = pytest.importorskip("pillow_heif")
     file = io.BytesIO()
     heif.from_pillow(Image.open(io.BytesIO(folder.picture(1, 64, 64)))).save(file)
@@ -147,38 +149,38 @@ def test_another_version_of_a_plug_in_looks_at_its_files_again_and_at_no_others(
     settled()
 
     def work() -> tuple[int, int]:
-        """How many files were read, and how many contents decoded."""
+        """Scan and validate; return the numbers of files read and contents decoded."""
         return folder.scan().report["read"], folder.validate().report["decoded"]
 
     assert work() == (5, 4)
     assert work() == (0, 0)
     with monkeypatch.context() as other:
-        other.setattr("pipeline.images.formats.plugin_of", image_formats.plugin_of.__wrapped__)
-        other.setattr("pipeline.images.decode.plugin_of", image_formats.plugin_of)
+        other.setattr("pipeline.images.formats.plugin_version", image_formats.plugin_version.__wrapped__)
+        other.setattr("pipeline.images.decode.plugin_version", image_formats.plugin_version)
         other.setattr("pipeline.images.formats.metadata.version", lambda package: "0.1")
         assert work() == (3, 2)
         assert work() == (0, 0)
     assert work() == (3, 2)
 
 
-def test_no_plug_in_is_looked_for_where_no_image_needs_one(
+def test_plug_ins_are_not_searched_if_no_image_needs_one(
     folder: Any, settled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That is a look into every folder of installed packages, at each start."""
+    """The search reads every folder of installed packages."""
 
-    def looked_for(package: str) -> str:
+    def fail_search(package: str) -> str:
         raise AssertionError(package)
 
     folder.add("a.png")
-    monkeypatch.setattr("pipeline.images.formats.metadata.version", looked_for)
-    image_formats.plugin_of.cache_clear()
+    monkeypatch.setattr("pipeline.images.formats.metadata.version", fail_search)
+    image_formats.plugin_version.cache_clear()
     folder.ingest()
     settled()
     assert (folder.scan().report["read"], folder.validate().report["decoded"]) == (0, 0)
 
 
 @pytest.mark.parametrize("known", [False, True])
-def test_I20_files_that_vanish_or_change_between_the_stages(folder: Any, known: bool) -> None:
+def test_I20_files_deleted_or_changed_between_the_stages_are_rejected(folder: Any, known: bool) -> None:
     folder.add("good.png")
     vanished, changed = folder.add("vanished.png"), folder.add("changed.bmp", folder.picture(1, kind="BMP"))
     if known:
@@ -196,7 +198,7 @@ def test_I20_files_that_vanish_or_change_between_the_stages(folder: Any, known: 
     assert set(result.table["sample_id"]) == {"d/good.png", "d/changed.bmp"}
 
 
-def test_I20_of_two_equal_files_one_vanishes_and_the_other_is_judged(folder: Any) -> None:
+def test_I20_if_one_of_two_equal_files_is_deleted_the_other_is_decoded(folder: Any) -> None:
     first = folder.add("a.png", folder.picture(1))
     folder.add("b.png", folder.picture(1))
     folder.scan()
@@ -206,10 +208,10 @@ def test_I20_of_two_equal_files_one_vanishes_and_the_other_is_judged(folder: Any
     assert result.table["sample_id"].to_list() == ["d/b.png"]
 
 
-def test_I14_the_recipes_pixel_limit_holds_for_pixels_too(
+def test_I14_the_recipes_pixel_limit_also_applies_to_decoding(
     folder: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Above the default it lets an image through all the way to what the VAE sees."""
+    """A limit above the default lets a large image pass all stages."""
     monkeypatch.setattr("pipeline.images.decode.MAX_IMAGE_PX", 100)
     monkeypatch.setitem(decode.__kwdefaults__, "max_px", 100)
     folder.add("large.png", folder.picture(2, 40, 50))
@@ -222,11 +224,11 @@ def test_I14_the_recipes_pixel_limit_holds_for_pixels_too(
 
 
 OF_A_CODEC = f"{Image.core.getcodecstatus(-9)} when reading image file"
-"""What Pillow raises where a decoder in C says that it has no memory."""
+"""The error that Pillow raises if a C decoder has too little memory."""
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(OF_A_CODEC)], ids=repr)
-def test_an_image_that_took_too_much_memory_is_tried_again(
+def test_an_image_that_ran_out_of_memory_is_tried_again(
     folder: Any, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     folder.add("a.png")
@@ -242,7 +244,7 @@ def test_an_image_that_took_too_much_memory_is_tried_again(
 
 
 @pytest.mark.parametrize("gone", ["a.png", "c.png", "e.png"])
-def test_C06_with_an_image_deleted_every_other_keeps_its_own_caption(folder: Any, gone: str) -> None:
+def test_C06_deleting_an_image_does_not_shift_other_captions(folder: Any, gone: str) -> None:
     for name in "abcde":
         folder.add(f"{name}.png", folder.picture(ord(name)), caption=f"this is {name}")
     folder.ingest()
@@ -254,7 +256,7 @@ def test_C06_with_an_image_deleted_every_other_keeps_its_own_caption(folder: Any
     assert dict(folder.ingest().table.select("path", "caption").rows()) == captions
 
 
-def test_filename_and_fixed_captions_need_no_files(folder: Any) -> None:
+def test_filename_and_fixed_captions_need_no_caption_files(folder: Any) -> None:
     folder.add("a_red_car.png", caption=None)
     folder.captions = {"from": "filename"}
     assert folder.ingest().table["caption"].to_list() == ["a red car"]
@@ -262,7 +264,7 @@ def test_filename_and_fixed_captions_need_no_files(folder: Any) -> None:
     assert folder.ingest().table["caption"].to_list() == ["sks"]
 
 
-def test_the_funnel_is_printed_with_the_reasons_of_both_stages(folder: Any) -> None:
+def test_the_funnel_is_logged_with_the_reasons_of_both_stages(folder: Any) -> None:
     folder.add("good.png")
     folder.add("empty.png", b"")
     folder.add("uncaptioned.png", caption=None)
@@ -286,14 +288,12 @@ def test_the_funnel_is_printed_with_the_reasons_of_both_stages(folder: Any) -> N
 
 
 @pytest.mark.parametrize("change", [{}, {"limit": 1}, {"filters": {"min_width": 8}}], ids=str)
-def test_a_dataset_renamed_since_the_scan_is_an_error_that_says_what_to_run(
-    folder: Any, change: dict[str, Any]
-) -> None:
+def test_a_dataset_renamed_after_the_scan_is_an_error_with_a_fix(folder: Any, change: dict[str, Any]) -> None:
     folder.add("a.png")
     folder.scan()
     folder.dataset = {"name": "renamed", **change}
     with pytest.raises(
-        DatasetError, match="has images of d, and the recipe's datasets are renamed"
+        DatasetError, match="has images of d, but the recipe's datasets are renamed"
     ) as raised:
         folder.validate()
     assert raised.value.fix.startswith("materialize raw_images first")
@@ -307,7 +307,7 @@ def test_a_dataset_without_images_gives_empty_tables(folder: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
-def test_I02_a_folder_of_random_damage_never_stops_the_stage(folder: Any) -> None:
+def test_I02_randomly_damaged_images_do_not_stop_the_stage(folder: Any) -> None:
     random = np.random.default_rng(5)
     for index in range(60):
         data = bytearray(folder.picture(index, kind=("PNG", "JPEG", "BMP", "GIF", "TIFF", "WEBP")[index % 6]))

@@ -1,4 +1,4 @@
-"""What is put around captions, and lists of tags in several orders."""
+"""Caption variants have prefix, trigger and postfix, and shuffled tags."""
 
 from __future__ import annotations
 
@@ -13,62 +13,64 @@ from pipeline.validated_dataset.captions import canonical
 from pipeline.validated_dataset.variants import variants
 
 
-def made(captions: list[str], **settings: Any) -> tuple[str, ...]:
+def variants_of(captions: list[str], **settings: Any) -> tuple[str, ...]:
     return variants(CaptionSettings.model_validate(settings), captions)
 
 
-def test_a_caption_without_settings_is_itself() -> None:
-    assert made(["a cat"]) == ("a cat",)
+def test_a_caption_is_unchanged_by_default() -> None:
+    assert variants_of(["a cat"]) == ("a cat",)
 
 
-def test_prefix_trigger_and_postfix_stand_in_their_order() -> None:
-    assert made(["a cat"], prefix="photo of ", trigger="sks", postfix=", 35mm") == (
+def test_prefix_trigger_caption_and_postfix_are_joined_in_order() -> None:
+    assert variants_of(["a cat"], prefix="photo of ", trigger="sks", postfix=", 35mm") == (
         "photo of sks, a cat, 35mm",
     )
 
 
 @pytest.mark.parametrize("caption", ["a sks cat", "sks", "cat, sks, dog", "(sks)"])
-def test_a_trigger_that_is_there_as_a_word_is_not_put_again(caption: str) -> None:
-    assert made([caption], trigger="sks") == (caption,)
+def test_a_trigger_word_in_the_caption_is_not_repeated(caption: str) -> None:
+    assert variants_of([caption], trigger="sks") == (caption,)
 
 
 @pytest.mark.parametrize("caption", ["asks for more", "sksy", "SKS"])
-def test_a_trigger_inside_another_word_is_not_there(caption: str) -> None:
-    assert made([caption], trigger="sks") == (f"sks, {caption}",)
+def test_a_trigger_inside_another_word_does_not_count(caption: str) -> None:
+    assert variants_of([caption], trigger="sks") == (f"sks, {caption}",)
 
 
-def test_several_captions_are_variants_in_their_order_each_once() -> None:
-    assert made(["one", "two", "one"], postfix="!") == ("one!", "two!")
+def test_several_captions_become_distinct_variants_in_order() -> None:
+    assert variants_of(["one", "two", "one"], postfix="!") == ("one!", "two!")
 
 
 TAGS = "hero, red, green, blue, tall, round, old"
 
 
-def test_tags_are_shuffled_and_those_at_the_start_kept() -> None:
-    orders = made([TAGS], shuffle={"variants": 5, "keep": 2})
+def test_tags_are_shuffled_except_the_kept_ones_at_the_start() -> None:
+    orders = variants_of([TAGS], shuffle={"variants": 5, "keep": 2})
     assert orders[0] == TAGS
     assert len(orders) == 5
     for order in orders:
         assert order.split(", ")[:2] == ["hero", "red"]
         assert sorted(order.split(", ")) == sorted(TAGS.split(", "))
-    assert orders == made([TAGS], shuffle={"variants": 5, "keep": 2}), "the same caption has the same orders"
+    assert orders == variants_of([TAGS], shuffle={"variants": 5, "keep": 2}), (
+        "the same caption has the same orders"
+    )
 
 
-def test_more_orders_keep_the_earlier_ones() -> None:
-    few, many = (made([TAGS], shuffle={"variants": count}) for count in (3, 6))
+def test_more_variants_include_the_earlier_ones() -> None:
+    few, many = (variants_of([TAGS], shuffle={"variants": count}) for count in (3, 6))
     assert many[:3] == few
 
 
-def test_a_caption_of_one_tag_has_one_order() -> None:
-    assert made(["a cat"], shuffle={"variants": 4}) == ("a cat",)
+def test_a_caption_with_one_tag_has_one_variant() -> None:
+    assert variants_of(["a cat"], shuffle={"variants": 4}) == ("a cat",)
 
 
 @given(st.lists(st.text("abc ", min_size=1, max_size=5), min_size=1, max_size=6), st.integers(0, 7))
-def test_every_variant_is_canonical_and_holds_the_same_tags(tags: list[str], keep: int) -> None:
+def test_every_variant_is_canonical_and_has_the_same_tags(tags: list[str], keep: int) -> None:
     caption = canonical(", ".join(tags))
     if not caption:
         return
     wanted = sorted(tag.strip() for tag in caption.split(","))
-    for order in made([caption], shuffle={"variants": 4, "keep": keep}):
+    for order in variants_of([caption], shuffle={"variants": 4, "keep": keep}):
         assert canonical(order) == order
         assert sorted(tag.strip() for tag in order.split(",")) == wanted

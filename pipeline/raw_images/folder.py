@@ -1,0 +1,336 @@
+"""Walk a dataset's folder, local or remote, and sort its files into images, captions and everything else.
+
+The walk uses only names and stats, plus the first bytes of files without a suffix. It writes nothing, and it
+never opens a file that could block, such as a FIFO.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from stat import S_ISDIR, S_ISREG
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipeline.errors import DatasetError
+from pipeline.images.formats import SUFFIXES, sniff
+from pipeline.storage.source import open_nonblocking, to_int64
+
+if TYPE_CHECKING:
+    from pipeline.storage.source import ListedPath, RemoteSource
+
+JUNK = frozenset(
+    ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
+)
+"""Names that operating systems leave in folders. They count as hidden, like dot files and `name~` backups."""
+
+FOREIGN_CACHES = frozenset(["npz", "npy", "pt", "pth", "safetensors", "ckpt"])
+"""Suffixes of the cache files that other trainers write next to images."""
+
+_SNIFFED_BYTES = 64
+"""Number of leading bytes that `sniff` needs."""
+
+
+class FoundFile(NamedTuple):
+    """A file that may be an image: its path below the root, as the file system spells it, and its stat."""
+
+    path: str
+    file_bytes: int
+    mtime_ns: int
+    ctime_ns: int
+    inode: int
+    device: int
+
+
+class Problem(NamedTuple):
+    """A file or folder that cannot be read, with the columns of a rejected sample."""
+
+    path: str
+    reason: str
+    detail: str
+    fix: str
+
+
+@dataclass
+class WalkResult:
+    """The files below one root.
+
+    Attributes:
+        images: Files that may be images, in no particular order, each file once.
+        problems: Files and folders that would belong to the dataset but cannot be read.
+        passed_over: Number of other files by kind: "hidden", "captions", "not_images", "foreign_caches",
+            "special", "linked_twice", "broken_links".
+        suffixes: Number of files that are not images, by lower-case suffix without the dot.
+        captions: Paths of the files with the caption suffix.
+        foreign_caches: Paths of other trainers' caches.
+        links_out: Paths of followed links that lead out of the root.
+    """
+
+    images: list[FoundFile] = field(default_factory=list[FoundFile])
+    problems: list[Problem] = field(default_factory=list[Problem])
+    passed_over: Counter[str] = field(default_factory=Counter[str])
+    suffixes: Counter[str] = field(default_factory=Counter[str])
+    captions: list[str] = field(default_factory=list[str])
+    foreign_caches: list[str] = field(default_factory=list[str])
+    links_out: list[str] = field(default_factory=list[str])
+
+
+def sidecar_path(path: str, suffix: str) -> str:
+    """Return the path of an image's caption file: the image's path with its last suffix replaced."""
+    return path.removesuffix(last_suffix(path)) + suffix
+
+
+def last_suffix(path: str) -> str:
+    """Return the last suffix with its dot; "" for a name without one, and for a dot file such as `.txt`."""
+    name = path.rpartition("/")[2]
+    stem, dot, suffix = name.rpartition(".")
+    return dot + suffix if stem else ""
+
+
+def walk_local(
+    root: Path, caption_suffix: str | None = None, *, result: WalkResult | None = None
+) -> WalkResult:
+    """Walk everything below `root` except hidden files and folders.
+
+    Each file or folder is visited once, identified by device and inode. Real files come first, under their
+    own names; links are followed afterwards, and only to targets that were not visited yet, so loops end. A
+    link to a folder that contains the dataset is not followed: everything would be below it.
+
+    Args:
+        root: The dataset's folder. It may itself be a link.
+        caption_suffix: Suffix of sidecar caption files, with its dot; None if the dataset has none.
+        result: Filled and returned, so that another thread can report progress; a new one by default.
+
+    Raises:
+        DatasetError: `root` is not a folder, or cannot be listed.
+    """
+    require_listable(root)
+    walker = _LocalWalker(root, caption_suffix, result or WalkResult())
+    walker.run()
+    return walker.result
+
+
+def walk_remote(
+    source: RemoteSource, caption_suffix: str | None = None, *, result: WalkResult | None = None
+) -> WalkResult:
+    """Walk a folder that fsspec opens; hidden files and folders are passed over.
+
+    Links are not followed: an entry that the server reports as a link counts as special.
+
+    Args:
+        source: The dataset's files.
+        caption_suffix: See `walk_local`.
+        result: See `walk_local`.
+
+    Raises:
+        DatasetError: The address cannot be listed, or it names a file.
+    """
+    result = result or WalkResult()
+
+    def looks_like_image(path: str) -> bool:
+        try:
+            return sniff(source.read_start(path, _SNIFFED_BYTES)) is not None
+        except OSError:
+            return False
+
+    pending = [""]
+    while pending:
+        folder = pending.pop()
+        for entry in _remote_entries(source, folder, result):
+            if _is_hidden(entry.path.rpartition("/")[2]):
+                result.passed_over["hidden"] += 1
+            elif entry.is_special:
+                result.passed_over["special"] += 1
+            elif entry.stat is None:
+                pending.append(entry.path)
+            elif _may_be_image(result, entry.path, caption_suffix, looks_like_image):
+                result.images.append(FoundFile(entry.path, *entry.stat, device=0))
+    return result
+
+
+def require_listable(root: Path) -> None:
+    """Raise DatasetError unless `root` is a folder that can be listed."""
+    try:
+        os.scandir(root).close()
+    except OSError as err:
+        what = f"the dataset cannot be read: {err.strerror}"
+        raise DatasetError(what, where=str(root), fix=_root_fix(root, err)) from err
+
+
+def _root_fix(root: Path, err: OSError) -> str:
+    if isinstance(err, NotADirectoryError):
+        return (
+            "set datasets[].path to a folder, to a manifest (.parquet, .jsonl or .csv), or to the inside of "
+            "an archive, such as zip://::photos.zip"
+        )
+    if isinstance(err, FileNotFoundError) and "$" in str(root):
+        return "write the full path in datasets[].path: variables such as $HOME are not expanded, only ~ is"
+    is_windows_path = "\\" in str(root) or any(len(part) == 2 and part[1] == ":" for part in root.parts)
+    if isinstance(err, FileNotFoundError) and is_windows_path:
+        return "correct datasets[].path: it is a Windows path, and this machine does not run Windows"
+    return "correct datasets[].path in the recipe, or make the folder readable"
+
+
+def _is_hidden(name: str) -> bool:
+    return name[0] == "." or name[-1] == "~" or name in JUNK
+
+
+def _may_be_image(
+    result: WalkResult, path: str, caption_suffix: str | None, looks_like_image: Callable[[str], bool]
+) -> bool:
+    """Return True for a possible image; count every other file in `result` by its kind.
+
+    Args:
+        result: The walk's result.
+        path: The file's path below the root.
+        caption_suffix: See `walk_local`.
+        looks_like_image: Decides by content. Only called for files without a suffix, as scrapers leave them.
+    """
+    name = path.rpartition("/")[2]
+    _, dot, suffix = name.rpartition(".")
+    suffix = suffix.lower() if dot else ""
+    if suffix in SUFFIXES or (not dot and looks_like_image(path)):
+        return True
+
+    result.suffixes[suffix] += 1
+    if caption_suffix and name.endswith(caption_suffix):
+        result.captions.append(path)
+        result.passed_over["captions"] += 1
+    elif suffix in FOREIGN_CACHES:
+        result.foreign_caches.append(path)
+        result.passed_over["foreign_caches"] += 1
+    else:
+        result.passed_over["not_images"] += 1
+    return False
+
+
+def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> list[ListedPath]:
+    """List a remote folder; a subfolder without permission becomes a problem, as it does locally."""
+    try:
+        return source.list_folder(folder)
+    except DatasetError as err:
+        if not folder or not isinstance(err.__cause__, PermissionError):
+            raise
+        detail = f"the folder cannot be listed: {err.__cause__}"
+        result.problems.append(Problem(f"{folder}/", "unreadable_folder", detail, "make it readable"))
+        return []
+
+
+class _LocalWalker:
+    """The state of one local walk."""
+
+    def __init__(self, root: Path, caption_suffix: str | None, result: WalkResult) -> None:
+        self.result = result
+        self._root = os.fspath(root)
+        self._real_root = root.resolve()
+        self._caption_suffix = caption_suffix
+        self._visited_folders = {_identity(parent.stat()) for parent in self._real_root.parents}
+        self._visited_files: set[tuple[int, int]] = set()
+        self._links: list[str] = []  # a heap: links are followed in the order of their names
+        self._follows_links = False
+
+    def run(self) -> None:
+        """Visit the real files below the root, then the targets of its links."""
+        self._visit_folder("")
+        self._follows_links = True
+        if self._links:
+            self._visited_files = {(image.device, image.inode) for image in self.result.images}
+        while self._links:
+            self._follow(heapq.heappop(self._links))
+
+    def _visit_folder(self, folder: str) -> None:
+        """Visit a folder and everything below it.
+
+        Args:
+            folder: Relative to the root: "" for the root itself, otherwise with a trailing slash.
+        """
+        pending = [folder]
+        while pending:
+            folder = pending.pop()
+            full_path = f"{self._root}/{folder}"
+            try:
+                identity = _identity(Path(full_path).stat())
+                if identity in self._visited_folders:
+                    self.result.passed_over["linked_twice"] += 1
+                    continue
+                self._visited_folders.add(identity)
+                with os.scandir(full_path) as entries:
+                    for entry in entries:
+                        self._visit_entry(folder, entry, pending)
+            except OSError as err:
+                detail = f"the folder cannot be listed: {err.strerror}"
+                problem = Problem(folder, "unreadable_folder", detail, "make it readable, or move it away")
+                self.result.problems.append(problem)
+
+    def _visit_entry(self, folder: str, entry: os.DirEntry[str], pending: list[str]) -> None:
+        path = folder + entry.name
+        if _is_hidden(entry.name):
+            self.result.passed_over["hidden"] += 1
+        elif entry.is_symlink():
+            heapq.heappush(self._links, path)
+        elif entry.is_dir(follow_symlinks=False):
+            pending.append(path + "/")
+        elif not entry.is_file(follow_symlinks=False):
+            self.result.passed_over["special"] += 1
+        elif _may_be_image(self.result, path, self._caption_suffix, self._looks_like_image):
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                return  # deleted during the walk, as if it had never existed
+            if self._follows_links and _identity(stat) in self._visited_files:
+                self.result.passed_over["linked_twice"] += 1
+            else:
+                self._add_image(path, stat)
+
+    def _looks_like_image(self, path: str) -> bool:
+        try:
+            with open_nonblocking(f"{self._root}/{path}") as file:
+                return sniff(file.read(_SNIFFED_BYTES)) is not None
+        except OSError:
+            return False
+
+    def _add_image(self, path: str, stat: os.stat_result) -> None:
+        times = to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns)
+        device, inode = _identity(stat)
+        self.result.images.append(FoundFile(path, stat.st_size, *times, inode, device))
+        if self._follows_links:
+            self._visited_files.add((device, inode))
+
+    def _follow(self, path: str) -> None:
+        """Visit the target of the link at `path`, unless it was visited already."""
+        try:
+            stat = Path(self._root, path).stat()
+        except OSError as err:
+            self._add_broken_link(path, err)
+            return
+
+        identity = _identity(stat)
+        if identity in self._visited_folders or identity in self._visited_files:
+            self.result.passed_over["linked_twice"] += 1
+            return
+        if S_ISDIR(stat.st_mode):
+            self._visit_folder(path + "/")
+        elif not S_ISREG(stat.st_mode):
+            self.result.passed_over["special"] += 1
+            return
+        elif _may_be_image(self.result, path, self._caption_suffix, self._looks_like_image):
+            self._add_image(path, stat)
+        else:
+            return
+
+        if not Path(self._root, path).resolve().is_relative_to(self._real_root):
+            self.result.links_out.append(path)
+
+    def _add_broken_link(self, path: str, err: OSError) -> None:
+        if path.rpartition(".")[2].lower() in SUFFIXES:
+            detail = f"the link's target cannot be read: {err.strerror}"
+            self.result.problems.append(Problem(path, "broken_link", detail, "repair or remove the link"))
+        else:
+            self.result.passed_over["broken_links"] += 1
+
+
+def _identity(stat: os.stat_result) -> tuple[int, int]:
+    return to_int64(stat.st_dev), to_int64(stat.st_ino)

@@ -1,0 +1,163 @@
+"""Walks find every image once, pass over other files, and end."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.raw_images.folder import walk_local
+from pipeline.storage.source import to_int64
+
+
+def names(root: Path, suffix: str | None = None) -> list[str]:
+    return sorted(image.path for image in walk_local(root, suffix).images)
+
+
+def test_I07_suffixes_count_in_any_case_and_in_subfolders(tmp_path: Path) -> None:
+    (tmp_path / "sub" / "deep").mkdir(parents=True)
+    wanted = ["a.jpg", "b.JPEG", "c.Png", "sub/d.webp", "sub/deep/e.TIFF"]
+    for name in [*wanted, "f.txt", "g.mp4"]:
+        (tmp_path / name).write_bytes(b"x")
+    assert names(tmp_path) == wanted
+
+
+def test_I06_system_files_and_hidden_files_are_passed_over_and_counted(tmp_path: Path) -> None:
+    for name in ("__MACOSX/x.jpg", ".ipynb_checkpoints/x.jpg", ".git/x.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(b"x")
+    for name in ("._x.jpg", ".DS_Store", "Thumbs.db", "x.jpg~", ".x.jpg"):
+        (tmp_path / name).write_bytes(b"x")
+    result = walk_local(tmp_path)
+    assert not result.images
+    assert result.passed_over == {"hidden": 8}
+
+
+def test_I25_fifos_sockets_and_folders_named_like_images_never_block(folder: Any) -> None:
+    folder.add("real.png")
+    os.mkfifo(folder.root / "fifo.jpg")
+    (folder.root / "folder.jpg").mkdir()
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(folder.root / "socket.jpg"))
+        (folder.root / "link.jpg").symlink_to("/dev/zero")
+        (folder.root / "nosuffix").mkdir()
+        os.mkfifo(folder.root / "nosuffix2")
+        result = walk_local(folder.root, ".txt")
+    assert [image.path for image in result.images] == ["real.png"]
+    assert result.passed_over == {"special": 4, "captions": 1}
+
+
+def test_I27_caches_of_other_trainers_are_listed(tmp_path: Path) -> None:
+    for name in ("a.npz", "b.safetensors", "c.pt", "notes.md"):
+        (tmp_path / name).write_bytes(b"x")
+    result = walk_local(tmp_path)
+    assert sorted(result.foreign_caches) == ["a.npz", "b.safetensors", "c.pt"]
+    assert result.passed_over == {"foreign_caches": 3, "not_images": 1}
+    assert result.suffixes == {"npz": 1, "safetensors": 1, "pt": 1, "md": 1}
+
+
+def test_a_file_without_suffix_is_recognised_by_its_first_bytes(folder: Any) -> None:
+    (folder.root / "photo").write_bytes(folder.picture())
+    (folder.root / "README").write_text("words")
+    assert names(folder.root) == ["photo"]
+
+
+def test_I19_links_are_followed_once_and_loops_end(tmp_path: Path) -> None:
+    root, outside = tmp_path / "data", tmp_path / "outside"
+    (root / "z").mkdir(parents=True)
+    (outside / "more").mkdir(parents=True)
+    for path in (root / "z" / "own.png", outside / "o.png", outside / "more" / "m.png"):
+        path.write_bytes(b"x")
+    (root / "a_link_to_z").symlink_to(root / "z")
+    (root / "own_again.png").symlink_to("z/own.png")
+    (root / "z" / "loop").symlink_to(root)
+    (root / "z" / "all").symlink_to(tmp_path)
+    (root / "out").symlink_to(outside)
+    (root / "out_again").symlink_to(outside)
+    (outside / "back").symlink_to(root)
+    (root / "one.png").symlink_to(outside / "o.png")
+    result = walk_local(root)
+    assert sorted(image.path for image in result.images) == ["one.png", "out/more/m.png", "z/own.png"]
+    assert sorted(result.links_out) == ["one.png", "out"]
+    assert result.passed_over == {"linked_twice": 7}
+
+
+def test_I19_a_folder_is_visited_through_one_link_only(tmp_path: Path) -> None:
+    root, outside = tmp_path / "data", tmp_path / "outside"
+    root.mkdir()
+    (outside / "more").mkdir(parents=True)
+    (outside / "more" / "m.png").write_bytes(b"x")
+    (root / "a").symlink_to(outside / "more")
+    (root / "b").symlink_to(outside)
+    result = walk_local(root)
+    assert [image.path for image in result.images] == ["a/m.png"]
+    assert result.passed_over == {"linked_twice": 1}
+
+
+def test_I19_a_broken_link_is_a_problem_only_if_it_is_named_like_an_image(tmp_path: Path) -> None:
+    (tmp_path / "x.jpg").symlink_to("gone.jpg")
+    (tmp_path / "me.png").symlink_to("me.png")
+    (tmp_path / "x.txt").symlink_to("gone.txt")
+    result = walk_local(tmp_path)
+    assert [(problem.path, problem.reason) for problem in result.problems] == [
+        ("me.png", "broken_link"),
+        ("x.jpg", "broken_link"),
+    ]
+    assert result.passed_over == {"broken_links": 1}
+
+
+def test_I19_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "x.png").write_bytes(b"x")
+    (tmp_path / "link").symlink_to("data")
+    assert names(tmp_path / "link") == ["x.png"]
+    assert walk_local(tmp_path / "link").links_out == []
+
+
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("gone", "correct datasets[].path in the recipe"),
+        ("photos.zip", "zip://::photos.zip"),
+        ("$HOME/photos", "variables such as $HOME are not expanded"),
+        ("C:/Users/me/photos", "it is a Windows path"),
+        ("C:\\Users\\me\\photos", "it is a Windows path"),
+    ],
+)
+def test_I21_an_unreadable_root_is_an_error_with_a_fix(tmp_path: Path, name: str, fix: str) -> None:
+    (tmp_path / "photos.zip").write_text("x")
+    with pytest.raises(DatasetError, match="cannot be read") as caught:
+        walk_local(tmp_path / name)
+    assert fix in caught.value.fix
+
+
+def test_I21_a_subfolder_without_permission_is_a_problem_and_the_rest_is_scanned(tmp_path: Path) -> None:
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "x.png").write_bytes(b"x")
+    (tmp_path / "secret").chmod(0)
+    try:
+        os.scandir(tmp_path / "secret").close()
+        pytest.skip("this user may read everything")
+    except PermissionError:
+        result = walk_local(tmp_path)
+        assert [problem.reason for problem in result.problems] == ["unreadable_folder"]
+        assert len(result.images) == 1
+    finally:
+        (tmp_path / "secret").chmod(0o700)
+
+
+def test_files_with_the_caption_suffix_are_captions(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.caption", "c.TXT"):
+        (tmp_path / name).write_bytes(b"x")
+    assert walk_local(tmp_path, ".txt").captions == ["a.txt"]
+    assert walk_local(tmp_path, ".caption").captions == ["b.caption"]
+    assert not walk_local(tmp_path).captions
+
+
+def test_64_bit_inode_numbers_and_far_dates_fit_the_tables() -> None:
+    assert [to_int64(inode) for inode in (5, 2**63 - 1, 2**63, 2**64 - 1)] == [5, 2**63 - 1, -(2**63), -1]
+    assert [to_int64(time_ns) for time_ns in (-(2**63), -(2**63) - 1, 2**64 + 7)] == [-(2**63), 2**63 - 1, 7]

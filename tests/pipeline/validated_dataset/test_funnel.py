@@ -1,0 +1,19 @@
+"""The funnel adds up and prints as aligned lines."""
+
+from __future__ import annotations
+
+from pipeline.validated_dataset.funnel import Funnel
+
+
+def test_lines_are_aligned_and_add_up() -> None:
+    funnel = Funnel(1200, 1195, {"hidden": 3, "special": 10}, {"truncated": 4, "caption_missing": 1})
+    assert funnel.lines() == [
+        "1,200  found",
+        "   13  passed over",
+        "   10    special",
+        "    3    hidden",
+        "    5  rejected",
+        "    4    truncated",
+        "    1    caption missing",
+        "1,195  kept",
+    ]
