@@ -1,4 +1,4 @@
-"""Sets of target sizes, the ladder that a resolution makes, and which of its sizes an image is nearest to."""
+"""Sets of target sizes, the ladder of sizes for a resolution, and the nearest size to an image."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from pipeline.images.geometry.sizes import MAX_BUCKET_EDGE_PX, Ints, Size, area
 class Buckets:
     """A set of target sizes, and the assignment of images to them.
 
-    An image goes to the bucket nearest in log aspect ratio, |log(ow / oh) - log(tw / th)|. Between two
-    equally near ones the larger area wins; between two equally large ones the wider wins for landscape and
-    square images and the taller for portrait ones. Of sizes with one aspect ratio only the largest is used.
+    An image is assigned to the nearest bucket in log aspect ratio, |log(ow / oh) - log(tw / th)|. Ties go to
+    the larger area, and then to the wider bucket for landscape and square images and to the taller one for
+    portrait images. If several sizes have the same aspect ratio, only the largest is used.
 
-    So for a set that holds each size with its transposed, transposing an image transposes its geometry. The
-    one exception is an exactly square image that lies between a size and its transposed: it goes to the
-    landscape one.
+    If the set contains the transposed of each size, transposing an image therefore transposes its geometry.
+    The only exception is a square image halfway between a size and its transposed, which goes to the
+    landscape bucket.
     """
 
     def __init__(self, sizes: Iterable[Size]) -> None:
-        """Buckets of the given sizes, in any order, repeated or not.
+        """Create buckets of the given sizes, in any order; duplicates are ignored.
 
         Raises:
-            BucketError: There is no size, or an edge is not in 1 to `MAX_BUCKET_EDGE_PX`.
+            BucketError: `sizes` is empty, or an edge is not between 1 and `MAX_BUCKET_EDGE_PX`.
         """
         largest: dict[Fraction, Size] = {}
         for size in sizes:
@@ -36,16 +36,16 @@ class Buckets:
             aspect_ratio = Fraction(size.width, size.height)
             largest[aspect_ratio] = max(size, largest.get(aspect_ratio, size), key=area)
         if not largest:
-            raise BucketError("there is no bucket", where="buckets", fix="give at least one size")
+            raise BucketError("there are no bucket sizes", where="buckets", fix="set at least one size")
         self.sizes: tuple[Size, ...] = tuple(largest[aspect_ratio] for aspect_ratio in sorted(largest))
         self._heights = np.array([size.height for size in self.sizes], dtype=np.int64)
         self._widths = np.array([size.width for size in self.sizes], dtype=np.int64)
-        self._boundaries()
+        self._compute_boundaries()
 
-    def _boundaries(self) -> None:
-        """Between neighbours the boundary is the geometric mean of their aspect ratios.
+    def _compute_boundaries(self) -> None:
+        """Compute the boundary of each two neighbours, the geometric mean of their aspect ratios.
 
-        Its square is kept as a fraction of products of edges (`_across` / `_down`), exactly.
+        The square of a boundary is stored as an exact fraction of integers, `_across` / `_down`.
         """
         lower, upper = self.sizes[:-1], self.sizes[1:]
         self._across = self._widths[:-1] * self._widths[1:]
@@ -55,15 +55,13 @@ class Buckets:
         self._area_gain = np.array(area_gain, dtype=np.int64)
 
     def nearest(self, height: Ints, width: Ints) -> tuple[Ints, Ints]:
-        """(heights, widths) of the buckets of N images with edges in 1 to `MAX_IMAGE_EDGE_PX`."""
-        nearest = self._nearest(height, width)
-        return self._heights[nearest], self._widths[nearest]
+        """Return (heights, widths) of the buckets of N images; edges are at most `MAX_IMAGE_EDGE_PX`."""
+        index = self._nearest(height, width)
+        return self._heights[index], self._widths[index]
 
     def _nearest(self, oh: Ints, ow: Ints) -> Ints:
-        """Index of each image's bucket: as many boundaries as lie below its aspect ratio.
-
-        Logarithms find it but for rounding; the integers then decide, also at a tie.
-        """
+        """Return the index of each image's bucket: the number of boundaries below its aspect ratio."""
+        # Rounding of logarithms may cost one bucket; exact integers correct that and decide ties.
         index = np.searchsorted(self._logs, np.log(ow) - np.log(oh)).astype(np.int64)
         while True:
             up = (index < len(self._logs)) & self._above(np.minimum(index, len(self._logs) - 1), oh, ow)
@@ -73,7 +71,7 @@ class Buckets:
             index = index + up - down
 
     def _above(self, boundary: Ints, oh: Ints, ow: Ints) -> npt.NDArray[np.bool_]:
-        """Whether each image lies above its given boundary, or on it and belongs above."""
+        """Return whether each image is above its given boundary, or on it and goes above in a tie."""
         if not len(self._logs):
             return np.zeros(boundary.shape, dtype=np.bool_)
         excess = ow * ow * self._down[boundary] - oh * oh * self._across[boundary]
@@ -82,23 +80,24 @@ class Buckets:
 
 
 def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
-    """The square of `resolution`, and per shorter or longer edge the largest size within its area.
+    """Return the square of `resolution` and, for every other edge, the largest size within its area.
 
-    Every edge is a multiple of `step`, no area is above resolution squared, no size is longer than
-    `max_aspect_ratio` times its short edge, and each size is there with its transposed.
+    Every edge is a multiple of `step`, every area is at most resolution squared, every ratio of long to short
+    edge is at most `max_aspect_ratio`, and every size comes with its transposed.
 
     Raises:
-        BucketError: `resolution` is no positive multiple of `step`, or `max_aspect_ratio` is below 1.
+        BucketError: `resolution` is not a positive multiple of `step`, or `max_aspect_ratio` is below 1.
     """
     if step < 1 or resolution < 1 or resolution % step:
         what = f"buckets.resolution must be a multiple of buckets.step, got {resolution} and {step}"
-        fix = "use a multiple of the step as resolution"
+        fix = "set the resolution to a multiple of the step"
         raise BucketError(what, where="buckets.resolution, buckets.step", fix=fix)
     if not max_aspect_ratio >= 1:
-        what = f"max_aspect_ratio {max_aspect_ratio} is below 1"
+        what = f"buckets.max_aspect_ratio must be at least 1, got {max_aspect_ratio}"
         raise BucketError(
             what, where="buckets.max_aspect_ratio", fix="use 1 (squares only) or more, such as 3"
         )
+
     sizes = {Size(resolution, resolution)}
     for edge in range(step, min(resolution * resolution // step, MAX_BUCKET_EDGE_PX) + 1, step):
         size = Size(edge, min(resolution * resolution // edge // step * step, MAX_BUCKET_EDGE_PX))
@@ -109,6 +108,5 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
 
 def _require_bucket_edges(size: Size) -> None:
     if not (1 <= size.height <= MAX_BUCKET_EDGE_PX and 1 <= size.width <= MAX_BUCKET_EDGE_PX):
-        what = f"a bucket of {size} pixels cannot be used"
-        fix = f"use edges from 1 to {MAX_BUCKET_EDGE_PX}"
-        raise BucketError(what, where="buckets", fix=fix)
+        what = f"bucket edges must be between 1 and {MAX_BUCKET_EDGE_PX} pixels, got {size}"
+        raise BucketError(what, where="buckets", fix="change this size")

@@ -1,8 +1,10 @@
-"""Which bucket, scale and crop each image gets, by the rules of a recipe.
+"""Assignment of bucket, scale and crop to images, by the bucket settings of a recipe.
 
-An image goes to the nearest bucket of a set. Of several sets, one a resolution, it is the one with the
-largest sizes that the image fills without being enlarged too much, or each of those that it so fills. What is
-too small for all of them gets a bucket of its own size, or none.
+An image goes to the nearest bucket of a set. With several sets, one per resolution, it goes to the largest
+one whose size it fills without being enlarged beyond the limit, or to each of those. An image that is too
+small for all sets gets a bucket of its own size, or is rejected.
+
+Arrays: oh, ow = original height and width; rh, rw = resized; th, tw = target; N images, M >= N rows.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import BucketError
-from pipeline.images.geometry.buckets import Buckets
+from pipeline.images.geometry.buckets import Buckets, ladder
 from pipeline.images.geometry.sizes import (
     MAX_BUCKET_EDGE_PX,
     MAX_IMAGE_EDGE_PX,
@@ -27,29 +29,34 @@ from pipeline.images.geometry.sizes import (
     Size,
 )
 
+if TYPE_CHECKING:
+    from pipeline.recipe import BucketSettings
+
 Bools = npt.NDArray[np.bool_]
 
 Floats = npt.NDArray[np.float64]
 
 CropRule = Literal["centre", "top", "random", "focus"]
-"""What is kept of a resized image that overlaps its bucket: the middle; the upper part; a place that the
-sample's name and a seed decide; or what is around a point of the image."""
+"""Position of the crop: the middle, the upper part, derived from sample id and seed, or around a point."""
 
 PerImage = Literal["best", "each"]
-"""Whether an image that fills several sets is one sample, of the largest, or one of each."""
+"""Whether an image that fills several sets is used in the largest one only, or in each."""
 
 SmallRule = Literal["own_bucket", "reject"]
-"""What becomes of an image that would be enlarged more than the limit."""
+"""Treatment of an image that would have to be enlarged beyond the limit."""
+
+_FRACTION_BITS = 31
+"""Bits of a random crop's position; multiplied by a difference of edges it stays within 64 bits."""
 
 
 @dataclass(frozen=True)
 class Placed:
-    """The geometry of N images, in M >= N rows: more than one for an image that is a sample of several sets.
+    """The geometry of N images in M >= N rows; an image used in several sets has several rows.
 
     Attributes:
-        columns: M rows; of an image that is too small, what enlarging it would give.
-        too_small: Boolean (M,), True for an image that the rules leave out.
-        image: Integers (M,), which image the row is of; ascending, from 0.
+        columns: Geometry of M rows; for an image that is too small, the geometry if it were enlarged.
+        too_small: Boolean (M,), True for an image to reject.
+        image: Index of each row's image (M,), ascending from 0.
     """
 
     columns: GeometryColumns
@@ -59,17 +66,17 @@ class Placed:
 
 @dataclass(frozen=True)
 class Placement:
-    """The rules of one recipe.
+    """Rules for assigning images to buckets.
 
     Attributes:
-        sets: Buckets by resolution, the smallest first; at least one.
-        upscale_limit: Largest factor by which an image is enlarged; None for any.
-        small: For images beyond the limit.
-        crop: Where the crop lies.
-        crop_seed: Of random crops.
-        step: Edges of a bucket of an image's own are multiples of it.
-        max_aspect_ratio: And it is no longer than this many times its short edge.
-        per_image: What becomes of an image that fills several sets.
+        sets: Buckets of each resolution, smallest first; at least one.
+        upscale_limit: Largest factor by which an image may be enlarged; None for any factor.
+        small: Treatment of images beyond the limit.
+        crop: Position of the crop.
+        crop_seed: Seed of random crops.
+        step: Edges of an image's own bucket are multiples of this.
+        max_aspect_ratio: Largest ratio of long to short edge of an image's own bucket.
+        per_image: Treatment of images that fill several sets.
     """
 
     sets: tuple[Buckets, ...]
@@ -83,18 +90,18 @@ class Placement:
 
     @property
     def sizes(self) -> tuple[Size, ...]:
-        """The target sizes of all sets, without those that small images make for themselves."""
+        """Target sizes of all sets, without the own buckets of small images."""
         return tuple(dict.fromkeys(size for buckets in self.sets for size in buckets.sizes))
 
     def assign(self, original_size: Size, name: str = "") -> Geometry | None:
-        """The geometry of one image, in the largest set of those that it has; None where it is too small.
+        """Return the geometry of one image in its largest set, or None if the image is too small.
 
         Args:
-            original_size: After EXIF orientation.
-            name: The sample's id, which decides where a random crop lies.
+            original_size: Size after EXIF orientation.
+            name: Sample id, which decides the position of a random crop.
 
         Raises:
-            BucketError: An edge is not in 1 to `MAX_IMAGE_EDGE_PX`.
+            BucketError: An edge is not between 1 and `MAX_IMAGE_EDGE_PX`.
         """
         placed = self.assign_many([original_size.height], [original_size.width], [name])
         return None if placed.too_small[-1] else placed.columns.one(-1)
@@ -106,136 +113,167 @@ class Placement:
         names: Iterable[str] | None = None,
         focus: tuple[npt.ArrayLike, npt.ArrayLike] | None = None,
     ) -> Placed:
-        """The geometry of N images.
+        """Return the geometry of N images.
 
         Args:
             height: Original heights in pixels, integers (N,).
-            width: Original widths, likewise.
-            names: The samples' ids; only a random crop asks for them.
-            focus: The points that `crop: focus` keeps in view, shares from 0 to 1 of the height, from the
-                top, and of the width, from the left, (N,) each; None for the middle.
+            width: Original widths in pixels, integers (N,).
+            names: Sample ids; required for `crop: random` only.
+            focus: Points that `crop: focus` keeps in view, (N,) each: y as a fraction of the height from the
+                top, and x as a fraction of the width from the left, from 0 to 1. None means the middle.
 
         Raises:
-            BucketError: An edge is not in 1 to `MAX_IMAGE_EDGE_PX`.
+            BucketError: An edge is not between 1 and `MAX_IMAGE_EDGE_PX`.
         """
         oh, ow = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
         _require_image_edges(oh, ow)
         image, th, tw, too_small = self._targets(oh, ow)
         oh, ow = oh[image], ow[image]
-        by_width = tw * oh >= th * ow  # the width needs the larger scale, so the height overlaps
-        rh = np.where(by_width, _rounded(oh * tw, ow), th)
-        rw = np.where(by_width, tw, _rounded(ow * th, oh))
+
+        # Cover the target: the edge that needs the larger scale fits exactly, the other one overlaps.
+        width_decides = tw * oh >= th * ow
+        rh = np.where(width_decides, _rounded_quotient(oh * tw, ow), th)
+        rw = np.where(width_decides, tw, _rounded_quotient(ow * th, oh))
+
         if self.crop == "focus":
-            down, across = (0.5, 0.5) if focus is None else (np.asarray(each)[image] for each in focus)
-            top, left = _around(down, rh, th), _around(across, rw, tw)
+            y, x = (0.5, 0.5) if focus is None else (np.asarray(each)[image] for each in focus)
+            top, left = _crop_start(y, rh, th), _crop_start(x, rw, tw)
         else:
             top, left = self._corner(rh - th, rw - tw, image, names)
         return Placed(GeometryColumns(oh, ow, rh, rw, top, left, th, tw), too_small, image)
 
     def _targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Ints, Bools]:
-        """Which image each row is of, target heights and widths, and which are too small."""
+        """Return each row's image index, target height and target width, and which rows are too small."""
+        th, tw, too_small = self._best_targets(oh, ow)
         if self.per_image == "best" or len(self.sets) == 1:
-            return np.arange(len(oh)), *self._best(oh, ow)
-        th, tw, too_small = self._best(oh, ow)
-        rows = [(th, tw, np.ones(oh.shape, dtype=np.bool_))]
+            return np.arange(len(oh)), th, tw, too_small
+
+        candidates: list[tuple[Ints, Ints, Bools]] = []
         for buckets in self.sets:
-            each_th, each_tw, refused = replace(self, sets=(buckets,), small="reject")._best(oh, ow)
-            # Two resolutions may have a size in common, which is one sample.
-            new = ~refused
-            for before_th, before_tw, used in rows[1:]:
-                new &= ~(used & (each_th == before_th) & (each_tw == before_tw))
-            rows.append((each_th, each_tw, new))
-        # What fills none has the one row of the best, which then is a bucket of its own size.
-        fills = np.any([used for _, _, used in rows[1:]], axis=0)
-        rows[0] = (th, tw, ~fills)
-        heights, widths, used = (np.stack(each, axis=1) for each in zip(*rows, strict=True))
-        image, column = np.nonzero(used)
-        return image, heights[image, column], widths[image, column], too_small[image]
+            only_this_set = replace(self, sets=(buckets,), small="reject")
+            set_th, set_tw, not_filled = only_this_set._best_targets(oh, ow)
+            used = ~not_filled
+            # Two resolutions may share a size, which is one sample.
+            for other_th, other_tw, other_used in candidates:
+                used &= ~(other_used & (set_th == other_th) & (set_tw == other_tw))
+            candidates.append((set_th, set_tw, used))
 
-    def _best(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Bools]:
-        """Target heights and widths of one row an image, and which are too small.
+        # An image that fills no set has a single row, its own bucket or a rejection.
+        fills_any = np.any([used for _, _, used in candidates], axis=0)
+        candidates.insert(0, (th, tw, ~fills_any))
 
-        Without a limit an image that all sets enlarge goes to the smallest.
-        """
+        heights, widths, used = (np.stack(each, axis=1) for each in zip(*candidates, strict=True))
+        image, candidate = np.nonzero(used)
+        return image, heights[image, candidate], widths[image, candidate], too_small[image]
+
+    def _best_targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Bools]:
+        """Return target heights and widths with one row per image, and which images are too small."""
+        # Without a limit, an image that all sets would enlarge goes to the smallest set.
         limit = Fraction(1) if self.upscale_limit is None else self.upscale_limit
         th, tw = self.sets[0].nearest(oh, ow)
-        fits = _within(th, tw, oh, ow, limit)
+        fits = _fits(th, tw, oh, ow, limit)
         for buckets in self.sets[1:]:
             larger_th, larger_tw = buckets.nearest(oh, ow)
-            larger_fits = _within(larger_th, larger_tw, oh, ow, limit)
+            larger_fits = _fits(larger_th, larger_tw, oh, ow, limit)
             th, tw = np.where(larger_fits, larger_th, th), np.where(larger_fits, larger_tw, tw)
             fits = fits | larger_fits
+
         if self.upscale_limit is None:
             return th, tw, np.zeros(oh.shape, dtype=np.bool_)
         if self.small == "reject":
             return th, tw, ~fits
-        own_th, own_tw = self._own(oh, ow, limit)
-        possible = (own_th > 0) & (own_tw > 0)
-        own = ~fits & possible
-        return np.where(own, own_th, th), np.where(own, own_tw, tw), ~fits & ~possible
 
-    def _own(self, oh: Ints, ow: Ints, limit: Fraction) -> tuple[Ints, Ints]:
-        """The image's own size times the limit, rounded down to steps and cut to the longest aspect ratio."""
+        # An image smaller than one step cannot have a bucket of its own either.
+        own_th, own_tw = self._own_bucket(oh, ow, limit)
+        exists = (own_th > 0) & (own_tw > 0)
+        use_own = ~fits & exists
+        return np.where(use_own, own_th, th), np.where(use_own, own_tw, tw), ~fits & ~exists
+
+    def _own_bucket(self, oh: Ints, ow: Ints, limit: Fraction) -> tuple[Ints, Ints]:
+        """Return the image's size times the limit, rounded down to steps and to the maximum aspect ratio."""
         th = oh * limit.numerator // (limit.denominator * self.step) * self.step
         tw = ow * limit.numerator // (limit.denominator * self.step) * self.step
+
         ratio = self.max_aspect_ratio
         longest = np.minimum(th, tw) * ratio.numerator // (ratio.denominator * self.step) * self.step
         longest = np.minimum(longest, MAX_BUCKET_EDGE_PX // self.step * self.step)
         return np.minimum(th, longest), np.minimum(tw, longest)
 
     def _corner(
-        self, down: Ints, across: Ints, image: Ints, names: Iterable[str] | None
+        self, excess_height: Ints, excess_width: Ints, image: Ints, names: Iterable[str] | None
     ) -> tuple[Ints, Ints]:
-        """Top and left of the crop, given by how many pixels the resized image is larger."""
+        """Return top and left of the crop, given how much larger the resized image is than the target."""
         if self.crop == "centre":
-            return down // 2, across // 2
+            return excess_height // 2, excess_width // 2
         if self.crop == "top":
-            return np.zeros_like(down), across // 2
-        assert names is not None, "a random crop depends on the samples' names"
-        share = _shares(self.crop_seed, names)[image]
-        # One of down and across is 0: a scaled image overlaps its bucket in one direction.
-        return (down + 1) * share >> _SHARE_BITS, (across + 1) * share >> _SHARE_BITS
+            return np.zeros_like(excess_height), excess_width // 2
+
+        assert names is not None, "a random crop needs the sample ids"
+        fraction = _random_fractions(self.crop_seed, names)[image]
+        # One number suffices: the resized image overlaps the target in one direction only.
+        top = (excess_height + 1) * fraction >> _FRACTION_BITS
+        left = (excess_width + 1) * fraction >> _FRACTION_BITS
+        return top, left
 
 
-_SHARE_BITS = 31
-"""With a difference of edges below 2**31 the product stays within 64 bits."""
+def placement_of(settings: BucketSettings) -> Placement:
+    """Return the rules of a recipe's bucket settings.
+
+    Raises:
+        BucketError: The settings allow no bucket.
+    """
+    if settings.sizes:
+        sets = [Buckets(Size(height, width) for height, width in settings.size_pairs)]
+    else:
+        resolutions = sorted(settings.resolutions or (settings.resolution,))
+        sets = [ladder(each, settings.step, settings.max_aspect_ratio) for each in resolutions]
+    return Placement(
+        sets=tuple(sets),
+        upscale_limit=settings.upscale_limit,
+        small=settings.small_images,
+        crop=settings.crop,
+        crop_seed=settings.crop_seed,
+        step=settings.step,
+        max_aspect_ratio=Fraction(settings.max_aspect_ratio).limit_denominator(1000),
+        per_image=settings.per_image,
+    )
 
 
-def _shares(seed: int, names: Iterable[str]) -> Ints:
-    """For each name a number in [0, 2**31) that depends on it and the seed."""
+def _random_fractions(seed: int, names: Iterable[str]) -> Ints:
+    """Return a number in [0, 2**31) for each sample id, derived from it and the seed."""
     key = str(seed).encode()
-    drawn = [
+    numbers = [
         int.from_bytes(
             hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=4, key=key).digest()
         )
         for name in names
     ]
-    return np.array(drawn, dtype=np.int64) >> (32 - _SHARE_BITS)
+    return np.array(numbers, dtype=np.int64) >> (32 - _FRACTION_BITS)
 
 
-def _around(share: Floats | float, resized: Ints, target: Ints) -> Ints:
-    """Where a crop of `target` pixels begins whose middle is as near as can be to that share of `resized`.
+def _crop_start(point: Floats | float, resized: Ints, target: Ints) -> Ints:
+    """Return the start of the crop of `target` pixels whose middle is closest to `point` times `resized`.
 
-    A half gives the rounding of `centre`.
+    For 0.5, the result is that of a centre crop.
     """
-    begins = np.floor(share * resized - target / 2).astype(np.int64)
-    return np.clip(begins, 0, resized - target)
+    start = np.floor(point * resized - target / 2).astype(np.int64)
+    return np.clip(start, 0, resized - target)
 
 
-def _within(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:
-    """Whether covering the target enlarges the original by at most the limit."""
+def _fits(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:
+    """Return whether covering the target enlarges the original by at most the limit."""
     return (th * limit.denominator <= oh * limit.numerator) & (tw * limit.denominator <= ow * limit.numerator)
 
 
-def _rounded(numerator: Ints, denominator: Ints) -> Ints:
-    """The quotient of positive numbers, rounded to the nearest integer, halves up."""
+def _rounded_quotient(numerator: Ints, denominator: Ints) -> Ints:
+    """Return the quotient of positive numbers, rounded to the nearest integer, halves up."""
     return (2 * numerator + denominator) // (2 * denominator)
 
 
 def _require_image_edges(height: Ints, width: Ints) -> None:
-    wrong = (height < 1) | (width < 1) | (height > MAX_IMAGE_EDGE_PX) | (width > MAX_IMAGE_EDGE_PX)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        what = f"an image of {int(height[at])}x{int(width[at])} pixels has no geometry"
-        fix = f"use images with edges from 1 to {MAX_IMAGE_EDGE_PX} pixels"
-        raise BucketError(what, where="original size", fix=fix)
+    invalid = (height < 1) | (width < 1) | (height > MAX_IMAGE_EDGE_PX) | (width > MAX_IMAGE_EDGE_PX)
+    if invalid.any():
+        index = int(np.argmax(invalid))
+        size = f"{int(height[index])}x{int(width[index])}"
+        what = f"image edges must be between 1 and {MAX_IMAGE_EDGE_PX} pixels, got {size}"
+        raise BucketError(what, where="original size", fix="resize the image, or remove it")

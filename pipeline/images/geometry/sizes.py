@@ -1,4 +1,4 @@
-"""The words of the geometry: sizes, crops, and where the pixels of one image or of many go."""
+"""Sizes, crops, and the geometry of one image or of many."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from pipeline.errors import BucketError
 Ints = npt.NDArray[np.int64]
 
 MAX_IMAGE_EDGE_PX = 65_535
-"""Of an original. The longest edge a JPEG can have; with `MAX_BUCKET_EDGE_PX` it keeps every number here
-within 64 bits, and every resized size within 32."""
+"""Longest edge of an original image, which is the longest that JPEG supports.
+
+Together with `MAX_BUCKET_EDGE_PX` it keeps every product within 64 bits and every resized size within 32.
+"""
 
 MAX_BUCKET_EDGE_PX = 32_767
+"""Longest edge of a bucket."""
 
 
 class Size(NamedTuple):
-    """A height and a width in pixels (or latent cells); PIL's order is the other one."""
+    """Height and width, in pixels or latent cells; PIL uses the opposite order."""
 
     height: int
     width: int
 
     @property
     def transposed(self) -> Size:
-        """Height and width exchanged."""
+        """The size with height and width exchanged."""
         return Size(self.width, self.height)
 
     def __str__(self) -> str:
@@ -37,7 +40,7 @@ class Size(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """What is kept of a resized image, in resized pixels from its upper left corner."""
+    """The kept part of a resized image, in resized pixels from the upper left corner."""
 
     top: int
     left: int
@@ -47,12 +50,12 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Where the pixels of one image go.
+    """The geometry of one image.
 
     Attributes:
-        original_size: After EXIF orientation.
-        resized_size: After scaling, before the crop; within one pixel of the original's aspect ratio.
-        crop: In resized pixels, inside `resized_size`.
+        original_size: Size after EXIF orientation.
+        resized_size: Size after scaling and before the crop, within one pixel of the original aspect ratio.
+        crop: Crop in resized pixels, inside `resized_size`.
     """
 
     original_size: Size
@@ -61,30 +64,30 @@ class Geometry:
 
     @property
     def target_size(self) -> Size:
-        """After the crop: the bucket's size, what the VAE sees."""
+        """Size after the crop: the bucket's size, which the VAE sees."""
         return Size(self.crop.height, self.crop.width)
 
     @property
     def bucket(self) -> str:
-        """The bucket's name, `<height>x<width>`."""
+        """Name of the bucket, `<height>x<width>`."""
         return str(self.target_size)
 
     @property
     def scale(self) -> float:
-        """Resized over original, along the edge that decides; above 1 where the image is enlarged."""
+        """Scale factor from original to resized; above 1 if the image is enlarged."""
         target, original = self.target_size, self.original_size
         return max(target.height / original.height, target.width / original.width)
 
     @property
     def crop_loss(self) -> float:
-        """Share of the resized area that is cut off, in [0, 1)."""
+        """Fraction of the resized area that is cropped away, in [0, 1)."""
         return 1.0 - area(self.target_size) / area(self.resized_size)
 
     @property
     def source_box(self) -> tuple[float, float, float, float]:
-        """The crop in original pixels: left, upper, right, lower, as the `box` of `PIL.Image.resize`.
+        """The crop in original pixels (left, upper, right, lower), the `box` argument of `PIL.Image.resize`.
 
-        Resizing this box to `target_size` gives the pixels of resizing everything and then cropping.
+        Resizing this box to `target_size` is equivalent to resizing the image and cropping afterwards.
         """
         down = self.original_size.height / self.resized_size.height
         across = self.original_size.width / self.resized_size.width
@@ -98,7 +101,7 @@ class Geometry:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> Geometry:
-        """The geometry that a row of aspect_buckets or vae_latents records."""
+        """Return the geometry recorded in a row of aspect_buckets or vae_latents."""
         return cls(
             Size(row["height"], row["width"]),
             Size(row["resized_height"], row["resized_width"]),
@@ -108,7 +111,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class GeometryColumns:
-    """The geometry of N images: int64 arrays (N,), named as the columns of the table aspect_buckets."""
+    """The geometry of N images: int64 arrays (N,), named like the columns of the table aspect_buckets."""
 
     height: Ints
     width: Ints
@@ -120,22 +123,22 @@ class GeometryColumns:
     target_width: Ints
 
     def one(self, index: int) -> Geometry:
-        """The geometry of the image at `index`."""
+        """Return the geometry of the image at `index`."""
         return Geometry.from_row({name: int(column[index]) for name, column in vars(self).items()})
 
     @property
     def scale(self) -> npt.NDArray[np.float64]:
-        """As `Geometry.scale`, float64 (N,)."""
+        """Scale factors, float64 (N,); see `Geometry.scale`."""
         return np.maximum(self.target_height / self.height, self.target_width / self.width)
 
     @property
     def crop_loss(self) -> npt.NDArray[np.float64]:
-        """As `Geometry.crop_loss`, float64 (N,)."""
+        """Crop losses, float64 (N,); see `Geometry.crop_loss`."""
         return 1.0 - (self.target_height * self.target_width) / (self.resized_height * self.resized_width)
 
 
 def latent_size(target_size: Size, factor: int) -> Size:
-    """The latent's height and width of a VAE that shrinks each edge by `factor`.
+    """Return the latent size of a VAE that divides each edge by `factor`.
 
     Raises:
         BucketError: An edge is not a multiple of `factor`.
@@ -145,25 +148,25 @@ def latent_size(target_size: Size, factor: int) -> Size:
 
 
 def not_multiples(sizes: Iterable[Size], multiple: int) -> list[Size]:
-    """Those sizes with an edge that `multiple` does not divide, in the order given."""
+    """Return the sizes with an edge that is not a multiple of `multiple`, in the given order."""
     return [size for size in sizes if size.height % multiple or size.width % multiple]
 
 
 def require_multiple(sizes: Iterable[Size], multiple: int) -> None:
-    """Nothing, when every edge is a multiple of `multiple`, what the model divides edges by.
+    """Check that every bucket edge is a multiple of the base model's size multiple.
 
     Raises:
-        BucketError: Naming the first of the others, and the multiple.
+        BucketError: Names the first size that is not.
     """
     wrong = not_multiples(sizes, multiple)
     if wrong:
-        what = (
-            f"{len(wrong)} bucket sizes are not divisible by the model's {multiple}, the first is {wrong[0]}"
-        )
+        what = f"bucket edges must be multiples of {multiple} for this base model, got {wrong[0]}"
+        if len(wrong) > 1:
+            what += f" and {len(wrong) - 1} more"
         fix = f"set buckets.step to {multiple} or a multiple of it"
         raise BucketError(what, where="buckets.step", fix=fix)
 
 
 def area(size: Size) -> int:
-    """Pixels."""
+    """Return the number of pixels."""
     return size.height * size.width

@@ -1,4 +1,4 @@
-"""Encoder, check, sampler and SDXL's conditions ask one function: change it, and all four change."""
+"""Encoder, checks, sampler and SDXL's conditioning use one geometry: a change affects all four."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _assign_many = Placement.assign_many
 
 
 def other_geometry(self: Placement, height: Any, width: Any, names: Any = None, focus: Any = None) -> Placed:
-    """Larger targets on a finer ladder, the crop at the top, whatever the recipe says."""
+    """Use larger targets on a finer ladder and a crop at the top, independent of the recipe."""
     return _assign_many(replace(self, sets=OTHER, crop="top"), height, width, names, focus)
 
 
 @dataclass
-class Seen:
-    """What the four see of the geometry, each by sample."""
+class GeometryUses:
+    """The geometry as the four of them use it."""
 
     latents: dict[str, tuple[str, tuple[int, ...]]]
     failing_checks: set[str]
@@ -59,8 +59,8 @@ def recipe(tmp_path: Path, photos: Path, tiny_sdxl: Path) -> Recipe:
     return recipe_from_mapping("one", values)
 
 
-def cached(recipe: Recipe, launch: Any) -> Seen:
-    """Everything up to the first step, as the job does it, with real entries."""
+def cached(recipe: Recipe, launch: Any) -> GeometryUses:
+    """Run everything up to the first step like the job does, with real cache entries."""
     tables = Tables(recipe.output_dir)
 
     def keep(asset: str, result: Any) -> Any:
@@ -77,7 +77,7 @@ def cached(recipe: Recipe, launch: Any) -> Seen:
     inputs = training_inputs(recipe, entries, latents, text)
     prompts = preview_prompts(recipe, entries, inputs)
     order = TrainingJob(recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), prompts)
-    return Seen(
+    return GeometryUses(
         latents={row["sample_id"]: _stored(entries, row) for row in latents.to_dicts()},
         failing_checks=failing(recipe),
         batches={
@@ -96,31 +96,31 @@ def _stored(entries: RecipeEntries, row: dict[str, Any]) -> tuple[str, tuple[int
 
 
 def failing(recipe: Recipe) -> set[str]:
-    """Names of the closed gates of vae_latents over the tables as they are."""
-    found = vae_latents.run(CheckContext(recipe, Tables(recipe.output_dir)))
-    return {finding.name for finding in found if not finding.passed}
+    """Return the names of the closed gates of vae_latents for the current tables."""
+    findings = vae_latents.run(CheckContext(recipe, Tables(recipe.output_dir)))
+    return {finding.name for finding in findings if not finding.passed}
 
 
 def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
-    """What SDXL's denoiser itself is told of each sample's size and crop."""
+    """Return the size and crop that SDXL's denoiser receives for each sample."""
     family = load_family(order.base)
     denoiser = family.denoiser.load("float32", "cpu")
     maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
-    told: dict[str, tuple[float, ...]] = {}
+    time_ids: dict[str, tuple[float, ...]] = {}
     calls: list[torch.Tensor] = []
     denoiser.register_forward_pre_hook(
         lambda _, __, kwargs: calls.append(kwargs["added_cond_kwargs"]["time_ids"]), with_kwargs=True
     )
     for step in order.plan():
         for micro in step.micro_batches:
-            made = maker.make(step.step, micro[0])
+            batch = maker.make(step.step, micro[0])
             with torch.no_grad():
-                family.denoiser.predict(denoiser, made.latent, made.timesteps, made.conditions)
-            told |= dict(zip(made.sample_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
-    return told
+                family.denoiser.predict(denoiser, batch.latent, batch.timesteps, batch.conditions)
+            time_ids |= dict(zip(batch.sample_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
+    return time_ids
 
 
-def test_L03_one_function_answers_encoder_check_sampler_and_conditions(
+def test_L03_encoder_check_sampler_and_conditioning_use_the_same_geometry(
     recipe: Recipe, launch_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = cached(recipe, launch_here)
@@ -128,7 +128,7 @@ def test_L03_one_function_answers_encoder_check_sampler_and_conditions(
     assert failing(recipe) == set()
 
     monkeypatch.setattr(Placement, "assign_many", other_geometry)
-    assert "shape_uniformity" in failing(recipe), "the check does not ask the geometry"
+    assert "shape_uniformity" in failing(recipe), "the check does not use the geometry"
     after = cached(recipe, launch_here)
     assert after.failing_checks == set()
 
@@ -138,8 +138,8 @@ def test_L03_one_function_answers_encoder_check_sampler_and_conditions(
         assert shape != before.latents[sample][1]
         assert after.time_ids[sample][:2] == before.time_ids[sample][:2], "the original size has not changed"
         assert after.time_ids[sample][4:] == tuple(8.0 * edge for edge in shape[1:])
-        assert after.time_ids[sample][2] == 0.0, "the crop lies at the top"
-    assert any(ids[2] > 0 for ids in before.time_ids.values()), "no sample can show where the crop lies"
+        assert after.time_ids[sample][2] == 0.0, "the crop is not at the top"
+    assert any(ids[2] > 0 for ids in before.time_ids.values()), "no sample has a crop offset"
     assert after.batches != before.batches
 
     monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The rules of placement: several resolutions, limits to enlarging, and where the crop lies."""
+"""Placement: several resolutions, the upscale limit, own buckets, and the position of the crop."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def enlarged(size: Size, target: Size) -> Fraction:
 
 
 @given(sizes, resolutions, limits, ratios)
-def test_an_image_goes_to_the_largest_resolution_that_it_fills(
+def test_an_image_gets_the_largest_resolution_that_it_fills(
     size: Size, areas: list[int], limit: Fraction | None, ratio: float
 ) -> None:
-    """An independent rule: look at the nearest bucket of each resolution, from the largest down."""
+    """The oracle compares the nearest bucket of each resolution, from the largest to the smallest."""
     nearest = []
     for each in sorted(areas, reverse=True):
         geometry = Placement((ladder(each, 64, ratio),)).assign(size)
@@ -69,7 +69,7 @@ def test_no_image_is_enlarged_more_than_the_limit(
 ) -> None:
     geometry = rules(areas, limit, ratio).assign(size)
     if geometry is None:
-        assert min(size) * limit < 64, "only what is smaller than a step has no bucket of its own"
+        assert min(size) * limit < 64, "only an image smaller than a step has no bucket"
         return
     target = geometry.target_size
     assert enlarged(size, target) <= limit
@@ -78,7 +78,7 @@ def test_no_image_is_enlarged_more_than_the_limit(
 
 
 @given(sizes, resolutions, st.sampled_from([Fraction(1), Fraction(3, 2)]), ratios)
-def test_a_bucket_of_its_own_holds_as_much_of_a_small_image_as_steps_and_shape_allow(
+def test_the_own_bucket_of_a_small_image_is_as_large_as_step_and_aspect_ratio_allow(
     size: Size, areas: list[int], limit: Fraction, ratio: float
 ) -> None:
     if rules(areas, limit, ratio, small="reject").assign(size) is not None:
@@ -96,14 +96,14 @@ def test_a_bucket_of_its_own_holds_as_much_of_a_small_image_as_steps_and_shape_a
 def test_B06_transposing_an_image_transposes_its_placement(size: Size, placement: Placement) -> None:
     if size.height == size.width:
         return
-    here, there = placement.assign(size), placement.assign(size.transposed)
-    if here is None or there is None:
-        assert here is there
+    original, transposed = placement.assign(size), placement.assign(size.transposed)
+    if original is None or transposed is None:
+        assert original is transposed
         return
-    crop = here.crop
-    assert there == Geometry(
-        here.original_size.transposed,
-        here.resized_size.transposed,
+    crop = original.crop
+    assert transposed == Geometry(
+        original.original_size.transposed,
+        original.resized_size.transposed,
         Crop(crop.left, crop.top, crop.width, crop.height),
     )
 
@@ -120,7 +120,7 @@ def test_B06_other_images_do_not_matter(originals: list[Size], placement: Placem
 
 
 @given(sizes, st.text(max_size=20), st.integers(0, 2**63 - 1))
-def test_a_random_crop_lies_inside_and_is_the_same_each_time(size: Size, name: str, seed: int) -> None:
+def test_a_random_crop_is_inside_the_image_and_reproducible(size: Size, name: str, seed: int) -> None:
     placement = Placement((ladder(512, 64, 3.0),), crop="random", crop_seed=seed)
     geometry = placement.assign(size, name)
     assert geometry is not None
@@ -129,19 +129,19 @@ def test_a_random_crop_lies_inside_and_is_the_same_each_time(size: Size, name: s
     assert 0 <= geometry.crop.left <= geometry.resized_size.width - geometry.crop.width
 
 
-def test_random_crops_use_every_place_alike_and_another_seed_other_places() -> None:
-    """A bucket of 64x64 and images resized to 67x64: four places, 4,000 names."""
+def test_random_crops_are_uniform_and_depend_on_the_seed() -> None:
+    """A bucket of 64x64 and images resized to 67x64: four positions, 4,000 sample ids."""
     names = [f"photos/{index}.jpg" for index in range(4000)]
     placement = Placement((ladder(64, 64, 1.0),), crop="random")
     tops = placement.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top
-    # Each place is drawn 1,000 times with a deviation of 27; 200 is beyond seven of them.
+    # The count of each position has mean 1,000 and standard deviation 27; 200 is more than seven deviations.
     assert all(abs(count - 1000) < 200 for count in np.bincount(tops, minlength=4))
     assert np.bincount(tops).size == 4
     other = Placement((ladder(64, 64, 1.0),), crop="random", crop_seed=1)
     assert (other.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top != tops).any()
 
 
-def test_a_top_crop_keeps_the_upper_part_and_the_middle_of_the_sides() -> None:
+def test_a_top_crop_keeps_the_upper_part_and_is_horizontally_centred() -> None:
     placement = Placement((ladder(64, 64, 1.0),), crop="top")
     tall, wide = placement.assign(Size(100, 64)), placement.assign(Size(64, 100))
     assert tall is not None
@@ -168,10 +168,10 @@ def test_several_resolutions_by_example(size: Size, bucket: str) -> None:
 
 
 @given(st.lists(sizes, min_size=1, max_size=10), resolutions, limits, ratios)
-def test_with_each_an_image_is_a_sample_of_every_resolution_that_it_fills(
+def test_with_each_an_image_is_used_at_every_resolution_that_it_fills(
     originals: list[Size], areas: list[int], limit: Fraction | None, ratio: float
 ) -> None:
-    """Asked of one resolution after the other; what fills none is placed as without `each`."""
+    """Compare with single resolutions; an image that fills none is placed as with `best`."""
     best = rules(areas, limit, ratio)
     placed = replace(best, per_image="each").assign_many(*zip(*originals, strict=True))
     assert list(placed.image) == sorted(placed.image)
@@ -184,7 +184,7 @@ def test_with_each_an_image_is_a_sample_of_every_resolution_that_it_fills(
 
 
 @given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
-def test_a_focus_is_as_near_to_the_middle_of_the_crop_as_the_image_allows(
+def test_the_focus_is_as_close_to_the_middle_of_the_crop_as_possible(
     size: Size, placement: Placement, down: float, across: float
 ) -> None:
     placed = replace(placement, crop="focus").assign_many(
@@ -192,29 +192,31 @@ def test_a_focus_is_as_near_to_the_middle_of_the_crop_as_the_image_allows(
     )
     geometry = placed.columns.one(0)
     crop, resized = geometry.crop, geometry.resized_size
-    for share, begins, length, whole in (
+    for share, begins, length, resized_edge in (
         (down, crop.top, crop.height, resized.height),
         (across, crop.left, crop.width, resized.width),
     ):
-        possible = {0, whole - length, begins - 1, begins + 1} & set(range(whole - length + 1))
-        off = abs(begins + length / 2 - share * whole)
-        assert all(off <= abs(other + length / 2 - share * whole) + 1 for other in possible)
+        possible = {0, resized_edge - length, begins - 1, begins + 1} & set(range(resized_edge - length + 1))
+        off = abs(begins + length / 2 - share * resized_edge)
+        assert all(off <= abs(other + length / 2 - share * resized_edge) + 1 for other in possible)
 
 
 @given(sizes, placements, st.floats(0, 1), st.floats(0, 1))
-def test_B06_a_turned_image_with_a_turned_focus_has_the_turned_crop(
+def test_B06_transposing_image_and_focus_transposes_the_crop(
     size: Size, placement: Placement, down: float, across: float
 ) -> None:
     if size.height == size.width:
         return
     focused = replace(placement, crop="focus")
-    here = focused.assign_many([size.height], [size.width], None, ([down], [across])).columns.one(0)
-    there = focused.assign_many([size.width], [size.height], None, ([across], [down])).columns.one(0)
-    assert there.crop == Crop(here.crop.left, here.crop.top, here.crop.width, here.crop.height)
+    original = focused.assign_many([size.height], [size.width], None, ([down], [across])).columns.one(0)
+    transposed = focused.assign_many([size.width], [size.height], None, ([across], [down])).columns.one(0)
+    assert transposed.crop == Crop(
+        original.crop.left, original.crop.top, original.crop.width, original.crop.height
+    )
 
 
 @given(sizes, placements)
-def test_the_focus_of_an_image_without_one_is_its_middle(size: Size, placement: Placement) -> None:
+def test_without_a_focus_the_crop_is_central(size: Size, placement: Placement) -> None:
     middle = placement.assign(size)
     assert replace(placement, crop="focus").assign(size) == middle
     halves = replace(placement, crop="focus").assign_many([size.height], [size.width], None, ([0.5], [0.5]))
