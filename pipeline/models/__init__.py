@@ -1,1 +1,1 @@
-"""Base models: families, resolving, fingerprints and checkpoint conversion."""
+"""Base models: families, resolving, fingerprints and conversion of checkpoints."""

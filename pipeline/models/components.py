@@ -1,7 +1,7 @@
-"""Parts of the base model that a recipe takes from elsewhere: `model.components`.
+"""Components that replace those of the base model: `model.components` in the recipe.
 
-Each is a folder of its own, or lies in another model under its own name. The network is used only for what is
-not on this machine.
+Each is a folder, or a component of the same name in another model. The network is used only for files that
+are not on this machine.
 """
 
 from __future__ import annotations
@@ -17,97 +17,91 @@ from pipeline.recipe import in_project
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
-_MARKS = ("config.json", "tokenizer_config.json")
-"""One of them is in each component's folder."""
+_CONFIG_NAMES = ("config.json", "tokenizer_config.json")
+"""Configuration files, one of which is in the folder of every component."""
 
 
 def resolve_components(recipe: Recipe) -> dict[str, Path]:
-    """Folder of each component that the recipe takes from elsewhere, with all its files.
+    """Return the folder of each replaced component, complete, by role.
 
     Raises:
-        ModelError: There is no such folder, a file is missing, or it cannot be downloaded.
+        ModelError: A folder or file is missing, or a component cannot be downloaded.
     """
     return {
-        role: _resolved(role, named, f"{recipe.source}, model.components.{role}")
-        for role, named in recipe.model.components.given().items()
+        role: _resolve(role, name, f"{recipe.source}, model.components.{role}")
+        for role, name in recipe.model.components.given().items()
     }
 
 
 def local_components(recipe: Recipe) -> dict[str, Path]:
-    """Those of `resolve_components` that are local folders; of the others nothing is asked."""
-    folders = {role: in_project(named) for role, named in recipe.model.components.given().items()}
-    return {role: _inside(folder, role) for role, folder in folders.items() if folder.is_dir()}
+    """Return the folders of the replaced components that are local, by role, without checking them."""
+    folders = {role: in_project(name) for role, name in recipe.model.components.given().items()}
+    return {role: _component_folder(folder, role) for role, folder in folders.items() if folder.is_dir()}
 
 
-def _inside(folder: Path, role: str) -> Path:
-    """The folder's part of that name where it is a model, or else the folder itself."""
+def _component_folder(folder: Path, role: str) -> Path:
+    """Return the component of a model's folder, or the folder itself if it is a component."""
     return folder / role if (folder / role).is_dir() else folder
 
 
-def _resolved(role: str, named: str, where: str) -> Path:
-    local = in_project(named)
+def _resolve(role: str, name: str, where: str) -> Path:
+    local = in_project(name)
     if local.is_dir():
-        place = _inside(local, role)
-        _require_complete(role, place)
-        return place
-    name, _, revision = named.partition("@")
-    if not is_hub_id(name):
+        folder = _component_folder(local, role)
+        _require_complete(role, folder)
+        return folder
+
+    hub_id, _, revision = name.partition("@")
+    if not is_hub_id(hub_id):
         raise ModelError(
-            f"{named} does not exist",
-            where=f"{where}, looked for {local}",
+            f"{name} does not exist",
+            where=f"{where}, expected at {local}",
             fix="set it to an existing folder, relative to the project root, or to a Hub id (owner/name)",
         )
-    return _local_snapshot(role, name, revision or None) or _downloaded(role, name, revision or None, where)
+    return _local_snapshot(role, hub_id, revision or None) or _download(role, hub_id, revision or None, where)
 
 
-def _require_complete(role: str, place: Path) -> None:
-    """Nothing, when the folder holds what `role` needs.
-
-    Raises:
-        ModelError: A file is missing.
-    """
+def _require_complete(role: str, folder: Path) -> None:
+    """Raise ModelError unless the folder contains every file that `role` needs."""
     if role.startswith("tokenizer"):
-        tokenizer_files(place)
+        tokenizer_files(folder)
         return
-    weight_files(place)
-    if not (place / "config.json").is_file():
-        fix = "download it again, or name another folder"
-        raise ModelError("a component of the base model has no config.json", where=str(place), fix=fix)
+    weight_files(folder)
+    if not (folder / "config.json").is_file():
+        fix = "download it again, or use another folder"
+        raise ModelError("a component of the base model has no config.json", where=str(folder), fix=fix)
 
 
-def _local_snapshot(role: str, name: str, revision: str | None) -> Path | None:
+def _local_snapshot(role: str, hub_id: str, revision: str | None) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
     for folder in (f"{role}/", ""):
-        for mark in _MARKS:
-            found = try_to_load_from_cache(name, folder + mark, revision=revision)
-            if isinstance(found, str) and _is_complete(role, Path(found).parent):
-                return Path(found).parent
+        for config_name in _CONFIG_NAMES:
+            config = try_to_load_from_cache(hub_id, folder + config_name, revision=revision)
+            if isinstance(config, str) and _is_complete(role, Path(config).parent):
+                return Path(config).parent
     return None
 
 
-def _is_complete(role: str, place: Path) -> bool:
+def _is_complete(role: str, folder: Path) -> bool:
     try:
-        _require_complete(role, place)
+        _require_complete(role, folder)
     except ModelError:
         return False
     return True
 
 
-def _downloaded(role: str, name: str, revision: str | None, where: str) -> Path:
+def _download(role: str, hub_id: str, revision: str | None, where: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    with explain_download_errors(name, where):
-        names = HfApi().list_repo_files(name, revision=revision)
-        inside = role if any(each.startswith(f"{role}/") for each in names) else ""
-        wanted = _without_weights(role, component_files(names, inside))
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=wanted)) / inside
+    with explain_download_errors(hub_id, where):
+        names = HfApi().list_repo_files(hub_id, revision=revision)
+        subfolder = role if any(name.startswith(f"{role}/") for name in names) else ""
+        needed = component_files(names, subfolder)
+        if role.startswith("tokenizer"):
+            # A tokenizer may share its folder with a model, whose weights it does not need.
+            needed = [name for name in needed if ".safetensors" not in name and ".bin" not in name]
+        snapshot = snapshot_download(hub_id, revision=revision, allow_patterns=needed)
+    folder = Path(snapshot) / subfolder
     _require_complete(role, folder)
     return folder
-
-
-def _without_weights(role: str, files: list[str]) -> list[str]:
-    """A tokenizer may lie beside a model, whose weights it does not need."""
-    if not role.startswith("tokenizer"):
-        return files
-    return [name for name in files if ".safetensors" not in name and ".bin" not in name]

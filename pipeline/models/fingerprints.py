@@ -17,14 +17,16 @@ from pipeline.errors import ModelError
 from pipeline.storage.atomic import write_text
 
 _MEMORY_FILE = "fingerprints.json"
+
 _RACY_NS = 2_000_000_000
-"""A file changed less than this before it was hashed may change again within one tick of its time stamp, so
-its hash is not remembered."""
+"""Minimum age of a file for its hash to be remembered. A younger file may change again within one tick of its
+time stamp, which would not show it."""
 
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
-_MEANINGLESS = {"name_or_path", "tokenizer_file", "special_tokens_map_file", "transformers_version"}
-"""Configuration keys that say where a file came from. So do those that start with an underscore, except for
-`_class_name`."""
+
+_IGNORED_KEYS = {"name_or_path", "tokenizer_file", "special_tokens_map_file", "transformers_version"}
+"""Configuration keys that only record the origin of a file. So do all keys that start with an underscore,
+except `_class_name`."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +34,9 @@ class ModelPart:
     """Files of the base model that decide an artifact's bytes.
 
     Attributes:
-        role: What the part is in its family, such as "vae"; not a path.
-        configs: JSON files whose meaning counts; names, paths and package versions in them do not.
-        contents: Files whose bytes count.
+        role: Name of the part in its family, such as "vae"; not a path.
+        configs: JSON files that are compared by value, without names, paths and package versions.
+        contents: Files that are compared by their bytes.
     """
 
     role: str
@@ -43,95 +45,99 @@ class ModelPart:
 
 
 def canonical_text(value: Any) -> str:
-    """A JSON-serialisable value as ASCII; the order of keys does not matter."""
+    """Return a JSON-serialisable value as ASCII, independent of the order of keys."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
 
 
 def canonical_hash(value: Any) -> str:
-    """The sha256 of a value's `canonical_text`, in hex."""
+    """Return the sha256 of a value's `canonical_text`, in hex."""
     return hashlib.sha256(canonical_text(value).encode("ascii")).hexdigest()
 
 
 class Fingerprints:
-    """Fingerprints of model files; gigabytes are hashed once, and again only when a file's stat changes.
+    """Fingerprints of model files; a file is hashed again only if its stat changes.
 
-    The memory is `cache_dir/fingerprints.json`. It may be deleted at any time.
+    Hashes are remembered in `cache_dir/fingerprints.json`, which may be deleted at any time.
     """
 
     def __init__(self, cache_dir: Path) -> None:
-        """Read the memory; a damaged one counts as empty."""
+        """Read the memory; a missing or damaged one is empty."""
         self._file = cache_dir / _MEMORY_FILE
-        self._known = self._remembered()
+        self._remembered = self._read()
 
     def of(self, parts: Iterable[ModelPart]) -> str:
-        """One fingerprint of all `parts`, in their order: 64 hex digits. Paths and names are not in it.
+        """Return one fingerprint of all parts, in their order: 64 hex digits, independent of paths and names.
 
         Raises:
             ModelError: A file is missing or unreadable.
         """
-        new: dict[str, list[Any]] = {}
+        new_entries: dict[str, list[Any]] = {}
         try:
             facts = [
                 {
                     "role": part.role,
-                    "configs": [_meaning(json.loads(path.read_bytes())) for path in part.configs],
-                    "contents": [self._content(path, new) for path in part.contents],
+                    "configs": [_comparable(json.loads(path.read_bytes())) for path in part.configs],
+                    "contents": [self._content_hash(path, new_entries) for path in part.contents],
                 }
                 for part in parts
             ]
         except (OSError, ValueError) as err:
             fix = "download the model again, or set model.base to a complete diffusers folder"
-            where = str(getattr(err, "filename", None) or "its configuration")
+            where = str(getattr(err, "filename", None) or "configuration of the base model")
             raise ModelError(f"a file of the base model is unreadable: {err}", where=where, fix=fix) from err
-        self._remember(new)
+
+        self._remember(new_entries)
         return canonical_hash(facts)
 
-    def _content(self, path: Path, new: dict[str, list[Any]]) -> str:
+    def _content_hash(self, path: Path, new_entries: dict[str, list[Any]]) -> str:
         real = path.resolve()
         if real.parent.name == "blobs" and _BLOB_NAME.fullmatch(real.name):
             return real.name  # the Hub's cache names large files by their sha256
+
         stat = real.stat()
-        seen = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
-        known = self._known.get(str(real))
-        if known is not None and known[:-1] == seen:
-            return known[-1]
+        stat_numbers = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+        entry = self._remembered.get(str(real))
+        if entry is not None and entry[:-1] == stat_numbers:
+            return entry[-1]
+
         started_ns = time.time_ns()
         with real.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+            content_hash = hashlib.file_digest(file, "sha256").hexdigest()
         if started_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > _RACY_NS:
-            new[str(real)] = [*seen, content]
-        return content
+            new_entries[str(real)] = [*stat_numbers, content_hash]
+        return content_hash
 
-    def _remembered(self) -> dict[str, list[Any]]:
+    def _read(self) -> dict[str, list[Any]]:
+        """Return the remembered entries, path to [size, mtime, ctime, inode, hash]."""
         try:
-            known = json.loads(self._file.read_text(encoding="utf-8"))
+            content = json.loads(self._file.read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return {}
-        if not isinstance(known, dict):
+        if not isinstance(content, dict):
             return {}
-        lists = {
-            path: entry for path, entry in cast("dict[str, Any]", known).items() if isinstance(entry, list)
-        }
-        return {path: entry for path, entry in cast("dict[str, list[Any]]", lists).items() if len(entry) == 5}
+        items = cast("dict[str, Any]", content).items()
+        lists = {path: cast("list[Any]", entry) for path, entry in items if isinstance(entry, list)}
+        return {path: entry for path, entry in lists.items() if len(entry) == 5}
 
-    def _remember(self, new: dict[str, list[Any]]) -> None:
-        if not new:
+    def _remember(self, new_entries: dict[str, list[Any]]) -> None:
+        if not new_entries:
             return
-        self._known = {**self._remembered(), **new}
-        with suppress(OSError):  # it only saves time; what must be written complains for itself
-            write_text(self._file, json.dumps(self._known, indent=1, sort_keys=True))
+        # Another process may have added entries meanwhile.
+        self._remembered = {**self._read(), **new_entries}
+        with suppress(OSError):  # the memory only saves time
+            write_text(self._file, json.dumps(self._remembered, indent=1, sort_keys=True))
 
 
-def _meaning(config: Any) -> Any:
-    """The configuration without what only says where it came from."""
+def _comparable(config: Any) -> Any:
+    """Return a configuration without the keys that only record its origin."""
     if isinstance(config, list):
-        return [_meaning(item) for item in cast("list[Any]", config)]
+        return [_comparable(item) for item in cast("list[Any]", config)]
     if isinstance(config, float) and not math.isfinite(config):
-        return str(config)  # solvers' configurations have them, JSON has not
+        return str(config)  # allowed in configurations of solvers, but not in canonical JSON
     if not isinstance(config, dict):
         return config
     return {
-        name: _meaning(value)
+        name: _comparable(value)
         for name, value in cast("dict[str, Any]", config).items()
-        if name == "_class_name" or not (name.startswith("_") or name in _MEANINGLESS)
+        if name == "_class_name" or not (name.startswith("_") or name in _IGNORED_KEYS)
     }

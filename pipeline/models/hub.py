@@ -1,4 +1,4 @@
-"""The Hub, from which base models are fetched: which names are ids, which files, what can go wrong."""
+"""The Hugging Face Hub: repository ids, the files of a component, and errors of downloads."""
 
 from __future__ import annotations
 
@@ -9,50 +9,54 @@ from contextlib import contextmanager
 from pipeline.errors import ModelError
 
 WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
-"""In names of weight files that hold a component in another number format; the first that is there is taken
-where a component has no others."""
+"""Variants in names of weight files, in order of preference; used if a component has no other weights."""
 
 _VARIANT_PARTS = (*WEIGHT_VARIANTS, "non_ema", "ema_only")
 
+_CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
+
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` has the form owner/name."""
+    """Return True if `name` has the form owner/name."""
     parts = name.split("/")
     return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
 
 
 @contextmanager
 def explain_download_errors(name: str, where: str) -> Generator[None]:
-    """Within, whatever keeps a download from the Hub becomes a `ModelError`.
+    """Raise ModelError for any error of a download in the body.
 
     Args:
-        name: The Hub id.
-        where: The recipe's key that names it.
+        name: Hub id of the repository.
+        where: Recipe file and key that name it, such as "flowers.yaml, model.base".
+
+    Raises:
+        ModelError: The download failed.
     """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         yield
-    except (HTTPError, HFValidationError, OSError, RuntimeError) as err:  # the last is Xet's, of large files
+    except (HTTPError, HFValidationError, OSError, RuntimeError) as err:  # Xet raises RuntimeError
         reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
+        key = where.rpartition(" ")[2]
         raise ModelError(
-            f"{name} is neither a local folder nor could it be downloaded from the Hub: {reason}",
+            f"{name} is not a local folder and could not be downloaded from the Hub: {reason}",
             where=where,
-            fix="check the spelling, the network, and for a gated model that you have accepted its licence "
-            f"and are logged in (hf auth login); or download it elsewhere and set {where.rpartition(' ')[2]} "
-            "to the folder",
+            fix="check the spelling and the network; for a gated model, accept its licence and log in "
+            f"(hf auth login); or download it on another machine and set {key} to the folder",
         ) from err
 
 
 def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
-    """The files of one component in a repository, sorted by kind and name: nothing below.
+    """Return the files of one component, without subfolders, sorted by kind and name.
 
-    Weights are taken as `*.safetensors` where a component has them and as `*.bin` otherwise; where it has
-    neither, those of a variant.
+    Weights are the `*.safetensors` files if there are any, otherwise the `*.bin` files. A component with
+    neither has the weights of its first variant.
 
     Args:
-        repository_files: All of the repository.
-        folder: Of the component; "" for a repository that is one.
+        repository_files: All files of the repository.
+        folder: Folder of the component; "" if the repository is a single component.
     """
     depth, pattern = (1, f"{folder}/*") if folder else (0, "*")
     inside = [
@@ -61,19 +65,19 @@ def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
         if fnmatch.fnmatch(name, pattern) and name.count("/") == depth
     ]
     usual = [name for name in inside if not any(part in name for part in _VARIANT_PARTS)]
+
     weights = [name for name in usual if name.endswith((".safetensors", ".safetensors.index.json"))]
     weights = weights or [name for name in usual if name.endswith((".bin", ".bin.index.json"))]
     weights = weights or _variant_weights(inside)
-    others = (".json", ".txt", ".model", ".jinja")
-    return weights + [name for name in usual if name.endswith(others) and ".index." not in name]
+    return weights + [name for name in usual if name.endswith(_CONFIG_SUFFIXES) and ".index." not in name]
 
 
 def _variant_weights(names: list[str]) -> list[str]:
-    """Those of the first variant; with its index, where it is one that from_pretrained looks for."""
+    """Return the weights of the first variant, with an index of the form that from_pretrained accepts."""
     for variant in WEIGHT_VARIANTS:
-        of_it = [name for name in names if f".{variant}." in name or f".{variant}-" in name]
+        of_variant = [name for name in names if f".{variant}." in name or f".{variant}-" in name]
         for suffix in ("safetensors", "bin"):
-            ends = (f".{suffix}", f".{suffix}.index.{variant}.json")
-            if weights := [name for name in of_it if name.endswith(ends)]:
+            endings = (f".{suffix}", f".{suffix}.index.{variant}.json")
+            if weights := [name for name in of_variant if name.endswith(endings)]:
                 return weights
     return []

@@ -1,4 +1,4 @@
-"""Do a recipe's buckets suit its base model? Asked when recipes are loaded, before anything is computed."""
+"""Every bucket edge must be a multiple of the base model's size multiple, checked when recipes load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ if TYPE_CHECKING:
 
 _MODEL_INDEX = "model_index.json"
 
+_MAX_SIZES_SHOWN = 5
+
 
 def local_family(recipe: Recipe) -> Family | None:
-    """The family of a base model that is a local folder; None for all others, which no one is asked for here.
+    """Return the family of a base model in a local folder, or None for any other base model.
 
-    A folder that is no model of a known family gives None too: the job that needs it says what is wrong.
+    The result is also None if the folder is not a supported model. The job that uses it reports that error.
     """
     folder = in_project(recipe.model.base)
     if not (folder / _MODEL_INDEX).is_file():
         return None
+
+    # Families are imported only for recipes with a local base model.
     from pipeline.models.components import local_components
     from pipeline.models.families import detect
 
@@ -35,36 +39,39 @@ def local_family(recipe: Recipe) -> Family | None:
 
 
 def require_size_multiple(recipes: Iterable[Recipe]) -> None:
-    """Nothing, when each local base model can divide the edges of all buckets its recipe may use.
+    """Raise RecipeError unless every bucket edge suits the local base model of its recipe.
 
     Raises:
-        RecipeError: Lists the key of every recipe that is wrong, with the model's multiple.
+        RecipeError: Lists the key of each wrong recipe, with the model's multiple.
     """
-    wrong = [
+    mistakes = [
         placed(recipe, mistake)
         for recipe in recipes
-        if (mistake := _indivisible(recipe, local_family(recipe)))
+        if (mistake := _size_mistake(recipe, local_family(recipe)))
     ]
-    if wrong:
-        raise recipe_error(wrong)
+    if mistakes:
+        raise recipe_error(mistakes)
 
 
-def _indivisible(recipe: Recipe, family: Family | None) -> Mistake | None:
+def _size_mistake(recipe: Recipe, family: Family | None) -> Mistake | None:
     if family is None:
         return None
     from pipeline.images.geometry import not_multiples, placement_of
 
     multiple, settings = family.size_multiple(), recipe.buckets
-    wrong = not_multiples(placement_of(settings).sizes, multiple)
-    model = f"the base model {recipe.model.base} ({family.name}) divides edges by {multiple}"
-    if wrong and settings.sizes:
-        what = f"{len(wrong)} of {counted(len(settings.sizes), 'size')} cannot be: {model}"
-        what += f", and {', '.join(str(size) for size in wrong[:5])} cannot be divided by it"
+    wrong_sizes = not_multiples(placement_of(settings).sizes, multiple)
+    model = f"the base model {recipe.model.base} ({family.name})"
+
+    if wrong_sizes and settings.sizes:
+        shown = ", ".join(str(size) for size in wrong_sizes[:_MAX_SIZES_SHOWN])
+        what = f"{len(wrong_sizes)} of {counted(len(settings.sizes), 'size')} must have edges that are "
+        what += f"multiples of {multiple} for {model}, got {shown}"
         fix = f"use edges that are multiples of {multiple}; `latentline fit-buckets` finds some"
         return Mistake(("buckets", "sizes"), what, fix)
-    # A small image's bucket of its own has edges that are multiples of step.
-    own = settings.upscale_limit is not None and settings.small_images == "own_bucket"
-    if wrong or (own and settings.step % multiple):
-        what = f"step {settings.step} makes sizes that cannot be: {model}"
+
+    # The bucket of a small image has edges that are multiples of step.
+    has_own_buckets = settings.upscale_limit is not None and settings.small_images == "own_bucket"
+    if wrong_sizes or (has_own_buckets and settings.step % multiple):
+        what = f"buckets.step must be a multiple of {multiple} for {model}, got {settings.step}"
         return Mistake(("buckets", "step"), what, f"set buckets.step to a multiple of {multiple}")
     return None

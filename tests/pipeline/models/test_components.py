@@ -11,7 +11,7 @@ from diffusers import AutoencoderKL, StableDiffusionPipeline
 from demo.tiny_models import make_tiny
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.encoding.jobs import Order, read_job, write_order
+from pipeline.encoding.jobs import Order, read_order, write_order
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.families.sd import STABLE_DIFFUSION
@@ -27,12 +27,12 @@ from tests.pipeline.models.families.whole_job import Here, settings, whole_job
 
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
-    """A model with other weights in each part."""
+    """Return a model with different weights in each component."""
     make_tiny(tmp_path / "other", seed=1)
     return tmp_path / "other"
 
 
-def test_a_part_is_a_folder_of_its_own_or_lies_in_a_model_under_its_name(
+def test_a_component_is_a_folder_or_a_component_of_another_model(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     for named in (other, other / "vae"):
@@ -41,7 +41,7 @@ def test_a_part_is_a_folder_of_its_own_or_lies_in_a_model_under_its_name(
         assert resolve_base(asked) == tiny_sd
 
 
-def test_another_vae_makes_other_latents_and_keeps_the_captions_entries(
+def test_another_vae_changes_the_keys_of_latents_but_not_of_captions(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     plain, changed = (
@@ -57,7 +57,7 @@ def test_another_vae_makes_other_latents_and_keeps_the_captions_entries(
     assert changed.fingerprint("denoiser") == plain.fingerprint("denoiser")
 
 
-def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_base_model(
+def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     tmp_path: Path, photos: Path, tiny_sd: Path, other: Path, launch_here: Any
 ) -> None:
     base = shutil.copytree(tiny_sd, tmp_path / "base")
@@ -67,11 +67,11 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
     asked = recipe_from_mapping("demo", values)
     tables, launch = Tables(asked.output_dir), Here(launch_here)
     entries, order = whole_job(asked, tables, launch)
-    assert order.component_folders == {"vae": other / "vae"}
+    assert order.elsewhere == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
-    family = load_family(order.base, order.component_folders)
+    family = load_family(order.base, order.elsewhere)
     with torch.no_grad():
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
     torch.testing.assert_close(family.vae.decode(family.vae.load("float32", "cpu"), latent[None]), expected)
@@ -80,24 +80,27 @@ def test_the_whole_job_works_with_the_other_part_and_with_no_such_part_in_the_ba
     assert list((order.folder / "samples").glob("*.png"))
 
 
-def test_the_encoding_process_is_told_where_the_parts_lie(tmp_path: Path) -> None:
+def test_the_encoding_job_names_the_folders_of_replaced_components(tmp_path: Path) -> None:
     order = Order("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
-    assert read_job(write_order(order, tmp_path)).elsewhere == order.component_folders
+    assert read_order(write_order(order, tmp_path)).elsewhere == order.elsewhere
 
 
 @pytest.mark.parametrize(
     ("components", "message"),
     [
-        ({"vea": "x/y"}, r"(?s)no component vea.*sample.*model\.components\.vea.*tokenizer, text_encoder"),
-        ({"scheduler": "x/y"}, "no component scheduler"),
+        (
+            {"vea": "x/y"},
+            r"(?s)no replaceable component vea.*sample.*model\.components\.vea.*tokenizer, text_encoder",
+        ),
+        ({"scheduler": "x/y"}, "no replaceable component scheduler"),
         ({"vae": "./no/such"}, r"(?s)\./no/such does not exist.*model\.components\.vae.*owner/name"),
         (
             {"vae": "someone/absent"},
-            r"(?s)someone/absent is neither.*set .*components\.vae to the fol",
+            r"(?s)someone/absent is not a local folder.*set .*components\.vae to the fol",
         ),
     ],
 )
-def test_what_cannot_be_is_an_error_that_names_the_key(
+def test_an_invalid_component_is_an_error_that_names_the_key(
     tmp_path: Path, tiny_sd: Path, hub: Path, components: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ModelError, match=message):
@@ -105,7 +108,7 @@ def test_what_cannot_be_is_an_error_that_names_the_key(
 
 
 @pytest.mark.parametrize("lost", ["config.json", "diffusion_pytorch_model.safetensors"])
-def test_a_part_that_lacks_a_file_is_an_error_that_names_its_folder(
+def test_an_incomplete_component_is_an_error_that_names_its_folder(
     tmp_path: Path, tiny_sd: Path, other: Path, lost: str
 ) -> None:
     (other / "vae" / lost).unlink()
@@ -115,7 +118,7 @@ def test_a_part_that_lacks_a_file_is_an_error_that_names_its_folder(
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Hub cache, and no network."""
+    """Return an empty Hub cache, without a network."""
     cache = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr("huggingface_hub.file_download.constants.HF_HUB_CACHE", str(cache))
@@ -135,7 +138,7 @@ def test_a_snapshot_of_a_hub_id_is_used_without_the_network(
     assert found == {"vae": snapshot / "vae" if inside else snapshot}
 
 
-def test_only_the_files_of_the_part_are_downloaded() -> None:
+def test_only_the_files_of_the_component_are_downloaded() -> None:
     files = [
         *(".gitattributes", "config.json", "README.md", "original/model.safetensors", "sub/config.json"),
         *("model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json", "model.bin"),
@@ -150,7 +153,7 @@ def test_only_the_files_of_the_part_are_downloaded() -> None:
     assert kept == ["model_index.json", "unet/config.json"]
 
 
-def test_what_is_shared_of_a_recipe_names_no_folder_of_this_machine(tmp_path: Path, tiny_sd: Path) -> None:
+def test_the_published_recipe_contains_no_local_folder(tmp_path: Path, tiny_sd: Path) -> None:
     shared = shareable(
         recipe(tmp_path, tiny_sd, components={"vae": str(tmp_path / "secret" / "vae"), "unet": "a/b"})
     )

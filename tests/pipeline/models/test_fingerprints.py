@@ -65,8 +65,8 @@ def test_T01_each_input_of_a_text_embedding_changes_its_key() -> None:
     assert len(keys | {text_key(TEXT)}) == len(OTHER_TEXT) + 1
 
 
-def test_keys_are_those_of_earlier_versions() -> None:
-    """A change here makes every cache of every user new: it must be meant."""
+def test_keys_equal_those_of_earlier_versions() -> None:
+    """A change here invalidates the caches of all users, so it must be intended."""
     assert latent_key(LATENT) == "b54d104602e6102860a170260f4e1bfc716f51b67588bc0606c64f28c156e292"
     assert text_key(TEXT) == "ee39bd6501607929f3a2bcd8c4ee3495afabd710086e0e45221f8e3e9fe68fd3"
 
@@ -115,7 +115,7 @@ def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Pat
     assert fingerprint(tmp_path / "other cache", part) == before
 
 
-def test_an_unchanged_file_is_not_hashed_twice_and_the_memory_is_no_entry(
+def test_an_unchanged_file_is_hashed_once_and_the_memory_is_not_a_cache_entry(
     tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
@@ -129,21 +129,21 @@ def test_an_unchanged_file_is_not_hashed_twice_and_the_memory_is_no_entry(
 def test_a_file_changed_within_one_tick_of_being_hashed_is_not_remembered(
     tmp_path: Path, part: ModelPart
 ) -> None:
-    """Its change time is a moment ago, so it could change again without its stat changing."""
+    """The file was changed a moment ago, so it could change again without a change of its stat."""
     fingerprint(tmp_path, part)
     assert time.time_ns() - part.contents[0].stat().st_ctime_ns < 60e9
     assert not (tmp_path / "cache" / "fingerprints.json").exists()
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": ["a"]}'])
-def test_a_damaged_memory_counts_as_empty(tmp_path: Path, part: ModelPart, text: str) -> None:
+def test_a_damaged_memory_is_treated_as_empty(tmp_path: Path, part: ModelPart, text: str) -> None:
     before = fingerprint(tmp_path, part)
     (tmp_path / "cache").mkdir(exist_ok=True)
     (tmp_path / "cache" / "fingerprints.json").write_text(text)
     assert fingerprint(tmp_path, part) == before
 
 
-def test_a_hub_blobs_own_hash_serves_and_equals_that_of_a_local_file(
+def test_the_hash_in_the_name_of_a_hub_blob_equals_that_of_a_local_file(
     tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import hashlib
@@ -166,7 +166,7 @@ def test_a_missing_model_file_is_an_error_that_names_it(tmp_path: Path, part: Mo
         fingerprint(tmp_path, part)
 
 
-def test_an_infinite_setting_as_solvers_have_it_is_a_setting(tmp_path: Path, part: ModelPart) -> None:
+def test_an_infinite_setting_of_a_solver_counts(tmp_path: Path, part: ModelPart) -> None:
     found = set()
     for value in ("-Infinity", "Infinity", "-5.1"):
         part.configs[0].write_text(f'{{"lambda_min_clipped": {value}}}')

@@ -18,7 +18,7 @@ from pipeline.models.hub import explain_download_errors
 
 @pytest.fixture
 def closed() -> Iterator[str]:
-    """An address where every connection is refused."""
+    """Return an address that refuses every connection."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and never listens
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -45,20 +45,20 @@ def test_a_refused_connection_is_an_error_with_where_and_fix(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
-    told = "someone/tiny is neither a local folder nor could it be downloaded"
+    message = "someone/tiny is not a local folder and could not be downloaded"
     with (
-        pytest.raises(ModelError, match=told) as caught,
+        pytest.raises(ModelError, match=message) as caught,
         explain_download_errors("someone/tiny", "x.yaml, model.base"),
     ):
         request_(closed, tmp_path)
     assert isinstance(caught.value.__cause__, error)
     assert caught.value.where == "x.yaml, model.base"
     assert caught.value.fix is not None
-    assert "check the spelling, the network" in caught.value.fix
+    assert "check the spelling and the network" in caught.value.fix
 
 
 @pytest.mark.slow
-def test_a_base_model_of_which_only_the_index_is_here_is_an_error_where_the_hub_refuses(
+def test_a_snapshot_with_nothing_but_its_index_is_an_error_if_the_hub_is_unreachable(
     tmp_path: Path, tiny_sd: Path, closed: str
 ) -> None:
     root = tmp_path / "hub" / "models--someone--tiny"
@@ -73,7 +73,7 @@ def test_a_base_model_of_which_only_the_index_is_here_is_an_error_where_the_hub_
         "try: resolve_base(recipe(Path(sys.argv[1]), 'someone/tiny'))\nexcept ModelError as err: print(err)"
     )
     env = {**os.environ, "HF_ENDPOINT": closed, "HF_HUB_CACHE": str(tmp_path / "hub")}
-    told = subprocess.run(
+    stderr = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path)],
         cwd=Path(__file__).parents[3],
         env={**env, "HF_HUB_OFFLINE": "0"},
@@ -81,5 +81,5 @@ def test_a_base_model_of_which_only_the_index_is_here_is_an_error_where_the_hub_
         text=True,
         check=True,
     ).stdout
-    assert "someone/tiny is neither a local folder nor could it be downloaded" in told
-    assert "Connection refused" in told
+    assert "someone/tiny is not a local folder and could not be downloaded" in stderr
+    assert "Connection refused" in stderr

@@ -1,4 +1,4 @@
-"""Sizes that a base model cannot have are found when recipes are loaded."""
+"""Bucket edges that do not suit the base model are found when recipes load."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def flux(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose edges are multiples of 16."""
+    """Return a model with a size multiple of 16."""
     folder = tmp_path_factory.mktemp("base") / "flux"
     make_tiny_flux(folder)
     return folder
@@ -45,7 +45,7 @@ def recipes(folder: Path, base: Path | str, **buckets: str) -> list[Recipe]:
     ],
     ids=["ladder", "sizes", "small images' own buckets"],
 )
-def test_B03_edges_that_the_model_cannot_divide_are_refused_with_line_and_multiple(
+def test_B03_edges_that_are_not_multiples_are_an_error_with_line_and_multiple(
     tmp_path: Path, flux: Path, buckets: str, key: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
@@ -63,11 +63,11 @@ def test_B03_edges_that_the_model_cannot_divide_are_refused_with_line_and_multip
         "{resolution: 64, step: 16, upscale: never}",
     ],
 )
-def test_sizes_that_the_model_can_divide_pass(tmp_path: Path, flux: Path, buckets: str) -> None:
+def test_edges_that_are_multiples_pass(tmp_path: Path, flux: Path, buckets: str) -> None:
     require_size_multiple(recipes(tmp_path, flux, one=buckets))
 
 
-def test_every_recipe_that_is_wrong_is_listed(tmp_path: Path, flux: Path) -> None:
+def test_every_wrong_recipe_is_listed(tmp_path: Path, flux: Path) -> None:
     wrong = "{resolution: 64, step: 8}"
     made = recipes(tmp_path, flux, one=wrong, good="{resolution: 64, step: 16}", two=wrong)
     with pytest.raises(RecipeError) as caught:
@@ -78,13 +78,13 @@ def test_every_recipe_that_is_wrong_is_listed(tmp_path: Path, flux: Path) -> Non
 
 
 @pytest.mark.parametrize("base", ["nobody/nothing", "models/none"])
-def test_a_model_that_is_not_here_yet_is_not_asked(tmp_path: Path, base: str) -> None:
+def test_a_model_that_is_not_on_this_machine_is_not_checked(tmp_path: Path, base: str) -> None:
     made = recipes(tmp_path, base, one="{resolution: 64, step: 8}")
     assert local_family(made[0]) is None
     require_size_multiple(made)
 
 
-def test_a_folder_of_another_pipeline_is_left_to_the_job_that_names_the_families(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_not_an_error_here(tmp_path: Path) -> None:
     (tmp_path / "video").mkdir()
     (tmp_path / "video" / "model_index.json").write_text('{"_class_name": "VideoPipeline"}')
     require_size_multiple(recipes(tmp_path, tmp_path / "video", one="{resolution: 64, step: 8}"))
@@ -98,7 +98,9 @@ def test_a_folder_of_another_pipeline_is_left_to_the_job_that_names_the_families
     ],
     ids=["latentline validate", "definitions"],
 )
-def test_B03_command_and_definitions_refuse_them(tmp_path: Path, flux: Path, command: list[str]) -> None:
+def test_B03_the_command_and_the_definitions_report_the_error(
+    tmp_path: Path, flux: Path, command: list[str]
+) -> None:
     recipes(tmp_path, flux, one="{resolution: 64, step: 8}")
     environment: dict[str, Any] = {**os.environ, "LATENTLINE_CONFIGS": str(tmp_path)}
     done = subprocess.run(
