@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
 STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
-FINISHED_WORK = "finished work is not repeated"
+FINISHED_WORK = "finished work is kept"
 
 _SQLITE_FIXES = {
-    "database or disk is full": f"free space on that disk and start the command again: {FINISHED_WORK}",
+    "database or disk is full": f"free space on that disk and start the command again; {FINISHED_WORK}",
     "attempt to write a readonly database": "give this user write access to it and start the command again",
     "disk I/O error": "free space if that disk is full (df -h), or check whether it fails (dmesg)",
 }
@@ -163,7 +163,7 @@ def command_problem(err: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
 
     if isinstance(err, DagsterExecutionInterruptedError | KeyboardInterrupt):
-        fix = f"start it again: {FINISHED_WORK}"
+        fix = f"start it again; {FINISHED_WORK}"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
 
     for message, fix in _SQLITE_FIXES.items():
@@ -286,10 +286,10 @@ def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_
 
 def _stopped_problem(where: str, checkpoint: Path | None = None) -> str:
     if checkpoint is None:
-        fix = f"start the same job again: {FINISHED_WORK}"
+        fix = f"start the same job again; {FINISHED_WORK}"
     else:
         where = f"{where}\n         checkpoint {checkpoint}"
-        fix = "start the same job again: it resumes from this checkpoint"
+        fix = "start the same job again; it resumes from this checkpoint"
     return f"Stopped: the run was {STOPPED}\n  where: {where}\n  fix:   {fix}"
 
 

@@ -196,4 +196,4 @@ def _fix(status: int) -> str:
         )
     if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
         return "it was stopped: start the job again, and it resumes"
-    return "correct the cause in the output and start the job again: finished work is not repeated"
+    return "correct the cause in the output and start the job again; finished work is kept"

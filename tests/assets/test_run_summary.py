@@ -91,7 +91,7 @@ def test_an_error_that_ends_the_command_is_printed_after_its_traceback() -> None
     what, where, fix = done.stderr.rsplit("\n\n", 1)[-1].splitlines()
     assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
     assert where == "  where: dagster job execute -j demo_train"
-    assert fix.startswith("  fix:   free space on that disk and start the job again: ")
+    assert fix.startswith("  fix:   free space on that disk and start the job again")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
     assert command_problem(error).splitlines() == [
         "Dagster cannot write its history: database or disk is full",
         "  where: /mnt/home (DAGSTER_HOME)",
-        "  fix:   free space on that disk and start the command again: finished work is not repeated",
+        "  fix:   free space on that disk and start the command again; finished work is kept",
     ]
     monkeypatch.delenv("DAGSTER_HOME")
     assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error)
@@ -215,7 +215,7 @@ def test_a_stopped_training_names_the_checkpoint_it_resumes_from(run_step, tmp_p
         "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster",
         "  where: asset small/trained_lora",
         f"         checkpoint {checkpoint}",
-        "  fix:   start the same job again: it resumes from this checkpoint",
+        "  fix:   start the same job again; it resumes from this checkpoint",
     ]
 
 
@@ -226,10 +226,10 @@ def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, tmp
     os.utime(other / "run.json", (1, 1))
     [problem] = run_step(raises(DagsterExecutionInterruptedError())).problems
     assert "checkpoint" not in problem
-    assert problem.endswith("finished work is not repeated")
+    assert problem.endswith("finished work is kept")
 
 
-def test_a_stopped_cache_job_says_that_finished_work_is_not_repeated(run_step) -> None:
+def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
     [problem] = run_step(raises(DagsterExecutionInterruptedError()), "vae_latents").problems
     assert "asset small/vae_latents\n" in problem
-    assert problem.endswith("finished work is not repeated")
+    assert problem.endswith("finished work is kept")
