@@ -1,1 +1,1 @@
-"""What `make demo` trains on: photographs and a tiny model, both made on this machine."""
+"""The dataset and the tiny base model of `make demo`, both created offline."""

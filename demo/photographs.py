@@ -1,9 +1,9 @@
-"""The demo's dataset: 24 crops of photographs bundled with scikit-image, with captions written for them.
+"""The demo's dataset: 24 captioned crops of photographs that scikit-image includes.
 
     python -m demo.photographs data/demo
 
-The photographs come with scikit-image and are in the public domain or under permissive terms (see
-skimage/data/README.txt). The crops have aspect ratios from 0.5 to 2, so that several buckets are filled.
+The photographs are in the public domain or under permissive terms (see skimage/data/README.txt). The crops
+have aspect ratios from 0.5 to 2, which fill several buckets.
 """
 
 import sys
@@ -15,7 +15,7 @@ from PIL import Image
 
 @dataclass(frozen=True)
 class Shot:
-    """A crop of one bundled photograph, in the photograph's own pixels."""
+    """A captioned crop of one photograph, in the photograph's pixels."""
 
     name: str
     photograph: str
@@ -118,17 +118,17 @@ SHOTS = (
     ),
     Shot("grass_blades", "grass.png", 0, 0, 512, 400, "blades of grass, black and white"),
 )
-"""In no particular order; 24 of them."""
+"""The 24 crops."""
 
 
 def write_photographs(folder: Path) -> int:
-    """Write each shot as `<name>.jpg` or `.png` with `<name>.txt` beside it, leaving equal files as they are.
+    """Write each shot as `<name>.jpg` or `<name>.png` with its caption in `<name>.txt`.
 
-    Every fifth shot is a JPEG, so that both formats are met. A file that holds the same bytes already is not
-    touched, so that a second demo finds nothing changed; a file that somebody edited is kept too.
+    Every fifth shot is a JPEG, so that the demo has both formats. Existing files are not overwritten, so a
+    second demo has unchanged sources, and edited files keep their edits.
 
     Returns:
-        The number of files written.
+        The number of new files.
     """
     import skimage
 
@@ -152,4 +152,4 @@ def write_photographs(folder: Path) -> int:
 if __name__ == "__main__":
     target = Path(sys.argv[1])
     number = write_photographs(target)
-    print(f"demo photographs: {len(SHOTS)} pictures with captions in {target}, {number} files written now")
+    print(f"demo photographs: {len(SHOTS)} pictures with captions in {target}, {number} new files")

@@ -1,9 +1,8 @@
-"""Load the demo's LoRA as any user of diffusers would, and show that it changes a picture.
+"""Load the demo's LoRA with diffusers alone, and show that it changes a picture.
 
     python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
 
-Nothing of Latentline is imported: diffusers alone reads what was written. Exit status 1 when the picture is
-the same with and without the LoRA.
+This module imports nothing of Latentline. The exit status is 1 if the LoRA does not change the picture.
 """
 
 import sys
@@ -20,14 +19,14 @@ PROMPT = "a cup of espresso with a spoon on a red saucer"
 
 
 def draw(pipe: Any) -> "np.ndarray[Any, Any]":
-    """One picture, float array (64, 64, 3) in [0, 1], from a fixed seed."""
+    """Draw one picture from a fixed seed: a float array (64, 64, 3) in [0, 1]."""
     generator = torch.Generator().manual_seed(0)
     result = pipe(PROMPT, height=64, width=64, num_inference_steps=8, generator=generator, output_type="np")
     return result.images[0]
 
 
 def main(base: Path, lora: Path, output: Path) -> int:
-    """Draw without and with the LoRA, save both, and say how far they are apart.
+    """Draw a picture without and with the LoRA, save both, and print their difference.
 
     Returns:
         The exit status.
@@ -42,7 +41,7 @@ def main(base: Path, lora: Path, output: Path) -> int:
     for name, picture in (("before", before), ("after", after)):
         pipe.image_processor.numpy_to_pil(picture[None])[0].save(output / f"{name}.png")
     difference = float(np.abs(after - before).mean())
-    print(f"demo LoRA: loaded by diffusers alone; the picture changed by {difference:.4f} of 1 on average")
+    print(f"demo LoRA: loaded by diffusers; pixels in [0, 1] change by {difference:.4f} on average")
     print(f"  {output / 'before.png'}, {output / 'after.png'}")
     return 0 if difference > 0 else 1
 

@@ -1,4 +1,4 @@
-"""The demo's base model: a tiny Stable Diffusion with random weights, made offline.
+"""The demo's base model: a tiny Stable Diffusion with random weights, created offline.
 
 python -m demo.tiny_model models/tiny-sd
 """
@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 def write_tiny_model(folder: Path) -> bool:
-    """Make the model, unless the folder holds a whole one already.
+    """Create the model unless the folder contains one.
 
     Returns:
-        True if it was made now.
+        True if this call created it.
     """
     if (folder / "model_index.json").exists():
         return False
@@ -25,7 +25,7 @@ def write_tiny_model(folder: Path) -> bool:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    made = "made" if write_tiny_model(target) else "there already"
+    state = "created" if write_tiny_model(target) else "exists"
     print(
-        f"demo model: {target} {made} (Stable Diffusion classes, random weights: it draws noise, by design)"
+        f"demo model: {target} {state} (Stable Diffusion classes, random weights, so its pictures are noise)"
     )

@@ -11,10 +11,10 @@ from hypothesis import settings
 from pipeline.processes.launch import Meanwhile
 from tests.elsewhere import S3_ENVIRONMENT, s3_server
 
-# Before torch is imported: threads that spin while they wait starve on a shared machine.
+# Set before torch is imported: spinning OpenMP threads lose all progress on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# The machine is shared: how long an example takes says nothing about the code.
+# No deadline, because the duration of an example depends on the load of the machine.
 settings.register_profile("latentline", deadline=None, derandomize=True, max_examples=50)
 settings.load_profile("latentline")
 
@@ -25,40 +25,40 @@ CROPS = {
     "rocket": ("rocket.jpg", (250, 40, 400, 420), "a rocket on its launch pad at dusk"),
     "camera": ("camera.png", (90, 60, 330, 300), "a man behind a camera, black and white"),
 }
-"""File name to photograph bundled with scikit-image, box (left, upper, right, lower) and caption."""
+"""Photograph of scikit-image, box (left, upper, right, lower) and caption, by file name."""
 
 
 @pytest.fixture(scope="session")
 def tiny_sd(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The tiny Stable Diffusion, epsilon; never write to it."""
-    return _made_once("tiny_sd", "make_tiny", tmp_path_factory, worker_id)
+    """The tiny Stable Diffusion with epsilon prediction; tests must not write to it."""
+    return _build_once("tiny_sd", "make_tiny", tmp_path_factory, worker_id)
 
 
 @pytest.fixture(scope="session")
 def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """The tiny Stable Diffusion XL; never write to it."""
-    return _made_once("tiny_sdxl", "make_tiny_sdxl", tmp_path_factory, worker_id)
+    """The tiny Stable Diffusion XL; tests must not write to it."""
+    return _build_once("tiny_sdxl", "make_tiny_sdxl", tmp_path_factory, worker_id)
 
 
-def _made_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """A tiny model's folder, built once a session for all xdist workers."""
+def _build_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Return a tiny model's folder, which is built once per session for all xdist workers."""
     own = factory.getbasetemp()
     shared = (own if worker_id == "master" else own.parent) / name
     if not shared.is_dir():
         from demo import tiny_models as tiny
 
-        made = factory.mktemp("making") / name
-        getattr(tiny, maker)(made)
+        folder = factory.mktemp("build") / name
+        getattr(tiny, maker)(folder)
         try:
-            made.rename(shared)
-        except OSError:  # another worker was faster; the bytes are the same
-            shutil.rmtree(made)
+            folder.rename(shared)
+        except OSError:  # another worker was faster; its bytes are the same
+            shutil.rmtree(folder)
     return shared
 
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    """Five photographs, 150 to 380 pixels on an edge, as PNG with sidecar captions; yours to change."""
+    """Five photographs with edges of 150 to 380 pixels, as PNG with captions; the test may change them."""
     import skimage
     from PIL import Image
 
@@ -97,13 +97,13 @@ class LaunchHere:
 
 @pytest.fixture
 def launch_here() -> LaunchHere:
-    """Encodes in this process: the real encoder without the seconds that a child needs to start."""
+    """A launch of the real encoder in this process, which saves the seconds of starting a process."""
     return LaunchHere()
 
 
 @pytest.fixture
 def forbidden_launch() -> Callable[[str, Path], None]:
-    """Fails the test when something is launched."""
+    """A launch that fails the test."""
 
     def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         pytest.fail(f"{module} was launched for {order.read_text(encoding='utf-8')[:300]}")
@@ -113,14 +113,14 @@ def forbidden_launch() -> Callable[[str, Path], None]:
 
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
-    """A local S3 server."""
+    """Start a local S3 server, and provide its URL."""
     with s3_server() as url:
         yield url
 
 
 @pytest.fixture
 def s3(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a local S3 server, that this process and its children find in their environment."""
+    """Set the environment of this process and its children to a local S3 server, and return its URL."""
     for name, value in {**S3_ENVIRONMENT, "AWS_ENDPOINT_URL_S3": s3_url}.items():
         monkeypatch.setenv(name, value)
     return s3_url

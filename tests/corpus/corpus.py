@@ -1,26 +1,26 @@
-"""A folder as people really have it: broken and odd files and captions, and what must become of each.
+"""A realistic dataset folder: broken and unusual files and captions, each with its expected outcome.
 
-Every image shows `PATTERN`, whose pixels are known without a decoder, so that each repair has an expectation
-of its own. Nothing is drawn at random.
+Every image shows `PATTERN`. Its pixels need no decoder, so each case has exact expected pixels. The corpus is
+deterministic.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from tests.corpus.accepted import animated, misnamed, modes, names, oriented, plain, profiles
 from tests.corpus.drawing import Case
-from tests.corpus.sound import animated, misnamed, modes, names, oriented, plain, profiles
-from tests.corpus.unfit import broken, captions, passed_over
+from tests.corpus.rejected import broken, captions, skipped
 
 
 def all_cases() -> list[Case]:
-    """Every case, each name once."""
-    makers = (plain, oriented, modes, profiles, animated, misnamed, names, broken, passed_over, captions)
-    return [case for maker in makers for case in maker()]
+    """Return all cases; their names are unique."""
+    groups = (plain, oriented, modes, profiles, animated, misnamed, names, broken, skipped, captions)
+    return [case for group in groups for case in group()]
 
 
 def make(root: Path, cases: list[Case]) -> None:
-    """Put the cases below `root`, with their captions."""
+    """Write the files and captions of `cases` below `root`."""
     for case in cases:
         path = root / case.name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What the corpus is made of: one pattern in every format, whose pixels are known without a decoder."""
+"""The parts of the corpus: one pattern in every format, with pixels that need no decoder."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ WHITE = 255
 
 @dataclass(frozen=True)
 class Case:
-    """One file, and what must become of it.
+    """One file and its expected outcome.
 
     Attributes:
-        name: Its path in the folder.
-        put: Makes it.
-        reason: Why it is rejected, or "one or other"; None where it is kept, "passed over" where it is no
-            image.
-        pixels: What it decodes to, (H, W, 3); None where only its being kept matters.
-        tolerance: Largest difference of a level.
-        caption: The sidecar's bytes; None for no sidecar.
+        name: Path in the folder.
+        put: Function that writes the file.
+        reason: Expected reason code, or several as "one or other"; None for a kept file, "skipped" for a file
+            that is not an image.
+        pixels: Expected pixels, uint8 (H, W, 3); None if the test only checks that the file is kept.
+        tolerance: Largest allowed difference of a pixel value.
+        caption: Bytes of the caption file; None for no caption file.
     """
 
     name: str
@@ -62,7 +62,7 @@ def grey3(levels: npt.NDArray[Any]) -> Pixels:
 
 
 def over_white(colours: Pixels, alpha: npt.NDArray[Any]) -> Pixels:
-    """Colours laid over white, rounded to nearest."""
+    """Composite colours over white, rounded to the nearest value."""
     share = alpha.astype(np.float64)[..., None] / 255
     return np.floor(colours * share + WHITE * (1 - share) + 0.5).astype(np.uint8)
 
@@ -81,7 +81,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "jp2": ("JPEG2000", {}),
 }
 LOSSY = {"jpg": 8, "avif": 24, "gif": 90}
-"""Largest difference of a level that the format's own loss may make (GIF: 256 colours)."""
+"""Largest difference of a pixel value by the format's loss (GIF: 256 colours)."""
 
 
 def of_format(suffix: str) -> bytes:
@@ -105,7 +105,7 @@ def bmp_of(width: int, height: int) -> bytes:
     )
 
 
-def flipped(data: bytes, at: int) -> bytes:
+def with_inverted_byte(data: bytes, at: int) -> bytes:
     raw = bytearray(data)
     raw[at] ^= 255
     return bytes(raw)

@@ -1,4 +1,4 @@
-"""The whole corpus through scan and validation: each file its outcome, each repair its pixels."""
+"""The corpus through scan and validation: the outcome and the pixels of each file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pipeline.validated_dataset.stage import validate
 from tests.corpus.corpus import all_cases, make
 from tests.corpus.drawing import FORMATS, Case, of_format
 
-# Pillow warns about damaged metadata; here warnings are errors, and an error would be a rejection.
+# Pillow warns about damaged metadata. In tests, warnings are errors, which would reject the file.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 
 CASES = all_cases()
@@ -42,72 +42,72 @@ def recipe(root: Path, photos: Path) -> Recipe:
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pl.DataFrame, pl.DataFrame]:
-    """The folder, the kept rows, and the rejected ones."""
+    """Return the folder, the kept rows and the rejected rows."""
     root = tmp_path_factory.mktemp("corpus")
     make(root / "photos", CASES)
-    used = recipe(root, root / "photos")
-    tables = Tables(used.output_dir)
-    raw = scan(used, tables, log=str)
-    valid = validate(used, raw.table, tables, log=str)
+    corpus_recipe = recipe(root, root / "photos")
+    tables = Tables(corpus_recipe.output_dir)
+    raw = scan(corpus_recipe, tables, log=str)
+    valid = validate(corpus_recipe, raw.table, tables, log=str)
     return root / "photos", valid.table, pl.concat([raw.rejected, valid.rejected])
 
 
-def test_the_corpus_is_as_large_as_promised_and_each_name_is_its_own() -> None:
+def test_the_corpus_has_at_least_120_cases_with_unique_names() -> None:
     assert len(CASES) >= 120
     assert len({case.name for case in CASES}) == len(CASES)
     assert len({case.reason for case in CASES}) >= 10
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.encode("unicode_escape").decode()[:60])
-def test_each_file_has_the_outcome_it_must_have(
+def test_each_file_has_its_expected_outcome(
     case: Case, outcome: tuple[Path, pl.DataFrame, pl.DataFrame]
 ) -> None:
     root, kept, rejected = outcome
-    here = kept.filter(pl.col("path") == case.name)
-    refused = rejected.filter(pl.col("path") == case.name).to_dicts()
+    kept_rows = kept.filter(pl.col("path") == case.name)
+    rejections = rejected.filter(pl.col("path") == case.name).to_dicts()
     if case.reason is None:
-        assert refused == []
-        assert len(here) == 1
-    elif case.reason == "passed over":
-        assert refused == []
-        assert len(here) == 0
+        assert rejections == []
+        assert len(kept_rows) == 1
+    elif case.reason == "skipped":
+        assert rejections == []
+        assert len(kept_rows) == 0
     else:
-        assert len(here) == 0
-        assert len(refused) == 1
-        assert refused[0]["reason"] in case.reason.split(" or ")
-        assert refused[0]["detail"]
-        assert refused[0]["fix"]
+        assert len(kept_rows) == 0
+        assert len(rejections) == 1
+        assert rejections[0]["reason"] in case.reason.split(" or ")
+        assert rejections[0]["detail"]
+        assert rejections[0]["fix"]
     if case.pixels is not None:
         pixels = np.asarray(decode(root / case.name, (255, 255, 255))).astype(int)
-        assert pixels.shape == case.pixels.shape == (*here.select("height", "width").row(0), 3)
+        assert pixels.shape == case.pixels.shape == (*kept_rows.select("height", "width").row(0), 3)
         assert np.abs(pixels - case.pixels).max() <= case.tolerance
 
 
-def test_nothing_is_lost(outcome: tuple[Path, pl.DataFrame, pl.DataFrame]) -> None:
+def test_every_image_is_either_kept_or_rejected(outcome: tuple[Path, pl.DataFrame, pl.DataFrame]) -> None:
     _, kept, rejected = outcome
-    wanted = [case.name for case in CASES if case.reason != "passed over"]
-    assert sorted([*kept["path"], *rejected["path"]]) == sorted(wanted)
+    expected = [case.name for case in CASES if case.reason != "skipped"]
+    assert sorted([*kept["path"], *rejected["path"]]) == sorted(expected)
 
 
-def test_I22_the_sources_are_only_read(tmp_path: Path) -> None:
-    """Read-only for everybody, and no time stamp moves."""
+def test_I22_sources_are_not_modified(tmp_path: Path) -> None:
+    """The files are read-only for every user, and their time stamps must not change."""
     photos = tmp_path / "photos"
     make(photos, [case for case in CASES if case.name.startswith(("plain/", "broken/"))])
     files = sorted(photos.rglob("*"), reverse=True)
     for path in files:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = {path: path.stat().st_mtime_ns for path in [*files, photos]}
-    used = recipe(tmp_path, photos)
-    tables = Tables(used.output_dir)
-    validate(used, scan(used, tables, log=str).table, tables, log=str)
+    corpus_recipe = recipe(tmp_path, photos)
+    tables = Tables(corpus_recipe.output_dir)
+    validate(corpus_recipe, scan(corpus_recipe, tables, log=str).table, tables, log=str)
     assert {path: path.stat().st_mtime_ns for path in [*files, photos]} == before
     assert sorted(photos.rglob("*"), reverse=True) == files
     for path in files:
         path.chmod(0o755)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user's files can be made by root only")
-def test_I21_unreadable_files_and_folders_are_rejected_for_a_user_without_rights(tmp_path: Path) -> None:
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_I21_unreadable_files_and_folders_are_rejected(tmp_path: Path) -> None:
     photos = tmp_path / "photos"
     (photos / "closed").mkdir(parents=True)
     for name in ("good.png", "secret.png", "closed/a.png"):
@@ -136,12 +136,12 @@ os.setuid(65534)
 result = scan(recipe, Tables(recipe.output_dir), log=str)
 print(json.dumps(dict(result.rejected.select("path", "reason").iter_rows())))
 """
-"""Imports what it needs, then gives up root's rights."""
+"""Imports everything as root, then scans as another user."""
 
 
 def as_nobody(root: Path, photos: Path) -> dict[str, str]:
-    """The scan's rejections, seen by a process of another user."""
-    done = subprocess.run(
+    """Return the rejections of a scan in a process of another user."""
+    process = subprocess.run(
         [sys.executable, "-c", AS_NOBODY],
         input=recipe(root, photos).model_dump_json(),
         capture_output=True,
@@ -150,7 +150,7 @@ def as_nobody(root: Path, photos: Path) -> dict[str, str]:
         timeout=60,
         cwd=Path(__file__).parents[2],
     )
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
@@ -159,8 +159,8 @@ PHOTOS = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg")
 @pytest.mark.parametrize(
     "count", [1000, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
 )
-def test_I02_random_damage_to_real_images_never_leaves_the_stage(tmp_path: Path, count: int) -> None:
-    """Bytes changed, cut out, put in and swapped, in photographs of every format."""
+def test_I02_random_damage_to_images_never_fails_the_stage(tmp_path: Path, count: int) -> None:
+    """Bytes are changed, deleted, inserted and overwritten, in photographs of every format."""
     draw = random.Random(2)
     sources: list[tuple[str, bytes]] = []
     for name in PHOTOS:
@@ -177,17 +177,17 @@ def test_I02_random_damage_to_real_images_never_leaves_the_stage(tmp_path: Path,
         suffix, data = sources[index % len(sources)]
         (photos / f"{index:05}.{suffix}").write_bytes(damaged(data, draw))
         (photos / f"{index:05}.txt").write_text("x")
-    used = recipe(tmp_path, photos)
-    tables = Tables(used.output_dir)
+    corpus_recipe = recipe(tmp_path, photos)
+    tables = Tables(corpus_recipe.output_dir)
     started_s = time.monotonic()
-    raw = scan(used, tables, log=str)
-    valid = validate(used, raw.table, tables, log=str)
+    raw = scan(corpus_recipe, tables, log=str)
+    valid = validate(corpus_recipe, raw.table, tables, log=str)
     rejected = pl.concat([raw.rejected, valid.rejected])
     assert len(valid.table) + len(rejected) == count
     assert all(rejected["fix"])
     assert all(rejected["detail"])
-    assert 0 < len(rejected) < count, "the damage does nothing, or everything"
-    assert time.monotonic() - started_s < 30 + count * 0.2, "a file holds up all others"
+    assert 0 < len(rejected) < count, "the damage must affect some images, but not all"
+    assert time.monotonic() - started_s < 30 + count * 0.2, "one file blocks the others"
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:

@@ -1,4 +1,4 @@
-"""The demo's dataset is whole, and a second call leaves it alone."""
+"""The demo's dataset is complete, and a second call does not change it."""
 
 from pathlib import Path
 
@@ -7,20 +7,20 @@ from PIL import Image
 from demo.photographs import SHOTS, write_photographs
 
 
-def test_each_picture_has_a_caption_and_several_aspect_ratios_are_there(tmp_path: Path) -> None:
+def test_each_photograph_has_a_caption_and_aspect_ratios_vary(tmp_path: Path) -> None:
     assert write_photographs(tmp_path) == 2 * len(SHOTS) == 48
-    aspects: list[float] = []
+    aspect_ratios: list[float] = []
     for shot in SHOTS:
         (image,) = [path for path in tmp_path.glob(f"{shot.name}.*") if path.suffix != ".txt"]
         with Image.open(image) as picture:
             assert picture.size == (shot.width, shot.height)
-            aspects.append(shot.width / shot.height)
+            aspect_ratios.append(shot.width / shot.height)
         assert (tmp_path / f"{shot.name}.txt").read_text(encoding="utf-8") == shot.caption + "\n"
-    assert min(aspects) < 0.6
-    assert max(aspects) >= 2.0
+    assert min(aspect_ratios) < 0.6
+    assert max(aspect_ratios) >= 2.0
 
 
-def test_a_second_call_writes_nothing_and_keeps_what_somebody_edited(tmp_path: Path) -> None:
+def test_a_second_call_writes_nothing_and_keeps_edited_files(tmp_path: Path) -> None:
     write_photographs(tmp_path)
     caption = tmp_path / f"{SHOTS[0].name}.txt"
     caption.write_text("mine", encoding="utf-8")

@@ -20,7 +20,7 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def test_every_build_gives_the_same_bytes_in_whichever_process(tiny_sd: Path, tmp_path: Path) -> None:
+def test_every_process_builds_the_same_bytes(tiny_sd: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from demo.tiny_models import make_tiny\n"
     code += "make_tiny(Path(sys.argv[1]))"
     root = str(Path(__file__).parents[2])
@@ -29,7 +29,7 @@ def test_every_build_gives_the_same_bytes_in_whichever_process(tiny_sd: Path, tm
     assert hashes(tmp_path / "other") == hashes(tiny_sd)
 
 
-def test_another_seed_gives_other_weights_and_the_callers_random_state_stays(
+def test_another_seed_changes_the_weights_and_keeps_the_callers_random_state(
     tiny_sd: Path, tmp_path: Path
 ) -> None:
     torch.manual_seed(5)
@@ -37,8 +37,8 @@ def test_another_seed_gives_other_weights_and_the_callers_random_state_stays(
     torch.manual_seed(5)
     make_tiny(tmp_path / "other", seed=1, prediction_type="v_prediction")
     assert torch.equal(torch.rand(3), expected)
-    ours, others = hashes(tiny_sd), hashes(tmp_path / "other")
-    assert {name for name in ours if ours[name] != others[name]} == {
+    default, other = hashes(tiny_sd), hashes(tmp_path / "other")
+    assert {name for name in default if default[name] != other[name]} == {
         "scheduler/scheduler_config.json",
         "text_encoder/model.safetensors",
         "unet/diffusion_pytorch_model.safetensors",
@@ -46,7 +46,7 @@ def test_another_seed_gives_other_weights_and_the_callers_random_state_stays(
     }
 
 
-def test_the_tokenizer_knows_its_words_and_spells_any_other_text(tiny_sd: Path) -> None:
+def test_the_tokenizer_has_tokens_for_its_words_and_spells_other_text(tiny_sd: Path) -> None:
     from transformers import CLIPTokenizer
 
     tokenizer = CLIPTokenizer.from_pretrained(tiny_sd / "tokenizer")
@@ -60,5 +60,5 @@ def test_the_tokenizer_knows_its_words_and_spells_any_other_text(tiny_sd: Path) 
     )
 
 
-def test_its_size_is_that_of_a_toy(tiny_sd: Path) -> None:
+def test_the_tiny_model_is_smaller_than_6_mb(tiny_sd: Path) -> None:
     assert sum(path.stat().st_size for path in tiny_sd.rglob("*")) < 6_000_000

@@ -1,4 +1,4 @@
-"""Files that are rejected or passed over, and captions as taggers and editors leave them."""
+"""Files that are rejected or skipped, and captions as taggers and editors write them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 from PIL.PngImagePlugin import PngInfo
 
-from tests.corpus.drawing import FORMATS, RGB, Case, bmp_of, flipped, of_format, png_of, put, saved
+from tests.corpus.drawing import FORMATS, RGB, Case, bmp_of, of_format, png_of, put, saved, with_inverted_byte
 
 
 def broken() -> list[Case]:
-    """I01, I02, I04, I14: what cannot be used, each with its reason."""
+    """I01, I02, I04, I14: unusable files with their reasons."""
     cases = [Case(f"broken/I04.{suffix}", put(b""), "empty_file") for suffix in FORMATS]
     for suffix in FORMATS:
-        whole = of_format(suffix)
-        cut = "truncated or undecodable"  # not every decoder can tell
-        cases.append(Case(f"broken/I01 half.{suffix}", put(whole[: len(whole) // 2]), cut))
-        cases.append(Case(f"broken/I01 start.{suffix}", put(whole[:20]), cut))
+        data = of_format(suffix)
+        reason = "truncated or undecodable"  # not every decoder can distinguish them
+        cases.append(Case(f"broken/I01 half.{suffix}", put(data[: len(data) // 2]), reason))
+        cases.append(Case(f"broken/I01 start.{suffix}", put(data[:20]), reason))
     texts = {
         "I02 text.png": b"this is a text\n" * 20,
         "I02 page.jpg": b"<!DOCTYPE html><html>404</html>",
@@ -38,13 +38,13 @@ def broken() -> list[Case]:
     text.add_text("comment", "x" * 3_000_000, zip=True)
     huge = saved(RGB, "PNG", pnginfo=text)
     cases.append(Case("broken/I15 huge text.png", put(huge), "undecodable"))
-    cases.append(Case("broken/I02 crc.png", put(flipped(of_format("png"), -20)), "undecodable"))
+    cases.append(Case("broken/I02 crc.png", put(with_inverted_byte(of_format("png"), -20)), "undecodable"))
     cases.append(Case("broken/I02 zlib.png", put(png_of(8, 8, b"no zlib stream")), "undecodable"))
     return cases
 
 
-def passed_over() -> list[Case]:
-    """I06, I25, I27: what lies in such folders and is no image."""
+def skipped() -> list[Case]:
+    """I06, I25, I27: common files that are not images."""
     png = put(of_format("png"))
     names = (
         "._I06.jpg",
@@ -57,27 +57,27 @@ def passed_over() -> list[Case]:
         "@eaDir/I06.png",
         "desktop.ini",
     )
-    cases = [Case(f"other/{name}", png, "passed over", caption=None) for name in names]
+    cases = [Case(f"other/{name}", png, "skipped", caption=None) for name in names]
     for name in ("I27.npz", "I27.safetensors", "I27.pt", "notes.md", "film.mp4", "list.json"):
-        cases.append(Case(f"other/{name}", put(b"something"), "passed over", caption=None))
-    cases.append(Case("other/I25 pipe.png", os.mkfifo, "passed over", caption=None))
-    cases.append(Case("other/I25 folder.png", lambda path: path.mkdir(), "passed over", caption=None))
-    cases.append(Case("other/I25 socket.png", _socket, "passed over", caption=None))
+        cases.append(Case(f"other/{name}", put(b"something"), "skipped", caption=None))
+    cases.append(Case("other/I25 pipe.png", os.mkfifo, "skipped", caption=None))
+    cases.append(Case("other/I25 folder.png", lambda path: path.mkdir(), "skipped", caption=None))
+    cases.append(Case("other/I25 socket.png", _socket, "skipped", caption=None))
     return cases
 
 
 def _socket(path: Path) -> None:
-    here = Path.cwd()
-    os.chdir(path.parent)  # a socket's path is short
+    working_directory = Path.cwd()
+    os.chdir(path.parent)  # the path of a socket must be short
     try:
-        with socket.socket(socket.AF_UNIX) as made:
-            made.bind(path.name)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(path.name)
     finally:
-        os.chdir(here)
+        os.chdir(working_directory)
 
 
 def captions() -> list[Case]:
-    """C01 to C07: captions as taggers and editors leave them."""
+    """C01 to C07: captions as taggers and editors write them."""
     png = put(of_format("png"))
     kept = {
         "C02 mark.png": b"\xef\xbb\xbfa caption",
@@ -88,7 +88,7 @@ def captions() -> list[Case]:
         "C07 controls.png": b"a\0 cap\x07tion\x1b",
         "C05 long.png": b"word " * 3000,
     }
-    refused = {
+    rejected = {
         "C01 windows.png": (b"na\xefve", "caption_undecodable"),
         "C04 empty.png": (b"", "caption_empty"),
         "C04 blank.png": b" \r\n\t ",
@@ -97,7 +97,7 @@ def captions() -> list[Case]:
         "C07 huge.png": (b"x" * 1_000_001, "caption_unreadable"),
     }
     cases = [Case(f"captions/{name}", png, caption=data) for name, data in kept.items()]
-    for name, said in refused.items():
-        data, reason = said if isinstance(said, tuple) else (said, "caption_empty")
+    for name, value in rejected.items():
+        data, reason = value if isinstance(value, tuple) else (value, "caption_empty")
         cases.append(Case(f"captions/{name}", png, reason, caption=data))
     return cases

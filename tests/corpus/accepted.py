@@ -1,4 +1,4 @@
-"""Files that are kept: every format, orientation, mode and name, with the pixels that they decode to."""
+"""Files that are kept: every format, orientation, mode and name, with their expected pixels."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.profiles import DISPLAY_P3, matrix_profile, srgb_curve, srgb_of_p3
 
 
 def plain() -> list[Case]:
-    """Each format as it should be, and under suffixes that it may have."""
+    """Each format under each of its usual suffixes."""
     cases = [
         Case(f"plain/{kind}.{kind}", put(of_format(kind)), pixels=PATTERN, tolerance=LOSSY.get(kind, 0))
         for kind in FORMATS
@@ -40,7 +40,7 @@ def plain() -> list[Case]:
 
 
 def oriented() -> list[Case]:
-    """I09: what EXIF says of the eight values, by array indexing."""
+    """I09: the eight EXIF orientations; array indexing gives the expected pixels."""
     upright = {
         1: PATTERN,
         2: PATTERN[:, ::-1],
@@ -52,35 +52,36 @@ def oriented() -> list[Case]:
         8: PATTERN[:, ::-1].swapaxes(0, 1),
     }
     cases: list[Case] = []
-    for value, wanted in upright.items():
+    for value, expected in upright.items():
         exif = Image.Exif()
         exif[274] = value
         for suffix in ("png", "jpg", "webp", "tif"):
             kind, options = FORMATS[suffix]
             data = saved(RGB, kind, exif=exif.tobytes(), **options)
             name = f"oriented/I09 {suffix} {value}.{suffix}"
-            cases.append(Case(name, put(data), pixels=wanted, tolerance=LOSSY.get(suffix, 0)))
+            cases.append(Case(name, put(data), pixels=expected, tolerance=LOSSY.get(suffix, 0)))
     return cases
 
 
 Stored = list[tuple[str, bytes, Pixels, int]]
-"""Name, bytes, what they decode to, and the largest difference of a level."""
+"""Name, bytes, expected pixels, and the largest difference of a pixel value."""
 
 
 def modes() -> list[Case]:
-    """I10, I11: every way to store a pixel."""
+    """I10, I11: every pixel format."""
     stored = [*grey(), *palettes(), *transparent(), *colours()]
     return [
-        Case(f"modes/{name}", put(data), pixels=wanted, tolerance=near) for name, data, wanted, near in stored
+        Case(f"modes/{name}", put(data), pixels=expected, tolerance=tolerance)
+        for name, data, expected, tolerance in stored
     ]
 
 
 def grey() -> Stored:
-    """One channel, of 1 bit to 32."""
+    """One channel with 1 to 32 bits."""
     bilevel = Image.fromarray(GREY > 100)
     levels = Image.fromarray(GREY)
     deep = Image.fromarray((GREY.astype(np.uint16) << 8) | GREY)
-    whole = Image.fromarray(GREY.astype(np.int32) * 257)
+    integers = Image.fromarray(GREY.astype(np.int32) * 257)
     fractions = Image.fromarray((GREY / 255).astype(np.float32))
     return [
         ("I11 1.png", saved(bilevel, "PNG"), grey3((GREY > 100) * 255), 0),
@@ -91,28 +92,28 @@ def grey() -> Stored:
         ("I11 L.bmp", saved(levels, "BMP"), grey3(GREY), 0),
         ("I11 16 bit.png", saved(deep, "PNG"), grey3(GREY), 0),
         ("I11 16 bit.tif", saved(deep, "TIFF"), grey3(GREY), 0),
-        ("I11 32 bit.tif", saved(whole, "TIFF"), grey3(GREY), 0),
+        ("I11 32 bit.tif", saved(integers, "TIFF"), grey3(GREY), 0),
         ("I11 float.tif", saved(fractions, "TIFF"), grey3(GREY), 0),
     ]
 
 
 def palettes() -> Stored:
-    """Indices into 64 colours, one of which may be transparent."""
+    """A palette of 64 colours, of which one may be transparent."""
     palette = RGB.quantize(64, dither=Image.Dither.NONE)
-    shown = np.asarray(palette.convert("RGB"))
+    opaque = np.asarray(palette.convert("RGB"))
     holes = np.where(np.asarray(palette) == 5, 0, 255)
     return [
-        ("I11 P.png", saved(palette, "PNG"), shown, 0),
-        ("I11 P.gif", saved(palette, "GIF"), shown, 0),
-        ("I11 P.bmp", saved(palette, "BMP"), shown, 0),
-        ("I11 P.tif", saved(palette, "TIFF"), shown, 0),
-        ("I10 P hole.png", saved(palette, "PNG", transparency=5), over_white(shown, holes), 0),
-        ("I10 P hole.gif", saved(palette, "GIF", transparency=5), over_white(shown, holes), 0),
+        ("I11 P.png", saved(palette, "PNG"), opaque, 0),
+        ("I11 P.gif", saved(palette, "GIF"), opaque, 0),
+        ("I11 P.bmp", saved(palette, "BMP"), opaque, 0),
+        ("I11 P.tif", saved(palette, "TIFF"), opaque, 0),
+        ("I10 P hole.png", saved(palette, "PNG", transparency=5), over_white(opaque, holes), 0),
+        ("I10 P hole.gif", saved(palette, "GIF", transparency=5), over_white(opaque, holes), 0),
     ]
 
 
 def transparent() -> Stored:
-    """With an alpha channel, or one colour that counts as transparent."""
+    """An alpha channel, or one transparent colour."""
     grey_alpha = Image.merge("LA", [Image.fromarray(GREY), Image.fromarray(ALPHA)])
     key = PATTERN[3, 4]
     keyed = np.where((key == PATTERN).all(axis=2), 0, 255)
@@ -126,7 +127,7 @@ def transparent() -> Stored:
 
 
 def colours() -> Stored:
-    """Other colour models, and other ways to write a JPEG."""
+    """Other colour models and JPEG encodings."""
     cmyk = Image.fromarray(np.dstack([255 - PATTERN, np.zeros_like(GREY)]), "CMYK")
     fine: dict[str, Any] = {"quality": 95, "subsampling": 0}
     return [
@@ -139,7 +140,7 @@ def colours() -> Stored:
 
 
 def profiles() -> list[Case]:
-    """I12: Display P3, by its matrix and sRGB's curve; and profiles that are none."""
+    """I12: Display P3, by its matrix and sRGB's curve, and invalid profiles."""
     profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
     broken = profile[:40] + b"\0" * 200
     wide = matrix_profile(DISPLAY_P3, srgb_curve())
@@ -162,7 +163,7 @@ def profiles() -> list[Case]:
 
 
 def animated() -> list[Case]:
-    """I13: the first frame."""
+    """I13: animations, of which the first frame counts."""
     other = Image.fromarray(255 - PATTERN)
     return [
         Case(
@@ -186,19 +187,19 @@ def animated() -> list[Case]:
 
 
 def misnamed() -> list[Case]:
-    """I03: the first bytes decide."""
+    """I03: files with a wrong suffix; their first bytes decide."""
     cases: list[Case] = []
     suffixes = list(FORMATS)
     for kind, wrong in zip(suffixes, suffixes[1:] + suffixes[:1], strict=True):
         data = of_format(kind)
-        near = LOSSY.get(kind, 0)
-        cases.append(Case(f"misnamed/I03 {kind}.{wrong}", put(data), pixels=PATTERN, tolerance=near))
+        tolerance = LOSSY.get(kind, 0)
+        cases.append(Case(f"misnamed/I03 {kind}.{wrong}", put(data), pixels=PATTERN, tolerance=tolerance))
     return cases
 
 
 def names() -> list[Case]:
-    """I16, I18: names that are hard on programs."""
-    hard = [
+    """I16, I18: unusual file names."""
+    unusual = [
         "a b.png",
         "it's.png",
         'say "x".png',
@@ -220,4 +221,4 @@ def names() -> list[Case]:
         "*.png",
         "semi;colon.png",
     ]
-    return [Case(f"names/I18 {name}", put(of_format("png"))) for name in hard]
+    return [Case(f"names/I18 {name}", put(of_format("png"))) for name in unusual]

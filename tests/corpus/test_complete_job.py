@@ -1,4 +1,4 @@
-"""The whole corpus and 20 good images in one folder, through the real job."""
+"""The complete corpus and 20 good images in one folder, through the real job."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("whole")
+    folder = tmp_path_factory.mktemp("corpus")
     good = [Case(f"good/{index:02}.png", photo(index)) for index in range(20)]
-    make(made / "photos", [*CASES, *good])
-    (made / "configs").mkdir()
-    return made
+    make(folder / "photos", [*CASES, *good])
+    (folder / "configs").mkdir()
+    return folder
 
 
 def photo(seed: int):
@@ -57,30 +57,30 @@ def run(root: Path, base: Path, checks: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def refused() -> list[Case]:
-    return [case for case in CASES if case.reason not in (None, "passed over")]
+def rejected_cases() -> list[Case]:
+    return [case for case in CASES if case.reason not in (None, "skipped")]
 
 
-def test_by_default_a_gate_closes_with_the_full_list(root: Path, tiny_sd: Path) -> None:
-    done = run(root, tiny_sd, "{}")
-    assert done.returncode == 1
-    said = done.stdout + done.stderr
+def test_by_default_gates_close_and_all_bad_files_are_listed(root: Path, tiny_sd: Path) -> None:
+    process = run(root, tiny_sd, "{}")
+    assert process.returncode == 1
+    output = process.stdout + process.stderr
     for gate in ("captions_present", "captions_decodable", "captions_unshared", "rejected_fraction"):
-        assert gate in said
-    assert "fix:" in said.rsplit("Error:", 1)[-1], "the last words have no fix"
+        assert gate in output
+    assert "fix:" in output.rsplit("Error:", 1)[-1], "the last message has no fix"
     rejected = pl.read_parquet(root / "out" / "tables" / "rejected.parquet")
-    assert {case.name for case in refused()} <= set(rejected["path"])
+    assert {case.name for case in rejected_cases()} <= set(rejected["path"])
     assert not rejected.filter(
         (pl.col("reason") == "") | (pl.col("detail") == "") | (pl.col("fix") == "")
     ).height
     assert not (root / "out" / "lora").exists()
 
 
-def test_what_is_good_is_trained_on_when_the_gates_are_opened_by_name(root: Path, tiny_sd: Path) -> None:
+def test_with_allowed_gates_the_good_images_are_trained_on(root: Path, tiny_sd: Path) -> None:
     gates = "captions_present, captions_decodable, captions_unshared"
-    done = run(root, tiny_sd, f"{{max_rejected_fraction: 1.0, allow: [{gates}]}}")
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = run(root, tiny_sd, f"{{max_rejected_fraction: 1.0, allow: [{gates}]}}")
+    assert process.returncode == 0, process.stderr[-3000:]
     kept = pl.read_parquet(root / "out" / "tables" / "trained_lora.parquet")
-    wanted = {case.name for case in CASES if case.reason is None} | {f"good/{i:02}.png" for i in range(20)}
-    assert set(kept["path"]) == wanted
+    expected = {case.name for case in CASES if case.reason is None} | {f"good/{i:02}.png" for i in range(20)}
+    assert set(kept["path"]) == expected
     assert (root / "out" / "lora" / "pytorch_lora_weights.safetensors").is_file()
