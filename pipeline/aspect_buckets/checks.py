@@ -1,4 +1,4 @@
-"""The checks of aspect_buckets: each sample assigned once, to a size that the model can divide."""
+"""Checks of aspect_buckets: conservation, valid sizes, possible batches, crop loss."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ _COLUMNS = (
     *("sample_id", "dataset", "height", "width", "bucket", "resized_height", "resized_width"),
     *("crop_top", "crop_left", "target_height", "target_width", "crop_loss"),
 )
-"""Of its table, what is looked at here."""
+"""Columns of the table that the checks read."""
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """One finding for each check of aspect_buckets, from its table and the base model's configuration.
+    """Return one finding per check of aspect_buckets, from its table and the base model's configuration.
 
     Raises:
-        TableError: There is no table of validated_dataset or aspect_buckets.
-        ModelError: The recipe's base model cannot be found, or is of no known family.
+        TableError: The table of validated_dataset or aspect_buckets does not exist.
+        ModelError: The base model does not exist, or its family is not supported.
     """
     from pipeline.cache.requests import RecipeEntries
 
-    held_out = any(dataset.validation_fraction for dataset in context.recipe.datasets)
-    table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if held_out else _COLUMNS)
+    has_holdout = any(dataset.validation_fraction for dataset in context.recipe.datasets)
+    table = context.tables.read(STAGE, (*_COLUMNS, "duplicate_group") if has_holdout else _COLUMNS)
     rejected = context.tables.read_rejected(STAGE)["sample_id"]
     before = context.tables.read("validated_dataset", ["sample_id"])["sample_id"]
     multiple = RecipeEntries(context.recipe).family.size_multiple()
+
     outcomes = {
         "conservation": check_conservation(before, table["sample_id"], rejected, STAGE),
         "shape_uniformity": _shape_uniformity(table, multiple),
@@ -52,120 +53,134 @@ def run(context: CheckContext) -> list[Finding]:
 
 
 def _shape_uniformity(table: pl.DataFrame, multiple: int) -> Outcome:
-    """One size in each bucket, the size its name says, divisible; and crops inside of what is cropped."""
+    """Check that each bucket has the one size in its name, a valid multiple, and that crops are inside."""
     sizes = table.group_by("bucket", "target_height", "target_width").len().sort("bucket")
-    several = sizes.filter(pl.col("bucket").is_duplicated())["bucket"].unique().sort()
-    rows = [{"bucket": name, "problem": "holds several target sizes"} for name in several]
+    ambiguous = sizes.filter(pl.col("bucket").is_duplicated())["bucket"].unique().sort()
+    rows = [{"bucket": name, "problem": "has several target sizes"} for name in ambiguous]
     for name, height, width, _ in sizes.iter_rows():
         if name != str(Size(height, width)):
-            rows.append({"bucket": name, "problem": f"its target size is {height}x{width}"})
+            rows.append({"bucket": name, "problem": f"has the target size {height}x{width}"})
         if not_multiples([Size(height, width)], multiple):
-            problem = f"{height}x{width} is not divisible by the model's {multiple}"
+            problem = f"has edges that are not multiples of {multiple}, which this base model requires"
             rows.append({"bucket": name, "problem": problem})
-    inside = pl.all_horizontal(
+
+    crop_bottom = pl.col("crop_top") + pl.col("target_height")
+    crop_right = pl.col("crop_left") + pl.col("target_width")
+    is_inside = (
         (pl.col("crop_top") >= 0)
-        & (pl.col("crop_top") + pl.col("target_height") <= pl.col("resized_height")),
-        (pl.col("crop_left") >= 0)
-        & (pl.col("crop_left") + pl.col("target_width") <= pl.col("resized_width")),
+        & (pl.col("crop_left") >= 0)
+        & (crop_bottom <= pl.col("resized_height"))
+        & (crop_right <= pl.col("resized_width"))
     )
-    outside = table.filter(~inside)["sample_id"]
-    rows += [{"sample_id": sample_id, "problem": "its crop lies outside of it"} for sample_id in outside]
+    outside = table.filter(~is_inside)["sample_id"]
+    rows += [{"sample_id": sample_id, "problem": "has a crop outside the image"} for sample_id in outside]
+
     numbers = {"buckets": table["bucket"].n_unique(), "multiple": multiple}
     if not rows:
-        summary = f"{counted(numbers['buckets'], 'bucket')}, each of one size divisible by {multiple}"
+        summary = (
+            f"{counted(numbers['buckets'], 'bucket')}, each of one size that is a multiple of {multiple}"
+        )
         return Outcome(True, summary, numbers=numbers)
     first = rows[0]
-    where = first.get("bucket", first.get("sample_id"))
-    summary = f"{counted(len(rows), 'problem')} with sizes, the first: {where} "
+    name = first.get("bucket", first.get("sample_id"))
+    summary = f"{counted(len(rows), 'problem')} with bucket sizes, the first: {name} {first['problem']}"
     fix = f"set buckets.step to {multiple} or a multiple of it, and materialize aspect_buckets again"
-    return Outcome(False, summary + first["problem"], fix, rows, numbers)
+    return Outcome(False, summary, fix, rows, numbers)
 
 
 def _file_size_outliers(table: pl.DataFrame) -> Outcome:
-    """Buckets with far fewer samples than the rest; one with far more is no loss."""
+    """Warn about buckets with far fewer samples than the rest; a large bucket is not a problem."""
     counts = table.group_by("bucket").len("samples").sort("samples", "bucket")
-    found = outliers(counts["samples"].to_numpy())
-    few = counts.filter(pl.Series(found.mask & (counts["samples"].to_numpy() < found.low), dtype=pl.Boolean))
-    numbers = {"buckets": len(counts), "median": found.median if np.isfinite(found.median) else 0.0}
+    result = outliers(counts["samples"].to_numpy())
+    # Without outliers, `low` is below every count.
+    few = counts.filter(pl.Series(result.mask, dtype=pl.Boolean) & (counts["samples"] < result.low))
+
+    numbers = {"buckets": len(counts), "median": result.median if np.isfinite(result.median) else 0.0}
     if few.is_empty():
-        told = "none has far fewer samples" if found.judged else "too few to compare"
-        return Outcome(True, f"{counted(len(counts), 'bucket')}, {told}", numbers=numbers)
+        reason = "none has far fewer samples" if result.judged else "too few to compare"
+        return Outcome(True, f"{counted(len(counts), 'bucket')}, {reason}", numbers=numbers)
     summary = f"{len(few)} of {counted(len(counts), 'bucket')} {verb(len(few), 'has', 'have')} "
-    summary += f"far fewer samples than the median of {found.median:g}"
+    summary += f"far fewer samples than the median of {result.median:g}"
     fix = "add images of these shapes, raise buckets.step, or lower buckets.max_aspect_ratio"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
 
 def _draws(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
-    """Columns bucket and draws: how often an epoch takes a sample of the bucket, of those that have any."""
-    drawn = table.select("bucket", draws=times_drawn(table, recipe.datasets))
-    counts = drawn.group_by("bucket").agg(pl.col("draws").sum())
+    """Return the number of draws per epoch of each bucket with any (columns bucket, draws)."""
+    draws = table.select("bucket", draws=times_drawn(table, recipe.datasets))
+    counts = draws.group_by("bucket").agg(pl.col("draws").sum())
     return counts.filter(pl.col("draws") > 0).sort("draws", "bucket")
 
 
 def _batches(recipe: Recipe, table: pl.DataFrame) -> tuple[pl.DataFrame, dict[str, Any]]:
-    """The buckets that fill no batch, and numbers about batches for the recipe's world size."""
+    """Return the buckets that do not fill a batch of all processes, and figures about batches."""
     draws = _draws(recipe, table)
     capacity = recipe.training.batch_size * recipe.accelerate.num_processes
     total = int(draws["draws"].sum())
-    full = int((draws["draws"] // capacity * capacity).sum())
+    in_full_batches = int((draws["draws"] // capacity * capacity).sum())
     numbers = {
         "samples_at_once": capacity,
         "draws_per_epoch": total,
-        "in_full_batches": round(full / total, 4) if total else 0.0,
-        "full_batches_per_epoch": full // capacity,
+        "in_full_batches": round(in_full_batches / total, 4) if total else 0.0,
+        "full_batches_per_epoch": in_full_batches // capacity,
     }
     return draws.filter(pl.col("draws") < capacity), numbers
 
 
-def _taken(recipe: Recipe) -> str:
+def _full_batch(recipe: Recipe) -> str:
     training, processes = recipe.training, recipe.accelerate.num_processes
     return f"a batch of {training.batch_size} on {counted(processes, 'process', 'processes')}"
 
 
 def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
-    """With `drop` a bucket that fills no batch would never be trained on (FAILURES B01, B09)."""
+    """Check that training uses every bucket; `drop` skips those without a full batch (FAILURES B01, B09)."""
     recipe = context.recipe
     if table.is_empty():
         stages = ("raw_images", "validated_dataset", STAGE)
         rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
         return no_samples_left(rejected, "materialize validated_dataset and aspect_buckets again")
+
     few, numbers = _batches(recipe, table)
     if not numbers["draws_per_epoch"]:
         samples = counted(table["sample_id"].n_unique(), "sample is", "samples are")
-        summary = f"nothing is trained on: {samples} held out for validation, and no other is left"
+        summary = f"there are no training samples: {samples} in the holdout"
         fix = "lower datasets[].validation_fraction, or add images"
         return Outcome(False, summary, fix, (), numbers, final=True)
     if recipe.buckets.underfilled != "drop" or few.is_empty():
-        share = numbers["in_full_batches"]
-        return Outcome(True, f"{share:.1%} of an epoch in full batches", numbers=numbers)
-    samples = int(few["draws"].sum())
+        fraction = numbers["in_full_batches"]
+        return Outcome(True, f"{fraction:.1%} of an epoch is in full batches", numbers=numbers)
+
+    samples = counted(int(few["draws"].sum()), "sample")
     summary = (
-        f"{counted(len(few), 'bucket')} with {counted(samples, 'sample')} {verb(len(few), 'does', 'do')} not "
-        f"fill {_taken(recipe)}, and underfilled is drop: they would never be trained on"
+        f"{counted(len(few), 'bucket')} with {samples} {verb(len(few), 'does', 'do')} not fill "
+        f"{_full_batch(recipe)} and would never be trained on, because underfilled is drop"
     )
     fix = "set buckets.underfilled to partial or repeat, lower training.batch_size, or use fewer buckets"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
 
 def _underfilled(recipe: Recipe, table: pl.DataFrame) -> Outcome:
-    """Buckets whose every batch is smaller than asked, or filled with the same few images."""
+    """Warn about buckets whose batches are all partial, or filled with repetitions of a few images."""
     few, numbers = _batches(recipe, table)
     if few.is_empty():
-        return Outcome(True, f"every bucket fills {_taken(recipe)}", numbers=numbers)
+        return Outcome(True, f"every bucket fills {_full_batch(recipe)}", numbers=numbers)
     summary = f"{len(few)} of {counted(table['bucket'].n_unique(), 'bucket')} "
-    summary += f"{verb(len(few), 'does', 'do')} not fill {_taken(recipe)}"
+    summary += f"{verb(len(few), 'does', 'do')} not fill {_full_batch(recipe)}"
     fix = "fit the buckets to the dataset with latentline fit-buckets, raise buckets.step, or add images"
     return Outcome(False, summary, fix, few.rows(named=True), numbers)
 
 
 def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
+    """Warn about images that lose more than `buckets.max_crop_loss` to the crop, worst first."""
     limit = recipe.buckets.max_crop_loss
-    found = table.filter(pl.col("crop_loss") > limit).sort("crop_loss", "sample_id", descending=[True, False])
+    above = table.filter(pl.col("crop_loss") > limit).sort("crop_loss", "sample_id", descending=[True, False])
     worst = table["crop_loss"].to_numpy().max() if len(table) else 0.0
     numbers = {"limit": limit, "worst": round(float(worst), 4)}
-    if found.is_empty():
-        return Outcome(True, f"no image loses more than {limit:.0%}, the worst {worst:.1%}", numbers=numbers)
+    if above.is_empty():
+        return Outcome(
+            True, f"no image loses more than {limit:.0%}; the maximum is {worst:.1%}", numbers=numbers
+        )
+
     rows = [
         {
             "sample_id": row["sample_id"],
@@ -173,10 +188,11 @@ def _crop_loss(recipe: Recipe, table: pl.DataFrame) -> Outcome:
             "size": str(Size(row["height"], row["width"])),
             "bucket": row["bucket"],
         }
-        for row in found.iter_rows(named=True)
+        for row in above.iter_rows(named=True)
     ]
-    summary = counted(len(found), "image loses", "images lose")
-    summary += f" more than {limit:.0%} to the crop, the first: {rows[0]['sample_id']} "
-    summary += f"({rows[0]['size']} to {rows[0]['bucket']}, {rows[0]['crop_loss']:.0%})"
+    first = rows[0]
+    summary = counted(len(above), "image loses", "images lose")
+    summary += f" more than {limit:.0%} to the crop, the first: {first['sample_id']} "
+    summary += f"({first['size']} to {first['bucket']}, {first['crop_loss']:.0%})"
     fix = "raise buckets.max_aspect_ratio, add sizes of these shapes, or crop the images yourself"
     return Outcome(False, summary, fix, rows, numbers)

@@ -1,4 +1,4 @@
-"""Lists of bucket sizes for a dataset, each with what it means for it."""
+"""Fitting of bucket size lists to a dataset."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from pipeline.errors import BucketError
 from pipeline.images.geometry import Placement, Size, ladder
 
 LADDER_STEP = 64
-"""Of the ladder that a fitted list may not enlarge more images than."""
+"""Step of the ladder that a fitted list is compared with: it should not enlarge more images."""
 
 SEARCHES = (WEIGHTS, *(Weights(upscaled, partial=0.06) for upscaled in (0.05, 0.1, 0.25)))
-"""Made in turn, until a list enlarges no more images than that ladder does."""
+"""Weights of successive searches, until a list enlarges no more images than the ladder."""
 
-DEARER = 1.03
-"""Of such a list's cost to the least cost."""
+MAX_COST_RATIO = 1.03
+"""A list may cost at most 3% more than the optimum if it enlarges no more images than the ladder."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Constraints on the sizes of a list.
 
     Attributes:
         resolution: Pixel budget, as the edge of a square.
-        step: Edges are multiples of it.
-        max_aspect_ratio: No size is longer than this many times its short edge.
-        mirrored: Whether each size comes with its transposed.
+        step: Edges are multiples of this number of pixels.
+        max_aspect_ratio: Largest ratio of long to short edge.
+        mirrored: True if each size must come with its transposed.
     """
 
     resolution: int
@@ -50,74 +50,82 @@ class Request:
 
 @dataclass(frozen=True)
 class FittedList:
-    """Sizes from the tallest to the widest, and what they mean for the dataset they were fitted to."""
+    """Sizes from the tallest to the widest, and their consequences for the dataset."""
 
     sizes: tuple[Size, ...]
     trade: Trade
 
 
 def fitted_lists(dataset: Dataset, request: Request, numbers: Iterable[int]) -> dict[int, FittedList]:
-    """For each of `numbers` the best list of at most so many sizes.
+    """Return the best list with at most that many sizes for each of `numbers`.
 
-    The best is the one of least cost. If it enlarges more images than the unfitted ladder of step 64 for the
-    same budget, the search is made again with a higher price for that, and a list is taken instead which
-    enlarges no more than the ladder and costs at most `DEARER` times as much, if one is met.
+    The best list is the one with the least cost. If it enlarges more images than the ladder of step 64, the
+    search is repeated with a higher weight on enlarged images. A list that enlarges no more images than the
+    ladder is then preferred if it costs at most `MAX_COST_RATIO` times the least cost.
 
     Args:
-        dataset: What the sizes are fitted to.
-        request: Which sizes come into question.
-        numbers: Each at least 1.
+        dataset: Images that the sizes are fitted to.
+        request: Constraints on the sizes.
+        numbers: Maximum numbers of sizes, each at least 1.
 
     Returns:
-        By number; a number is left out where there is no such list.
+        Lists by maximum number; numbers without a list are missing.
 
     Raises:
-        BucketError: The dataset is empty, the resolution no multiple of the step, or batches too large.
+        BucketError: The dataset is empty, the resolution is not a multiple of the step, or batches are too
+            large for the search.
     """
-    wanted = sorted(set(numbers))
     if not len(dataset):
-        raise BucketError("there is no image to fit buckets to", where="the dataset", fix="add images")
+        raise BucketError("there are no images to fit buckets to", where="the dataset", fix="add images")
     sizes = _candidates(dataset, request)
-    most_enlarged = trade_of(_ladder(request), dataset).upscaled
+    ladder_upscaled = trade_of(_ladder(request), dataset).upscaled
+
+    pending = sorted(set(numbers))
     fits: list[FittedList] = []
     best: dict[int, FittedList] = {}
     for weights in SEARCHES:
-        lists = best_lists(dataset, sizes, wanted[-1], mirrored=request.mirrored, weights=weights)
-        fits += [FittedList(found, trade_of(placement_in(found), dataset)) for found in lists.values()]
-        best |= _best_of(fits, wanted, most_enlarged)
-        wanted = [number for number in best if best[number].trade.upscaled > most_enlarged]
-        if not wanted:
+        lists = best_lists(dataset, sizes, pending[-1], mirrored=request.mirrored, weights=weights)
+        fits += [FittedList(each, trade_of(placement_in(each), dataset)) for each in lists.values()]
+        best |= _best_of(fits, pending, ladder_upscaled)
+        pending = [number for number in best if best[number].trade.upscaled > ladder_upscaled]
+        if not pending:
             break
     return dict(sorted(best.items()))
 
 
-def _best_of(fits: list[FittedList], numbers: list[int], most_enlarged: float) -> dict[int, FittedList]:
-    def order(fit: FittedList) -> tuple[float, int]:
+def _best_of(fits: list[FittedList], numbers: list[int], max_upscaled: float) -> dict[int, FittedList]:
+    """Return the best of `fits` for each maximum number of sizes."""
+
+    def rank(fit: FittedList) -> tuple[float, int]:
         return fit.trade.cost, len(fit.sizes)
 
     best: dict[int, FittedList] = {}
     for number in numbers:
         possible = [fit for fit in fits if len(fit.sizes) <= number]
-        if possible:
-            cheapest = min(possible, key=order)
-            most = cheapest.trade.cost * DEARER
-            affordable = [fit for fit in possible if fit.trade.cost <= most]
-            sharp = [fit for fit in affordable if fit.trade.upscaled <= most_enlarged]
-            best[number] = min(sharp, key=order, default=cheapest)
+        if not possible:
+            continue
+        cheapest = min(possible, key=rank)
+        max_cost = cheapest.trade.cost * MAX_COST_RATIO
+        affordable = [fit for fit in possible if fit.trade.cost <= max_cost]
+        sharp = [fit for fit in affordable if fit.trade.upscaled <= max_upscaled]
+        best[number] = min(sharp, key=rank, default=cheapest)
     return best
 
 
 def _ladder(request: Request) -> Placement:
-    """Of step 64, or of the multiple of the request's step that its resolution allows."""
+    """Return the ladder of step 64, or of the next step that the resolution is a multiple of."""
     step = max(request.step, gcd(request.resolution, LADDER_STEP))
     return Placement((ladder(request.resolution, step, request.max_aspect_ratio),))
 
 
 def _candidates(dataset: Dataset, request: Request) -> list[Size]:
-    """As close together as the search can take: the larger the batch, the more states each one has."""
-    for halvings in count():
+    """Return candidates as closely spaced as the search can handle.
+
+    The number of search states grows with the batch size, so large batches get fewer candidates.
+    """
+    for doublings in count():
         sizes = candidates(
-            request.resolution, request.step, request.max_aspect_ratio, spacing=LOG_SPACING * 2**halvings
+            request.resolution, request.step, request.max_aspect_ratio, spacing=LOG_SPACING * 2**doublings
         )
         if num_states(len(sizes), dataset.batch_size, mirrored=request.mirrored) <= MAX_STATES:
             return sizes

@@ -1,4 +1,4 @@
-"""What a list of bucket sizes costs a dataset, and the sizes that come into question."""
+"""The cost of a list of bucket sizes for a dataset, and the candidate sizes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Weights:
-    """What enlarged images and unfilled batches count beside crop loss, which weighs 1.
+    """Weights of enlarged images and partial batches relative to crop loss, which has weight 1.
 
-        cost = mean crop loss + upscaled * share enlarged + partial * share in partial batches
+        cost = mean crop loss + upscaled * fraction enlarged + partial * fraction in partial batches
 
     Attributes:
-        upscaled: At least 0.
-        partial: At least 0.
+        upscaled: Weight of enlarged images, at least 0.
+        partial: Weight of samples in partial batches, at least 0.
     """
 
     upscaled: float
@@ -30,28 +30,33 @@ class Weights:
 
 
 WEIGHTS = Weights(upscaled=0.025, partial=0.041)
-"""Chosen on 20 populations of 500 images, such that lists of up to 12, 20 and 48 sizes were ahead of every
-ladder in crop loss and in full batches at once (tests/pipeline/aspect_buckets/test_fit_population.py)."""
+"""Default weights.
+
+Chosen on 20 populations of 500 images, so that lists of up to 12, 20 and 48 sizes beat every ladder in crop
+loss and in full batches at the same time (tests/pipeline/aspect_buckets/test_fit.py).
+"""
 
 AREA_RANGE = (0.94, 1.03)
-"""Of a candidate's area, as a share of the square of the resolution."""
+"""Smallest and largest area of a candidate, relative to the square of the resolution."""
 
 PREFERRED_AREA = 0.965
-"""Of candidates with nearly one aspect ratio, the one nearest to this share of the budget is kept: slightly
-below 1, as the ladder's, because larger ones enlarge more images."""
+"""Preferred area among candidates with nearly the same aspect ratio, relative to the budget.
+
+Slightly below 1, like the sizes of the ladder, because larger sizes enlarge more images.
+"""
 
 LOG_SPACING = 0.003
-"""Between candidates, in log aspect ratio, where the batch size allows it."""
+"""Distance between candidates in log aspect ratio, if the batch size allows that many."""
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """The sizes of the images that buckets are fitted to.
+    """Sizes of the images that buckets are fitted to.
 
     Attributes:
         height: Original heights, int64 (N,).
-        width: Original widths, likewise.
-        batch_size: Images that all processes take at once.
+        width: Original widths, int64 (N,).
+        batch_size: Number of images per batch of all processes.
     """
 
     height: Ints
@@ -59,20 +64,20 @@ class Dataset:
     batch_size: int
 
     def __len__(self) -> int:
-        """N."""
+        """Return the number of images N."""
         return len(self.height)
 
 
 @dataclass(frozen=True)
 class Trade:
-    """What a list of sizes means for a dataset.
+    """Consequences of a list of sizes for a dataset.
 
     Attributes:
-        crop_loss: Mean share of an image that is cut off.
-        worst_crop_loss: The largest.
-        upscaled: Share of the images that are enlarged.
-        in_full_batches: Share of the samples that meet in full batches, over one epoch.
-        num_buckets: Sizes that have images.
+        crop_loss: Mean fraction of an image that is cropped away.
+        worst_crop_loss: Largest fraction.
+        upscaled: Fraction of the images that are enlarged.
+        in_full_batches: Fraction of the samples of an epoch that are in full batches.
+        num_buckets: Number of sizes that have images.
     """
 
     crop_loss: float
@@ -83,52 +88,54 @@ class Trade:
 
     @property
     def cost(self) -> float:
-        """By `WEIGHTS`."""
+        """Cost with the default weights."""
         partial = 1.0 - self.in_full_batches
         return self.crop_loss + WEIGHTS.upscaled * self.upscaled + WEIGHTS.partial * partial
 
 
 def trade_of(placement: Placement, dataset: Dataset) -> Trade:
-    """What the sizes of `placement` mean for the dataset, by the geometry itself."""
+    """Return the consequences of the placement's sizes, measured with the geometry itself."""
     columns = placement.assign_many(dataset.height, dataset.width).columns
     targets = np.stack([columns.target_height, columns.target_width], axis=1)
     _, counts = np.unique(targets, axis=0, return_counts=True)
-    partial = int((counts % dataset.batch_size).sum())
+    num_partial = int((counts % dataset.batch_size).sum())
     return Trade(
         crop_loss=float(columns.crop_loss.mean()),
         worst_crop_loss=float(columns.crop_loss.max()),
         upscaled=float((columns.scale > 1).mean()),
-        in_full_batches=1.0 - partial / len(targets),
+        in_full_batches=1.0 - num_partial / len(targets),
         num_buckets=len(counts),
     )
 
 
 def placement_in(sizes: Sequence[Size]) -> Placement:
-    """Images put into the nearest of `sizes`, enlarged as it takes."""
+    """Return the placement of images in the nearest of `sizes`, with any enlargement."""
     return Placement((Buckets(sizes),))
 
 
 def candidates(
     resolution: int, step: int, max_aspect_ratio: float, *, spacing: float = LOG_SPACING
 ) -> list[Size]:
-    """Sizes with edges in multiples of `step` and an area in `AREA_RANGE`, each with its transposed.
+    """Return sizes with edges in multiples of `step` and an area in `AREA_RANGE`, each with its transposed.
 
-    Where steps are so coarse that there is none, the ladder's size of that shape stands in.
+    Aspect ratios without such a size, because of a large step, get the size of the ladder.
 
     Args:
-        resolution: Edge of the square that is the budget, in pixels; a multiple of `step`.
-        step: In pixels.
-        max_aspect_ratio: At least 1.
-        spacing: Of two sizes nearer than this in log aspect ratio one is left out.
+        resolution: Edge of the square with the pixel budget; a multiple of `step`.
+        step: Step in pixels.
+        max_aspect_ratio: Largest ratio of long to short edge, at least 1.
+        spacing: Minimum distance between two sizes in log aspect ratio.
 
     Returns:
-        By aspect ratio, from the tallest; no two with one aspect ratio.
+        Sizes by aspect ratio, from the tallest, without equal aspect ratios.
 
     Raises:
-        BucketError: `resolution` is no multiple of `step`.
+        BucketError: `resolution` is not a multiple of `step`.
     """
     budget = resolution * resolution
     longest = int(resolution * np.sqrt(AREA_RANGE[1] * max_aspect_ratio))
+
+    # One landscape size per interval of log aspect ratio: the one whose area is closest to the preferred one.
     best: dict[int, tuple[float, Size]] = {}
     for height in range(step, longest + 1, step):
         narrowest = -(-int(np.ceil(AREA_RANGE[0] * budget)) // (height * step)) * step
@@ -138,17 +145,19 @@ def candidates(
             if width > height * max_aspect_ratio:
                 continue
             size = Size(height, width)
-            place = _place(size, spacing)
+            interval = _interval(size, spacing)
             choice = (abs(height * width / budget - PREFERRED_AREA), size)
-            best[place] = min(best.get(place, choice), choice)
+            best[interval] = min(best.get(interval, choice), choice)
+
     for size in ladder(resolution, step, max_aspect_ratio).sizes:
         if size.width >= size.height:
-            best.setdefault(_place(size, spacing), (0.0, size))
-    wide = {size for _, size in best.values()}
-    return sorted(wide | {size.transposed for size in wide}, key=_log_aspect_ratio)
+            best.setdefault(_interval(size, spacing), (0.0, size))
+
+    landscape = {size for _, size in best.values()}
+    return sorted(landscape | {size.transposed for size in landscape}, key=_log_aspect_ratio)
 
 
-def _place(size: Size, spacing: float) -> int:
+def _interval(size: Size, spacing: float) -> int:
     return round(_log_aspect_ratio(size) / spacing)
 
 

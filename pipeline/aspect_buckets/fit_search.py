@@ -1,16 +1,16 @@
-"""The lists of least cost for every number of sizes at once, by exact dynamic programming.
+"""Exact search for the lists of least cost, for every number of sizes at once, by dynamic programming.
 
-An image goes to the bucket nearest in log aspect ratio, so images sorted by it fall into runs that end
-half-way between neighbouring buckets. What a bucket costs then depends on its two neighbours only through the
-ends of its run, and on its number of images modulo the batch size. That is the state: the bucket placed last,
-and the remainder of its count up to its own aspect ratio. Each gap between two buckets adds a known cost, and
-known counts to the bucket on its left and the one on its right.
+Images go to the nearest bucket in log aspect ratio. If images are sorted by it, each bucket gets a contiguous
+run, and runs end halfway between neighbouring buckets. The cost of a bucket therefore depends on its two
+neighbours only, through the ends of its run and through its number of images modulo the batch size. The state
+of the search is the bucket placed last and the remainder of its count up to its own aspect ratio. A gap
+between two buckets adds a known cost, and known counts to the buckets on its left and right.
 
-A free list is placed from the tallest bucket to the widest. A mirror-symmetric one is placed in pairs from
-both ends inwards, with one remainder for each side, until the two meet in the middle.
+A free list is built from the tallest bucket to the widest. A mirror-symmetric list is built in pairs from
+both ends inwards, with one remainder per side, until the two sides meet in the middle.
 
-Letters: N images, C candidates, M places for a bucket or a pair (C or half of them), S sides (1 or 2),
-R = b**S remainders of batch size b.
+Letters: N images, C candidates, M positions of a bucket or a pair (C or half of that), S sides (1 or 2),
+b batch size, R = b**S codes of remainders.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from pipeline.aspect_buckets.fit_cost import WEIGHTS, Dataset, Floats, Weights
 from pipeline.images.geometry import Ints, Size
 
 MAX_STATES = 8_000_000
-"""Of R * M * M numbers, each of 8 bytes, a few arrays are held at once."""
+"""Maximum of R * M * M; a few arrays of that many 8-byte numbers are in memory at once."""
 
 
 @dataclass(frozen=True)
 class _Gaps:
-    """Of each two candidates i left of j: what the images between them cost, and how many go to each.
+    """Cost and counts of the images between two neighbouring buckets, for all candidates i left of j.
 
     Attributes:
-        cost: (C, C), meaningful for i < j.
-        to_left: (C, C), images between them that go to i.
-        to_right: (C, C), those that go to j.
-        first_cost: (C,), of all images left of j, if j is the leftmost bucket.
-        first_count: (C,)
-        last_cost: (C,), of all images right of i, if i is the rightmost bucket.
-        last_count: (C,)
+        cost: Cost of the images between i and j (C, C); meaningful for i < j.
+        to_left: Number of images between i and j that go to i (C, C).
+        to_right: Number of images between i and j that go to j (C, C).
+        first_cost: Cost of all images left of j, if j is the leftmost bucket (C,).
+        first_count: Their number (C,).
+        last_cost: Cost of all images right of i, if i is the rightmost bucket (C,).
+        last_count: Their number (C,).
     """
 
     cost: Floats
@@ -52,19 +52,18 @@ class _Gaps:
 
 @dataclass(frozen=True)
 class _Steps:
-    """The search as such: places 0 to M - 1, each chosen place right of the one before.
+    """The search as a walk over positions 0 to M - 1, always to the right.
 
     Attributes:
-        takes: (M,), sizes that a place stands for, 1 or 2.
-        start_cost: (M,), if the place is the first one.
-        start: (M,), its remainders' code.
-        cost: (R, M, M), of going on from one place with given remainders to another; infinite where that is
-            not to the right.
-        arrival: (M, M), the code of the remainders after it; they depend on the gap alone.
-        end_cost: (R, M), of ending there.
+        num_sizes: Number of sizes at a position, 1 or 2 (M,).
+        start_cost: Cost of starting at a position (M,).
+        start: Code of the remainders at the start (M,).
+        cost: Cost of a step from a position with given remainders to another (R, M, M); infinite to the left.
+        arrival: Code of the remainders after a step, which depend on the gap only (M, M).
+        end_cost: Cost of ending at a position with given remainders (R, M).
     """
 
-    takes: Ints
+    num_sizes: Ints
     start_cost: Floats
     start: Ints
     cost: Floats
@@ -80,172 +79,210 @@ def best_lists(
     mirrored: bool,
     weights: Weights = WEIGHTS,
 ) -> dict[int, tuple[Size, ...]]:
-    """For each number of sizes up to `most` the list of least cost among `sizes`.
+    """Return the list of least cost for each number of sizes up to `most`.
 
-    Crop loss is taken as 1 - exp(-|log ratio of aspect ratios|), which it is but for the rounding of edges.
+    Crop loss is approximated by 1 - exp(-|log ratio of aspect ratios|), which ignores the rounding of edges.
 
     Args:
         dataset: At least one image.
         sizes: Candidates by aspect ratio, each with its transposed.
-        most: At least 1.
-        mirrored: Whether each size must be there with its transposed.
-        weights: Of what is to be least.
+        most: Maximum number of sizes, at least 1.
+        mirrored: True if each size must come with its transposed.
+        weights: Weights of the cost.
 
     Returns:
-        By number of sizes, those numbers for which there is a list; sizes from the tallest to the widest.
+        Lists by number of sizes, from the tallest size to the widest; numbers without a list are missing.
     """
     gaps = _gaps(dataset, sizes, weights.upscaled)
     steps_of = _mirrored_steps if mirrored else _free_steps
     steps = steps_of(gaps, dataset.batch_size, weights.partial)
-    total, came_from = _search(steps, most)
-    found: dict[int, tuple[Size, ...]] = {}
+    total, previous = _search(steps, most)
+
+    lists: dict[int, tuple[Size, ...]] = {}
     for number in range(1, most + 1):
-        ends = total[number] + steps.end_cost
-        code, place = np.unravel_index(int(np.argmin(ends)), ends.shape)
-        if np.isfinite(ends[code, place]):
-            places = _path(steps, came_from, number, int(code), int(place))
-            found[number] = _sizes_at(places, sizes, mirrored=mirrored)
-    return found
+        costs = total[number] + steps.end_cost
+        code, position = np.unravel_index(int(np.argmin(costs)), costs.shape)
+        if np.isfinite(costs[code, position]):
+            positions = _path(steps, previous, number, int(code), int(position))
+            lists[number] = _sizes_at(positions, sizes, mirrored=mirrored)
+    return lists
 
 
 def num_states(candidates: int, batch_size: int, *, mirrored: bool) -> int:
-    """R * M * M, of which time and memory are multiples; keep it below `MAX_STATES`."""
-    places = (candidates + 1) // 2 if mirrored else candidates
-    return batch_size ** (2 if mirrored else 1) * places**2
+    """Return R * M * M, which time and memory are proportional to; it must not exceed `MAX_STATES`."""
+    positions = (candidates + 1) // 2 if mirrored else candidates
+    return batch_size ** (2 if mirrored else 1) * positions**2
 
 
 def _gaps(dataset: Dataset, sizes: Sequence[Size], upscaled: float) -> _Gaps:
+    # Sort the images by log aspect ratio, so that each bucket's images are a slice.
     logs = np.log(dataset.width) - np.log(dataset.height)
     order = np.argsort(logs, kind="stable")
     logs, height, width = logs[order], dataset.height[order], dataset.width[order]
+
+    # Indices into the sorted images: `middle` halfway between two candidates, `own` at a candidate itself.
     targets = np.array(sizes, dtype=np.float64)
-    places = np.log(targets[:, 1]) - np.log(targets[:, 0])
-    middle = np.searchsorted(logs, (places[:, None] + places[None, :]) / 2)
-    own = np.searchsorted(logs, places)
-    number = len(places)
+    target_logs = np.log(targets[:, 1]) - np.log(targets[:, 0])
+    middle = np.searchsorted(logs, (target_logs[:, None] + target_logs[None, :]) / 2)
+    own = np.searchsorted(logs, target_logs)
+
+    number = len(target_logs)
     left, right = np.zeros((number, number)), np.zeros((number, number))
     first, last = np.zeros(number), np.zeros(number)
     for index, (target_height, target_width) in enumerate(targets):
-        enlarged = np.maximum(target_height / height, target_width / width) > 1
-        each = 1 - np.exp(-np.abs(logs - places[index])) + upscaled * enlarged
-        total = np.concatenate([[0.0], np.cumsum(each)])
-        left[index] = total[middle[index]] - total[own[index]]
-        right[:, index] = total[own[index]] - total[middle[:, index]]
-        first[index] = total[own[index]]
-        last[index] = total[-1] - total[own[index]]
-    counts = (middle - own[:, None], own[None, :] - middle)
-    return _Gaps(left + right, *counts, first, own, last, len(logs) - own)
+        # Cost of each image in this bucket. Cumulative sums give the cost of any slice as a difference.
+        is_enlarged = np.maximum(target_height / height, target_width / width) > 1
+        image_cost = 1 - np.exp(-np.abs(logs - target_logs[index])) + upscaled * is_enlarged
+        cumulative = np.concatenate([[0.0], np.cumsum(image_cost)])
+
+        left[index] = cumulative[middle[index]] - cumulative[own[index]]
+        right[:, index] = cumulative[own[index]] - cumulative[middle[:, index]]
+        first[index] = cumulative[own[index]]
+        last[index] = cumulative[-1] - cumulative[own[index]]
+
+    return _Gaps(
+        cost=left + right,
+        to_left=middle - own[:, None],
+        to_right=own[None, :] - middle,
+        first_cost=first,
+        first_count=own,
+        last_cost=last,
+        last_count=len(logs) - own,
+    )
 
 
 def _free_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
+    """Return the walk over single candidates, with one remainder."""
     number = len(gaps.first_cost)
     remainder = np.arange(batch)
+
+    # A bucket's images are complete when the next bucket is placed; only then is its partial batch known.
     partial = (remainder[:, None, None] + gaps.to_left[None]) % batch
-    cost = gaps.cost[None] + weight * partial
-    ends = gaps.last_cost[None] + weight * ((remainder[:, None] + gaps.last_count[None]) % batch)
+    last_partial = (remainder[:, None] + gaps.last_count[None]) % batch
+
     return _Steps(
-        takes=np.ones(number, dtype=np.int64),
+        num_sizes=np.ones(number, dtype=np.int64),
         start_cost=gaps.first_cost,
         start=gaps.first_count % batch,
-        cost=_rightwards(cost),
+        cost=_only_rightwards(gaps.cost[None] + weight * partial),
         arrival=gaps.to_right % batch,
-        end_cost=ends,
+        end_cost=gaps.last_cost[None] + weight * last_partial,
     )
 
 
 def _mirrored_steps(gaps: _Gaps, batch: int, weight: float) -> _Steps:
-    """Pairs of a candidate on the tall half and its transposed; the square, if there is one, is alone."""
+    """Return the walk over pairs of a tall candidate and its transposed; a square is a pair by itself.
+
+    The two remainders are coded as tall + batch * wide.
+    """
     number = len(gaps.first_cost)
     half = (number + 1) // 2
     tall, wide = np.arange(half), number - 1 - np.arange(half)
-    square = number % 2 == 1
-    takes = np.full(half, 2, dtype=np.int64)
-    takes[-1] = 1 if square else 2
+    has_square = number % 2 == 1
+    num_sizes = np.full(half, 2, dtype=np.int64)
+    if has_square:
+        num_sizes[-1] = 1
+
+    # On the wide side the walk goes leftwards, so rows and columns of its gaps are exchanged.
+    tall_gaps, wide_gaps = np.ix_(tall, tall), np.ix_(wide, wide)
+    to_outer_tall, to_outer_wide = gaps.to_left[tall_gaps], gaps.to_right[wide_gaps].T
+    to_inner_tall, to_inner_wide = gaps.to_right[tall_gaps], gaps.to_left[wide_gaps].T
+    gap_cost = gaps.cost[tall_gaps] + gaps.cost[wide_gaps].T
+
+    # The outer pair is complete when the inner pair is placed.
     codes = np.arange(batch * batch)
-    tall_rest, wide_rest = codes % batch, codes // batch
-    to_tall, to_wide = gaps.to_left[np.ix_(tall, tall)], gaps.to_right[np.ix_(wide, wide)].T
-    partial = (tall_rest[:, None, None] + to_tall[None]) % batch
-    partial = partial + (wide_rest[:, None, None] + to_wide[None]) % batch
-    between = gaps.cost[np.ix_(tall, tall)] + gaps.cost[np.ix_(wide, wide)].T
-    arriving = gaps.to_right[np.ix_(tall, tall)] % batch
-    arriving = arriving + gaps.to_left[np.ix_(wide, wide)].T % batch * batch
+    tall_remainder, wide_remainder = codes % batch, codes // batch
+    partial = (tall_remainder[:, None, None] + to_outer_tall[None]) % batch
+    partial = partial + (wide_remainder[:, None, None] + to_outer_wide[None]) % batch
+
     return _Steps(
-        takes=takes,
+        num_sizes=num_sizes,
         start_cost=gaps.first_cost[tall] + gaps.last_cost[wide],
         start=gaps.first_count[tall] % batch + gaps.last_count[wide] % batch * batch,
-        cost=_rightwards(between[None] + weight * partial),
-        arrival=arriving,
-        end_cost=_meeting(gaps, batch, weight, square=square),
+        cost=_only_rightwards(gap_cost[None] + weight * partial),
+        arrival=to_inner_tall % batch + to_inner_wide % batch * batch,
+        end_cost=_mirrored_end_cost(gaps, batch, weight, has_square=has_square),
     )
 
 
-def _meeting(gaps: _Gaps, batch: int, weight: float, *, square: bool) -> Floats:
-    """(R, M): of ending with a pair and the images between its two sizes, or with the square."""
+def _mirrored_end_cost(gaps: _Gaps, batch: int, weight: float, *, has_square: bool) -> Floats:
+    """Return the cost of ending with a pair and the images between its sizes, or with the square (R, M)."""
     number = len(gaps.first_cost)
     half = (number + 1) // 2
     codes = np.arange(batch * batch)
-    tall_rest, wide_rest = codes % batch, codes // batch
-    ends = np.full((batch * batch, half), np.inf)
-    pairs = np.arange(half - square)
+    tall_remainder, wide_remainder = codes % batch, codes // batch
+    end_cost = np.full((batch * batch, half), np.inf)
+
+    pairs = np.arange(half - has_square)
     mates = number - 1 - pairs
-    partial = (tall_rest[:, None] + gaps.to_left[pairs, mates][None]) % batch
-    partial = partial + (wide_rest[:, None] + gaps.to_right[pairs, mates][None]) % batch
-    ends[:, pairs] = gaps.cost[pairs, mates][None] + weight * partial
-    if square:
-        ends[:, -1] = weight * ((tall_rest + wide_rest) % batch)
-    return ends
+    partial = (tall_remainder[:, None] + gaps.to_left[pairs, mates][None]) % batch
+    partial = partial + (wide_remainder[:, None] + gaps.to_right[pairs, mates][None]) % batch
+    end_cost[:, pairs] = gaps.cost[pairs, mates][None] + weight * partial
+
+    # Both sides' remainders belong to the square, which is one bucket.
+    if has_square:
+        end_cost[:, -1] = weight * ((tall_remainder + wide_remainder) % batch)
+    return end_cost
 
 
-def _rightwards(cost: Floats) -> Floats:
-    place = np.arange(cost.shape[1])
-    return np.where(place[:, None] < place[None, :], cost, np.inf)
+def _only_rightwards(cost: Floats) -> Floats:
+    position = np.arange(cost.shape[1])
+    return np.where(position[:, None] < position[None, :], cost, np.inf)
 
 
 def _search(steps: _Steps, most: int) -> tuple[Floats, Ints]:
-    """Least cost (most + 1, R, M) of reaching a state with so many sizes, and the state before it.
+    """Return the least cost of reaching each state and the state before it, both (most + 1, R, M).
 
-    A state before is coded as place * R + remainders.
+    The first index is the number of sizes so far. A previous state is coded as position * R + remainders.
     """
-    codes, places = steps.end_cost.shape
-    total = np.full((most + 1, codes, places), np.inf)
-    came_from = np.zeros((most + 1, codes, places), dtype=np.int64)
-    for place in range(places):
-        if steps.takes[place] <= most:
-            total[steps.takes[place], steps.start[place], place] = steps.start_cost[place]
-    arrives = [steps.arrival == code for code in range(codes)]
+    num_codes, num_positions = steps.end_cost.shape
+    positions = np.arange(num_positions)
+    total = np.full((most + 1, num_codes, num_positions), np.inf)
+    previous = np.zeros((most + 1, num_codes, num_positions), dtype=np.int64)
+    for position in range(num_positions):
+        if steps.num_sizes[position] <= most:
+            start = (steps.num_sizes[position], steps.start[position], position)
+            total[start] = steps.start_cost[position]
+
+    arrives_with = [steps.arrival == code for code in range(num_codes)]
     for number in range(2, most + 1):
-        for takes in np.unique(steps.takes):
-            if number - takes < 1:
+        for added in np.unique(steps.num_sizes):
+            if number - added < 1:
                 continue
-            reached = total[number - takes][:, :, None] + steps.cost
-            before = reached.argmin(axis=0)
-            least = np.take_along_axis(reached, before[None], axis=0)[0]
-            fitting = (steps.takes == takes)[None, :]
-            for code in range(codes):
-                here = np.where(arrives[code] & fitting, least, np.inf)
-                source = here.argmin(axis=0)
-                cost = here[source, np.arange(places)]
-                better = cost < total[number, code]
-                total[number, code][better] = cost[better]
-                state = source * codes + before[source, np.arange(places)]
-                came_from[number, code][better] = state[better]
-    return total, came_from
+
+            # The remainders after a step depend on the gap only, so the best remainders before it can be
+            # chosen for each gap (from, to) before the steps are told apart by where they arrive.
+            costs = total[number - added][:, :, None] + steps.cost
+            best_code = costs.argmin(axis=0)
+            least = np.take_along_axis(costs, best_code[None], axis=0)[0]
+
+            adds_that_many = (steps.num_sizes == added)[None, :]
+            for code in range(num_codes):
+                arriving = np.where(arrives_with[code] & adds_that_many, least, np.inf)
+                source = arriving.argmin(axis=0)
+                cost = arriving[source, positions]
+                improved = cost < total[number, code]
+                total[number, code][improved] = cost[improved]
+                state = source * num_codes + best_code[source, positions]
+                previous[number, code][improved] = state[improved]
+    return total, previous
 
 
-def _path(steps: _Steps, came_from: Ints, number: int, code: int, place: int) -> list[int]:
-    """The places of the list that ends in the given state with `number` sizes."""
-    codes = steps.end_cost.shape[0]
-    places = [place]
-    while number > steps.takes[place]:
-        state = int(came_from[number, code, place])
-        number -= int(steps.takes[place])
-        place, code = divmod(state, codes)
-        places.append(place)
-    return places
+def _path(steps: _Steps, previous: Ints, number: int, code: int, position: int) -> list[int]:
+    """Return the positions of the list of `number` sizes that ends in the given state, last one first."""
+    num_codes = steps.end_cost.shape[0]
+    positions = [position]
+    while number > steps.num_sizes[position]:
+        state = int(previous[number, code, position])
+        number -= int(steps.num_sizes[position])
+        position, code = divmod(state, num_codes)
+        positions.append(position)
+    return positions
 
 
-def _sizes_at(places: Sequence[int], sizes: Sequence[Size], *, mirrored: bool) -> tuple[Size, ...]:
-    chosen = {sizes[place] for place in places}
+def _sizes_at(positions: Sequence[int], sizes: Sequence[Size], *, mirrored: bool) -> tuple[Size, ...]:
+    """Return the sizes at the positions, and their transposed if mirrored, in the order of `sizes`."""
+    chosen = {sizes[position] for position in positions}
     if mirrored:
         chosen |= {size.transposed for size in chosen}
     return tuple(size for size in sizes if size in chosen)

@@ -1,4 +1,4 @@
-"""aspect_buckets: the geometry of each sample, by the one module that knows it."""
+"""Stage 3, aspect_buckets: assign each sample to a bucket."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.errors import counted
 from pipeline.images.geometry import placement_of
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage import tables as table_files
-from pipeline.storage.tables import SCHEMAS, in_order, only
+from pipeline.storage.tables import SCHEMAS
 
 if TYPE_CHECKING:
     from pipeline.images.geometry import Placement
@@ -18,88 +18,92 @@ if TYPE_CHECKING:
 
 STAGE = "aspect_buckets"
 
-_ROWS_AT_ONCE = 10_000
-"""Whose geometry is worked out together: what is in between takes half a kilobyte of each."""
+_CHUNK_ROWS = 10_000
+"""Number of samples per call of the geometry, whose temporary arrays take half a kilobyte per sample."""
 
 TOO_SMALL = "too_small"
-"""Reason of a rejection that the recipe asked for: it says nothing bad of the image."""
+"""Reason code of images that the recipe rejects because of their size; the file itself is valid."""
 
 
 def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> StageResult:
-    """Each sample of validated_dataset with its bucket, resized size and crop.
+    """Return the bucket, resized size and crop of each sample of validated_dataset.
 
-    A sample has a row, or with `per_image: each` one for each resolution that it fills. These depend on its
-    own size, name and focus and the recipe's bucket settings only. Rejected are the images that `upscale`
-    forbids to enlarge, where `small_images` says so.
+    A sample has one row, or with `per_image: each` one row per resolution that it fills. The result depends
+    only on the sample's size, id and focus point and on the recipe's bucket settings. Images that `upscale`
+    does not allow to be enlarged are rejected if `small_images: reject` is set.
 
     Raises:
-        BucketError: No bucket can have these settings.
+        BucketError: The bucket settings allow no bucket.
     """
     watch = Stopwatch()
     placement = placement_of(recipe.buckets)
-    parts = [_placed(placement, part) for part in validated.iter_slices(_ROWS_AT_ONCE)]
-    everything = pl.concat(parts) if parts else _placed(placement, validated)
-    kept = only(everything, ~everything["too_small"]).drop("too_small")
-    table = in_order(kept, ["sample_id", "bucket"])
-    rejected = [_rejected(recipe, row) for row in everything.filter("too_small").iter_rows(named=True)]
+    chunks = [_place(placement, chunk) for chunk in validated.iter_slices(_CHUNK_ROWS)]
+    placed = pl.concat(chunks) if chunks else _place(placement, validated)
+
+    table = placed.filter(~pl.col("too_small")).drop("too_small").sort("sample_id", "bucket")
+    rejected = [_rejected_row(recipe, row) for row in placed.filter("too_small").iter_rows(named=True)]
+
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
     for name, count in counts.items():
         log(f"bucket {name}: {counted(count, 'sample')}")
     if rejected:
-        log(
-            counted(len(rejected), "image is", "images are")
-            + f" too small for upscale: {recipe.buckets.upscale}"
-        )
+        images = counted(len(rejected), "image is", "images are")
+        log(f"{images} too small for upscale: {recipe.buckets.upscale}")
+
     report = _report(table, counts, len(rejected)) | watch.numbers()
     return StageResult(table, table_files.frame("rejected", rejected), report)
 
 
-def _placed(placement: Placement, rows: pl.DataFrame) -> pl.DataFrame:
-    """The columns of the table, and whether the recipe leaves the row out for being `too_small`."""
-    names = rows["sample_id"] if placement.crop == "random" else None
-    focus = (rows["focus_y"].to_numpy(), rows["focus_x"].to_numpy())
-    placed = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names, focus)
-    columns = placed.columns
-    target = {"target_height": columns.target_height, "target_width": columns.target_width}
-    resized = {"resized_height": columns.resized_height, "resized_width": columns.resized_width}
-    crop = {"crop_top": columns.crop_top, "crop_left": columns.crop_left}
-    measures = {"crop_loss": columns.crop_loss, "scale": columns.scale, "too_small": placed.too_small}
-    made = pl.DataFrame(target | resized | crop | measures)
-    known = rows.select(name for name in SCHEMAS[STAGE] if name in rows.columns)
-    known = known if len(made) == len(rows) else known[placed.image]  # an image has a row at least
-    whole = known.hstack(made).with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
-    return whole.select(*(pl.col(name).cast(kind) for name, kind in SCHEMAS[STAGE].items()), "too_small")
+def _place(placement: Placement, samples: pl.DataFrame) -> pl.DataFrame:
+    """Return the columns of the table and `too_small`, with at least one row per sample."""
+    names = samples["sample_id"] if placement.crop == "random" else None
+    focus = (samples["focus_y"].to_numpy(), samples["focus_x"].to_numpy())
+    placed = placement.assign_many(samples["height"].to_numpy(), samples["width"].to_numpy(), names, focus)
+
+    geometry = placed.columns
+    computed = pl.DataFrame(
+        {
+            "target_height": geometry.target_height,
+            "target_width": geometry.target_width,
+            "resized_height": geometry.resized_height,
+            "resized_width": geometry.resized_width,
+            "crop_top": geometry.crop_top,
+            "crop_left": geometry.crop_left,
+            "crop_loss": geometry.crop_loss,
+            "scale": geometry.scale,
+            "too_small": placed.too_small,
+        }
+    ).with_columns(bucket=pl.format("{}x{}", "target_height", "target_width"))
+
+    inherited = samples.select(name for name in SCHEMAS[STAGE] if name in samples.columns)
+    rows = inherited[placed.image].hstack(computed)
+    return rows.select(*(pl.col(name).cast(dtype) for name, dtype in SCHEMAS[STAGE].items()), "too_small")
 
 
-def _rejected(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
-    size, target = (f"{row[f'{kind}height']}x{row[f'{kind}width']}" for kind in ("", "target_"))
-    settings = recipe.buckets
-    added = {
+def _rejected_row(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
+    size, target = f"{row['height']}x{row['width']}", f"{row['target_height']}x{row['target_width']}"
+    rejection = {
         "stage": STAGE,
         "reason": TOO_SMALL,
-        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to its bucket {target}, "
-        f"and upscale is {settings.upscale}",
+        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to fill bucket {target}, but "
+        f"upscale is {recipe.buckets.upscale}",
         "fix": "use a larger image, a smaller resolution, or buckets.small_images: own_bucket",
     }
-    return {name: {**row, **added}[name] for name in table_files.REJECTED}
+    return {name: {**row, **rejection}[name] for name in table_files.REJECTED}
 
 
-def _report(table: pl.DataFrame, counts: dict[str, int], rejected: int) -> Report:
-    """Crop loss is the share of a resized image that is cut off; upscaled is a share of the samples."""
-    samples = table["sample_id"].n_unique()
+def _report(table: pl.DataFrame, counts: dict[str, int], num_rejected: int) -> Report:
+    """Return the stage's report; crop loss is a fraction of the resized area, `upscaled` of the rows."""
+    num_samples = table["sample_id"].n_unique()
     return {
-        "samples": samples,
+        "samples": num_samples,
         "rows": len(table),
-        "in": samples + rejected,
-        "kept": samples,
-        "rejected": rejected,
+        "in": num_samples + num_rejected,
+        "kept": num_samples,
+        "rejected": num_rejected,
         "num_buckets": len(counts),
         "buckets": counts,
-        "crop_loss_mean": _mean(table["crop_loss"]),
-        "crop_loss_max": _mean(table["crop_loss"].top_k(1)),
-        "upscaled": _mean((table["scale"] > 1).cast(pl.Float64)),
+        "crop_loss_mean": table["crop_loss"].mean() or 0.0,
+        "crop_loss_max": table["crop_loss"].max() or 0.0,
+        "upscaled": (table["scale"] > 1).mean() or 0.0,
     }
-
-
-def _mean(values: pl.Series) -> float:
-    return float(values.to_numpy().mean()) if len(values) else 0.0

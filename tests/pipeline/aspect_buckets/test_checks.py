@@ -1,4 +1,4 @@
-"""The checks of aspect_buckets about batches and crops, for recipes that ask for them."""
+"""The checks of aspect_buckets about batches and crops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pipeline.checks.findings import CheckContext, Finding
 from pipeline.validated_dataset.holdout import held_out
 
 
-def found(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
-    """The findings on the folder's images, for the folder's recipe with some settings changed."""
+def findings_of(folder: Any, base: Path, **sections: dict[str, Any]) -> dict[str, Finding]:
+    """Return the findings for the folder's images and its recipe with other settings."""
     recipe = folder.recipe
     for name, values in {**sections, "model": {"base": str(base)}}.items():
         recipe = recipe.model_copy(update={name: getattr(recipe, name).model_copy(update=values)})
@@ -33,8 +33,8 @@ def shapes(folder: Any) -> Any:
     return folder
 
 
-def test_B01_a_bucket_that_drop_would_never_train_closes_the_gate(shapes: Any, tiny_sd: Path) -> None:
-    gate = found(shapes, tiny_sd, buckets={"underfilled": "drop"}, training={"batch_size": 3})[
+def test_B01_a_bucket_that_drop_would_always_skip_closes_the_gate(shapes: Any, tiny_sd: Path) -> None:
+    gate = findings_of(shapes, tiny_sd, buckets={"underfilled": "drop"}, training={"batch_size": 3})[
         "batches_possible"
     ]
     assert gate.closes
@@ -45,7 +45,7 @@ def test_B01_a_bucket_that_drop_would_never_train_closes_the_gate(shapes: Any, t
 
 def test_B09_the_gate_counts_for_the_world_size(shapes: Any, tiny_sd: Path) -> None:
     for processes, closes in ((1, False), (2, True)):
-        gate = found(
+        gate = findings_of(
             shapes,
             tiny_sd,
             buckets={"underfilled": "drop"},
@@ -56,7 +56,7 @@ def test_B09_the_gate_counts_for_the_world_size(shapes: Any, tiny_sd: Path) -> N
         assert gate.numbers["samples_at_once"] == 2 * processes
 
 
-def test_B01_images_held_out_for_validation_fill_no_batch(shapes: Any, tiny_sd: Path) -> None:
+def test_B01_the_holdout_does_not_count_for_batches(shapes: Any, tiny_sd: Path) -> None:
     table = shapes.ingest().table
     tall = pl.col("height") > pl.col("width")
     for hundredths in range(1, 100):
@@ -66,45 +66,47 @@ def test_B01_images_held_out_for_validation_fill_no_batch(shapes: Any, tiny_sd: 
         if left.select(tall.sum()).item() == 1:
             break
     settings = {"buckets": {"underfilled": "drop"}, "training": {"batch_size": 2}}
-    gate = found(shapes, tiny_sd, **settings)["batches_possible"]
+    gate = findings_of(shapes, tiny_sd, **settings)["batches_possible"]
     assert gate.closes
     assert {"bucket": "80x48", "draws": 1} in gate.rows
     assert gate.numbers["draws_per_epoch"] == len(left) == 7 - held.sum()
-    warning = found(shapes, tiny_sd, training={"batch_size": 2})["underfilled"]
+    warning = findings_of(shapes, tiny_sd, training={"batch_size": 2})["underfilled"]
     assert {"bucket": "80x48", "draws": 1} in warning.rows
 
 
-def test_B01_where_every_image_is_held_out_nothing_can_be_trained_on(folder: Any, tiny_sd: Path) -> None:
+def test_B01_without_training_samples_the_gate_closes_and_cannot_be_allowed(
+    folder: Any, tiny_sd: Path
+) -> None:
     folder.add("a.png")
     folder.validation_fraction = 0.9999
     folder.checks = {"allow": ["batches_possible"]}
-    gate = found(folder, tiny_sd)["batches_possible"]
+    gate = findings_of(folder, tiny_sd)["batches_possible"]
     assert gate.closes
-    assert gate.summary == "nothing is trained on: 1 sample is held out for validation, and no other is left"
+    assert gate.summary == "there are no training samples: 1 sample is in the holdout"
 
 
 def test_underfilled_buckets_are_a_warning_with_numbers(shapes: Any, tiny_sd: Path) -> None:
-    findings = found(shapes, tiny_sd, training={"batch_size": 4})
+    findings = findings_of(shapes, tiny_sd, training={"batch_size": 4})
     assert findings["batches_possible"].passed
     warning = findings["underfilled"]
     assert (warning.passed, warning.severity) == (False, "warn")
     assert warning.rows == [{"bucket": "80x48", "draws": 2}]
     assert warning.numbers["in_full_batches"] == round(4 / 7, 4)
-    assert found(shapes, tiny_sd, training={"batch_size": 2})["underfilled"].passed
+    assert findings_of(shapes, tiny_sd, training={"batch_size": 2})["underfilled"].passed
 
 
-def test_images_that_lose_much_to_the_crop_are_listed_worst_first(folder: Any, tiny_sd: Path) -> None:
+def test_images_with_a_large_crop_loss_are_listed_worst_first(folder: Any, tiny_sd: Path) -> None:
     for name, height, width in (("long", 10, 100), ("longer", 10, 200), ("square", 64, 64)):
         folder.add(f"{name}.png", folder.picture(1, height, width))
-    warning = found(folder, tiny_sd)["crop_loss"]
+    warning = findings_of(folder, tiny_sd)["crop_loss"]
     assert (warning.passed, warning.severity) == (False, "warn")
     assert [row["sample_id"] for row in warning.rows] == ["d/longer.png", "d/long.png"]
     assert warning.rows[0]["crop_loss"] > 0.8
     assert "d/longer.png (10x200 to" in warning.summary
-    assert found(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
+    assert findings_of(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
 
 
-def test_B08_images_that_are_all_too_small_close_the_gate_with_their_fix(folder: Any, tiny_sd: Path) -> None:
+def test_B08_the_gate_closes_if_all_images_are_too_small(folder: Any, tiny_sd: Path) -> None:
     folder.add("small.png", folder.picture(1, 24, 24))
     recipe = folder.recipe
     buckets = recipe.buckets.model_copy(update={"upscale": "never", "small_images": "reject"})
@@ -121,7 +123,7 @@ def test_B08_images_that_are_all_too_small_close_the_gate_with_their_fix(folder:
     assert "buckets.small_images: own_bucket" in gate.fix
 
 
-def test_what_the_recipe_leaves_out_is_conserved_and_has_a_reason(folder: Any, tiny_sd: Path) -> None:
+def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: Path) -> None:
     folder.add("small.png", folder.picture(1, 24, 24))
     folder.add("large.png", folder.picture(2, 80, 80))
     recipe = folder.recipe
@@ -134,6 +136,6 @@ def test_what_the_recipe_leaves_out_is_conserved_and_has_a_reason(folder: Any, t
     folder.tables.write_rejected("aspect_buckets", result.rejected)
     (row,) = result.rejected.to_dicts()
     assert (row["sample_id"], row["stage"], row["reason"]) == ("d/small.png", "aspect_buckets", "too_small")
-    assert "24x24 pixels would be enlarged 2.67 times to its bucket 64x64" in row["detail"]
+    assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64" in row["detail"]
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
     assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))

@@ -1,4 +1,4 @@
-"""`per_image: each`: an image is a sample of several resolutions, from the buckets to the trained LoRA."""
+"""`per_image: each`: an image is used at several resolutions, from the buckets to the trained LoRA."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tests.pipeline.cached_job import Job, recipe_of
 BUCKETS = {"resolutions": [64, 96], "step": 16, "per_image": "each"}
 
 
-class Here:
-    """Trains in this process."""
+class TrainInProcess:
+    """Launcher that trains in this process."""
 
     order: TrainingJob | None = None
 
@@ -38,26 +38,26 @@ class Here:
 @pytest.fixture
 def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: Any) -> Job:
     training = {"steps": 10, "batch_size": 1, "sample_every": 0, "checkpoint_every": 100}
-    made = Job(recipe_of(tmp_path, tiny_sd, buckets=BUCKETS, training=training), launch_here)
-    made.run()
-    return made
+    job = Job(recipe_of(tmp_path, tiny_sd, buckets=BUCKETS, training=training), launch_here)
+    job.run()
+    return job
 
 
-def test_each_image_is_cached_and_trained_in_each_resolution(job: Job) -> None:
+def test_each_image_is_cached_and_trained_at_each_resolution(job: Job) -> None:
     buckets, latents = job.tables.read("aspect_buckets"), job.tables.read("vae_latents")
     images = sorted(set(job.tables.read("validated_dataset")["sample_id"]))
     assert buckets["sample_id"].to_list() == latents["sample_id"].to_list() == sorted(images * 2)
     for sizes in placement_of(job.recipe.buckets).sets:
-        of_set = buckets.filter(pl.col("bucket").is_in([str(size) for size in sizes.sizes]))
-        assert sorted(of_set["sample_id"]) == images
+        samples = buckets.filter(pl.col("bucket").is_in([str(size) for size in sizes.sizes]))
+        assert sorted(samples["sample_id"]) == images
     for asset in ("vae_latents", "text_embeddings"):
         assert job.failing(asset) == {}
-    found = {each.name: each for each in aspect_buckets.run(CheckContext(job.recipe, job.tables))}
-    assert found["conservation"].passed
-    assert found["shape_uniformity"].passed
-    assert found["batches_possible"].numbers["draws_per_epoch"] == 2 * len(images)
+    findings = {each.name: each for each in aspect_buckets.run(CheckContext(job.recipe, job.tables))}
+    assert findings["conservation"].passed
+    assert findings["shape_uniformity"].passed
+    assert findings["batches_possible"].numbers["draws_per_epoch"] == 2 * len(images)
 
-    launch = Here()
+    launch = TrainInProcess()
     text = job.tables.read("text_embeddings")
     table = train_lora(job.recipe, latents, text, launch=launch, log=lambda _: None).table
     assert launch.order is not None
@@ -70,17 +70,17 @@ def test_each_image_is_cached_and_trained_in_each_resolution(job: Job) -> None:
     assert set(table["latent_keys"].str.split(" ").explode()) == set(latents["key"])
 
 
-def test_the_gates_and_the_commands_know_each_of_its_latents(job: Job) -> None:
+def test_gates_and_commands_handle_each_latent_of_an_image(job: Job) -> None:
     latents = job.tables.read("vae_latents")
-    lost = latents[0]
+    missing = latents[0]
     job.tables.write("vae_latents", latents[1:])
     problems = job.failing("vae_latents")["completeness"].rows
-    what = f"its latent of {lost['bucket'][0]} is in aspect_buckets and not here"
-    assert [(row["sample_id"], row["problem"]) for row in problems] == [(lost["sample_id"][0], what)]
+    what = f"its latent of {missing['bucket'][0]} is in aspect_buckets and not here"
+    assert [(row["sample_id"], row["problem"]) for row in problems] == [(missing["sample_id"][0], what)]
     job.tables.write("vae_latents", latents)
 
-    known = explain(job.recipe, job.tables, lost["sample_id"][0])
-    entries = [each.facts for each in known if each.stage.startswith("latents entry of ")]
+    steps = explain(job.recipe, job.tables, missing["sample_id"][0])
+    entries = [each.facts for each in steps if each.stage.startswith("latents entry of ")]
     assert [facts["state"] for facts in entries] == ["valid", "valid"]
     assert {facts["key"] for facts in entries} == set(latents["key"][:2])
 

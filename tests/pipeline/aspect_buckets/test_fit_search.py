@@ -1,4 +1,4 @@
-"""The search finds the best list: compared with trying every list."""
+"""The search finds the best list, compared with trying every list."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ datasets = st.builds(
 
 
 def cost(sizes: tuple[Size, ...], dataset: Dataset) -> float:
-    """In all, of a list, by looking at each image and each size."""
+    """Return the cost of a list, computed image by image."""
     logs = [np.log(size.width / size.height) for size in sizes]
     counts = [0] * len(sizes)
     total = 0.0
@@ -47,21 +47,21 @@ def symmetric(sizes: tuple[Size, ...]) -> bool:
 
 @settings(max_examples=15)
 @given(datasets, st.booleans())
-def test_no_list_of_as_many_sizes_costs_less(dataset: Dataset, mirrored: bool) -> None:
+def test_no_list_of_the_same_length_costs_less(dataset: Dataset, mirrored: bool) -> None:
     most = 4
-    found = best_lists(dataset, CANDIDATES, most, mirrored=mirrored)
+    best = best_lists(dataset, CANDIDATES, most, mirrored=mirrored)
     for number in range(1, most + 1):
         lists = [each for each in combinations(CANDIDATES, number) if not mirrored or symmetric(each)]
         if not lists:
-            assert number not in found
+            assert number not in best
             continue
-        assert len(found[number]) == number
-        assert symmetric(found[number]) or not mirrored
-        # At an image half-way between two sizes the two sums differ by rounding alone.
-        assert cost(found[number], dataset) <= min(cost(each, dataset) for each in lists) + 1e-9
+        assert len(best[number]) == number
+        assert symmetric(best[number]) or not mirrored
+        # For an image halfway between two sizes, the two sums differ by rounding only.
+        assert cost(best[number], dataset) <= min(cost(each, dataset) for each in lists) + 1e-9
 
 
-def test_candidates_are_divisible_near_the_budget_and_mirrored() -> None:
+def test_candidates_are_multiples_near_the_budget_with_their_transposed() -> None:
     for resolution, step in ((1024, 8), (512, 16), (768, 64)):
         sizes = candidates(resolution, step, 2.5)
         assert sizes == sorted(sizes, key=lambda size: size.width / size.height)
@@ -74,12 +74,12 @@ def test_candidates_are_divisible_near_the_budget_and_mirrored() -> None:
     assert all(size.height * size.width >= 0.94 * 1024**2 for size in candidates(1024, 8, 2.5))
 
 
-def test_large_batches_get_fewer_candidates_and_too_large_ones_an_error() -> None:
+def test_large_batches_get_fewer_candidates_and_too_large_batches_are_an_error() -> None:
     random = np.random.default_rng(0)
     height, width = random.integers(300, 3000, (2, 200))
     request = Request(1024, 8, 3.0, mirrored=True)
     assert 6 in fitted_lists(Dataset(height, width, 24), request, [6])
     with pytest.raises(BucketError, match="search for a free list with --free"):
         fitted_lists(Dataset(height, width, 6000), request, [6])
-    with pytest.raises(BucketError, match="no image"):
+    with pytest.raises(BucketError, match="no images"):
         fitted_lists(Dataset(height[:0], width[:0], 4), request, [6])

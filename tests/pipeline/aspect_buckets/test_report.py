@@ -1,4 +1,4 @@
-"""The report of aspect_buckets: its table adds up, its pictures follow the table."""
+"""The report of aspect_buckets: its table adds up, and its pictures are updated with the table."""
 
 from __future__ import annotations
 
@@ -54,26 +54,26 @@ def test_the_table_adds_up_to_the_samples(filled: Any) -> None:
         assert row["upscaled"] == sum(scale > 1 for scale in own["scale"]) / len(own)
 
 
-def test_the_pictures_are_there_and_small(filled: Any) -> None:
+def test_the_pictures_exist_and_are_small(filled: Any) -> None:
     report = write(filled)
     for name in (SIZES_FILE, CROPS_FILE, WORST_FILE):
         Image.open(report / name).load()
     assert sum(path.stat().st_size for path in report.iterdir()) < 200_000
 
 
-def test_the_worst_crop_comes_first_and_what_it_loses_is_dark(folder: Any) -> None:
-    """A white stripe 12 times as long as high keeps its middle; everything around it is darkened."""
-    whole, stripe = io.BytesIO(), io.BytesIO()
-    Image.new("RGB", (64, 64), "white").save(whole, "PNG")
+def test_the_worst_crop_comes_first_and_its_cropped_part_is_dark(folder: Any) -> None:
+    """The middle of a white stripe with aspect ratio 12 is kept; the rest is darkened."""
+    square, stripe = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (64, 64), "white").save(square, "PNG")
     Image.new("RGB", (1200, 100), "white").save(stripe, "PNG")
-    folder.add("square.png", whole.getvalue())
+    folder.add("square.png", square.getvalue())
     folder.add("stripe.png", stripe.getvalue())
     folder.ingest()
     folder.assign()
     picture = np.asarray(Image.open(write(folder) / WORST_FILE).convert("L"), dtype=int)
     line = picture[THUMBNAIL_PX // 2, LABEL_PX : LABEL_PX + THUMBNAIL_PX]
     assert line[THUMBNAIL_PX // 2] > 230, "the kept middle is dark"
-    assert max(line[12], line[-12]) < 130, "what is cropped away is as light as what is kept"
+    assert max(line[12], line[-12]) < 130, "the cropped part is as light as the kept part"
     square = picture[THUMBNAIL_PX // 2, LABEL_PX + THUMBNAIL_PX + 12 : LABEL_PX + 2 * THUMBNAIL_PX - 12]
     assert square.min() > 230, "an image that loses nothing is darkened"
 
@@ -102,7 +102,7 @@ def test_a_changed_table_is_drawn_again(filled: Any, change: Callable[[Any], obj
     assert (write(filled) / CROPS_FILE).read_bytes() != before
 
 
-def test_I20_an_image_that_vanished_since_is_an_empty_frame(filled: Any) -> None:
+def test_I20_a_missing_image_is_an_empty_frame(filled: Any) -> None:
     (filled.root / "00.png").unlink()
     Image.open(write(filled) / CROPS_FILE).load()
 

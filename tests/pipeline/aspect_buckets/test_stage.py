@@ -1,4 +1,4 @@
-"""The table of aspect_buckets says what the geometry says."""
+"""The table of aspect_buckets contains the geometry of each sample."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_B06_the_order_of_the_rows_does_not_matter(folder: Any) -> None:
 
 @pytest.mark.parametrize("crop", ["random", "focus"])
 @pytest.mark.parametrize("per_image", ["best", "each"])
-def test_how_many_samples_are_placed_together_does_not_matter(
+def test_the_chunk_size_does_not_matter(
     folder: Any, monkeypatch: pytest.MonkeyPatch, crop: str, per_image: str
 ) -> None:
     changes = {"crop": crop, "per_image": per_image, "resolutions": (48, 96), "upscale": "limit(1.5)"}
@@ -65,7 +65,7 @@ def test_how_many_samples_are_placed_together_does_not_matter(
     sizes = [Size(*pair) for pair in random.integers(10, 130, (50, 2)).tolist()]
     table = dataset(sizes).with_columns(focus_x=pl.Series(random.random(50)))
     together = assign_buckets(recipe, table, log=folder.log.append)
-    monkeypatch.setattr(buckets, "_ROWS_AT_ONCE", 7)
+    monkeypatch.setattr(buckets, "_CHUNK_ROWS", 7)
     apart = assign_buckets(recipe, table, log=folder.log.append)
     assert apart.table.equals(together.table)
     assert apart.rejected.equals(together.rejected)
@@ -73,7 +73,7 @@ def test_how_many_samples_are_placed_together_does_not_matter(
     assert (len(together.table) > together.report["kept"]) == (per_image == "each")
 
 
-def test_the_table_is_as_its_schema_says(folder: Any) -> None:
+def test_the_table_matches_its_schema(folder: Any) -> None:
     folder.add("a.png")
     folder.ingest()
     result = folder.assign()
@@ -81,7 +81,7 @@ def test_the_table_is_as_its_schema_says(folder: Any) -> None:
     assert result.table["bucket"].to_list() == ["48x80"]
 
 
-def test_B03_settings_that_make_no_bucket_are_a_clear_error(folder: Any) -> None:
+def test_B03_settings_that_allow_no_bucket_are_an_error(folder: Any) -> None:
     settings = folder.recipe.buckets.model_copy(update={"step": 48})
     recipe = folder.recipe.model_copy(update={"buckets": settings})
     with pytest.raises(BucketError, match=r"must be a multiple of .*, got 64 and 48"):
