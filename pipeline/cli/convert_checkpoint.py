@@ -1,4 +1,4 @@
-"""`latentline convert-checkpoint`: one .safetensors file becomes the diffusers folder that recipes take."""
+"""`latentline convert-checkpoint`: convert one .safetensors file to a diffusers folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.arguments import as_recipes_have_it
-from pipeline.cli.sizes import bytes_text
+from pipeline.cli.conventions import as_recipe_path, bytes_text
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -25,16 +24,18 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--like",
     metavar="BASE",
-    help="Folder or Hub id of the model that FILE was made from; else the usual one.",
+    help="Folder or Hub id of the model that FILE was derived from. By default the usual one.",
 )
-@click.option("--parts-only", is_flag=True, help="Write only what FILE holds, for model.components.")
+@click.option(
+    "--parts-only", is_flag=True, help="Write only the parts that FILE holds, for model.components."
+)
 @click.option(
     "--prediction",
     type=click.Choice(["epsilon", "v_prediction"]),
-    help="What its UNet predicts, if FILE does not say it right.",
+    help="What the UNet predicts, if FILE does not say so correctly.",
 )
 @click.option(
-    "--zero-snr/--no-zero-snr", default=None, help="Whether its noise schedule ends in noise alone."
+    "--zero-snr/--no-zero-snr", default=None, help="Whether the noise schedule has zero terminal SNR."
 )
 def command(
     file: Path,
@@ -44,11 +45,11 @@ def command(
     prediction: BetaPrediction | None,
     zero_snr: bool | None,
 ) -> None:
-    """Make FOLDER, a diffusers folder for model.base, of FILE, a model in one .safetensors file.
+    """Convert FILE, a model in one .safetensors file, to FOLDER, a diffusers folder for model.base.
 
-    Weights keep their number format. Configurations, and the parts that FILE does not hold, are those of the
-    model that it was made from; a folder in --like needs no network. FILE is only read, and FOLDER appears
-    when it is complete.
+    Weights keep their dtype. Configurations, and parts that FILE does not hold, are copied from the model
+    that FILE was derived from. If --like is a folder, the network is not used. FILE is only read, and FOLDER
+    appears once it is complete.
     """
     from pipeline.models.convert.contents import read_contents
     from pipeline.models.convert.convert import Choices, convert, plan_conversion
@@ -56,76 +57,77 @@ def command(
 
     contents = read_contents(file)
     choices = Choices(like=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
-    click.echo(f"{file}: {contents.layout.name}, made like {like or contents.like}", err=True)
+    click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.like}", err=True)
     plan = plan_conversion(contents, folder, choices)
     with progress(
-        lambda: _size(plan.building) // _MB,
+        lambda: _folder_bytes(plan.building) // _MB,
         plan.num_bytes // _MB,
         "MB written",
         log=lambda line: click.echo(line, err=True),
     ):
         family = convert(plan)
-    for line in _told(plan, family):
+
+    for line in _report(plan, family):
         click.echo(line)
 
 
-def _size(folder: Path) -> int:
-    size = 0
-    with suppress(OSError):  # renamed meanwhile
+def _folder_bytes(folder: Path) -> int:
+    num_bytes = 0
+    with suppress(OSError):  # another process writes and renames these files
         for path in folder.rglob("*"):
             with suppress(OSError):
-                size += path.stat().st_size if path.is_file() else 0
-    return size
+                num_bytes += path.stat().st_size if path.is_file() else 0
+    return num_bytes
 
 
-def _told(plan: Plan, family: Family) -> list[str]:
-    """What was written, of what, and the lines for a recipe."""
-    lines = [f"wrote {plan.folder}, {bytes_text(_size(plan.folder))}: {family.name}"]
+def _report(plan: Plan, family: Family) -> list[str]:
+    """Return lines on what was written, where each part comes from, and how a recipe uses it."""
+    lines = [f"wrote {plan.folder}, {bytes_text(_folder_bytes(plan.folder))}: {family.name}"]
     for role, part in plan.parts.items():
-        also = f" (some of it was {', '.join(part.others)})" if part.others else ""
-        lines.append(f"  {role}: of the file, in {part.dtype}{also}")
+        converted = f" (partly converted from {', '.join(part.others)})" if part.others else ""
+        lines.append(f"  {role}: from the file, in {part.dtype}{converted}")
     if plan.contents.left:
-        lines.append(f"  left in the file: {', '.join(plan.contents.left)}")
+        lines.append(f"  not converted: {', '.join(plan.contents.left)}")
     if plan.copied:
         lines.append(f"  {', '.join(plan.copied)}: copied from {plan.like}")
-    lines += [*_schedule_told(plan), *_vae_told(plan, family)]
+
+    lines += [*_schedule_lines(plan), *_vae_lines(plan, family)]
     lines += ["in a recipe:", *(f"  {line}" for line in _recipe_lines(plan))]
     if plan.copied and not plan.contents.parts and not plan.parts_only:
-        lines += [
-            f"or with no copy of what {plan.like} has anyway: --parts-only writes the {family.denoiser_name} "
-            "alone, for model.components"
-        ]
+        lines.append(
+            f"to avoid copying the other parts of {plan.like}, use --parts-only, which writes only the "
+            f"{family.denoiser_name} for model.components"
+        )
     return lines
 
 
-def _schedule_told(plan: Plan) -> list[str]:
+def _schedule_lines(plan: Plan) -> list[str]:
     if plan.schedule is None:
         return []
-    from_where = {
-        "the file": "as the file says",
-        "--prediction": "as --prediction says",
-        "--like": f"as {plan.like} does; the file does not say, and --prediction can",
-    }
-    line = f"  it predicts {plan.schedule.prediction}, {from_where[plan.schedule.source]}"
-    zero = "; its noise schedule ends in noise alone (zero terminal SNR)" if plan.schedule.zero_snr else ""
-    return [line + zero]
+    source = {
+        "the file": "according to the file",
+        "--prediction": "according to --prediction",
+        "--like": f"like {plan.like}; the file does not say, and --prediction can override it",
+    }[plan.schedule.source]
+    zero_snr = "; the noise schedule has zero terminal SNR" if plan.schedule.zero_snr else ""
+    return [f"  predicts {plan.schedule.prediction}, {source}{zero_snr}"]
 
 
-def _vae_told(plan: Plan, family: Family) -> list[str]:
+def _vae_lines(plan: Plan, family: Family) -> list[str]:
     from pipeline.models.convert.convert import vae_scaling
 
-    has, usual = vae_scaling(family), plan.contents.layout.vae_scaling
-    if usual is None or has == usual:
+    scaling, usual = vae_scaling(family), plan.contents.layout.vae_scaling
+    if usual is None or scaling == usual:
         return []
     return [
-        f"  WARNING: its VAE's scaling_factor is {has}, as {plan.like} has it; {plan.contents.layout.name} "
-        f"usually has {usual}"
+        f"  WARNING: the VAE's scaling_factor is {scaling}, from {plan.like}, "
+        f"but {plan.contents.layout.name} usually has {usual}"
     ]
 
 
 def _recipe_lines(plan: Plan) -> list[str]:
-    folder = as_recipes_have_it(str(plan.folder))
+    folder = as_recipe_path(str(plan.folder))
     if not plan.parts_only:
         return ["model:", f"  base: {folder}"]
     parts = ", ".join(f"{role}: {folder}" for role in plan.parts)
-    return ["model:", f"  base: {as_recipes_have_it(plan.like)}", f"  components: {{{parts}}}"]
+    return ["model:", f"  base: {as_recipe_path(plan.like)}", f"  components: {{{parts}}}"]

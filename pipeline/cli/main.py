@@ -1,7 +1,8 @@
-"""Entry point of the command `latentline`; a subcommand's module is imported when it is asked for.
+"""Entry point of the command `latentline`.
 
-Such a module holds one `click.Command` named `command`. Exit status: 0 done, 1 a `LatentlineError` or what
-the system refuses (printed as what, where, fix), 2 a wrong call.
+Each subcommand has a module with a `click.Command` named `command`, which is imported on first use.
+Exit statuses: 0 success; 1 a `LatentlineError` or file access error, printed as what, where and fix; 2 wrong
+usage.
 """
 
 from __future__ import annotations
@@ -26,44 +27,47 @@ COMMANDS = {
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
 }
-"""Subcommand to module, in the order that `latentline --help` shows."""
+"""Subcommand to module, in the order of `latentline --help`."""
 
 
 class _Commands(click.Group):
-    """Imports a subcommand only when it is used, so that none pays for another's libraries."""
+    """Group that imports a subcommand on first use, so that no command waits for another's libraries."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """All names, in the order of `COMMANDS`."""
+        """Return all names in the order of `COMMANDS`."""
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The subcommand; None where there is none of this name."""
+        """Return the subcommand, or None if no subcommand has this name."""
         module = COMMANDS.get(cmd_name)
         return import_module(module).command if module else None
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def latentline() -> None:
-    """Asks about a recipe, a cache or a LoRA; jobs are run by `dagster job execute` or in the UI."""
+    """Inspect and maintain recipes, caches and LoRAs. Run jobs with `dagster job execute` or in the UI."""
 
 
 def main() -> None:
-    """Run the command line and exit; messages about any recipe's job name that of the one asked for."""
-    named = dict[str, str]()
+    """Run the command line and exit.
+
+    `RecipeArgument` stores the recipe's name in `context`, which replaces `<recipe>` in error messages.
+    """
+    context = dict[str, str]()
     try:
-        latentline(prog_name="latentline", obj=named)
+        latentline(prog_name="latentline", obj=context)
     except LatentlineError as error:
-        _end(error, named)
+        _exit_with(error, context)
     except OSError as error:
         from pipeline.storage.os_errors import as_file_access_error
 
-        refusal = as_file_access_error(error)
-        if refusal is None:
+        access_error = as_file_access_error(error)
+        if access_error is None:
             raise
-        _end(refusal, named)
+        _exit_with(access_error, context)
 
 
-def _end(error: LatentlineError, named: Mapping[str, str]) -> NoReturn:
-    text = error.text().replace("<recipe>", named.get("recipe", "<recipe>"))
+def _exit_with(error: LatentlineError, context: Mapping[str, str]) -> NoReturn:
+    text = error.text().replace("<recipe>", context.get("recipe", "<recipe>"))
     click.echo(f"{type(error).__name__}: {text}", err=True)
     sys.exit(1)

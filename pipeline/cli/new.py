@@ -1,4 +1,4 @@
-"""`latentline new`: a first recipe for a folder of images."""
+"""`latentline new`: write a first recipe for a folder of images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.arguments import as_recipes_have_it
+from pipeline.cli.conventions import as_recipe_path
 from pipeline.errors import RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
@@ -19,69 +19,68 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 @click.command
 @click.argument("recipe")
 @click.option(
-    "--images", required=True, type=click.Path(path_type=Path), help="The folder of images and captions."
+    "--images", required=True, type=click.Path(path_type=Path), help="Folder with images and their captions."
 )
 @click.option(
     "--base", default=DEFAULT_BASE, show_default=True, help="Hub id or diffusers folder of the base model."
 )
 def command(recipe: str, images: Path, base: str) -> None:
-    """Write a recipe named RECIPE, such as flowers, for a folder of images; nothing is replaced.
+    """Write a recipe named RECIPE, such as flowers, for a folder of images.
 
-    Looks at the folder for its captions, and at the model for its resolution; nothing is downloaded.
+    The command finds out where the captions are and which resolution the model was trained at. It downloads
+    nothing and never overwrites a recipe.
     """
-    from pipeline.maintenance.draft.look import look_at
-    from pipeline.maintenance.draft.size import size_of
-    from pipeline.maintenance.draft.text import draft
+    from pipeline.maintenance.new_recipe import model_resolution, recipe_text, scan_images
 
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
-        better = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"
-        what = f"a recipe's name may hold only letters, digits and _, and {name!r} does not"
-        raise RecipeError(what, where=str(recipes_dir()), fix=f"latentline new {better} --images {images}")
+        valid_name = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"
+        raise RecipeError(
+            f"a recipe's name must consist of letters, digits and _, got {name!r}",
+            where=str(recipes_dir()),
+            fix=f"latentline new {valid_name} --images {images}",
+        )
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():
-        raise _exists(file)
-    groups = look_at(images)
-    base = as_recipes_have_it(base)
-    text = draft(name, groups, base, size_of(base))
+        raise _already_exists(file)
+
+    folders = scan_images(images)
+    base = as_recipe_path(base)
+    text = recipe_text(name, folders, base, model_resolution(base))
     _require_valid(name, text, file)
+
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
         with file.open("x", encoding="utf-8") as opened:
             opened.write(text)
     except FileExistsError as err:
-        raise _exists(file) from err
-    click.echo(f"wrote {file}: {counted(sum(group.num_images for group in groups), 'image')}")
-    click.echo(f"next: latentline plan {name}     what would be encoded, or which gate would stop it")
+        raise _already_exists(file) from err
+
+    click.echo(f"wrote {file}: {counted(sum(each.num_images for each in folders), 'image')}")
+    click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
     click.echo(f"then: dagster job execute -m assets.definitions -j {name}_train")
 
 
-def _exists(file: Path) -> RecipeError:
-    fix = "choose another name, or edit that file"
+def _already_exists(file: Path) -> RecipeError:
     return RecipeError(
-        "there is a recipe of that name, and nothing is ever replaced", where=str(file), fix=fix
+        "a recipe of that name already exists and is never overwritten",
+        where=str(file),
+        fix="choose another name, or edit that file",
     )
 
 
 def _require_valid(name: str, text: str, file: Path) -> None:
-    """Nothing, where the recipe will be one that `latentline validate` takes.
+    """Check the recipe as `latentline validate` would, before it is written to `file`.
 
     Raises:
-        RecipeError: A value in it cannot be.
-        ModelError: The base model cannot be.
-        PathIsolationError: The images lie in the cache or in the output folder, or they in it.
+        RecipeError: A value is invalid.
+        ModelError: The base model cannot be used.
+        PathIsolationError: The images overlap with the cache or the output folder.
     """
-    from pipeline.models.resolve import check_local_base
-    from pipeline.models.size_multiple import require_size_multiple
+    from pipeline.cli.validate import check_settings
     from pipeline.recipe import load_recipe
-    from pipeline.recipe.isolation import require_isolation
-    from pipeline.recipe.load import require_own_output
 
     with tempfile.TemporaryDirectory(prefix="latentline-") as scratch:
         trial = Path(scratch) / f"{name}.yaml"
         trial.write_text(text, encoding="utf-8")
-        recipe = load_recipe(trial).model_copy(update={"source": file})
-        require_isolation(recipe)
-        require_own_output(recipe)
-        check_local_base(recipe)
-        require_size_multiple([recipe])
+        check_settings(load_recipe(trial).model_copy(update={"source": file}))

@@ -7,8 +7,7 @@ from dataclasses import asdict
 
 import click
 
-from pipeline.cli.arguments import RECIPE
-from pipeline.cli.sizes import bytes_text, seconds_text
+from pipeline.cli.conventions import RECIPE, bytes_text, seconds_text
 from pipeline.errors import counted
 from pipeline.maintenance.forecast import Expected, Forecast, forecast
 from pipeline.recipe import Recipe
@@ -16,71 +15,73 @@ from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.storage.tables import Tables
 
 MAX_NAMED = 3
+"""Maximum number of samples named per reason."""
 
 
 @click.command
 @click.argument("recipe", type=RECIPE)
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON, every sample named.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
+)
 def command(recipe: Recipe, as_json: bool) -> None:
-    """Say what the cache job of RECIPE would encode now, and why; nothing is made.
+    """Show what the cache job of RECIPE would encode now, and why.
 
-    Written is nothing but hashes of the base model's files, fingerprints.json in cache_dir.
+    Nothing is encoded. The only file written is fingerprints.json in cache_dir, which caches hashes of the
+    base model's files. New and changed images are decoded to find out which samples would be kept.
 
-    Where one of its gates would close, that is said first.
-
-    New and changed images are decoded to see whether they would be kept.
+    If a gate would stop the job, the gate and its fix are shown first.
     """
-    found = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
+    result = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
     if as_json:
-        kinds = {"latents": found.latents, "text": found.text}
-        counts = {f"{name}_to_make": expected.to_make for name, expected in kinds.items()}
-        closed = [gate._asdict() for gate in found.closed]
-        said = {**asdict(found), "closed": closed, **counts}
-        click.echo(json.dumps(said, indent=2, ensure_ascii=False))
+        click.echo(json.dumps(_as_json(result), indent=2, ensure_ascii=False))
         return
-    if any(gate.name == PATH_ISOLATION.name for gate in found.closed):
-        click.echo(f"{recipe.name}: {_stop(found)}, before any work:")
-        _show_gates(found)
+
+    if any(gate.name == PATH_ISOLATION.name for gate in result.closed):
+        click.echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
+        _show_gates(result)
         return
-    click.echo(f"{recipe.name}: {_samples(found)}")
-    if found.closed:
-        _show_closed(found)
-    for name, expected in (("vae_latents", found.latents), ("text_embeddings", found.text)):
-        _show(name, expected)
+
+    click.echo(f"{recipe.name}: {_samples_text(result)}")
+    if result.closed:
+        click.echo(f"the job would stop at {result.closed[0].asset}, before anything is encoded:")
+        _show_gates(result)
+        click.echo("If you fix or allow this, the job will do the following for the samples kept now:")
+    _show_expected("vae_latents", result.latents)
+    _show_expected("text_embeddings", result.text)
 
 
-def _samples(found: Forecast) -> str:
-    rejected = ", ".join(f"{count:,} {reason}" for reason, count in sorted(found.rejected.items()))
-    text = f"{counted(found.samples, 'sample')} kept, {sum(found.rejected.values()):,} rejected"
-    text += f" ({rejected})" if rejected else ""
-    return text + (f", {len(found.gone):,} of the last run gone" if found.gone else "")
+def _as_json(result: Forecast) -> dict[str, object]:
+    return {
+        **asdict(result),
+        "closed": [gate._asdict() for gate in result.closed],
+        "latents_to_make": result.latents.to_make,
+        "text_to_make": result.text.to_make,
+    }
 
 
-def _show_closed(found: Forecast) -> None:
-    click.echo(f"{_stop(found)}, before anything is encoded:")
-    _show_gates(found)
-    click.echo("with that mended or allowed, of the samples that are kept now:")
+def _samples_text(result: Forecast) -> str:
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in sorted(result.rejected.items()))
+    text = f"{counted(result.samples, 'sample')} kept, {sum(result.rejected.values()):,} rejected"
+    text += f" ({reasons})" if reasons else ""
+    return text + (f", {len(result.gone):,} removed since the last run" if result.gone else "")
 
 
-def _stop(found: Forecast) -> str:
-    return f"the job would stop at {found.closed[0].asset}"
-
-
-def _show_gates(found: Forecast) -> None:
-    for gate in found.closed:
+def _show_gates(result: Forecast) -> None:
+    for gate in result.closed:
         click.echo(f"  {gate.name}: {gate.summary}")
         for line in gate.fix.splitlines():
             click.echo(f"    fix: {line}")
 
 
-def _show(name: str, expected: Expected) -> None:
-    line = f"{name:16} {expected.there:>9,} there {expected.to_make:>9,} to encode"
+def _show_expected(asset: str, expected: Expected) -> None:
+    line = f"{asset:16} {expected.there:>9,} to reuse {expected.to_make:>9,} to encode"
     if expected.to_make:
-        took = "time unknown until some were encoded here"
+        duration = "time unknown until the first entries are encoded on this machine"
         if expected.seconds is not None:
-            took = f"about {seconds_text(expected.seconds)} and the start of the encoder"
-        line += f"   {bytes_text(expected.num_bytes)}, {took}"
+            duration = f"about {seconds_text(expected.seconds)} plus the start of the encoder"
+        line += f"   {bytes_text(expected.num_bytes)}, {duration}"
     click.echo(line)
+
     for reason, names in sorted(expected.reasons.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
         click.echo(f"  {len(names):>9,} {reason}: {shown}")

@@ -1,4 +1,4 @@
-"""`latentline provenance`: what a LoRA file says it was made of."""
+"""`latentline provenance`: what a LoRA was made of."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 @click.command
 @click.argument("file", type=_PATH)
-@click.option("--find", "wanted", type=_FILE, help="An image, or a text file that holds a caption.")
-@click.option("--json", "as_json", is_flag=True, help="Print the whole record as JSON.")
+@click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
+@click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
 def command(file: Path, wanted: Path | None, as_json: bool) -> None:
-    """Print what the LoRA in FILE was made of: a .safetensors file, lora/, or a recipe's output folder.
+    """Show what the LoRA in FILE was made of. FILE is a .safetensors file, lora/, or an output folder.
 
-    With --find: whether that image or caption was among what it was trained on; exit status 1 if not.
+    With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """
     record = read_provenance(file)
     if wanted is not None:
@@ -35,36 +35,30 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
 
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
-    found = find_in_provenance(record, file, wanted)
-    for line in found:
+    matches = find_in_provenance(record, file, wanted)
+    for line in matches:
         click.echo(line)
-    if not found:
-        tried = "" if not caption_hashes_of(wanted) else ", as an image or as a caption"
-        click.echo(f"{wanted} is not among what it was trained on{tried}")
+    if not matches:
+        as_what = "an image or caption" if caption_hashes_of(wanted) else "an image"
+        click.echo(f"the LoRA was not trained on {wanted} as {as_what}")
         raise SystemExit(1)
-
-
-def _given(record: dict[str, Any]) -> dict[str, object]:
-    given = record.get("overrides") or {}
-    if not given:
-        return {}
-    return {"not the recipe's": ", ".join(f"{name} {value}" for name, value in given.items())}
 
 
 def _summary(record: dict[str, Any]) -> dict[str, object]:
     recipe, model, samples = record["recipe"], record["model"], record["samples"]
-    training = recipe["training"]
+    revision = f" at {model['revision']}" if model["revision"] else ""
     summary: dict[str, object] = {
         "recipe": recipe["name"],
-        "base model": model["base"] + (f" at {model['revision']}" if model["revision"] else ""),
+        "base model": f"{model['base']}{revision}",
         "family": record["facts"]["model"]["family"],
-        "steps asked for": training["steps"],
-        "seed": training["seed"],
-        **_given(record),
-        "images": f"{samples['number']}, sha256 of them all {samples['sha256']}",
-        "datasets": ", ".join(dataset["name"] for dataset in recipe["datasets"]),
+        "requested steps": recipe["training"]["steps"],
+        "seed": recipe["training"]["seed"],
     }
+    if overrides := record.get("overrides"):
+        summary["overrides"] = ", ".join(f"{name} {value}" for name, value in overrides.items())
+    summary["images"] = f"{samples['number']}, combined sha256 {samples['sha256']}"
+    summary["datasets"] = ", ".join(dataset["name"] for dataset in recipe["datasets"])
     summary |= {f"sha256 of {use}": value for use, value in model["fingerprints"].items()}
-    summary |= {f"table {name}": value or "was not there" for name, value in record["tables_sha256"].items()}
+    summary |= {f"table {name}": value or "missing" for name, value in record["tables_sha256"].items()}
     summary["packages"] = ", ".join(f"{name} {value}" for name, value in record["packages"].items() if value)
     return summary

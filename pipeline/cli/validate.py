@@ -1,10 +1,10 @@
-"""`latentline validate`: is a recipe right, by itself, for its folders, its datasets and its model?"""
+"""`latentline validate`: check a recipe, its folders, its datasets and its base model."""
 
 from __future__ import annotations
 
 import click
 
-from pipeline.cli.arguments import RECIPE
+from pipeline.cli.conventions import RECIPE
 from pipeline.errors import counted
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
@@ -16,15 +16,28 @@ from pipeline.recipe.load import require_own_output
 @click.command
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
-    """Check RECIPE, a name or a file: keys, folders, datasets, a local model; nothing is downloaded."""
+    """Check RECIPE, given by name or file: its keys, folders, datasets, and base model if it is local.
+
+    Nothing is downloaded.
+    """
     from pipeline.raw_images.walk import require_readable  # imports Polars, which only valid recipes need
 
+    check_settings(recipe)
+    for dataset in recipe.datasets:
+        require_readable(dataset)
+    datasets = counted(len(recipe.datasets), "dataset")
+    click.echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
+
+
+def check_settings(recipe: Recipe) -> None:
+    """Check what a recipe's schema cannot: its paths, other recipes, and a local base model.
+
+    Raises:
+        PathIsolationError: Two of datasets, cache_dir and output_dir contain one another.
+        RecipeError: Another recipe has the same output_dir, or a bucket edge does not suit the model.
+        ModelError: The local base model cannot be used.
+    """
     require_isolation(recipe)
     require_own_output(recipe)
     require_size_multiple([recipe])
-    for dataset in recipe.datasets:
-        require_readable(dataset)
     check_local_base(recipe)
-    click.echo(
-        f"{recipe.source}: valid; {counted(len(recipe.datasets), 'dataset')}, output in {recipe.output_dir}"
-    )

@@ -1,4 +1,4 @@
-"""`latentline verify`: is every entry of a recipe's cache what it was when it was made?"""
+"""`latentline verify`: read every cache entry of a recipe and report the bad ones."""
 
 from __future__ import annotations
 
@@ -8,59 +8,63 @@ from collections.abc import Callable, Iterator
 import click
 
 from pipeline.cache.store import EntryState
-from pipeline.cli.arguments import RECIPE
+from pipeline.cli.conventions import RECIPE
 from pipeline.errors import counted
-from pipeline.maintenance.verify import Bad, needed_entries, repair, verify
+from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
 from pipeline.storage.tables import Tables
 
 MAX_SHOWN = 50
+"""Maximum number of bad entries shown."""
 
 
 @click.command
 @click.argument("recipe", type=RECIPE)
-@click.option("--repair", "mend", is_flag=True, help="Make what is missing or damaged again, right away.")
-def command(recipe: Recipe, mend: bool) -> None:
-    """Read every cache entry of RECIPE whole: size, header, checksum, finite values.
+@click.option("--repair", "do_repair", is_flag=True, help="Encode missing and damaged entries again.")
+def command(recipe: Recipe, do_repair: bool) -> None:
+    """Read every cache entry of RECIPE and check its size, header, checksum and values.
 
-    A job trusts an entry whose file is as it was when last verified; a disk that lies is found here. Exit
-    status 1 where an entry is missing or damaged and was not repaired.
+    Jobs trust entries whose files have not changed since they were last verified. This command also finds
+    silent corruption on disk. The exit status is 1 if an entry is missing or damaged and was not repaired.
     """
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     needed = needed_entries(recipe, tables)
-    bad = verify(recipe, needed, _with_bar(len(needed)))
+    bad = verify(recipe, needed, _progress_bar(len(needed)))
+
     num_bytes = sum(each.spec.file_bytes for each in needed)
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
-    click.echo(f"{recipe.name}: {size}, {len(bad):,} of them bad")
+    click.echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
     _show(bad)
     if not bad:
         return
-    if not mend:
-        fix = f"latentline verify {recipe.name} --repair, which makes them again"
-        click.echo(f"fix: {fix}", err=True)
+    if not do_repair:
+        click.echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
         sys.exit(1)
+
     repair(recipe, tables, bad, log=click.echo)
-    left = verify(recipe, needed, _with_bar(len(needed)))
-    click.echo(f"repaired {len(bad) - len(left):,} of {counted(len(bad), 'entry', 'entries')}")
-    _show(left)
-    sys.exit(1 if left else 0)
+    still_bad = verify(recipe, needed, _progress_bar(len(needed)))
+    click.echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
+    _show(still_bad)
+    sys.exit(1 if still_bad else 0)
 
 
-def _show(bad: list[Bad]) -> None:
+def _show(bad: list[BadEntry]) -> None:
     for each in bad[:MAX_SHOWN]:
         click.echo(f"  {each.needed.name}: {each.problem}\n    {each.path}")
     if len(bad) > MAX_SHOWN:
         click.echo(f"  and {len(bad) - MAX_SHOWN:,} more")
 
 
-def _with_bar(length: int) -> Callable[[Iterator[EntryState]], Iterator[EntryState]]:
-    """Passes states on and shows how far they are; silent where nobody looks at a terminal."""
+def _progress_bar(length: int) -> Callable[[Iterator[EntryState]], Iterator[EntryState]]:
+    """Return a function that passes states through a progress bar, which is hidden without a terminal."""
 
-    def shown(states: Iterator[EntryState]) -> Iterator[EntryState]:
-        quiet = not sys.stderr.isatty()
-        with click.progressbar(states, length=length, label="verified", file=sys.stderr, hidden=quiet) as bar:
+    def with_bar(states: Iterator[EntryState]) -> Iterator[EntryState]:
+        hidden = not sys.stderr.isatty()
+        with click.progressbar(
+            states, length=length, label="verified", file=sys.stderr, hidden=hidden
+        ) as bar:
             yield from bar
 
-    return shown
+    return with_bar

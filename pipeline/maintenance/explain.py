@@ -1,4 +1,4 @@
-"""All that is known of one sample, from its file to its entries."""
+"""Explanation of one sample: what each stage recorded of it, and the state of its cache entries."""
 
 from __future__ import annotations
 
@@ -13,106 +13,117 @@ from pipeline.errors import LatentlineError, TableError, counted
 from pipeline.storage.tables import ASSETS, empty
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from pipeline.recipe import Recipe
     from pipeline.storage.tables import Tables
 
 MAX_CANDIDATES = 10
+"""Maximum number of matching samples that an error lists."""
 
 
 @dataclass(frozen=True)
-class Known:
-    """What one stage knows of a sample.
+class StageFacts:
+    """What one stage recorded of a sample.
 
     Attributes:
-        stage: An asset, "rejected", or what begins with "latents entry" or "text entry" for the store.
-        facts: Name to value, in the order to show.
+        stage: Asset, "rejected", or a cache entry: "latents entry...", "text entry...".
+        facts: Name to value, in the order in which they are shown.
     """
 
     stage: str
     facts: Mapping[str, Any]
 
 
-def find_sample(tables: Tables, said: str) -> str:
-    """The one sample that `said` means: its id, its path, or the end of either.
+def find_sample(tables: Tables, name: str) -> str:
+    """Return the sample_id of the only sample with this id, path, end of a path, or part of an id.
 
     Raises:
-        TableError: There is no table yet, no sample is meant, or several are.
+        TableError: No table exists yet, no sample matches, or several do.
     """
     ids: set[str] = set(tables.read("raw_images")["sample_id"]) | set(tables.read_rejected()["sample_id"])
-    if said in ids:
-        return said
-    meant = sorted(name for name in ids if name.endswith(f"/{said}")) or sorted(
-        name for name in ids if said in name
-    )
-    if len(meant) == 1:
-        return meant[0]
+    if name in ids:
+        return name
+
+    matches = sorted(sample_id for sample_id in ids if sample_id.endswith(f"/{name}"))
+    matches = matches or sorted(sample_id for sample_id in ids if name in sample_id)
+    if len(matches) == 1:
+        return matches[0]
+
     where = str(tables.path("raw_images"))
-    if not meant:
-        fix = "name a sample by its id, <dataset>/<path>; an image that was just added is known after a job"
-        raise TableError(f"no sample is called {said!r}", where=where, fix=fix)
-    listed = ", ".join(meant[:MAX_CANDIDATES]) + (" and more" if len(meant) > MAX_CANDIDATES else "")
-    what = f"{counted(len(meant), 'sample')} may be meant by {said!r}"
-    raise TableError(what, where=where, fix=f"say which: {listed}")
+    if not matches:
+        fix = "use a sample id, <dataset>/<path>; run the cache job first if the image is new"
+        raise TableError(f"no sample matches {name!r}", where=where, fix=fix)
+    candidates = ", ".join(matches[:MAX_CANDIDATES]) + (", ..." if len(matches) > MAX_CANDIDATES else "")
+    what = f"{counted(len(matches), 'sample matches', 'samples match')} {name!r}"
+    raise TableError(what, where=where, fix=f"use one of {candidates}")
 
 
-def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[Known]:
-    """What each stage knows of the sample, in the order of the graph, and the state of its entries.
+def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[StageFacts]:
+    """Return what each stage recorded of the sample, in the order of the graph, and its entries' states.
 
-    Stages that have no table, or no row of it, are left out. Entries are read whole.
+    Stages without a table or without a row of the sample are omitted, as are values that an earlier stage
+    already reported. Entries are read completely.
     """
-    known: list[Known] = []
-    said_before: list[dict[str, Any]] = []
-    own: dict[str, pl.DataFrame] = {}
+    explained: list[StageFacts] = []
+    earlier_rows: list[dict[str, Any]] = []
+    sample_rows: dict[str, pl.DataFrame] = {}
     for asset in ASSETS:
         table = tables.read_previous(asset)
         table = empty(asset) if table is None else table
-        own[asset] = table.filter(pl.col("sample_id") == sample_id)
-        rows = own[asset].to_dicts()
-        for row in rows:
-            said = {name: value for name, value in row.items() if _is_news(name, value, said_before)}
-            known.append(Known(asset, said))
-        said_before += rows[-1:]
-    for row in tables.read_rejected().filter(pl.col("sample_id") == sample_id).to_dicts():
-        known.append(Known("rejected", {name: row[name] for name in ("stage", "reason", "detail", "fix")}))
-    return [*known, *_entries(recipe, own)]
+        sample_rows[asset] = table.filter(pl.col("sample_id") == sample_id)
+        rows = sample_rows[asset].to_dicts()
+        explained += [StageFacts(asset, _new_facts(row, earlier_rows)) for row in rows]
+        earlier_rows += rows[-1:]
+
+    rejected = tables.read_rejected().filter(pl.col("sample_id") == sample_id)
+    reasons = rejected.select("stage", "reason", "detail", "fix").to_dicts()
+    explained += [StageFacts("rejected", reason) for reason in reasons]
+    return explained + _explain_entries(recipe, sample_rows)
 
 
-def _is_news(name: str, value: Any, earlier: Any) -> bool:
-    """Whether no earlier stage has said the same of the sample."""
-    return not any(row.get(name, ...) == value for row in earlier)
+def _new_facts(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of the row that no earlier stage reported."""
+    return {
+        name: value
+        for name, value in row.items()
+        if not any(earlier.get(name, ...) == value for earlier in earlier_rows)
+    }
 
 
-def _wanted(entries: RecipeEntries, rows: Mapping[str, pl.DataFrame]) -> Iterator[tuple[str, EntrySpec]]:
-    """Each entry that the sample asks for: of its buckets, mirrored ones, and variants of its caption."""
-    buckets = rows["aspect_buckets"]
-    for row in entries.latent_requests(buckets).iter_rows(named=True):
-        name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
-        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent_spec(row)
-    for row in caption_variants(rows["validated_dataset"]).iter_rows(named=True):
-        name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
-        yield name, entries.text_spec(row["caption"])
-
-
-def _entries(recipe: Recipe, rows: Mapping[str, pl.DataFrame]) -> list[Known]:
+def _explain_entries(recipe: Recipe, sample_rows: Mapping[str, pl.DataFrame]) -> list[StageFacts]:
+    """Return key, path, state, tensors and inputs of each entry of the sample."""
     entries = RecipeEntries(recipe)
     try:
-        wanted = list(_wanted(entries, rows))
-    except LatentlineError as err:  # no base model, no keys
-        return [Known("entries", {"unknown": err.what})]
-    known: list[Known] = []
-    for stage, spec in wanted:
+        specs = list(_entry_specs(entries, sample_rows))
+    except LatentlineError as err:  # keys need the base model
+        return [StageFacts("entries", {"unknown": err.what})]
+
+    explained: list[StageFacts] = []
+    for name, spec in specs:
         state = entries.store.check(spec)
+        metadata = entries.store.read_metadata(spec.kind, spec.key) or {}
+        tensors = entries.store.read_tensor_specs(spec) or spec.tensors
+        inputs = metadata.get("inputs", {})
         facts = {
             "key": spec.key,
             "path": entries.store.where(spec),
             "state": state.reason or state.status,
         }
-        stated = entries.store.read_metadata(spec.kind, spec.key) or {}
-        tensors = entries.store.read_tensor_specs(spec) or spec.tensors
-        facts |= {f"{name} {list(tensor.shape)}": tensor.dtype for name, tensor in tensors.items()}
-        made_of = stated.get("inputs", {})
-        facts |= {f"made of {name}": value for name, value in made_of.items() if name != "content_hash"}
-        known.append(Known(stage, facts))
-    return known
+        facts |= {f"{tensor} {list(each.shape)}": each.dtype for tensor, each in tensors.items()}
+        facts |= {f"made of {name}": value for name, value in inputs.items() if name != "content_hash"}
+        explained.append(StageFacts(name, facts))
+    return explained
+
+
+def _entry_specs(
+    entries: RecipeEntries, sample_rows: Mapping[str, pl.DataFrame]
+) -> Iterator[tuple[str, EntrySpec]]:
+    """Yield name and specification of each entry: per bucket, mirrored ones, and per caption variant."""
+    buckets = sample_rows["aspect_buckets"]
+    for row in entries.latent_requests(buckets).iter_rows(named=True):
+        name = f"latents entry of {row['bucket']}" if len(buckets) > 1 else "latents entry"
+        yield f"{name}, mirrored" if row["flipped"] else name, entries.latent_spec(row)
+    for row in caption_variants(sample_rows["validated_dataset"]).iter_rows(named=True):
+        name = f"text entry, variant {row['variant']}" if row["variant"] else "text entry"
+        yield name, entries.text_spec(row["caption"])

@@ -1,4 +1,4 @@
-"""Entries that nobody needs any more, and what interrupted writers left: found, and deleted on demand."""
+"""Garbage collection: find cache entries that no recipe needs and files left by interrupted writers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,24 @@ from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.samples import read_entry_keys
 
 GRACE_S = 24 * 3600.0
-"""An entry younger than this is nobody's orphan: who wanted it may not have said so yet."""
+"""Age below which an entry is never an orphan: the job that needs it may not have registered it yet."""
 
-_DELETED_AT_A_TIME = 500
-"""Between two looks at who needs what."""
+_DELETE_BATCH = 500
+"""Number of files that are deleted before the users' keys are read again."""
 
 
 @dataclass
 class Survey:
-    """What lies in a cache.
+    """Contents of a cache. Files are named by their path below the cache.
 
     Attributes:
-        users: Output folders that registered, by name.
+        users: Registered output folders, by name.
         entries: Number of entries.
-        entry_bytes: Of all of them.
-        orphans: Entries that no user needs and that are older than the grace period, with their bytes.
-        young: Entries that no user needs, within the grace period.
-        leftovers: Temporary files older than the grace period, with their bytes.
-        foreign: Files that Latentline did not put there; they are never touched.
-
-    Files are named by their place below the cache. One whose age its service does not tell counts as young.
+        entry_bytes: Size of all entries.
+        orphans: Size of each entry that no user needs and that is older than the grace period.
+        young: Number of entries that no user needs within the grace period, or of unknown age.
+        leftovers: Size of each temporary file older than the grace period.
+        foreign: Files that Latentline did not write and never touches.
     """
 
     users: list[CacheUser] = field(default_factory=list[CacheUser])
@@ -52,132 +50,138 @@ class Survey:
 
 
 def survey(cache_dir: Address, *, grace_s: float = GRACE_S) -> Survey:
-    """Look at every file of a cache; nothing is changed.
+    """Classify every file of a cache, without changing any.
 
-    An entry is needed when a registered output folder asked for it in its last jobs, when one of its tables
-    names it, or when a run of its that is not finished trains on it.
+    An entry is needed if the last jobs of a registered output folder requested it, if a table there names it,
+    or if an unfinished run there trains on it.
 
     Raises:
-        StoreError: A registration or table cannot be read, so that nobody knows what it needs; or the cache
-            cannot be listed.
+        StoreError: The cache cannot be listed, or a registration cannot be read.
+        TableError: A table of a registered output folder cannot be read.
     """
-    found = Survey(users=list(read_users(cache_dir)))
-    needed = _needed(found.users)
+    result = Survey(users=list(read_users(cache_dir)))
+    needed = _needed_keys(result.users)
     oldest_kept_s = time.time() - grace_s
-    for file in _files(cache_dir):
-        place = PurePosixPath(file.name)
-        old = file.modified_s is not None and file.modified_s < oldest_kept_s
-        if _is_entry(place):
-            found.entries += 1
-            found.entry_bytes += file.num_bytes
-            if place.stem not in needed:
-                found.young += not old
-                if old:
-                    found.orphans[file.name] = file.num_bytes
-        elif _is_leftover(place):
-            if old:
-                found.leftovers[file.name] = file.num_bytes
-        elif not _is_ours(place):
-            found.foreign.append(file.name)
-    return found
+    for file in _list_files(cache_dir):
+        path = PurePosixPath(file.name)
+        is_old = file.modified_s is not None and file.modified_s < oldest_kept_s
+        if _is_entry(path):
+            result.entries += 1
+            result.entry_bytes += file.num_bytes
+            if path.stem not in needed and is_old:
+                result.orphans[file.name] = file.num_bytes
+            elif path.stem not in needed:
+                result.young += 1
+        elif _is_leftover(path):
+            if is_old:
+                result.leftovers[file.name] = file.num_bytes
+        elif not _is_bookkeeping(path):
+            result.foreign.append(file.name)
+    return result
 
 
-def delete(cache_dir: Address, found: Survey) -> tuple[int, int]:
-    """Delete the survey's orphans and leftovers, but for those that somebody has asked for since.
+def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
+    """Delete the survey's orphans and leftovers, except entries that a user has requested since.
 
     Returns:
-        How many files, and their bytes.
+        Number of deleted files, and their total size in bytes.
 
     Raises:
         StoreError: A registration cannot be read, or a file cannot be deleted.
+        TableError: A table of a registered output folder cannot be read.
     """
     cache = cache_folder(cache_dir)
-    waste = {**found.orphans, **found.leftovers}
-    files = bytes_freed = 0
-    for names in _some_at_a_time(sorted(waste)):
-        needed = _needed(read_users(cache_dir))  # asked again: a job may have begun
-        for name in names:
-            place = PurePosixPath(name)
-            if place.suffix == SUFFIX and place.stem in needed:
+    sizes = {**surveyed.orphans, **surveyed.leftovers}
+    names = sorted(sizes)
+    num_files = num_bytes = 0
+    for start in range(0, len(names), _DELETE_BATCH):
+        batch = names[start : start + _DELETE_BATCH]
+        needed = _needed_keys(read_users(cache_dir))  # a job may have started since the survey
+        for name in batch:
+            path = PurePosixPath(name)
+            if path.suffix == SUFFIX and path.stem in needed:
                 continue
             try:
                 cache.delete(name)
             except FileNotFoundError:
                 continue
             except OSError as err:
-                fix = "see that cache_dir may be written by this user"
-                what = f"an orphan cannot be deleted: {err.strerror or err}"
-                raise StoreError(what, where=cache.where(name), fix=fix) from err
-            files += 1
-            bytes_freed += waste[name]
-        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in names}))
-    return files, bytes_freed
+                raise StoreError(
+                    f"an orphan cannot be deleted: {err.strerror or err}",
+                    where=cache.where(name),
+                    fix="allow this user to write to cache_dir",
+                ) from err
+            num_files += 1
+            num_bytes += sizes[name]
+        cache.tidy(sorted({str(PurePosixPath(name).parent) for name in batch}))
+    return num_files, num_bytes
 
 
-def _some_at_a_time(names: list[str]) -> Iterator[list[str]]:
-    for start in range(0, len(names), _DELETED_AT_A_TIME):
-        yield names[start : start + _DELETED_AT_A_TIME]
-
-
-def _files(cache_dir: Address) -> Iterator[CacheFile]:
+def _list_files(cache_dir: Address) -> Iterator[CacheFile]:
     cache = cache_folder(cache_dir)
     try:
         yield from cache.files()
     except OSError as err:
-        fix = "see that cache_dir may be read by this user"
-        raise StoreError(f"the cache cannot be listed: {err}", where=cache.where(""), fix=fix) from err
+        raise StoreError(
+            f"the cache cannot be listed: {err}",
+            where=cache.where(""),
+            fix="allow this user to read cache_dir",
+        ) from err
 
 
-def _is_entry(place: PurePosixPath) -> bool:
-    """Whether the file lies where an entry of its name would."""
-    named = place.suffix == SUFFIX and len(place.stem) == 64
-    return named and len(place.parts) == 3 and place.parts[0] in KINDS and place.parts[1] == place.stem[:2]
+def _is_entry(path: PurePosixPath) -> bool:
+    """Return whether the path is `<kind>/<first two digits>/<key>.safetensors`."""
+    if path.suffix != SUFFIX or len(path.stem) != 64 or len(path.parts) != 3:
+        return False
+    return path.parts[0] in KINDS and path.parts[1] == path.stem[:2]
 
 
-def _is_leftover(place: PurePosixPath) -> bool:
-    """Whether a writer of ours left the file: it is named as they name theirs, where they write."""
-    *folders, name = place.parts
-    beside_entries = len(folders) == 2 and folders[0] in KINDS and len(folders[1]) == 2
-    return is_temp_name(name) and (folders in ([], [FOLDER]) or beside_entries)
+def _is_leftover(path: PurePosixPath) -> bool:
+    """Return whether the path has the name of a temporary file, in a folder that Latentline writes to."""
+    *folders, name = path.parts
+    in_entry_folder = len(folders) == 2 and folders[0] in KINDS and len(folders[1]) == 2
+    return is_temp_name(name) and (folders in ([], [FOLDER]) or in_entry_folder)
 
 
-def _is_ours(place: PurePosixPath) -> bool:
-    """Whether it is a registration, or what is remembered of this machine."""
-    if len(place.parts) == 1:
-        return place.suffix == ".json"
-    return len(place.parts) == 2 and place.parts[0] == FOLDER and place.suffix in {".json", ".keys"}
+def _is_bookkeeping(path: PurePosixPath) -> bool:
+    """Return whether the path is a user's registration, or state of this machine."""
+    if len(path.parts) == 1:
+        return path.suffix == ".json"
+    return len(path.parts) == 2 and path.parts[0] == FOLDER and path.suffix in {".json", ".keys"}
 
 
-def _needed(users: Iterable[CacheUser]) -> set[str]:
+def _needed_keys(users: Iterable[CacheUser]) -> set[str]:
     needed: set[str] = set()
     for user in users:
-        needed |= user.keys | _in_tables(user.output_dir) | _in_runs(user.output_dir)
+        needed |= user.keys | _keys_in_tables(user.output_dir) | _keys_in_runs(user.output_dir)
     return needed
 
 
-def _in_tables(output_dir: Path) -> set[str]:
+def _keys_in_tables(output_dir: Path) -> set[str]:
     tables = Tables(output_dir)
     keys: set[str] = set()
     for asset in ("vae_latents", "text_embeddings"):
         path = tables.path(asset)
         if path.is_file():
-            keys |= _readable(path, lambda table: set(pl.read_parquet(table, columns=["key"])["key"]))
+            keys |= _read_keys(path, lambda table: set(pl.read_parquet(table, columns=["key"])["key"]))
     return keys
 
 
-def _in_runs(output_dir: Path) -> set[str]:
-    """Keys that runs which have begun and not finished train on."""
+def _keys_in_runs(output_dir: Path) -> set[str]:
+    """Return the keys of all entries that unfinished runs train on."""
     keys: set[str] = set()
     for inputs in output_dir.glob("runs/*/inputs.parquet"):
         if not RunLayout(inputs.parent).finished.exists():
-            keys |= _readable(inputs, read_entry_keys)
+            keys |= _read_keys(inputs, read_entry_keys)
     return keys
 
 
-def _readable(path: Path, keys: Callable[[Path], set[str]]) -> set[str]:
+def _read_keys(path: Path, read: Callable[[Path], set[str]]) -> set[str]:
     try:
-        return keys(path)
+        return read(path)
     except (OSError, pl.exceptions.PolarsError) as err:
-        fix = "run the recipe's job again, which writes it anew, or delete the file"
-        what = f"a table cannot be read, so that nobody knows which entries it names: {err}"
-        raise TableError(what, where=str(path), fix=fix) from err
+        raise TableError(
+            f"a table cannot be read, so the entries that it needs are unknown: {err}",
+            where=str(path),
+            fix="run the recipe's job again, which replaces the table, or delete the file",
+        ) from err

@@ -1,4 +1,7 @@
-"""Every entry that a recipe's tables name, read whole: bit rot changes no stat, only this can see it."""
+"""Verification of a recipe's cache: read every entry completely, and encode bad ones again.
+
+Bit rot does not change a file's stat, so only reading the file can find it.
+"""
 
 from __future__ import annotations
 
@@ -20,60 +23,64 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Needed:
-    """An entry that a recipe's tables ask for, and the first sample that does."""
+class NeededEntry:
+    """Entry that a recipe needs, and the name of the first sample that needs it."""
 
     name: str
     spec: EntrySpec
 
 
 @dataclass(frozen=True)
-class Bad:
-    """An entry that cannot be used.
+class BadEntry:
+    """Missing or damaged entry.
 
     Attributes:
-        needed: Which.
-        path: Where it is, or should be, as messages name it.
+        needed: The entry.
+        path: Path or address of the entry, as messages show it.
         problem: One sentence.
     """
 
-    needed: Needed
+    needed: NeededEntry
     path: str
     problem: str
 
 
-def needed_entries(recipe: Recipe, tables: Tables) -> list[Needed]:
-    """Of vae_latents and text_embeddings as the recipe now reads, each key once.
+def needed_entries(recipe: Recipe, tables: Tables) -> list[NeededEntry]:
+    """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
 
     Raises:
-        TableError: There is no table of one of them.
+        TableError: One of the two tables is missing.
         ModelError: The base model cannot be found.
     """
     entries = RecipeEntries(recipe)
-    latents = tables.read("vae_latents").to_dicts()
-    text = tables.read("text_embeddings")
-    first: dict[str, Needed] = {}
-    for row in latents:
+    needed: dict[str, NeededEntry] = {}
+    for row in tables.read("vae_latents").iter_rows(named=True):
         spec = entries.latent_spec(row)
-        first.setdefault(spec.key, Needed(row["sample_id"], spec))
-    samples = dict(zip(text["caption"].reverse(), text["sample_id"].reverse(), strict=True))
-    lengths = dict(zip(text["caption"], text["text_length"], strict=True))
+        needed.setdefault(spec.key, NeededEntry(row["sample_id"], spec))
+
+    text = tables.read("text_embeddings")
+    lengths = dict(text.select("caption", "text_length").iter_rows())
+    first_rows = text.unique("caption", keep="first", maintain_order=True)
+    first_samples = dict(first_rows.select("caption", "sample_id").iter_rows())
     for caption in wanted_captions(recipe, text["caption"]):
         spec = entries.text_spec(caption, lengths.get(caption))
-        name = f"the sample prompt {caption!r}" if caption else "the empty caption"
-        first.setdefault(spec.key, Needed(samples.get(caption, name), spec))
-    return list(first.values())
+        # Captions without a sample are the empty one and the preview prompts.
+        name = f"the preview prompt {caption!r}" if caption else "the empty caption"
+        needed.setdefault(spec.key, NeededEntry(first_samples.get(caption, name), spec))
+    return list(needed.values())
 
 
 def verify(
-    recipe: Recipe, needed: Sequence[Needed], progress: Callable[[Iterator[EntryState]], Iterator[EntryState]]
-) -> list[Bad]:
-    """Those of the entries that are missing or damaged; each is read whole, on all cores.
+    recipe: Recipe,
+    needed: Sequence[NeededEntry],
+    progress: Callable[[Iterator[EntryState]], Iterator[EntryState]],
+) -> list[BadEntry]:
+    """Return the missing and damaged entries; reads each entry completely, on all cores.
 
     Args:
-        recipe: Says where the store is.
-        needed: As `needed_entries`.
-        progress: Is given the states as they come, and passes them on.
+        recipe: Recipe whose store is read.
+        needed: Entries to verify.
+        progress: Wraps the iterator over the entries' states, for instance in a progress bar.
 
     Raises:
         StoreError: An entry may not be read.
@@ -82,30 +89,31 @@ def verify(
     with ThreadPoolExecutor(store.threads) as pool:
         states = progress(pool.map(lambda each: store.check(each.spec), needed))
         return [
-            Bad(each, store.where(each.spec), state.reason or "it is missing")
+            BadEntry(each, store.where(each.spec), state.reason or "the entry is missing")
             for each, state in zip(needed, states, strict=True)
             if not state.valid
         ]
 
 
-def repair(recipe: Recipe, tables: Tables, bad: Sequence[Bad], *, log: Log) -> None:
-    """Make bad entries again, as the cache job would; their samples' rows are brought up to date.
+def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:
+    """Encode bad entries again with the cache stages, which also update the rows of their samples.
 
-    A damaged file is deleted first, because one that rotted has the stat of a good one and would be trusted.
+    Damaged files are deleted first. A file with bit rot has the stat of a valid one and would be trusted.
 
     Raises:
-        StoreError: A file cannot be deleted, or the cache not written.
+        StoreError: A file cannot be deleted, or the cache cannot be written.
         LatentlineError: As `Launch`.
     """
     store = RecipeEntries(recipe).store
     for each in bad:
-        store.remove(each.needed.spec)  # a folder in its place is moved aside by the store itself
+        store.remove(each.needed.spec)
+
     launch = LocalLaunch(recipe.accelerate)
     kinds = {each.needed.spec.kind for each in bad}
     if "latents" in kinds:
-        made = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
-        tables.write("vae_latents", made.table)
-        tables.write_rejected("vae_latents", made.rejected)
+        result = cache_latents(recipe, tables.read("aspect_buckets"), tables, launch=launch, log=log)
+        tables.write("vae_latents", result.table)
+        tables.write_rejected("vae_latents", result.rejected)
     if "text" in kinds:
-        made = cache_text(recipe, tables.read("validated_dataset"), tables, launch=launch, log=log)
-        tables.write("text_embeddings", made.table)
+        result = cache_text(recipe, tables.read("validated_dataset"), tables, launch=launch, log=log)
+        tables.write("text_embeddings", result.table)

@@ -38,20 +38,18 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def file(tmp_path: Path, tiny_sdxl: Path) -> Path:
-    """A checkpoint that says that it predicts the velocity, as those of today do."""
+    """A checkpoint marked as predicting the velocity, as current ones are."""
     marks = {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
     return as_file(tmp_path / "noob.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl) | marks)
 
 
-def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
-    tmp_path: Path, tiny_sdxl: Path, file: Path
-) -> None:
+def test_the_printed_lines_make_a_valid_recipe(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
     folder = tmp_path / "models" / "noob"
     done = call(file, folder, "--like", tiny_sdxl)
     assert done.exit_code == 0
     for said in (
-        "unet: of the file, in float32",
-        "predicts v_prediction, as the file says",
+        "unet: from the file, in float32",
+        "predicts v_prediction, according to the file",
         "zero terminal SNR",
     ):
         assert said in done.output
@@ -71,7 +69,7 @@ def test_the_line_that_it_prints_makes_a_valid_recipe_of_the_file(
 
 
 @pytest.mark.slow
-def test_what_the_process_finds_wrong_ends_the_command_and_leaves_nothing(
+def test_an_error_in_the_converting_process_ends_the_command_and_leaves_no_files(
     tmp_path: Path, tiny_sdxl: Path, file: Path
 ) -> None:
     state = unet_originals.stable_diffusion_xl(tiny_sdxl)
@@ -84,7 +82,7 @@ def test_what_the_process_finds_wrong_ends_the_command_and_leaves_nothing(
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
-def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
+def test_a_mistake_is_reported_before_torch_is_imported(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
     script = f"""
 import sys
 sys.argv = ["latentline", "convert-checkpoint", {str(file)!r}, {str(tiny_sdxl)!r}]

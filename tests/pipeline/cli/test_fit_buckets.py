@@ -45,19 +45,19 @@ def run(*arguments: str) -> str:
     return CliRunner().invoke(command, arguments, catch_exceptions=False).output
 
 
-def test_B01_images_are_told_once_each_whatever_their_repeats(flowers: Path) -> None:
+def test_B01_each_image_counts_once_whatever_its_repeats(flowers: Path) -> None:
     more = "    repeats: 3\n    validation_fraction: 0.5\noutput_dir"
     flowers.write_text(flowers.read_text("utf-8").replace("output_dir", more), encoding="utf-8")
     lines = run(str(flowers)).splitlines()
-    assert any("12 images of a scan made just now, 2 at once" in line for line in lines)
+    assert any("12 images from a new scan, batches of 2" in line for line in lines)
     assert all(int(line.split()[-1]) <= 12 for line in lines if line.startswith("fitted, at most"))
 
 
-def test_the_trade_is_shown_beside_the_recipe_s_own_sizes_and_nothing_is_written(flowers: Path) -> None:
+def test_fitted_lists_are_compared_with_the_recipe_and_nothing_is_written(flowers: Path) -> None:
     before = flowers.read_bytes()
     lines = run(str(flowers)).splitlines()
-    assert any("12 images of a scan made just now, 2 at once" in line for line in lines)
-    own = next(line for line in lines if line.startswith("as the recipe has it"))
+    assert any("12 images from a new scan, batches of 2" in line for line in lines)
+    own = next(line for line in lines if line.startswith("current recipe"))
     fitted = [line for line in lines if line.startswith("fitted, at most")]
     assert own.split()[-1] == "0"
     assert len(fitted) >= 2
@@ -67,7 +67,7 @@ def test_the_trade_is_shown_beside_the_recipe_s_own_sizes_and_nothing_is_written
     assert not (flowers.parent / "out").exists()
 
 
-def test_the_list_is_written_into_the_recipe_which_keeps_its_comments(flowers: Path) -> None:
+def test_writing_the_list_preserves_the_comments_of_the_recipe(flowers: Path) -> None:
     assert "wrote" in run(str(flowers), "--write", "6")
     text = flowers.read_text(encoding="utf-8")
     for comment in ("# my flowers", "# from the garden", "# about 256x256"):
@@ -82,7 +82,7 @@ def test_the_list_is_written_into_the_recipe_which_keeps_its_comments(flowers: P
     assert next(line for line in again if line.startswith("fitted")).split()[-1] == "0", "nothing moves"
 
 
-def test_the_table_says_how_many_sizes_are_written_and_how_many_of_them_are_used(tmp_path: Path) -> None:
+def test_the_table_shows_how_many_sizes_are_written_and_how_many_are_used(tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for index, size in enumerate([(400, 300), (420, 300), (300, 300)]):
         Image.new("RGB", size, (index, 0, 0)).save(tmp_path / "photos" / f"{index}.png")
@@ -98,20 +98,20 @@ def test_the_table_says_how_many_sizes_are_written_and_how_many_of_them_are_used
     assert any(line.startswith(f"wrote {len(sizes)} sizes as buckets.sizes") for line in lines)
 
 
-def test_a_free_list_in_other_steps(flowers: Path) -> None:
+def test_a_free_list_with_another_step(flowers: Path) -> None:
     run(str(flowers), "--free", "--step", "32", "--write", "5")
     sizes = placement_of(load_recipe(flowers).buckets).sizes
     assert all(size.height % 32 == size.width % 32 == 0 for size in sizes)
 
 
 @pytest.mark.parametrize("more", [", upscale: never", ", resolutions: [256, 128]"])
-def test_rules_that_a_fit_does_not_know_are_an_error_with_its_fix(flowers: Path, more: str) -> None:
+def test_settings_that_a_fit_does_not_support_are_rejected(flowers: Path, more: str) -> None:
     file = write(flowers.parent, more)
-    with pytest.raises(BucketError, match="keep the ladder"):
+    with pytest.raises(BucketError, match="keep the current buckets"):
         run(str(file))
 
 
-def test_adding_an_image_never_moves_another_once_sizes_are_explicit(flowers: Path) -> None:
+def test_adding_an_image_never_moves_another_if_sizes_are_explicit(flowers: Path) -> None:
     run(str(flowers), "--write", "6")
     placement = placement_of(load_recipe(flowers).buckets)
     alone = placement.assign(Size(300, 420))

@@ -1,4 +1,4 @@
-"""The command line as a user types it, in a process of its own."""
+"""The command line in a separate process, as a user runs it."""
 
 import os
 import subprocess
@@ -37,21 +37,21 @@ def write(folder: Path, cache: str = "cache", base: str = "a/b", name: str = "fl
     return file
 
 
-def test_a_recipe_that_is_not_there_is_answered_with_those_that_are(tmp_path: Path) -> None:
+def test_a_missing_recipe_error_suggests_existing_recipes(tmp_path: Path) -> None:
     write(tmp_path)
     for argument, fix in {
         "flower": "did you mean flowers?",
         str(tmp_path / "flowrs.yaml"): "did you mean flowers?",
-        "birds": "there are flowers",
-        str(tmp_path / "none" / "birds.yaml"): "name the file of a recipe",
+        "birds": "use one of flowers",
+        str(tmp_path / "none" / "birds.yaml"): "pass the path of a recipe file",
     }.items():
         done = latentline("plan", argument, configs=tmp_path)
         assert done.returncode == 1
-        assert done.stderr.startswith(f"RecipeError: there is no recipe {argument}\n")
+        assert done.stderr.startswith(f"RecipeError: the recipe {argument} does not exist\n")
         assert done.stderr.endswith(f"fix:   {fix}\n")
 
 
-def test_a_recipe_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
+def test_a_recipe_is_given_by_name_or_by_file(tmp_path: Path) -> None:
     file = write(tmp_path)
     for argument in ("flowers", str(file)):
         done = latentline("validate", argument, configs=tmp_path)
@@ -59,7 +59,7 @@ def test_a_recipe_is_found_by_its_name_and_by_its_file(tmp_path: Path) -> None:
         assert str(file) in done.stdout
 
 
-def test_an_error_is_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
+def test_an_error_shows_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
     write(tmp_path, cache="photos/cache")
     done = latentline("validate", "flowers", configs=tmp_path)
     assert done.returncode == 1
@@ -68,7 +68,7 @@ def test_an_error_is_what_where_and_fix_without_a_traceback(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
-def test_what_the_system_refuses_is_told_with_its_path_and_a_fix(tmp_path: Path) -> None:
+def test_a_file_access_error_shows_its_path_and_a_fix(tmp_path: Path) -> None:
     file = write(tmp_path)
     for edge in (400, 500, 600):
         Image.new("RGB", (edge, 512)).save(tmp_path / "photos" / f"{edge}.png")
@@ -86,7 +86,7 @@ def test_what_the_system_refuses_is_told_with_its_path_and_a_fix(tmp_path: Path)
     assert file.read_bytes() == before
 
 
-def test_a_recipe_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     done = latentline("validate", "roses", configs=tmp_path)
     assert done.returncode == 1
     assert "roses.yaml" in done.stderr
@@ -102,7 +102,7 @@ def test_a_recipe_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         ("./none", "does not exist"),
     ],
 )
-def test_validate_looks_at_a_local_base_model(tmp_path: Path, base: str, said: str) -> None:
+def test_validate_checks_a_local_base_model(tmp_path: Path, base: str, said: str) -> None:
     write(tmp_path, base=base.format(root=tmp_path))
     done = latentline("validate", "flowers", configs=tmp_path)
     assert done.returncode == 1
@@ -110,7 +110,7 @@ def test_validate_looks_at_a_local_base_model(tmp_path: Path, base: str, said: s
     assert "fix:" in done.stderr
 
 
-def test_validate_looks_for_the_datasets(tmp_path: Path) -> None:
+def test_validate_checks_that_the_datasets_exist(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "photos").rmdir()
     done = latentline("validate", "flowers", configs=tmp_path)
@@ -126,14 +126,14 @@ def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Pat
     assert done.stderr.startswith("RecipeError: recipe asters has the same output_dir")
 
 
-def test_validate_refuses_a_file_that_the_definitions_would_refuse(tmp_path: Path) -> None:
+def test_validate_rejects_a_file_name_that_dagster_would_not_load(tmp_path: Path) -> None:
     file = write(tmp_path, name="flowers.yml")
     done = latentline("validate", str(file), configs=tmp_path)
     assert "rename it to flowers.yaml" in done.stderr
 
 
 @pytest.mark.parametrize("arguments", [("explain", "flowers", "cat"), ("verify", "flowers")])
-def test_a_message_about_a_job_names_the_recipes_own(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_a_message_about_a_job_names_the_recipe_s_own_job(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     write(tmp_path, base=str(tmp_path))
     done = latentline(*arguments, configs=tmp_path)
     assert done.returncode == 1
@@ -141,7 +141,7 @@ def test_a_message_about_a_job_names_the_recipes_own(tmp_path: Path, arguments: 
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_explains_itself(name: str, tmp_path: Path) -> None:
+def test_every_command_has_help(name: str, tmp_path: Path) -> None:
     done = latentline(name, "--help", configs=tmp_path)
     assert done.returncode == 0
     assert "Usage: latentline" in done.stdout

@@ -1,4 +1,4 @@
-"""The commands plan, explain, verify and gc, as they are called."""
+"""The commands plan, explain, verify and gc."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ buckets: {{resolution: 64, step: 16}}
     return call
 
 
-def test_plan_counts_names_and_measures(cli: Any, job: Job) -> None:
-    assert "5 there         0 to encode" in cli("plan", "sample").stdout
+def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
+    assert "5 to reuse         0 to encode" in cli("plan", "sample").stdout
     job.entry("vae_latents").unlink()
     done = cli("plan", "sample")
     assert done.exit_code == 0
-    assert "4 there         1 to encode   2.56 kB, about" in done.stdout
+    assert "4 to reuse         1 to encode   2.56 kB, about" in done.stdout
     assert "1 entry missing: photos/cat.png" in done.stdout
     as_json = json.loads(cli("plan", "sample", "--json").stdout)
     assert as_json["latents_to_make"] == 1
@@ -52,7 +52,7 @@ def test_plan_counts_names_and_measures(cli: Any, job: Job) -> None:
     assert not job.entry("vae_latents").exists()
 
 
-def test_plan_says_first_that_a_gate_would_close_and_what_to_do(cli: Any, job: Job) -> None:
+def test_plan_first_shows_gates_that_would_close_and_their_fixes(cli: Any, job: Job) -> None:
     (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
     shown = cli("plan", "sample")
     assert shown.exit_code == 0
@@ -92,7 +92,7 @@ def test_explain_prints_every_stage(cli: Any) -> None:
     assert json.loads(cli("explain", "sample", "cat", "--json").stdout)["latents entry"]["state"] == "valid"
 
 
-def test_explain_loses_no_row_of_a_stage_as_json(cli: Any, job: Job) -> None:
+def test_explain_as_json_keeps_every_row_of_a_stage(cli: Any, job: Job) -> None:
     text = job.tables.read("text_embeddings")
     further = text.with_columns(variant=pl.lit(1, pl.Int32), caption=pl.lit("a tabby"))
     job.tables.write("text_embeddings", pl.concat([text, further]))
@@ -101,7 +101,7 @@ def test_explain_loses_no_row_of_a_stage_as_json(cli: Any, job: Job) -> None:
     assert said["text_embeddings (2)"]["caption"] == "a tabby"
 
 
-def test_verify_ends_with_1_and_names_the_file_and_the_fix(cli: Any, job: Job) -> None:
+def test_verify_exits_with_1_and_shows_the_file_and_the_fix(cli: Any, job: Job) -> None:
     assert cli("verify", "sample").exit_code == 0
     path = job.entry("vae_latents")
     path.write_bytes(path.read_bytes()[:-1])
@@ -111,7 +111,7 @@ def test_verify_ends_with_1_and_names_the_file_and_the_fix(cli: Any, job: Job) -
     assert "latentline verify sample --repair" in done.stderr
 
 
-def test_verify_repairs_with_a_process_of_its_own(cli: Any, job: Job) -> None:
+def test_verify_repairs_in_a_separate_process(cli: Any, job: Job) -> None:
     path = job.entry("text_embeddings")
     sound = path.read_bytes()
     path.write_bytes(sound[:-1])
@@ -121,16 +121,16 @@ def test_verify_repairs_with_a_process_of_its_own(cli: Any, job: Job) -> None:
     assert cli("verify", "sample").exit_code == 0
 
 
-def test_L13_gc_deletes_nothing_unless_told_to(cli: Any, job: Job) -> None:
+def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
     path = job.entry("vae_latents")
     for suffix in (".png", ".txt"):
         (job.recipe.datasets[0].path / f"cat{suffix}").unlink()
     job.run()
-    assert "2 needed by nobody and younger than 24 h: kept" in cli("gc").stdout
+    assert "2 not needed but younger than 24 h: kept" in cli("gc").stdout
     os.utime(path, (OLD_S, OLD_S))
     shown = cli("gc")
     assert shown.exit_code == 0
-    assert "1 needed by nobody, 2.56 kB" in shown.stdout
+    assert "1 not needed, 2.56 kB" in shown.stdout
     assert "nothing was deleted" in shown.stdout
     assert path.exists()
     assert "deleted 1 file, 2.56 kB" in cli("gc", "--delete").stdout
@@ -138,32 +138,34 @@ def test_L13_gc_deletes_nothing_unless_told_to(cli: Any, job: Job) -> None:
     assert cli("verify", "sample").exit_code == 0
 
 
-def test_L13_an_output_folder_is_forgotten_only_when_it_is_gone(cli: Any, job: Job, tmp_path: Path) -> None:
+def test_L13_an_output_folder_is_forgotten_only_after_it_was_deleted(
+    cli: Any, job: Job, tmp_path: Path
+) -> None:
     done = cli("gc", "--forget", str(job.recipe.output_dir))
     assert isinstance(done.exception, LatentlineError)
-    assert "still there" in done.exception.what
+    assert "still exists" in done.exception.what
     job.recipe.output_dir.rename(tmp_path / "moved")
-    assert "not there now: kept" in cli("gc", "--grace-hours", "0").stdout
+    assert "folder is missing: entries kept" in cli("gc", "--grace-hours", "0").stdout
     shown = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
     entries = len(list(job.recipe.cache_dir.rglob("*.safetensors")))
-    assert f"{entries} needed by nobody" in shown
+    assert f"{entries} not needed" in shown
 
 
-def test_I27_gc_refuses_a_folder_that_is_no_cache(cli: Any, tmp_path: Path) -> None:
+def test_I27_gc_rejects_a_folder_that_is_not_a_cache(cli: Any, tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "render.tmp").write_text("of hours")
     os.utime(mine / "render.tmp", (OLD_S, OLD_S))
     done = cli("gc", "--delete", "--cache-dir", str(mine))
     assert isinstance(done.exception, LatentlineError)
-    assert "this is no cache: it holds 1 file of something else" in done.exception.what
+    assert "not a cache: the folder holds only 1 file of other programs" in done.exception.what
     assert (mine / "render.tmp").exists()
     (mine / "render.tmp").unlink()
     assert cli("gc", "--cache-dir", str(mine)).exit_code == 0, "a new cache is empty"
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])
-def test_O03_no_command_imports_torch_to_look(cli: Any, name: str) -> None:
+def test_O03_no_command_imports_torch(cli: Any, name: str) -> None:
     import subprocess
 
     arguments = {"plan": ["sample"], "explain": ["sample", "cat"], "verify": ["sample"], "gc": []}[name]

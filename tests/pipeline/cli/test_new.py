@@ -1,4 +1,4 @@
-"""`latentline new`: the recipe that it writes is valid, fits the folder, and runs."""
+"""`latentline new` writes a valid recipe that fits the folder and runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(configs: Path, name: str) -> Recipe:
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".caption", ".caption.txt"])
-def test_captions_are_where_they_really_are_and_one_of_them_is_drawn(
+def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
     configs: Path, tmp_path: Path, suffix: str
 ) -> None:
     said = new("roses", images(tmp_path / "my roses", 4, suffix))
@@ -64,7 +64,7 @@ def test_captions_are_where_they_really_are_and_one_of_them_is_drawn(
     assert (recipe.buckets.resolution, recipe.buckets.step) == (1024, 64)
 
 
-def test_folders_of_sd_scripts_become_datasets_with_their_repeats(configs: Path, tmp_path: Path) -> None:
+def test_sd_scripts_folders_become_datasets_with_repeats(configs: Path, tmp_path: Path) -> None:
     images(tmp_path / "train" / "10_sks dog", 3)
     images(tmp_path / "train" / "1_dog", 5, ".txt")
     new("dogs", tmp_path / "train")
@@ -78,7 +78,7 @@ def test_folders_of_sd_scripts_become_datasets_with_their_repeats(configs: Path,
     )
 
 
-def test_without_captions_there_is_one_for_all_and_missing_ones_are_counted(
+def test_without_caption_files_all_images_share_one_and_missing_ones_are_counted(
     configs: Path, tmp_path: Path
 ) -> None:
     new("bare", images(tmp_path / "bare", 3))
@@ -99,13 +99,15 @@ def test_without_captions_there_is_one_for_all_and_missing_ones_are_counted(
         ("black-forest-labs/FLUX.1-dev", 1024),
     ],
 )
-def test_the_resolution_is_the_model_s(configs: Path, tmp_path: Path, base: str, resolution: int) -> None:
+def test_the_resolution_follows_from_the_model_s_name(
+    configs: Path, tmp_path: Path, base: str, resolution: int
+) -> None:
     new("roses", images(tmp_path / "roses", 1), "--base", base)
     recipe = written(configs, "roses")
     assert (recipe.model.base, recipe.buckets.resolution) == (base, resolution)
 
 
-def test_a_unet_on_this_machine_says_its_resolution_itself(
+def test_a_downloaded_unet_decides_the_resolution(
     configs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "hub" / "models--someone--stable-diffusion-v1" / "snapshots" / "0123abc" / "unet"
@@ -118,7 +120,7 @@ def test_a_unet_on_this_machine_says_its_resolution_itself(
     assert written(configs, "roses").buckets.resolution == 768
 
 
-def test_more_images_are_trained_on_for_more_steps_up_to_a_bound(configs: Path, tmp_path: Path) -> None:
+def test_more_images_get_more_steps_up_to_a_maximum(configs: Path, tmp_path: Path) -> None:
     steps = []
     for number in (1, 20, 60, 130):
         new(f"n{number}", images(tmp_path / f"n{number}", number))
@@ -130,14 +132,14 @@ def test_more_images_are_trained_on_for_more_steps_up_to_a_bound(configs: Path, 
     ("arguments", "error", "said"),
     [
         (("bad-name", "roses", SDXL), RecipeError, "latentline new bad_name"),
-        (("roses", "nowhere", SDXL), DatasetError, "there is no folder"),
-        (("roses", "roses/0.png", SDXL), DatasetError, "is no folder"),
-        (("roses", "empty", SDXL), DatasetError, "there is no image in the folder"),
+        (("roses", "nowhere", SDXL), DatasetError, "does not exist"),
+        (("roses", "roses/0.png", SDXL), DatasetError, "is not a folder"),
+        (("roses", "empty", SDXL), DatasetError, "the folder contains no images"),
         (("roses", "roses", "x.safetensors"), ModelError, "latentline convert-checkpoint x.safetensors"),
         (("roses", "roses", "nonsense"), ModelError, "does not exist"),
     ],
 )
-def test_a_mistake_is_told_and_nothing_is_written(
+def test_a_mistake_is_reported_and_nothing_is_written(
     configs: Path, tmp_path: Path, arguments: tuple[str, str, str], error: type[LatentlineError], said: str
 ) -> None:
     name, folder, base = arguments
@@ -148,17 +150,17 @@ def test_a_mistake_is_told_and_nothing_is_written(
     assert not configs.exists()
 
 
-def test_a_recipe_is_never_replaced(configs: Path, tmp_path: Path) -> None:
+def test_an_existing_recipe_is_never_overwritten(configs: Path, tmp_path: Path) -> None:
     folder = images(tmp_path / "roses", 1)
     new("roses", folder)
     before = (configs / "roses.yaml").read_bytes()
-    with pytest.raises(RecipeError, match="nothing is ever replaced"):
+    with pytest.raises(RecipeError, match="never overwritten"):
         new("roses", folder, "--base", "a/b")
     assert (configs / "roses.yaml").read_bytes() == before
 
 
 def on_this_disk(configs: Path, root: Path) -> Path:
-    """The recipe with its two folders in `root` and few steps."""
+    """Move the recipe's cache and output to `root` and train two steps."""
     file = configs / "photos.yaml"
     text = file.read_text(encoding="utf-8").replace(".cache/latentline ", f"{root}/cache ")
     text = text.replace("outputs/photos", f"{root}/outputs/photos").replace("steps: 300 ", "steps: 2 ")
@@ -167,7 +169,7 @@ def on_this_disk(configs: Path, root: Path) -> Path:
     return file
 
 
-def test_what_it_writes_for_photographs_is_cached(
+def test_the_recipe_for_photographs_can_be_cached(
     configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere
 ) -> None:
     new("photos", photos, "--base", str(tiny_sd))
@@ -178,7 +180,7 @@ def test_what_it_writes_for_photographs_is_cached(
 
 
 @pytest.mark.slow
-def test_what_it_writes_for_photographs_is_trained_on(
+def test_the_recipe_for_photographs_can_be_trained(
     configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path
 ) -> None:
     new("photos", photos, "--base", str(tiny_sd))

@@ -1,4 +1,4 @@
-"""latentline explain: a sample by any of its names, and what each stage knows of it."""
+"""A sample is found by any of its names, and every stage's facts about it are shown."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from tests.pipeline.cached_job import Job
 
 
 @pytest.mark.parametrize("said", ["photos/cat.png", "cat.png", "cat"])
-def test_a_sample_is_found_by_its_id_its_path_or_a_part_of_it(job: Job, said: str) -> None:
+def test_a_sample_is_found_by_id_by_path_or_by_part_of_either(job: Job, said: str) -> None:
     assert find_sample(job.tables, said) == "photos/cat.png"
 
 
-def test_a_name_of_several_samples_lists_them_and_one_of_none_says_so(job: Job) -> None:
+def test_an_ambiguous_name_lists_the_candidates_and_an_unknown_name_is_an_error(job: Job) -> None:
     with pytest.raises(TableError, match="5 samples") as caught:
         find_sample(job.tables, ".png")
     assert "photos/camera.png" in caught.value.fix
-    with pytest.raises(TableError, match="no sample is called 'dog'"):
+    with pytest.raises(TableError, match="no sample matches 'dog'"):
         find_sample(job.tables, "dog")
 
 
-def test_everything_from_the_file_to_the_entries_is_told(job: Job) -> None:
+def test_all_stages_and_entries_are_explained(job: Job) -> None:
     known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
     assert known["raw_images"]["format"] == "PNG"
     assert known["validated_dataset"]["caption"] == "a cat that looks at the camera"
     row = job.tables.read("vae_latents").to_dicts()[2]
     assert row["sample_id"] == "photos/cat.png"
     assert known["aspect_buckets"]["bucket"] == row["bucket"]
-    assert "content_hash" not in known["vae_latents"], "the same is said twice"
+    assert "content_hash" not in known["vae_latents"], "a value is shown twice"
     latent, text = known["latents entry"], known["text entry"]
     assert latent["path"] == str(job.entry("vae_latents"))
     assert text["path"] == str(job.entry("text_embeddings"))
@@ -38,7 +38,7 @@ def test_everything_from_the_file_to_the_entries_is_told(job: Job) -> None:
     assert latent["made of posterior"] == "sample"
 
 
-def test_L08_mirrored_latents_and_further_captions_are_told_with_their_state(job: Job) -> None:
+def test_L08_mirrored_latents_and_further_captions_are_shown_with_their_state(job: Job) -> None:
     flipped = job.changed(latents={"flip": True})
     validated = job.tables.read("validated_dataset")
     job.tables.write("validated_dataset", validated.with_columns(more_captions=pl.lit('["a tabby"]')))
@@ -49,7 +49,7 @@ def test_L08_mirrored_latents_and_further_captions_are_told_with_their_state(job
     assert known["text entry, variant 1"]["state"] == "missing"
 
 
-def test_a_damaged_entry_and_a_rejected_image_say_so(job: Job) -> None:
+def test_a_damaged_entry_and_a_rejected_image_are_explained(job: Job) -> None:
     job.entry("vae_latents").write_bytes(b"torn")
     known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
     assert known["latents entry"]["state"] == "it has 4 bytes, 2560 are expected"

@@ -1,4 +1,4 @@
-"""latentline plan: what it says is what the job then does."""
+"""The forecast of a cache job agrees with what the job then does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def reasons(found: Forecast) -> dict[str, dict[str, list[str]]]:
 
 
 def run(job: Job) -> dict[str, dict[str, int]]:
-    """The whole cache job; what its two cache stages counted."""
+    """Run the cache job and return the counters of its two cache stages."""
     raw = job.keep("raw_images", scan(job.recipe, job.tables, log=str)).table
     valid = job.keep("validated_dataset", validate(job.recipe, raw, job.tables, log=str)).table
     buckets = job.keep("aspect_buckets", assign_buckets(job.recipe, valid, log=str)).table
@@ -44,7 +44,7 @@ def run(job: Job) -> dict[str, dict[str, int]]:
 
 
 def agree(job: Job) -> Forecast:
-    """What is said, after the job has done just that."""
+    """Return the forecast, after asserting that the job did exactly that."""
     said = plan(job)
     done = run(job)
     for kind, expected in (("latents", said.latents), ("text", said.text)):
@@ -140,7 +140,7 @@ CAT, ALL = (
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_L04_each_reason_is_named_and_the_job_does_what_was_said(
+def test_L04_each_reason_is_named_and_the_job_agrees_with_the_forecast(
     job: Job, change: Callable[[Job], None], latents: dict[str, list[str]], text: dict[str, list[str]]
 ) -> None:
     change(job)
@@ -151,7 +151,7 @@ def test_L04_each_reason_is_named_and_the_job_does_what_was_said(
 
 
 @pytest.mark.slow
-def test_L04_one_of_500_costs_what_it_must_and_the_plan_had_said_so(job: Job) -> None:
+def test_L04_changing_one_of_500_images_encodes_only_what_changed_as_forecast(job: Job) -> None:
     """Add, remove, edit, rename and move one: 1, 0, 1, 0 and 0 latents are encoded."""
     for index in range(495):
         levels = np.random.default_rng(index).integers(0, 256, (24, 40, 3), dtype=np.uint8)
@@ -176,7 +176,7 @@ def test_L04_one_of_500_costs_what_it_must_and_the_plan_had_said_so(job: Job) ->
     assert text == [1, 0, 0, 0, 0]
 
 
-def test_nothing_is_written_and_nothing_made(job: Job) -> None:
+def test_a_forecast_writes_and_encodes_nothing(job: Job) -> None:
     add(job)
     root = photo(job).parents[1]
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
@@ -184,7 +184,7 @@ def test_nothing_is_written_and_nothing_made(job: Job) -> None:
     assert {path: path.stat().st_mtime_ns for path in root.rglob("*")} == before
 
 
-def test_bytes_and_seconds_are_those_of_what_is_missing(job: Job) -> None:
+def test_bytes_and_seconds_cover_the_missing_entries(job: Job) -> None:
     assert plan(job).latents.seconds == 0
     shutil.rmtree(job.recipe.cache_dir / "latents")
     said = plan(job).latents
@@ -205,7 +205,7 @@ def test_rejected_images_are_counted_by_reason(job: Job) -> None:
     assert (said.samples, dict(said.rejected)) == (5, {"empty_file": 1})
 
 
-def test_gates_that_would_close_are_told_those_of_the_first_asset_alone(job: Job) -> None:
+def test_only_the_closed_gates_of_the_first_asset_are_reported(job: Job) -> None:
     assert plan(job).closed == []
     caption = photo(job, "cat.txt")
     said = caption.read_text(encoding="utf-8")
@@ -222,7 +222,7 @@ def test_gates_that_would_close_are_told_those_of_the_first_asset_alone(job: Job
     assert [(gate.asset, gate.name) for gate in plan(job).closed] == [("raw_images", "images_found")]
 
 
-def test_a_plan_tells_no_numbers_of_the_last_run_as_its_own(job: Job) -> None:
+def test_a_forecast_does_not_log_numbers_of_the_last_run(job: Job) -> None:
     photo(job).write_bytes(b"")
     told: list[str] = []
     forecast(job.recipe, job.tables, log=told.append)

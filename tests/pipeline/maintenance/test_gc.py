@@ -44,7 +44,7 @@ def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
     return gone
 
 
-def test_a_cache_in_use_has_no_orphans_however_old(job: Job) -> None:
+def test_a_cache_in_use_has_no_orphans_whatever_its_age(job: Job) -> None:
     age(job)
     found = survey(job.recipe.cache_dir)
     assert (found.entries, found.orphans, found.young, found.foreign) == (len(entries(job)), {}, 0, [])
@@ -53,7 +53,7 @@ def test_a_cache_in_use_has_no_orphans_however_old(job: Job) -> None:
     assert delete(job.recipe.cache_dir, found) == (0, 0)
 
 
-def test_L13_what_a_removed_sample_needed_is_an_orphan_after_the_grace_period(job: Job) -> None:
+def test_L13_entries_of_a_removed_sample_are_orphans_after_the_grace_period(job: Job) -> None:
     gone = drop_sample(job)
     assert survey(job.recipe.cache_dir).young == 2, "within the grace period they are kept"
     age(job)
@@ -65,7 +65,7 @@ def test_L13_what_a_removed_sample_needed_is_an_orphan_after_the_grace_period(jo
     assert job.failing("vae_latents") == job.failing("text_embeddings") == {}
 
 
-def test_L13_the_empty_caption_and_sample_prompts_are_needed_without_a_row(job: Job) -> None:
+def test_L13_the_empty_caption_and_preview_prompts_are_needed_without_a_table_row(job: Job) -> None:
     named = {*job.tables.read("vae_latents")["key"], *job.tables.read("text_embeddings")["key"]}
     without_row = {path for path in entries(job) if path.stem not in named}
     assert without_row, "there is no entry without a row"
@@ -73,7 +73,7 @@ def test_L13_the_empty_caption_and_sample_prompts_are_needed_without_a_row(job: 
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
-def test_L13_an_entry_that_another_project_needs_is_no_orphan(job: Job, tmp_path: Path) -> None:
+def test_L13_an_entry_that_another_project_needs_is_not_an_orphan(job: Job, tmp_path: Path) -> None:
     latent, _ = drop_sample(job)
     register_user(
         job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem]
@@ -84,20 +84,20 @@ def test_L13_an_entry_that_another_project_needs_is_no_orphan(job: Job, tmp_path
     assert places(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
 
 
-def test_L13_an_output_folder_that_is_gone_or_not_mounted_still_counts(job: Job) -> None:
+def test_L13_a_missing_or_unmounted_output_folder_still_counts(job: Job) -> None:
     shutil.rmtree(job.recipe.output_dir)
     age(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
-def test_L13_a_table_is_believed_beside_the_registration(job: Job) -> None:
+def test_L13_entries_named_only_in_a_table_are_needed(job: Job) -> None:
     """A job that is running has registered other keys; its last tables still stand."""
     register_user(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
     age(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
-def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_not(job: Job) -> None:
+def test_L13_an_unfinished_run_keeps_its_entries_and_a_finished_one_does_not(job: Job) -> None:
     tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
     entries = RecipeEntries(job.recipe)
     inputs = training_inputs(job.recipe, entries, *tables)
@@ -113,7 +113,7 @@ def test_L13_an_unfinished_run_keeps_what_it_trains_on_and_a_finished_one_does_n
     assert set(survey(job.recipe.cache_dir).orphans) == places(job, latent, text)
 
 
-def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> None:
+def test_L13_an_entry_requested_between_survey_and_deletion_is_kept(job: Job) -> None:
     latent, text = drop_sample(job)
     age(job)
     found = survey(job.recipe.cache_dir)
@@ -125,7 +125,7 @@ def test_L13_what_is_asked_for_between_looking_and_deleting_stays(job: Job) -> N
     assert not text.exists()
 
 
-def test_I27_leftovers_of_writers_go_and_foreign_files_stay(job: Job) -> None:
+def test_I27_leftovers_of_writers_are_deleted_and_foreign_files_are_kept(job: Job) -> None:
     root = job.recipe.cache_dir
     leftovers = {folder / temp_name() for folder in (root, root / "outputs", root / "latents" / "ab")}
     foreign = {
@@ -159,7 +159,7 @@ def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(j
     table = job.tables.path("vae_latents")
     raw = table.read_bytes()
     table.write_bytes(b"torn")
-    with pytest.raises(TableError, match="nobody knows"):
+    with pytest.raises(TableError, match="the entries that it needs are unknown"):
         survey(job.recipe.cache_dir)
     table.write_bytes(raw)
     (path,) = (job.recipe.cache_dir / "outputs").glob("*.json")
@@ -168,5 +168,5 @@ def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(j
         survey(job.recipe.cache_dir)
 
 
-def test_an_empty_or_missing_cache_holds_nothing(tmp_path: Path) -> None:
+def test_a_missing_cache_has_no_entries(tmp_path: Path) -> None:
     assert survey(tmp_path / "none").entries == 0

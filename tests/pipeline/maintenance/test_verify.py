@@ -1,4 +1,4 @@
-"""latentline verify: a disk that lies is found, named and mended."""
+"""Silent corruption on disk is found, reported and repaired."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pipeline.cache.requests import stat_columns
 from pipeline.cache.store import EntryStat, Store
 from pipeline.checks.findings import CheckContext
 from pipeline.maintenance import verify as verification
-from pipeline.maintenance.verify import Bad, needed_entries, verify
+from pipeline.maintenance.verify import BadEntry, needed_entries, verify
 from pipeline.vae_latents import checks as vae_latents
 from tests.pipeline.cached_job import ASSETS, Job
 
@@ -22,14 +22,14 @@ def passed_on(states: Iterator[Any]) -> Iterator[Any]:
     yield from states
 
 
-def bad(job: Job) -> list[Bad]:
+def bad(job: Job) -> list[BadEntry]:
     return verify(job.recipe, needed_entries(job.recipe, job.tables), passed_on)
 
 
 def rot(job: Job, path: Path) -> None:
-    """One bit of the data flips on the disk, and the file's stat is the recorded one.
+    """Flip one bit of the file's data and record the new stat in the tables.
 
-    No program can set a change time; so the table is told the new one, as if it had always been that.
+    A change time cannot be set, so the table is changed instead of the file's stat.
     """
     raw = bytearray(path.read_bytes())
     raw[-3] ^= 4
@@ -44,7 +44,7 @@ def rot(job: Job, path: Path) -> None:
         job.tables.write(asset, table.with_columns(changed))
 
 
-def test_a_sound_cache_has_nothing_bad_and_each_entry_is_looked_at_once(job: Job) -> None:
+def test_a_valid_cache_has_no_bad_entries_and_each_key_is_needed_once(job: Job) -> None:
     needed = needed_entries(job.recipe, job.tables)
     assert (
         len(needed)
@@ -55,10 +55,10 @@ def test_a_sound_cache_has_nothing_bad_and_each_entry_is_looked_at_once(job: Job
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L07_bit_rot_that_no_gate_can_see_is_found_and_named(job: Job, asset: str) -> None:
+def test_L07_bit_rot_that_no_gate_can_detect_is_found(job: Job, asset: str) -> None:
     path = job.entry(asset)
     rot(job, path)
-    assert job.failing(asset) == {}, "the file's stat is as recorded, and yet it was read"
+    assert job.failing(asset) == {}, "the stat is as recorded, so no gate reads the file"
     (found,) = bad(job)
     assert (found.path, found.needed.name, found.problem) == (
         str(path),
@@ -67,7 +67,7 @@ def test_L07_bit_rot_that_no_gate_can_see_is_found_and_named(job: Job, asset: st
     )
 
 
-def test_a_repair_makes_the_bad_entries_again_and_leaves_the_others(
+def test_a_repair_encodes_the_bad_entries_and_keeps_the_others(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entries = sorted(job.recipe.cache_dir.rglob("*.safetensors"))

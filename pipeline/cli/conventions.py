@@ -1,0 +1,83 @@
+"""Conventions that the subcommands share: the recipe argument, paths, and numbers as text."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import click
+
+from pipeline.errors import RecipeError
+from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
+
+_MAX_NAMES = 10
+
+
+class RecipeArgument(click.ParamType[Recipe]):
+    """Recipe, given by its name in the recipes folder, such as `flowers`, or by the path of its file."""
+
+    name = "recipe"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Recipe:
+        """Load the recipe and store its name in the context's `obj`.
+
+        Raises:
+            RecipeError: The file does not exist or is invalid; the error lists all mistakes.
+        """
+        if isinstance(value, Recipe):
+            return value
+        text = str(value)
+        is_path = text.endswith((".yaml", ".yml")) or len(Path(text).parts) > 1
+        file = Path(text) if is_path else recipes_dir() / f"{text}.yaml"
+        if not file.exists():
+            raise _no_such_recipe(text, file.absolute())
+
+        recipe = load_recipe(file)
+        if ctx is not None and isinstance(ctx.obj, dict):
+            ctx.obj["recipe"] = recipe.name
+        return recipe
+
+
+RECIPE = RecipeArgument()
+
+
+def _no_such_recipe(text: str, file: Path) -> RecipeError:
+    """Return an error that suggests the closest name, or else lists all recipes of the folder."""
+    folder = file.parent
+    names = sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+    closest = difflib.get_close_matches(file.stem, names, n=1)
+    if closest:
+        fix = f"did you mean {closest[0]}?"
+    elif names:
+        fix = f"use one of {', '.join(names[:_MAX_NAMES])}" + (", ..." if len(names) > _MAX_NAMES else "")
+    else:
+        fix = "pass the path of a recipe file"
+    return RecipeError(f"the recipe {text} does not exist", where=str(file), fix=fix)
+
+
+def as_recipe_path(text: str) -> str:
+    """Return an existing path as a recipe writes it; Hub ids and missing paths are returned unchanged.
+
+    Command line paths are relative to the working directory, but paths in recipes to the project root.
+    """
+    path = Path(text).expanduser()
+    return path_in_recipe(path) if path.exists() else text
+
+
+def bytes_text(number: int) -> str:
+    """Format a size with powers of 1000, such as "712 bytes" or "1.4 MB"."""
+    if number < 1000:
+        return f"{number} bytes"
+    value = float(number)
+    for unit in ("kB", "MB", "GB"):
+        value /= 1000
+        if value < 999.5:
+            return f"{value:.3g} {unit}"
+    return f"{value / 1000:,.3g} TB"
+
+
+def seconds_text(seconds: float) -> str:
+    """Format a duration, such as "0.4 s", "12 min" or "3.5 h"."""
+    if seconds < 120:
+        return f"{seconds:.2g} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
