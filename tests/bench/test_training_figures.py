@@ -34,7 +34,7 @@ def batch_for(unet: UNet2DConditionModel) -> MicroInput:
     shape = (2, unet.config["in_channels"], 8, 8)
     noise = torch.randn(shape)
     return MicroInput(
-        sample_ids=("a", "b"),
+        variant_ids=("a", "b"),
         indices=torch.arange(2),
         latent=torch.randn(shape),
         noise=noise,

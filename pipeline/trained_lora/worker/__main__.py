@@ -10,8 +10,9 @@ from pipeline.processes.pipes import reporter
 
 
 def main(order_path: Path) -> None:
-    """Train what the order says; ends with status 143 when asked to stop, leaving a checkpoint."""
+    """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
     with reporter() as report:
+        # Imported here, so that a failure to import torch reaches the reporter.
         import torch
 
         from pipeline.models.worker.loading import keep_quiet

@@ -1,4 +1,4 @@
-"""The base model as training wants it: its number format, packed weights, memory against time, compiled."""
+"""Loading the frozen base model for training: dtype, quantisation, gradient checkpointing and compilation."""
 
 from __future__ import annotations
 
@@ -16,57 +16,71 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Of the frozen base weights, by `accelerate.mixed_precision`; LoRA weights are float32 always."""
+"""Dtype of the frozen base weights by `accelerate.mixed_precision`; LoRA weights are always float32."""
 
-_WHERE = "training.quantize"
+_TORCHAO_CONFIGS = {"int8_torchao": "Int8WeightOnlyConfig", "fp8_torchao": "Float8WeightOnlyConfig"}
+"""Classes of `torchao.quantization` by `training.quantize`."""
+
+_QUANTIZE_KEY = "training.quantize"
 
 
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
-    """The frozen denoiser on `device`, its weights packed where the recipe asks for it.
+    """Load the denoiser onto `device`, quantised if the recipe says so.
 
     Raises:
-        TrainingError: The packing needs a package or a GPU that is not there, or fits no weight.
+        TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
     """
     dtype, kind = BASE_DTYPES[recipe.accelerate.mixed_precision], recipe.training.quantize
     denoiser = family.denoiser.load(dtype, device, quantization=quantization(kind, dtype, device))
-    if kind != "none" and not any(map(_packed, denoiser.parameters())):
-        what, fix = f"{kind} packed no weight of {type(denoiser).__name__}", "set training.quantize: none"
-        raise TrainingError(what, where=_WHERE, fix=fix)
+    if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
+        raise TrainingError(
+            f"{kind} quantised no weight of {type(denoiser).__name__}",
+            where=_QUANTIZE_KEY,
+            fix="set training.quantize: none",
+        )
     return denoiser
 
 
-def _packed(weight: nn.Parameter) -> bool:
-    """Bitsandbytes keeps bytes in parameters of its own classes, torchao has a tensor class."""
+def _is_quantized(weight: nn.Parameter) -> bool:
+    """Return whether bitsandbytes (byte tensors) or torchao (a tensor subclass) holds the weight."""
     return weight.dtype in (torch.int8, torch.uint8) or hasattr(weight, "__tensor_flatten__")
 
 
 def quantization(kind: str, dtype: str, device: str) -> Any:
-    """Diffusers' quantisation config for a kind of `training.quantize`; None for "none".
+    """Return diffusers' quantisation config for a value of `training.quantize`; None for "none".
 
     Args:
-        kind: As the recipe has it.
-        dtype: In which the unpacked weights are multiplied.
-        device: Where the model will lie.
+        kind: Value of `training.quantize`.
+        dtype: Dtype of matrix products with unpacked weights.
+        device: Device of the model.
 
     Raises:
-        TrainingError: The kind needs a package or a GPU that is not there.
+        TrainingError: The quantisation needs a missing package or GPU.
     """
     if kind == "none":
         return None
     import diffusers
 
+    uses_torchao = kind in _TORCHAO_CONFIGS
+    package = "torchao" if uses_torchao else "bitsandbytes"
     try:
-        if kind.endswith("_torchao"):
-            name = {"int8_torchao": "Int8WeightOnlyConfig", "fp8_torchao": "Float8WeightOnlyConfig"}[kind]
-            return diffusers.TorchAoConfig(getattr(import_module("torchao.quantization"), name)())
+        if uses_torchao:
+            config = getattr(import_module("torchao.quantization"), _TORCHAO_CONFIGS[kind])
+            return diffusers.TorchAoConfig(config())
         if not device.startswith("cuda"):
-            fix = "train on a GPU, or set training.quantize to int8_torchao or fp8_torchao, which need none"
-            raise TrainingError(f"{kind} of bitsandbytes needs a GPU", where=_WHERE, fix=fix)
-        import_module("bitsandbytes")
+            raise TrainingError(
+                f"{kind} of bitsandbytes needs a GPU",
+                where=_QUANTIZE_KEY,
+                fix="train on a GPU, or set training.quantize to int8_torchao or fp8_torchao",
+            )
+        import_module(package)
     except ImportError as err:
-        package = "torchao" if kind.endswith("_torchao") else "bitsandbytes"
-        fix = f"install it, for example by `pip install {package}`, or set training.quantize: none"
-        raise TrainingError(f"{kind} needs {package}: {err}", where=_WHERE, fix=fix) from err
+        raise TrainingError(
+            f"{kind} needs {package}: {err}",
+            where=_QUANTIZE_KEY,
+            fix=f"install it, for example with `pip install {package}`, or set training.quantize: none",
+        ) from err
+
     if kind == "int8":
         return diffusers.BitsAndBytesConfig(load_in_8bit=True)
     return diffusers.BitsAndBytesConfig(
@@ -75,12 +89,12 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
 
 
 def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module, recipe: Recipe) -> None:
-    """Recompute activations instead of keeping them, and compile the repeated blocks, as the recipe asks.
+    """Enable gradient checkpointing and compile the repeated blocks, as the recipe says.
 
-    Call it when the adapter is in place.
+    Call it after the adapter was added, which replaces modules of the blocks.
 
     Raises:
-        TrainingError: The model cannot.
+        TrainingError: The model does not support it.
     """
     try:
         if recipe.training.gradient_checkpointing:
@@ -89,5 +103,8 @@ def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module,
             cast("Any", denoiser).compile_repeated_blocks()
     except ValueError as err:
         key = "compile" if recipe.training.compile else "gradient_checkpointing"
-        where, fix = f"training.{key}", f"set {key}: false"
-        raise TrainingError(f"{type(denoiser).__name__} cannot: {err}", where=where, fix=fix) from err
+        raise TrainingError(
+            f"{type(denoiser).__name__} does not support {key}: {err}",
+            where=f"training.{key}",
+            fix=f"set {key}: false",
+        ) from err

@@ -1,11 +1,11 @@
-"""Checkpoints: folders that appear whole, and are believed only after their hashes are checked.
+"""Checkpoints: folders that appear atomically and are trusted only after their hashes are verified.
 
     checkpoints/step-00000500/
-        adapter.safetensors    the LoRA's weights, float32, by peft's names
-        optimizer.pt           states of optimizer, schedule and gradient scaler
+        adapter.safetensors    the LoRA's weights, float32, under peft's names
+        optimizer.pt           states of the optimizer, the schedule and the gradient scaler
         COMPLETE               {"step": 500, "run": ..., "sha256": {file name: hash}}, written last
 
-The folder is written under another name, synced and renamed. A number is that of the optimizer steps done.
+A folder is written under a temporary name, synced and renamed. Its number counts the optimizer steps done.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that a run needs to go on, beside its plan.
+    """Everything that a run needs to resume, except its plan.
 
     Attributes:
-        step: Optimizer steps done.
-        adapter: The LoRA's weights by peft's names, float32 on the CPU.
-        optimizer: State dicts by name: "optimizer", "schedule", and "scaler" where there is one.
+        step: Number of optimizer steps done.
+        adapter: The LoRA's weights under peft's names, float32 on the CPU.
+        optimizer: State dicts under "optimizer" and "schedule", and under "scaler" and "ema" if they exist.
     """
 
     step: int
@@ -51,83 +51,85 @@ class TrainingState:
 
 
 def checkpoint_path(folder: Path, step: int) -> Path:
-    """`folder/step-<step, eight digits>`."""
+    """Return `folder/step-<step>`, the step with at least eight digits."""
     return folder / f"step-{step:08d}"
 
 
 def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
-    """Write `state` below `folder`; a checkpoint of that step that lies there is replaced.
+    """Write `state` below `folder`, and replace an existing checkpoint of that step.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        OSError: It could not be written, and `filename` is its folder; what was there before still is.
+        OSError: Writing failed; `filename` is the checkpoint's folder. An existing checkpoint is unchanged.
     """
     final = checkpoint_path(folder, state.step)
-    temp = folder / f".{final.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
+    temp = _temp_path(final)
+    replaced = temp.with_name(f"{temp.name}-before")
     temp.mkdir(parents=True)
     try:
-        # Python's own file, because torch's does not say why it cannot be written
+        # torch.save gets an open file, because given a path it hides the reason of a failed write.
         with attach_path(final), (temp / OPTIMIZER_FILE).open("wb") as file:
             save_file(state.adapter, temp / ADAPTER_FILE)
             torch.save(state.optimizer, file)
+
         hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
         marker = {"step": state.step, "run": run, "sha256": hashes}
         (temp / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
         sync_file(temp / MARKER)
+
         if final.exists():
-            final.rename(temp.with_name(f"{temp.name}-before"))
+            final.rename(replaced)
         temp.rename(final)
     except BaseException:
         shutil.rmtree(temp, ignore_errors=True)
         raise
     sync_folder(folder)
-    shutil.rmtree(temp.with_name(f"{temp.name}-before"), ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete what killed processes left half-written; only while no other process trains this run."""
+    """Delete the partial checkpoints of killed processes; no other process may train the run meanwhile."""
     for path in folder.glob(f".step-*{TEMP_SUFFIX}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
-    """Delete all but the last `keep` checkpoints up to step `newest`, oldest first; their steps.
-
-    One is renamed before it is deleted, so that a torn one is never taken for a checkpoint.
-    """
-    steps = sorted(int(match[1]) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name)))
-    old = [step for step in steps if step <= newest][:-keep]
-    for step in old:
+    """Delete the checkpoints up to step `newest`, except the last `keep`; return the deleted steps."""
+    steps = sorted(step for step, _ in _checkpoints(folder))
+    expired = [step for step in steps if step <= newest][:-keep]
+    for step in expired:
         path = checkpoint_path(folder, step)
-        away = folder / f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}"
-        path.rename(away)
-        shutil.rmtree(away, ignore_errors=True)
-    return old
+        # Renamed first: a partially deleted folder must not look like a checkpoint.
+        temp = _temp_path(path)
+        path.rename(temp)
+        shutil.rmtree(temp, ignore_errors=True)
+    return expired
 
 
 def load_checkpoint(path: Path, run: str) -> TrainingState:
-    """The state in `path`, after its marker and hashes are checked.
+    """Verify the checkpoint's marker and hashes, and load it.
 
     Raises:
-        TrainingError: It is torn, damaged, or another run's.
+        TrainingError: The checkpoint is incomplete, damaged, or belongs to another run.
     """
     try:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
-        expected: dict[str, str] = marker["sha256"]
-        step = int(marker["step"])
-        whose = marker["run"]
-        wrong = [name for name, sha256 in expected.items() if _hash(path / name) != sha256]
+        hashes: dict[str, str] = marker["sha256"]
+        step, marker_run = int(marker["step"]), marker["run"]
+        damaged = [name for name, sha256 in hashes.items() if _hash(path / name) != sha256]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
-        raise _invalid(path, f"it has no readable {MARKER} and files: {err}") from err
-    if set(expected) != {ADAPTER_FILE, OPTIMIZER_FILE} or path.name != checkpoint_path(path, step).name:
-        raise _invalid(path, f"its {MARKER} names other files or another step")
-    if whose != run:
-        raise _invalid(path, f"it belongs to run {whose}, not to {run}")
-    if wrong:
-        raise _invalid(path, f"{', '.join(wrong)} has other bytes than when it was saved")
+        raise _invalid(path, f"{MARKER} or a file that it lists is not readable: {err}") from err
+
+    if set(hashes) != {ADAPTER_FILE, OPTIMIZER_FILE} or path.name != checkpoint_path(path, step).name:
+        raise _invalid(path, f"its {MARKER} lists other files or another step")
+    if marker_run != run:
+        raise _invalid(path, f"it belongs to run {marker_run}, not to {run}")
+    if damaged:
+        raise _invalid(path, f"{', '.join(damaged)} changed after it was saved")
+
     adapter = load_file(path / ADAPTER_FILE)
     optimizer = torch.load(path / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     return TrainingState(step=step, adapter=adapter, optimizer=optimizer)
@@ -136,21 +138,28 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
 def newest_checkpoint(
     folder: Path, run: str, *, last_step: int, log: Callable[[str], None]
 ) -> TrainingState | None:
-    """The newest valid checkpoint of `run` at or before `last_step`; None when there is none.
+    """Load the newest valid checkpoint of `run` at or before `last_step`; return None without one.
 
-    What is torn or damaged is passed over, and named through `log` (FAILURES R07).
+    Invalid checkpoints are skipped and reported through `log` (FAILURES R07).
     """
     if not folder.is_dir():
         return None
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
-    for step, path in sorted(found, reverse=True):
+    for step, path in sorted(_checkpoints(folder), reverse=True):
         if step > last_step:
             continue
         try:
             return load_checkpoint(path, run)
         except TrainingError as err:
-            log(f"passed over a checkpoint: {err.what} ({err.where})")
+            log(f"skipped a checkpoint: {err.what} ({err.where})")
     return None
+
+
+def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+
+
+def _temp_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
 
 
 def _hash(path: Path) -> str:
@@ -164,5 +173,8 @@ def _synced_hash(path: Path) -> str:
 
 
 def _invalid(path: Path, reason: str) -> TrainingError:
-    fix = "delete the folder; training goes on from the checkpoint before it"
-    return TrainingError(f"the checkpoint cannot be used: {reason}", where=str(path), fix=fix)
+    return TrainingError(
+        f"the checkpoint is invalid: {reason}",
+        where=str(path),
+        fix="delete the folder; training resumes from the checkpoint before it",
+    )

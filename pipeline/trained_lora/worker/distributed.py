@@ -1,11 +1,14 @@
-"""The processes of one training: how they find, await and tell one another."""
+"""The processes of one training run: accelerate's settings, and the weights that they exchange."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import ProjectConfiguration
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,51 +16,74 @@ from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.worker.adapter.lora import FROZEN_ADAPTER
 
 if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
     from pipeline.recipe import AccelerateSettings
 
-PATIENCE = timedelta(hours=12)
-"""How long processes wait for the one that exports or draws pictures alone; NCCL itself waits 10 minutes."""
+COLLECTIVE_TIMEOUT = timedelta(hours=12)
+"""Maximum wait while the main process exports or draws previews alone; NCCL's default is 10 minutes."""
 
 
-def make_accelerator(settings: AccelerateSettings, *, all_learn: bool) -> Accelerator:
-    """Accelerate's object for this process, by what it was launched with.
+def make_accelerator(
+    settings: AccelerateSettings,
+    *,
+    find_unused_parameters: bool,
+    trackers: Sequence[str | GeneralTracker] = (),
+    logging_dir: Path | None = None,
+) -> Accelerator:
+    """Return the `Accelerator` of this process.
 
     Args:
-        settings: Of the recipe.
-        all_learn: Whether every trained weight gets a gradient in every step. Otherwise torch looks in each
-            for those that get none, and does not wait for them.
+        settings: The recipe's accelerate settings.
+        find_unused_parameters: Whether some trained weights get no gradient. DDP then searches for them in
+            every step instead of waiting for their gradients.
+        trackers: Trackers to log with.
+        logging_dir: Folder that contains the trackers' folder.
 
     Raises:
-        TrainingError: This machine cannot compute so, or other processes were launched.
+        TrainingError: This machine does not support the precision, or the number of launched processes
+            differs from the recipe's.
     """
     try:
         accelerator = Accelerator(
             mixed_precision=settings.mixed_precision,
+            log_with=list(trackers) or None,
+            project_config=ProjectConfiguration(
+                logging_dir=None if logging_dir is None else str(logging_dir)
+            ),
             kwargs_handlers=[
-                InitProcessGroupKwargs(timeout=PATIENCE),
-                DistributedDataParallelKwargs(find_unused_parameters=not all_learn),
+                InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
+                DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters),
             ],
         )
     except ValueError as err:
-        fix = "use no (float32) or bf16, or train on a GPU that can"
-        where = f"accelerate.mixed_precision: {settings.mixed_precision}"
-        raise TrainingError(f"this machine cannot train so: {err}", where=where, fix=fix) from err
+        raise TrainingError(
+            f"this machine does not support mixed precision {settings.mixed_precision}: {err}",
+            where=f"accelerate.mixed_precision: {settings.mixed_precision}",
+            fix="set it to no (float32) or bf16, or train on a GPU that supports it",
+        ) from err
+
     if accelerator.num_processes != settings.num_processes:
-        run = counted(accelerator.num_processes, "process runs", "processes run")
-        what = f"{run}, the recipe asks for {settings.num_processes}"
-        fix = "start training through Latentline, which passes the number on to accelerate launch"
-        raise TrainingError(what, where="accelerate.num_processes", fix=fix)
+        raise TrainingError(
+            f"accelerate.num_processes is {settings.num_processes}, but "
+            f"{counted(accelerator.num_processes, 'process was', 'processes were')} launched",
+            where="accelerate.num_processes",
+            fix="start training through Latentline, which passes the number to accelerate launch",
+        )
     return accelerator
 
 
 def exclude_frozen_weights(model: nn.Module) -> None:
-    """Let no process send frozen weights to the others, before `model` is prepared.
+    """Exclude frozen weights from DDP's initial broadcast; call it before `model` is prepared.
 
-    All have read the same, and packed ones cannot be sent. The adapter that stays as it began is exchanged:
-    each process has computed it.
+    Every process has read the same weights, and quantised ones cannot be sent. The frozen adapter is still
+    broadcast, because each process computed its own.
     """
-    frozen = {name for name, weight in model.named_parameters() if not weight.requires_grad}
-    given = {name for name in frozen if f".{FROZEN_ADAPTER}." not in name}
-    given |= {name for name, _ in model.named_buffers()}
-    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model  # pyright: ignore[reportPrivateUsage] - there is no public one
-    ignore(model, given)
+    excluded = {
+        name
+        for name, weight in model.named_parameters()
+        if not weight.requires_grad and f".{FROZEN_ADAPTER}." not in name
+    }
+    excluded |= {name for name, _ in model.named_buffers()}
+    ignore = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model  # pyright: ignore[reportPrivateUsage] - torch has no public call for it
+    ignore(model, excluded)

@@ -1,4 +1,4 @@
-"""Which weights are the result: those that are stepped, or an average of them."""
+"""The weights that a run exports: the trained ones, or an average of them."""
 
 from __future__ import annotations
 
@@ -10,64 +10,66 @@ import torch
 from diffusers.training_utils import EMAModel
 from torch import nn
 
-from pipeline.trained_lora.worker.optimizers import averages_itself
+from pipeline.trained_lora.worker.optimizers import averages_weights
 
 if TYPE_CHECKING:
     from pipeline.recipe import TrainingSettings
 
 
 class AveragedWeights:
-    """An exponential moving average, schedule-free's own average, or none.
+    """An exponential moving average of the weights, schedule-free's built-in average, or neither.
 
-    The moving average is shadow <- decay * shadow + (1 - decay) * weight after each optimizer step. As in
-    diffusers' `EMAModel`, decay is at most (1 + step) / (10 + step), so that it starts with the weights.
+    The moving average is diffusers' `EMAModel`: average <- decay * average + (1 - decay) * weight after each
+    optimizer step, with decay at most (1 + step) / (10 + step), so that it follows the first steps closely.
     """
 
     def __init__(
         self, weights: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, settings: TrainingSettings
     ) -> None:
-        """Average `weights`, which `optimizer` steps.
+        """Average `weights`, which `optimizer` trains.
 
         Args:
-            weights: Float32; the same objects for as long as this lives.
-            optimizer: Not wrapped by accelerate.
-            settings: `ema_decay` and the optimizer's kind.
+            weights: Float32 parameters; they are kept by reference.
+            optimizer: The optimizer itself, not accelerate's wrapper.
+            settings: Settings with `ema_decay` and the optimizer's name.
         """
         self._weights = list(weights)
-        self._optimizer: Any = optimizer if averages_itself(settings) else None
+        self._averaging_optimizer: Any = optimizer if averages_weights(settings) else None
         self._ema = None if settings.ema_decay is None else EMAModel(self._weights, decay=settings.ema_decay)
 
-    def stepped(self) -> None:
-        """Take in the weights after an optimizer step."""
+    def update(self) -> None:
+        """Include the current weights; call it after each optimizer step."""
         if self._ema is not None:
             self._ema.step(self._weights)
 
     @contextmanager
-    def result(self) -> Generator[None]:
-        """Inside, the weights are the result; afterwards training goes on with its own, bit for bit."""
-        if self._ema is None and self._optimizer is None:
+    def applied(self) -> Generator[None]:
+        """Replace the weights by their average within the context; restore them bit for bit afterwards."""
+        if self._ema is None and self._averaging_optimizer is None:
             yield
             return
-        kept = [weight.detach().clone() for weight in self._weights]
+
+        originals = [weight.detach().clone() for weight in self._weights]
         try:
-            if self._optimizer is not None:
-                self._optimizer.eval()
+            if self._averaging_optimizer is not None:
+                self._averaging_optimizer.eval()
             if self._ema is not None:
                 self._ema.copy_to(self._weights)
             yield
         finally:
-            if self._optimizer is not None:
-                self._optimizer.train()
+            if self._averaging_optimizer is not None:
+                self._averaging_optimizer.train()
+            # schedule-free's `train` recomputes the weights and rounds them; the clones are exact.
             with torch.no_grad():
-                for weight, before in zip(self._weights, kept, strict=True):
-                    weight.copy_(before)
+                for weight, original in zip(self._weights, originals, strict=True):
+                    weight.copy_(original)
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs; empty where the optimizer's own state holds everything."""
+        """Return the state to save; empty unless there is a moving average."""
         return {} if self._ema is None else {"ema": self._ema.state_dict()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from what `state` gave; the weights are restored already."""
+        """Load what `state` returned; restore the weights first."""
         if self._ema is not None:
             self._ema.load_state_dict(state["ema"])
             self._ema.to(self._weights[0].device)

@@ -1,4 +1,7 @@
-"""The model with its adapter and optimizer under accelerate, and the optimizer step they take together."""
+"""The model, its adapter and its optimizer under accelerate, and one optimizer step of them.
+
+B is the number of slots in one rank's share of a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,13 @@ from pipeline.trained_lora.worker.base_model import enable_memory_savings_and_co
 from pipeline.trained_lora.worker.checkpoint import TrainingState
 from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, make_accelerator
 from pipeline.trained_lora.worker.ema import AveragedWeights
-from pipeline.trained_lora.worker.export.layouts import describe_all
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
 from pipeline.trained_lora.worker.loss import sample_losses, share_of_mean, snr_weights
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
+from pipeline.trained_lora.worker.trackers import requested_trackers
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
@@ -43,22 +47,26 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.plan.steps import StepPlan
 
 MAX_NAMED_SAMPLES = 20
+"""Maximum number of samples listed in an error."""
 
 MAX_SKIPPED_STEPS = 20
-"""In a row. fp16's loss scaling halves its factor with each; the few that it takes to find one are usual."""
+"""Maximum number of consecutive steps that fp16's loss scaling may skip before the run stops.
+
+Each skipped step halves the scale; a few skips at the start of a run are normal.
+"""
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one optimizer step came to, the same on every rank.
+    """Result of one optimizer step; identical on every rank.
 
     Attributes:
-        loss: Mean over the step's samples.
-        grad_norm: Before it was cut; infinite where fp16's loss scaling left the step out.
-        learning_rate: The one that was used.
-        stop: Whether any rank was asked to end.
-        losses: Of each sample, by its slot's index.
-        timesteps: Of each sample, by its slot's index.
+        loss: Mean over the samples of the step.
+        grad_norm: Gradient norm before clipping; infinite if fp16's loss scaling skipped the step.
+        learning_rate: Learning rate used in the step.
+        stop: Whether any rank received a stop request.
+        losses: Loss of each sample, indexed by slot.
+        timesteps: Timestep of each sample, indexed by slot.
     """
 
     loss: float
@@ -70,52 +78,67 @@ class StepOutcome:
 
 
 class Engine:
-    """One process's model, optimizer and schedule.
+    """Model, optimizer and learning-rate schedule of one process.
 
     Attributes:
-        denoiser: With its adapter.
-        text: The text encoders with theirs; None unless they are trained.
+        accelerator: The process's `Accelerator`.
+        scheduler: Noise scheduler for training.
+        denoiser: Denoiser with its adapter.
+        text: Text encoders with their adapters; None unless they are trained.
         networks: The denoiser, and the text encoders that have adapters.
-        weights: What is trained, of all of them.
+        weights: Trained weights of all networks.
     """
 
-    def __init__(self, order: TrainingJob, family: WorkerFamily) -> None:
-        """Load the base model and put a fresh adapter on it.
+    def __init__(self, job: TrainingJob, family: WorkerFamily) -> None:
+        """Load the base model, add a fresh adapter and prepare both with accelerate.
 
         Raises:
-            TrainingError: What is asked for needs a GPU or a package, the model takes no such adapter, or the
-                LoRA to start from is another.
-            LaunchError: There is no GPU for this process.
+            TrainingError: A setting needs a missing GPU or package, does not fit the model, or does not match
+                the LoRA to start from.
+            LaunchError: No GPU is left for this process.
         """
-        own_device()  # says so where there is no GPU for this process, before CUDA does
-        self._settings = order.recipe.training
+        own_device()  # fails with a clear message before CUDA would fail with an obscure one
+        self._settings = job.recipe.training
         lora = self._settings.lora
-        # Of the family's own modules every one is heard; of what others reach, and of CLIP's layers, not all.
-        heard = lora.family_modules and lora.text_encoders is None
-        self.accelerator = make_accelerator(order.recipe.accelerate, all_learn=heard)
+
+        # The family's default targets all receive gradients. Other targets, and the last layers of CLIP, may
+        # not.
+        all_weights_used = lora.family_modules and lora.text_encoders is None
+        self.accelerator = make_accelerator(
+            job.recipe.accelerate,
+            find_unused_parameters=not all_weights_used,
+            trackers=requested_trackers(job),
+            logging_dir=job.folder,
+        )
         self._family = family
         self.scheduler = make_noise_scheduler(family, self._settings)
+
         device = str(self.accelerator.device)
-        self.denoiser = self._adapted(load_base(family, order.recipe, device))
-        self.text = None if lora.text_encoders is None else TextEncoders(family, order.recipe, device)
+        self.denoiser = self._add_adapter(load_base(family, job.recipe, device))
+        self.text = None if lora.text_encoders is None else TextEncoders(family, job.recipe, device)
         self.networks = adapted_networks(self.denoiser, self.text_networks)
         if lora.start_from is not None:
-            warm_start(self.networks, describe_all(family, self.networks), lora.start_from)
-        enable_memory_savings_and_compile(family, self.denoiser, order.recipe)
+            warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)
+        enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
         self._set_training(True)
+
         groups = self._weight_groups()
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         optimizer = make_optimizer(groups, self._settings)
         self._schedule = make_schedule(optimizer, self._settings)
-        self._averaging = AveragedWeights(self.weights, optimizer, self._settings)
-        self._whole = self.denoiser if self.text is None else JointModel(family, self.denoiser, self.text)
-        exclude_frozen_weights(self._whole)
+        self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
-        prepared = cast("Any", self.accelerator.prepare(self._whole, optimizer))
+
+        # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
+        self._joint_model = (
+            self.denoiser if self.text is None else JointModel(family, self.denoiser, self.text)
+        )
+        exclude_frozen_weights(self._joint_model)
+        prepared = cast("Any", self.accelerator.prepare(self._joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
 
-    def _adapted(self, denoiser: nn.Module) -> nn.Module:
+    def _add_adapter(self, denoiser: nn.Module) -> nn.Module:
         lora, seed = self._settings.lora, self._settings.seed
         add_lora(cast("Any", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
         if lora.starts_from_base_weights:
@@ -123,71 +146,92 @@ class Engine:
         return denoiser
 
     def _weight_groups(self) -> list[dict[str, Any]]:
-        """As torch's optimizers take them: the denoiser's, and then the text encoders', which have a rate."""
-        by_network = [trainable_weights(network) for network in self.networks.values()]
-        groups: list[dict[str, Any]] = [{"params": by_network[0]}]
+        """Return torch's parameter groups: the denoiser's weights, then those of the text encoders."""
+        denoiser_weights, *text_weights = [trainable_weights(network) for network in self.networks.values()]
+        groups: list[dict[str, Any]] = [{"params": denoiser_weights}]
         text = self._settings.lora.text_encoders
         if text is not None:
-            own = {} if text.learning_rate is None else {"lr": text.learning_rate}
-            groups.append({"params": [weight for weights in by_network[1:] for weight in weights], **own})
+            rate = {} if text.learning_rate is None else {"lr": text.learning_rate}
+            groups.append({"params": [weight for weights in text_weights for weight in weights], **rate})
         return groups
+
+    @property
+    def text_networks(self) -> Mapping[str, nn.Module]:
+        """The text encoders that have adapters, by component."""
+        return self.text.networks if self.text else {}
 
     def step(
         self, batch: StepPlan, inputs: Iterator[tuple[StepPlan, MicroInput]], *, stop: bool
     ) -> StepOutcome:
-        """Forward and backward over the step's micro-batches, then the optimizer once.
+        """Run forward and backward over the step's micro-batches, then the optimizer once.
 
         Args:
-            batch: The step; its micro-batches are the next ones of `inputs`.
-            inputs: This rank's tensors.
-            stop: Whether this rank was asked to end.
+            batch: The step.
+            inputs: This rank's tensors; the next ones must be the micro-batches of `batch`.
+            stop: Whether this rank received a stop request.
 
         Raises:
-            TrainingError: The loss or the gradient is not finite. The weights are those before the step; the
-                text names the samples.
+            TrainingError: The loss or the gradient is not finite. The weights are unchanged; the error lists
+                the samples.
         """
-        seed = hash_bits(32, self._settings.seed, "step", batch.step, self.accelerator.process_index)
-        torch.manual_seed(seed)
-        # One row each: losses and timesteps by slot, and in the last one whether to stop.
-        noted = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
-        noted[2, 0] = float(stop)
-        for left in reversed(range(len(batch.micro_batches))):
+        # Dropout draws from torch's global generator; seeding it per step makes a resumed run bit-equal.
+        torch.manual_seed(
+            hash_bits(32, self._settings.seed, "step", batch.step, self.accelerator.process_index)
+        )
+
+        # Rows: losses by slot, timesteps by slot, and the stop flag in the first column. One tensor needs one
+        # reduction over the ranks.
+        step_values = torch.zeros(3, batch.num_samples, device=self.accelerator.device)
+        step_values[2, 0] = float(stop)
+        num_micro_batches = len(batch.micro_batches)
+        for number in range(num_micro_batches):
             planned, micro = next(inputs)
             assert planned.step == batch.step, f"inputs of step {planned.step} in step {batch.step}"
-            here = micro.to(self.accelerator.device)
-            losses = self._backward(here, batch.num_samples, last=left == 0)
-            both = torch.stack([losses, here.timesteps.float()]) * here.weights
-            noted[:2].index_add_(1, here.indices, both)
-        summed, grad_norm = self._read(noted)
-        loss = math.fsum(summed[0]) / batch.num_samples
+            micro = micro.to(self.accelerator.device)
+            losses = self._backward(micro, batch.num_samples, last=number == num_micro_batches - 1)
+            values = torch.stack([losses, micro.timesteps.float()]) * micro.weights
+            step_values[:2].index_add_(1, micro.indices, values)
+
+        (losses_by_slot, timesteps_by_slot, stop_flags), grad_norm = self._reduce(step_values)
+        loss = math.fsum(losses_by_slot) / batch.num_samples
         if not math.isfinite(loss):
-            odd = [slot.variant_id for slot in batch.slots() if not math.isfinite(summed[0][slot.index])]
-            raise _not_finite(f"the loss of step {batch.step} is {loss}", odd)
+            samples = [
+                slot.variant_id for slot in batch.slots() if not math.isfinite(losses_by_slot[slot.index])
+            ]
+            raise _not_finite("loss", batch.step, loss, samples)
+
         learning_rate = float(self._schedule.get_last_lr()[0])
         self._update(batch, grad_norm)
-        stopping = summed[2][0] > 0
-        return StepOutcome(loss, grad_norm, learning_rate, stopping, tuple(summed[0]), tuple(summed[1]))
+        return StepOutcome(
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            stop=stop_flags[0] > 0,
+            losses=tuple(losses_by_slot),
+            timesteps=tuple(timesteps_by_slot),
+        )
 
-    def _read(self, noted: Tensor) -> tuple[list[list[float]], float]:
-        """The rows of `noted`, summed over all ranks, and the gradient's norm before it is cut here.
+    def _reduce(self, step_values: Tensor) -> tuple[list[list[float]], float]:
+        """Sum the rows over all ranks and clip the gradient; return (rows, gradient norm before clipping).
 
-        A GPU is waited for once: it has worked through everything that was asked of it by then, and lies idle
-        until the next is.
+        Both come to the host in one transfer, so that a GPU is synchronised only once per step.
         """
-        rows = cast("Tensor", self.accelerator.reduce(noted, reduction="sum"))
+        rows = cast("Tensor", self.accelerator.reduce(step_values, reduction="sum"))
         norm = cast("Tensor", self.accelerator.clip_grad_norm_(self.weights, self._settings.max_grad_norm))
         *numbers, grad_norm = torch.cat([rows.flatten(), norm.detach().float().reshape(1)]).tolist()
-        width = noted.shape[1]
+        width = step_values.shape[1]
         return [numbers[start : start + width] for start in range(0, len(numbers), width)], grad_norm
 
-    def _backward(self, here: MicroInput, num_samples: int, *, last: bool) -> Tensor:
-        """Losses (B,), detached; gradients are exchanged after the last micro-batch only."""
-        sync = nullcontext() if last else self.accelerator.no_sync(self._model)
-        with sync:
-            losses = self.losses(here, self._model)
+    def _backward(self, micro: MicroInput, num_samples: int, *, last: bool) -> Tensor:
+        """Add the micro-batch's gradients; return its losses (B,), detached.
+
+        Ranks exchange gradients in the last micro-batch only.
+        """
+        with nullcontext() if last else self.accelerator.no_sync(self._model):
+            losses = self.losses(micro, self._model)
             share = share_of_mean(
                 losses,
-                here.weights,
+                micro.weights,
                 num_samples=num_samples,
                 num_processes=self.accelerator.num_processes,
             )
@@ -195,7 +239,12 @@ class Engine:
         return losses.detach()
 
     def losses(self, micro: MicroInput, model: nn.Module) -> Tensor:
-        """Each sample's loss (B,), float32, with its graph; `micro` is on the model's device."""
+        """Return each sample's weighted loss (B,), float32, with its graph.
+
+        Args:
+            micro: Tensors on the model's device.
+            model: The prepared model, or the denoiser.
+        """
         family, scheduler = self._family, self.scheduler
         noisy = family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
         prediction = self._predict(model, noisy, micro)
@@ -211,61 +260,88 @@ class Engine:
             return self._family.denoiser.predict(model, noisy, micro.timesteps, micro.conditions)
         return model(noisy, micro.timesteps, micro.conditions, micro.captions)
 
-    def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
-        """Each sample's mean squared error (B,), float32, of the adapter as it is; nothing is trained.
+    def _update(self, batch: StepPlan, grad_norm: float) -> None:
+        """Step optimizer, average and schedule; raise `TrainingError` if the gradient is not finite."""
+        # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
+        if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
+            self._optimizer.zero_grad()
+            raise _not_finite("gradient", batch.step, grad_norm, [slot.variant_id for slot in batch.slots()])
 
-        Neither the recipe's loss nor its weighting is in it, so that runs can be compared.
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        if self._optimizer.step_was_skipped:
+            self._count_skipped_step(batch)
+        else:
+            self._skipped_steps = 0
+            self._average.update()
+            self._schedule.step()
+
+    def _count_skipped_step(self, batch: StepPlan) -> None:
+        """Advance the schedule over a step that loss scaling skipped, so that it ends as planned."""
+        self._skipped_steps += 1
+        if self._skipped_steps == MAX_SKIPPED_STEPS:
+            raise TrainingError(
+                f"fp16 loss scaling skipped the last {MAX_SKIPPED_STEPS} steps, up to step {batch.step}: "
+                "their gradients were not finite",
+                where="accelerate.mixed_precision: fp16",
+                fix="set accelerate.mixed_precision to bf16 or no, or lower training.learning_rate",
+            )
+        with warnings.catch_warnings():
+            # torch warns if the schedule is stepped before the optimizer, as after a skipped first step.
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
+            self._schedule.step()
+
+    def errors(self, micro: MicroInput, scheduler: Any) -> Tensor:
+        """Return each sample's mean squared error (B,), float32, without training.
+
+        The recipe's loss and weighting are not applied, so that runs with other settings can be compared.
 
         Args:
-            micro: On any device.
-            scheduler: Of the noise.
+            micro: Tensors on any device.
+            scheduler: Noise scheduler.
         """
-        here = micro.to(self.accelerator.device)
+        micro = micro.to(self.accelerator.device)
         with self.evaluation():
-            target = self._family.noise.target(scheduler, here.latent, here.noise, here.timesteps)
-            return sample_losses(self._answer(here, scheduler), target, LossSettings())
+            target = self._family.noise.target(scheduler, micro.latent, micro.noise, micro.timesteps)
+            return sample_losses(self._predict_noisy(micro, scheduler), target, LossSettings())
 
     def output_change(self, micro: MicroInput) -> float:
-        """How far what was learned moves the model's answer, relative to the answer's norm without it."""
-        here = micro.to(self.accelerator.device)
+        """Return the norm of the adapter's effect on the output, relative to the output without it."""
+        micro = micro.to(self.accelerator.device)
         with self.evaluation():
-            adapted = self._answer(here, self.scheduler).double()
-        # Within one autocast the weights that were cast for the first answer would be in the second too.
-        with self._nothing_learned(), self.evaluation():
-            plain = self._answer(here, self.scheduler).double()
+            adapted = self._predict_noisy(micro, self.scheduler).double()
+        # A second autocast context is needed: autocast caches the cast weights for as long as it is active.
+        with self._adapters_disabled(), self.evaluation():
+            plain = self._predict_noisy(micro, self.scheduler).double()
         return float((adapted - plain).norm() / plain.norm())
 
-    @contextmanager
-    def _nothing_learned(self) -> Generator[None]:
-        """Inside, no adapter does anything.
+    def _predict_noisy(self, micro: MicroInput, scheduler: Any) -> Tensor:
+        noisy = self._family.noise.add_noise(scheduler, micro.latent, micro.input_noise, micro.timesteps)
+        return self._predict(self._joint_model, noisy, micro)
 
-        One that began as a part of the base weights is that part again: with the fixed one beside it that
-        is the base model too, by the very sums that training began with, so that no rounding looks learned.
+    @contextmanager
+    def _adapters_disabled(self) -> Generator[None]:
+        """Remove the effect of all adapters within the context.
+
+        A denoiser adapter initialised from the base weights is reset to its initial weights instead of being
+        disabled. The frozen adapter then cancels it with the same arithmetic as at the start of training, so
+        that rounding does not count as change.
         """
-        began_as_part = self._settings.lora.starts_from_base_weights
-        networks: list[Any] = list(self.text_networks.values() if began_as_part else self.networks.values())
-        with at_initial_weights(self.denoiser) if began_as_part else nullcontext():
-            for network in networks:
+        reset_denoiser = self._settings.lora.starts_from_base_weights
+        disabled: list[Any] = list((self.text_networks if reset_denoiser else self.networks).values())
+        with at_initial_weights(self.denoiser) if reset_denoiser else nullcontext():
+            for network in disabled:
                 network.disable_adapters()
             try:
                 yield
             finally:
-                for network in networks:
+                for network in disabled:
                     network.enable_adapters()
 
-    def _answer(self, here: MicroInput, scheduler: Any) -> Tensor:
-        noisy = self._family.noise.add_noise(scheduler, here.latent, here.input_noise, here.timesteps)
-        return self._predict(self._whole, noisy, here)
-
-    @property
-    def text_networks(self) -> Mapping[str, nn.Module]:
-        """The text encoders that have adapters, by component."""
-        return self.text.networks if self.text else {}
-
     def embed_caption(self, caption: str) -> Mapping[str, Tensor] | None:
-        """What the text encoders make of a caption by now, by `Family.text_shapes`; None if none is trained.
+        """Return the trained text encoders' tensors for a caption, named and shaped as `Family.text_shapes`.
 
-        Call it while `evaluation`.
+        Returns None if no text encoder is trained. Call it inside `evaluation`.
         """
         if self.text is None:
             return None
@@ -273,7 +349,7 @@ class Engine:
 
     @contextmanager
     def evaluation(self) -> Generator[None]:
-        """Inside, the model is asked and not trained: no dropout, no gradients."""
+        """Disable dropout and gradients within the context."""
         self._set_training(False)
         try:
             with torch.no_grad(), self.accelerator.autocast():
@@ -285,74 +361,48 @@ class Engine:
         for network in self.networks.values():
             network.train(training)
 
-    def _update(self, batch: StepPlan, grad_norm: float) -> None:
-        if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
-            self._optimizer.zero_grad()
-            names = [slot.variant_id for slot in batch.slots()]
-            raise _not_finite(f"the gradient of step {batch.step} is {grad_norm}", names)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        if self._optimizer.step_was_skipped:
-            self._skipped(batch)
-        else:
-            self._skipped_steps = 0
-            self._averaging.stepped()
-            self._schedule.step()
+    def result_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the adapter holds the weights to export, such as their moving average.
 
-    def _skipped(self, batch: StepPlan) -> None:
-        """Note that loss scaling left the step out; the learning rate goes on, and ends as planned."""
-        self._skipped_steps += 1
-        if self._skipped_steps == MAX_SKIPPED_STEPS:
-            raise _all_skipped(batch)
-        with warnings.catch_warnings():
-            # Of the very first step torch says that its optimizer has to be stepped before.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            self._schedule.step()
+        Previews, validation and export belong inside. Afterwards the trained weights are restored bit for
+        bit.
+        """
+        return self._average.applied()
 
     def state(self, step: int) -> TrainingState:
-        """All that a resumed run needs, after `step` optimizer steps; the optimizer's part is not copied."""
+        """Return the state to save after `step` optimizer steps; the optimizer's tensors are not copied."""
         optimizer = {"optimizer": self._optimizer.state_dict(), "schedule": self._schedule.state_dict()}
         if self.accelerator.scaler is not None:
             optimizer["scaler"] = self.accelerator.scaler.state_dict()
-        optimizer |= self._averaging.state()
+        optimizer |= self._average.state()
         return TrainingState(step=step, adapter=collect(self.networks, adapter_state), optimizer=optimizer)
 
-    def result_weights(self) -> AbstractContextManager[None]:
-        """Inside, the adapter is what the run would leave as its LoRA: an average, where one is asked for.
-
-        Pictures, validation and export belong inside. Afterwards training goes on with the very same bits.
-        """
-        return self._averaging.result()
-
     def restore(self, state: TrainingState) -> None:
-        """Go on from `state`.
+        """Load a state that `state` returned.
 
         Raises:
-            TrainingError: It is of another adapter.
+            TrainingError: The state belongs to another adapter.
         """
         load_networks_state(self.networks, state.adapter)
         self._optimizer.load_state_dict(state.optimizer["optimizer"])
         self._schedule.load_state_dict(state.optimizer["schedule"])
-        self._averaging.restore(state.optimizer)
+        self._average.restore(state.optimizer)
         if self.accelerator.scaler is not None and "scaler" in state.optimizer:
             self.accelerator.scaler.load_state_dict(state.optimizer["scaler"])
 
     def weights_finite(self) -> bool:
-        """Whether every weight of the adapter is a finite number."""
+        """Return whether every trained weight is finite."""
         return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
 
 
-def _all_skipped(batch: StepPlan) -> TrainingError:
-    what = f"fp16 left out each of the {MAX_SKIPPED_STEPS} steps to step {batch.step}: no gradient was finite"
-    fix = "set accelerate.mixed_precision: bf16, or no; or lower training.learning_rate"
-    return TrainingError(what, where="accelerate.mixed_precision: fp16", fix=fix)
-
-
-def _not_finite(what: str, samples: list[str]) -> TrainingError:
-    named = "\n".join(samples[:MAX_NAMED_SAMPLES])
+def _not_finite(quantity: str, step: int, value: float, samples: list[str]) -> TrainingError:
+    listed = "\n".join(samples[:MAX_NAMED_SAMPLES])
     more = f"\nand {len(samples) - MAX_NAMED_SAMPLES} more" if len(samples) > MAX_NAMED_SAMPLES else ""
-    fix = (
-        "lower training.learning_rate, use bf16 or no mixed precision, or look at these images; the weights "
-        "from before this step are kept"
+    return TrainingError(
+        f"the {quantity} of step {step} must be finite, got {value}",
+        where=f"samples:\n{listed}{more}",
+        fix=(
+            "lower training.learning_rate, set accelerate.mixed_precision to bf16 or no, or check these "
+            "images; the weights before this step are kept"
+        ),
     )
-    return TrainingError(what, where=f"samples:\n{named}{more}", fix=fix)

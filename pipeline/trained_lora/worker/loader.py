@@ -1,10 +1,9 @@
-"""Micro-batches from the store, read ahead in threads.
+"""Micro-batches: reading cache entries, sampling noise and stacking tensors, ahead of training in threads.
 
-All that is not the model's own work happens here, off the training thread: reading entries, checking their
-shapes against the tables, drawing noise and timesteps, stacking. The trainer holds neither a VAE nor a text
-encoder, unless the recipe asks for text encoders to be trained: then captions are handed on as they are.
+The training process holds neither a VAE nor a text encoder, unless text encoders are trained; captions are
+then passed on as text.
 
-B is the number of slots of one share, C, h, w are the latent's, T and D the text embedding's.
+B is the number of slots in one rank's share of a micro-batch; C, h and w are the latent's dimensions.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -27,15 +26,14 @@ from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.seeding import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
-from pipeline.trained_lora.worker.noise import Noise, noise_levels
+from pipeline.trained_lora.worker.noise import NoiseSampler, noise_levels
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.samples import TrainingInput
 
-AHEAD = 4
-"""Micro-batches that are ready or in the making at most, so that memory does not grow with the plan; or as
-many as there are readers, where these are more."""
+PREFETCH = 4
+"""Number of micro-batches prepared ahead of training; the number of reader threads if that is larger."""
 
 T = TypeVar("T")
 
@@ -45,19 +43,19 @@ class MicroInput:
     """One rank's tensors for one forward and backward pass.
 
     Attributes:
-        sample_ids: Of the B slots.
+        variant_ids: Ids of the B slots.
         latent: Float32 (B, C, h, w).
-        noise: Like it, from the standard normal distribution, and what the recipe adds to it.
-        input_noise: Like it: what is mixed into the latent, `noise` and any perturbation.
-        timesteps: (B,), as `Family.timesteps` gives them.
-        conditions: By the names of `families.Conditions`: text tensors float32 (B, ...), sizes int64 (B, 2).
-            Where text encoders are trained there are no text tensors.
+        noise: Float32 (B, C, h, w): the noise that the target is computed from.
+        input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
+        timesteps: (B,), see `Family.timesteps`.
+        conditions: Tensors by the names of `families.Conditions`: text tensors float32 (B, ...), and sizes
+            int64 (B, 2). Text tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a stand-in.
-        indices: Int64 (B,): the slots' places in the step's global batch.
-        captions: Of the B slots, "" where one was dropped; none unless text encoders are trained.
+        indices: Int64 (B,): the slots' indices in the step's global batch.
+        captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
 
-    sample_ids: tuple[str, ...]
+    variant_ids: tuple[str, ...]
     latent: Tensor
     noise: Tensor
     input_noise: Tensor
@@ -68,240 +66,250 @@ class MicroInput:
     captions: tuple[str, ...] = ()
 
     def to(self, device: torch.device) -> MicroInput:
-        """The same on `device`; copies from pinned memory do not block."""
-        move = _mover(device)
-        return MicroInput(
-            sample_ids=self.sample_ids,
-            latent=move(self.latent),
-            noise=move(self.noise),
-            input_noise=move(self.input_noise),
-            timesteps=move(self.timesteps),
-            conditions={name: move(tensor) for name, tensor in self.conditions.items()},
-            weights=move(self.weights),
-            indices=move(self.indices),
-            captions=self.captions,
-        )
+        """Copy the tensors to `device`; copies from pinned memory are asynchronous."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> MicroInput:
-        """The same in page-locked memory, from which a GPU copies by itself."""
-        return MicroInput(
-            sample_ids=self.sample_ids,
-            latent=self.latent.pin_memory(),
-            noise=self.noise.pin_memory(),
-            input_noise=self.input_noise.pin_memory(),
-            timesteps=self.timesteps.pin_memory(),
-            conditions={name: tensor.pin_memory() for name, tensor in self.conditions.items()},
-            weights=self.weights.pin_memory(),
-            indices=self.indices.pin_memory(),
-            captions=self.captions,
+        """Copy the tensors to pinned memory."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, convert: Callable[[Tensor], Tensor]) -> MicroInput:
+        return replace(
+            self,
+            latent=convert(self.latent),
+            noise=convert(self.noise),
+            input_noise=convert(self.input_noise),
+            timesteps=convert(self.timesteps),
+            conditions={name: convert(tensor) for name, tensor in self.conditions.items()},
+            weights=convert(self.weights),
+            indices=convert(self.indices),
         )
 
 
 class MicroBatchMaker:
-    """Turns shares of a plan into tensors; safe to use from several threads."""
+    """Builds the tensors of a plan's slots; safe to use from several threads."""
 
-    def __init__(self, order: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
-        """Keep what all shares need; nothing is read yet.
+    def __init__(self, job: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
+        """Prepare to build micro-batches; nothing is read yet.
 
         Args:
-            order: The samples and the seed.
-            family: Gives noise levels their timesteps.
-            scheduler: From `make_noise_scheduler`.
+            job: The job, with its inputs and seed.
+            family: WorkerFamily of the base model.
+            scheduler: Noise scheduler.
         """
-        self._store = store_at(order.recipe.cache_dir)
-        self._inputs = order.inputs
-        self._empty_text = order.empty_text
-        self._seed = order.recipe.training.seed
-        self._timesteps = order.recipe.training.timesteps
-        self._noise = Noise(order.recipe.training)
-        self._reads_text = order.recipe.training.lora.text_encoders is None
+        training = job.recipe.training
+        self._store = store_at(job.recipe.cache_dir)
+        self._inputs = job.inputs
+        self._empty_text = job.empty_text
+        self._seed = training.seed
+        self._timestep_settings = training.timesteps
+        self._noise = NoiseSampler(training)
+        self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
 
     @property
     def readers(self) -> int:
-        """Threads that keep up with training."""
+        """Number of threads that read from the store efficiently."""
         return self._store.readers
 
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
-        """The tensors of one rank's share of one micro-batch.
+        """Return the tensors of one rank's share of one micro-batch.
 
-        A slot's noise and timestep depend on (seed, step, slot index) alone, a draw of the VAE's posterior
-        on (seed, sample, epoch).
+        A slot's noise and timestep depend only on (seed, step, slot index), and a sample of the VAE's
+        posterior only on (seed, variant, epoch, occurrence).
 
         Raises:
-            StoreError: An entry is missing or damaged, or has another shape than the table says; names sample
-                and file.
+            StoreError: A cache entry is missing or damaged, or its shape differs from the table; the error
+                names the variant and the file.
         """
-        items = [self._inputs.named(slot.variant_id) for slot in share]
-        latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, items, strict=True)])
-        shape = _image_shape(latent)
-        drawn = [self._noise.draw(step, slot.index, shape) for slot in share]
+        inputs = [self._inputs.named(slot.variant_id) for slot in share]
+        latent = torch.stack([self._latent(slot, item) for slot, item in zip(share, inputs, strict=True)])
+        shape = _latent_shape(latent)
+
+        noise = [self._noise.sample(step, slot.index, shape) for slot in share]
         uniform = [stream(self._seed, "timestep", step, slot.index).random() for slot in share]
         levels = noise_levels(
-            torch.tensor(uniform, dtype=torch.float64), self._timesteps, self._family.density
+            torch.tensor(uniform, dtype=torch.float64), self._timestep_settings, self._family.density
         )
         return MicroInput(
-            sample_ids=tuple(slot.variant_id for slot in share),
+            variant_ids=tuple(slot.variant_id for slot in share),
             latent=latent,
-            noise=torch.from_numpy(np.stack([each.target for each in drawn])),
-            input_noise=torch.from_numpy(np.stack([each.input for each in drawn])),
+            noise=torch.from_numpy(np.stack([each.target for each in noise])),
+            input_noise=torch.from_numpy(np.stack([each.input for each in noise])),
             timesteps=self._family.noise.timesteps(self._scheduler, levels, shape),
-            conditions=self._conditions(share, items),
+            conditions=self._conditions(share, inputs),
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share, items),
+            captions=self._captions(share, inputs),
         )
 
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
-        """Tensors that are the same in every run of every recipe that has these samples.
+        """Return tensors that are the same in every run and recipe that contains these variants.
 
-        Plain normal noise by sample and noise level, the mean where an entry holds moments.
+        The noise depends only on the variant and the noise level. Entries that hold a posterior give its
+        mean.
 
         Args:
-            share: The samples; no caption is dropped.
-            levels: The noise level of each, in [0, 1), as `Family.timesteps` takes them.
+            share: Slots; captions are not dropped.
+            levels: Noise level of each slot in [0, 1), see `Family.timesteps`.
 
         Raises:
-            StoreError: As `make`.
+            StoreError: See `make`.
         """
-        items = [self._inputs.named(slot.variant_id) for slot in share]
+        inputs = [self._inputs.named(slot.variant_id) for slot in share]
         latent = torch.stack(
-            [self._latent(slot, item, mean=True) for slot, item in zip(share, items, strict=True)]
+            [self._latent(slot, item, use_mean=True) for slot, item in zip(share, inputs, strict=True)]
         )
-        shape = _image_shape(latent)
-        noise = torch.from_numpy(
-            np.stack(
-                [
-                    stream("fixed noise", slot.variant_id, str(level)).standard_normal(
-                        shape, dtype=np.float32
-                    )
-                    for slot, level in zip(share, levels, strict=True)
-                ]
-            )
-        )
-        at = torch.tensor(levels, dtype=torch.float64)
+        shape = _latent_shape(latent)
+
+        noise_by_slot = [
+            stream("fixed noise", slot.variant_id, str(level)).standard_normal(shape, dtype=np.float32)
+            for slot, level in zip(share, levels, strict=True)
+        ]
+        noise = torch.from_numpy(np.stack(noise_by_slot))
+        level_tensor = torch.tensor(levels, dtype=torch.float64)
         return MicroInput(
-            sample_ids=tuple(slot.variant_id for slot in share),
+            variant_ids=tuple(slot.variant_id for slot in share),
             latent=latent,
             noise=noise,
             input_noise=noise,
-            timesteps=self._family.noise.timesteps(self._scheduler, at, shape),
-            conditions=self._conditions(share, items),
+            timesteps=self._family.noise.timesteps(self._scheduler, level_tensor, shape),
+            conditions=self._conditions(share, inputs),
             weights=torch.ones(len(share)),
             indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share, items),
+            captions=self._captions(share, inputs),
         )
 
-    def _latent(self, slot: Slot, item: TrainingInput, *, mean: bool = False) -> Tensor:
-        """The slot's view (C, h, w); of an entry that holds moments, this epoch's draw or the mean."""
+    def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
+        """Return the slot's latent (C, h, w).
+
+        An entry that holds a posterior gives a sample of it for this epoch, or its mean.
+        """
         tensors = self._read(item.views[slot.view].entry, slot.variant_id)
         if LATENT in tensors:
             return tensors[LATENT]
-        if mean:
+        if use_mean:
             return tensors[MEAN]
         random = stream(self._seed, "moments", slot.variant_id, slot.epoch, slot.occurrence)
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _conditions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
-        conditions = self._text(share, items) if self._reads_text else {}
-        conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in items])
+    def _conditions(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
+        conditions = self._text(share, inputs) if self._reads_text else {}
+        conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in inputs])
         conditions["crop_top_left"] = torch.tensor(
-            [item.views[slot.view].crop_top_left for slot, item in zip(share, items, strict=True)]
+            [item.views[slot.view].crop_top_left for slot, item in zip(share, inputs, strict=True)]
         )
-        conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in items])
+        conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
         return conditions
 
-    def _text(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> dict[str, Tensor]:
-        """What the cache has of the slots' captions, as `Family.text.stack` puts it together."""
+    def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
+        """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
             self._read(
-                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry, item.variant_id
+                self._empty_text if slot.drop_caption else item.variants[slot.variant].entry,
+                item.variant_id,
             )
-            for slot, item in zip(share, items, strict=True)
+            for slot, item in zip(share, inputs, strict=True)
         ]
         return self._family.text.stack(texts)
 
-    def _captions(self, share: tuple[Slot, ...], items: list[TrainingInput]) -> tuple[str, ...]:
+    def _captions(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> tuple[str, ...]:
         if self._reads_text:
             return ()
         return tuple(
             "" if slot.drop_caption else item.variants[slot.variant].caption
-            for slot, item in zip(share, items, strict=True)
+            for slot, item in zip(share, inputs, strict=True)
         )
 
-    def _read(self, spec: EntrySpec, sample_id: str) -> dict[str, Tensor]:
-        return read_entry(self._store, spec, f"sample {sample_id}")
+    def _read(self, spec: EntrySpec, variant_id: str) -> dict[str, Tensor]:
+        return read_entry(self._store, spec, f"sample {variant_id}")
 
 
-def _image_shape(latent: Tensor) -> tuple[int, int, int]:
+def _latent_shape(latent: Tensor) -> tuple[int, int, int]:
     _, channels, height, width = latent.shape
     return channels, height, width
 
 
-def read_entry(store: Store, spec: EntrySpec, whose: str) -> dict[str, Tensor]:
-    """The entry's tensors in float32, each of the shape that the tables say.
+def read_entry(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
+    """Read an entry's tensors as float32 and check their shapes against the table.
+
+    Args:
+        store: The cache.
+        spec: The entry.
+        owner: Description of the sample or prompt, for errors.
 
     Raises:
-        StoreError: The entry is missing or damaged, or a tensor has another shape; names `whose` and file.
+        StoreError: The entry is missing or damaged, or a tensor has another shape; the error names `owner`
+            and the file.
     """
     try:
         stored = read_torch(store, spec)
     except StoreError as err:
-        raise StoreError(err.what, where=f"{err.where}\nof {whose}", fix=err.fix) from err
+        raise StoreError(err.what, where=f"{err.where}\nof {owner}", fix=err.fix) from err
+
     tensors: dict[str, Tensor] = {}
-    for name, tensor in spec.tensors.items():
+    for name, expected in spec.tensors.items():
         tensors[name] = stored[name].float()
-        if not tensor.admits(TensorSpec(tensor.dtype, tuple(tensors[name].shape))):
-            what = f"{name} has shape {tuple(tensors[name].shape)}, the table says {tensor.shape}"
-            fix = "run the recipe's cache job again"
-            raise StoreError(what, where=f"{spec.kind}/{spec.key}\nof {whose}", fix=fix)
+        shape = tuple(tensors[name].shape)
+        if not expected.admits(TensorSpec(expected.dtype, shape)):
+            raise StoreError(
+                f"{name} must have shape {expected.shape} as in the table, got {shape}",
+                where=f"{spec.kind}/{spec.key}\nof {owner}",
+                fix="run the recipe's cache job again",
+            )
     return tensors
 
 
 def micro_inputs(
     plan: TrainingPlan, maker: MicroBatchMaker, *, rank: int, start: int, pin: bool
 ) -> Generator[tuple[StepPlan, MicroInput]]:
-    """Each micro-batch of `rank` from step `start` on, in the plan's order, with the step it belongs to.
+    """Yield each micro-batch of `rank` with its step, in the plan's order, beginning at step `start`.
 
-    Close the generator to end its threads. An error of a thread is raised where its micro-batch would have
-    come.
+    Close the generator to end its threads. A thread's error is raised at its micro-batch.
+
+    Args:
+        plan: The run's plan.
+        maker: Builds the tensors.
+        rank: Rank whose shares are built.
+        start: First step.
+        pin: Whether to copy the tensors to pinned memory.
     """
 
     def make(step: int, share: tuple[Slot, ...]) -> MicroInput:
-        made = maker.make(step, share)
-        return made.pinned() if pin else made
+        micro = maker.make(step, share)
+        return micro.pinned() if pin else micro
 
-    def jobs() -> Iterator[tuple[StepPlan, Callable[[], MicroInput]]]:
+    def tasks() -> Iterator[tuple[StepPlan, Callable[[], MicroInput]]]:
         for step, batch in plan.iterate(start):
             for micro in batch.micro_batches:
                 share = micro[rank]
                 yield batch, lambda step=step, share=share: make(step, share)
 
-    yield from read_ahead(jobs(), readers=maker.readers)
+    yield from prefetch(tasks(), readers=maker.readers)
 
 
-def read_ahead(
-    jobs: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = Store.readers
+def prefetch(
+    tasks: Iterable[tuple[StepPlan, Callable[[], T]]], *, readers: int = Store.readers
 ) -> Generator[tuple[StepPlan, T]]:
-    """Each job's result, in order, made by as many threads, with `AHEAD` of them unfetched at most."""
-    ahead = max(AHEAD, readers)
-    waiting: deque[tuple[StepPlan, Future[T]]] = deque()
+    """Run the tasks in `readers` threads and yield their results in order.
+
+    At most `PREFETCH` results, or `readers` if more, are pending at a time, so that memory does not grow with
+    the plan.
+    """
+    max_pending = max(PREFETCH, readers)
+    pending: deque[tuple[StepPlan, Future[T]]] = deque()
     with ThreadPoolExecutor(readers, thread_name_prefix="latentline-loader") as pool:
         try:
-            for batch, job in jobs:
-                waiting.append((batch, pool.submit(job)))
-                if len(waiting) >= ahead:
-                    ready, future = waiting.popleft()
-                    yield ready, future.result()
-            while waiting:
-                ready, future = waiting.popleft()
-                yield ready, future.result()
+            for batch, task in tasks:
+                pending.append((batch, pool.submit(task)))
+                if len(pending) >= max_pending:
+                    next_batch, future = pending.popleft()
+                    yield next_batch, future.result()
+            while pending:
+                next_batch, future = pending.popleft()
+                yield next_batch, future.result()
         finally:
-            for _, future in waiting:
+            for _, future in pending:
                 future.cancel()
-
-
-def _mover(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""A launched training process from its order to its result: resume, train, keep, draw, export."""
+"""The training loop of one launched process: resume, train, checkpoint, validate, preview and export."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate.utils import broadcast_object_list
 
-from pipeline.errors import TrainingError, counted, verb
+from pipeline.errors import TrainingError, counted
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
@@ -40,281 +40,303 @@ from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
-from pipeline.trained_lora.worker.trackers import open_trackers
+from pipeline.trained_lora.worker.trackers import start_trackers
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 STOPPED_STATUS = 128 + signal.SIGTERM
-"""Exit status of a run that was asked to stop, and left a checkpoint."""
+"""Exit status of a process that saved a checkpoint and stopped on request."""
 
 
 class StopRequest:
-    """Becomes true when the process is asked to end, as often as it is asked."""
+    """A flag that asks the loop to stop after the current step."""
 
     def __init__(self) -> None:
-        """Nobody has asked yet."""
+        """Start without a request."""
         self.requested = False
 
     def request(self) -> None:
-        """Ask."""
+        """Request a stop; more requests have no further effect."""
         self.requested = True
 
 
 @contextmanager
 def stop_on_signals() -> Generator[StopRequest]:
-    """A `StopRequest` that SIGTERM and SIGINT raise while the body runs; afterwards they do what they did.
-
-    To be used in the main thread.
-    """
+    """Turn SIGTERM and SIGINT into a `StopRequest` within the context, in the main thread only."""
     stop = StopRequest()
 
-    def ask(number: int, frame: FrameType | None) -> None:
+    def request_stop(number: int, frame: FrameType | None) -> None:
         stop.request()
 
     numbers = (signal.SIGTERM, signal.SIGINT)
-    before = {number: signal.signal(number, ask) for number in numbers}
+    previous_handlers = {number: signal.signal(number, request_stop) for number in numbers}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
 class Report(Protocol):
-    """Takes what there is to say while it runs."""
+    """Receiver of log lines and progress."""
 
     def info(self, text: str) -> None:
-        """Say `text`."""
+        """Log a line."""
         ...
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Say how far the work is."""
+        """Show how much of the work is done."""
         ...
 
 
-def train(order: TrainingJob, report: Report, stop: StopRequest) -> bool:
-    """Train to the plan's last step and leave the exported files and `result.json`, or stop when asked to.
+def train(job: TrainingJob, report: Report, stop: StopRequest) -> bool:
+    """Train to the last step of the plan and write the exported files and `result.json`.
 
-    Every rank runs it. What lies in the run's folder is gone on from.
+    Every rank calls it. A run with checkpoints resumes from the newest valid one.
 
     Returns:
-        True when the plan is done; False when it stopped, leaving a checkpoint.
+        True if the plan is complete; False if the run stopped on request, with a checkpoint.
 
     Raises:
-        TrainingError: The loss is not finite, a file does not read back, or a setting cannot be met.
-        StoreError: An entry of the cache is missing or damaged.
+        TrainingError: The loss is not finite, a saved file does not read back, or a setting cannot be
+            satisfied.
+        StoreError: A cache entry is missing or damaged.
     """
-    return _Run(order, report).train(stop)
+    run = _TrainingRun(job, report)
+    accelerator = run.engine.accelerator
+    try:
+        finished = run.train(stop)
+    except BaseException:
+        # `end_training` would also close the process group, which the other ranks may still use.
+        for tracker in accelerator.trackers:
+            tracker.finish()
+        raise
+
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return finished
 
 
-class _Run:
-    """One process's training of one run."""
+class _TrainingRun:
+    """One rank's part of a training run.
 
-    def __init__(self, order: TrainingJob, report: Report) -> None:
-        self.order = order
-        self.plan = order.plan()
-        self.family = load_family(order.base, order.component_folders)
-        with out_of_memory_as(partial(out_of_memory_error, order.recipe, "while the base model was loaded")):
-            self.engine = Engine(order, self.family)
-        self.main = self.engine.accelerator.is_main_process
+    Attributes:
+        main: Whether this rank writes the files.
+        metrics: Metrics of the run; None on other ranks and before training starts.
+        validation: Validation on the holdout; None without one.
+        warnings: Warnings for the result file.
+        resumed_from: Steps that were done when this process started.
+    """
+
+    def __init__(self, job: TrainingJob, report: Report) -> None:
+        self.job = job
         self.report = report
-        self.paths = RunLayout(order.folder)
-        self.exporter = Exporter(self.family, order.recipe.name, header_metadata(order, self.family))
-        self.journal: MetricsLog | None = None
-        held_out = order.inputs.held_out
-        self.validation = Validation(order, self.family, held_out) if held_out else None
+        self.plan = job.plan()
+        self.paths = RunLayout(job.folder)
+        self.family = load_family(job.base, job.component_folders)
+        with out_of_memory_as(partial(out_of_memory_error, job.recipe, "while the base model was loaded")):
+            self.engine = Engine(job, self.family)
+        self.main = self.engine.accelerator.is_main_process
+        self.exporter = Exporter(self.family, job.recipe.name, header_metadata(job, self.family))
+        holdout = job.inputs.held_out
+        self.validation = Validation(job, self.family, holdout) if holdout else None
+        self.metrics: MetricsLog | None = None
         self.warnings: list[str] = []
         self.started_at_s = 0.0
         self.resumed_from = 0
 
     def train(self, stop: StopRequest) -> bool:
+        """Resume, train and export; return whether the plan is complete."""
         start = self._resume()
         self.started_at_s = time.time()
-        with ExitStack() as open_files:
-            inputs = open_files.enter_context(closing(self._inputs(start)))
+        with ExitStack() as stack:
+            inputs = stack.enter_context(closing(self._inputs(start)))
             if self.main:
-                trackers = open_trackers(self.order, self.paths.metrics.parent, start)
-                self.journal = open_files.enter_context(MetricsLog(self.paths, self.order.inputs, trackers))
+                accelerator = self.engine.accelerator
+                start_trackers(accelerator, self.job, start=start)
+                self.metrics = stack.enter_context(MetricsLog(self.paths, self.job.inputs, accelerator))
             if start == 0:
-                self._look(0)
-            done = self._steps(start, inputs, stop)
-        finished = done == len(self.plan)
+                self._validate_and_draw(0)
+            steps_done = self._run_steps(start, inputs, stop)
+
+        finished = steps_done == len(self.plan)
         if finished and self.main:
             self._finish()
-        self.engine.accelerator.wait_for_everyone()
-        self.engine.accelerator.end_training()
         return finished
 
+    def _resume(self) -> int:
+        """Load the newest valid checkpoint, chosen by the main process; return its step, or 0 without one."""
+        choice: list[int | None] = [None]
+        if self.main:
+            remove_leftovers(self.paths.checkpoints)
+            newest = newest_checkpoint(
+                self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
+            )
+            choice = [newest.step if newest else None]
+            if newest is None:
+                run_preflight(self.engine, self.paths, self.job.run, self._export)
+        broadcast_object_list(choice)
+
+        self._log_start(choice[0])
+        if choice[0] is None:
+            return 0
+        path = checkpoint_path(self.paths.checkpoints, choice[0])
+        self.engine.restore(load_checkpoint(path, self.job.run))
+        self.resumed_from = choice[0]
+        return choice[0]
+
+    def _log_start(self, resumed_step: int | None) -> None:
+        if not self.main:
+            return
+        numbers = ", ".join(f"{name} {value}" for name, value in self.plan.numbers().items())
+        device = self.engine.accelerator.device
+        self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
+        if (reason := why_no_gpu()) is not None:
+            self._warn(reason)
+        if resumed_step:
+            self.report.info(f"resuming from the checkpoint of step {resumed_step}")
+
     def _inputs(self, start: int) -> Generator[tuple[StepPlan, MicroInput]]:
-        maker = MicroBatchMaker(self.order, self.family, self.engine.scheduler)
+        maker = MicroBatchMaker(self.job, self.family, self.engine.scheduler)
         accelerator = self.engine.accelerator
         pin = accelerator.device.type == "cuda"
         return micro_inputs(self.plan, maker, rank=accelerator.process_index, start=start, pin=pin)
 
-    def _steps(
-        self,
-        start: int,
-        inputs: Generator[tuple[StepPlan, MicroInput]],
-        stop: StopRequest,
+    def _run_steps(
+        self, start: int, inputs: Generator[tuple[StepPlan, MicroInput]], stop: StopRequest
     ) -> int:
-        """Train from `start`; the number of steps done by the end, fewer than planned when asked to stop."""
-        done = start
-        for number, batch in self.plan.iterate(start):
-            if done == start and self._anyone_stops(stop):
-                break
-            begun_s = time.perf_counter()
-            # Where memory ran out, saving and exporting would need more of it, and the step may be half done.
-            with out_of_memory_as(partial(out_of_memory_error, self.order.recipe, f"in step {number}")):
-                try:
-                    outcome = self.engine.step(batch, inputs, stop=stop.requested)
-                except TrainingError as err:
-                    raise self._with_last_good(err, done) from err
-            done = number + 1
-            self._note(batch, outcome, time.perf_counter() - begun_s)
-            self._keep(done, stopping=outcome.stop)
-            self._look(done)
-            if outcome.stop:
-                break
-        if done < len(self.plan) and self.main:
-            steps = f"{done} of {counted(len(self.plan), 'step')} {verb(done, 'is', 'are')}"
-            self.report.info(f"asked to stop: {steps} done and kept")
-        return done
+        """Train from step `start` to the end of the plan or a stop request; return the steps done."""
+        steps_done = start
+        if not self._any_rank_stops(stop):
+            for number, batch in self.plan.iterate(start):
+                started_s = time.perf_counter()
+                # The except clause must be inside: after memory ran out, the step may be half done and must
+                # not be saved.
+                with out_of_memory_as(partial(out_of_memory_error, self.job.recipe, f"in step {number}")):
+                    try:
+                        outcome = self.engine.step(batch, inputs, stop=stop.requested)
+                    except TrainingError as err:
+                        raise self._keep_last_good(err, steps_done) from err
+                steps_done = number + 1
 
-    def _anyone_stops(self, stop: StopRequest) -> bool:
-        """Whether any rank was asked to stop already; all are asked, so that none waits alone."""
+                self._log_step(batch, outcome, time.perf_counter() - started_s)
+                self._checkpoint(steps_done, stopping=outcome.stop)
+                self._validate_and_draw(steps_done)
+                if outcome.stop:
+                    break
+
+        if steps_done < len(self.plan) and self.main:
+            total = counted(len(self.plan), "step")
+            self.report.info(f"stopped on request after {steps_done} of {total}; a checkpoint is saved")
+        return steps_done
+
+    def _any_rank_stops(self, stop: StopRequest) -> bool:
+        """Return whether any rank has a stop request; ranks that do not stop together would deadlock."""
         flag = torch.tensor(float(stop.requested), device=self.engine.accelerator.device)
-        summed: Any = self.engine.accelerator.reduce(flag, reduction="sum")
-        return bool(summed > 0)
+        num_requests: Any = self.engine.accelerator.reduce(flag, reduction="sum")
+        return bool(num_requests > 0)
 
-    def _resume(self) -> int:
-        """Steps done already: those of the newest valid checkpoint, chosen by the first rank for all."""
-        choice: list[int | None] = [None]
-        if self.main:
-            remove_leftovers(self.paths.checkpoints)
-            found = newest_checkpoint(
-                self.paths.checkpoints, self.order.run, last_step=len(self.plan), log=self._warn
-            )
-            choice = [found.step if found else None]
-            if found is None:
-                run_preflight(self.engine, self.paths, self.order.run, self._export)
-        broadcast_object_list(choice)
-        self._say_start(choice[0])
-        if choice[0] is None:
-            return 0
-        path = checkpoint_path(self.paths.checkpoints, choice[0])
-        self.engine.restore(load_checkpoint(path, self.order.run))
-        self.resumed_from = choice[0]
-        return choice[0]
-
-    def _say_start(self, resumed: int | None) -> None:
-        if not self.main:
+    def _log_step(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
+        if self.metrics is None:
             return
-        numbers = ", ".join(f"{name} {value}" for name, value in self.plan.numbers().items())
-        weights = sum(weight.numel() for weight in self.engine.weights)
-        device = self.engine.accelerator.device
-        self.report.info(f"training {weights} LoRA weights on {device}: {numbers}")
-        if (reason := why_no_gpu()) is not None:
-            self._warn(reason)
-        if resumed:
-            self.report.info(f"going on after step {resumed}, from its checkpoint")
+        self.metrics.step(batch, outcome, seconds)
+        text = f"steps, loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
+        self.report.progress(batch.step + 1, len(self.plan), text)
 
-    def _export(self, folder: Path) -> list[ExportedFile]:
-        return self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+    def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:
+        """Save a checkpoint if one is due, the run stops, or the plan is complete."""
+        due = steps_done % self.job.recipe.training.checkpoint_every == 0
+        if self.metrics is not None and (due or stopping or steps_done == len(self.plan)):
+            self.metrics.sync()
+            self._save(self.engine.state(steps_done))
 
-    def _with_last_good(self, err: TrainingError, done: int) -> TrainingError:
-        """The error, saying where the LoRA from before the step lies; one of finite weights is kept.
+    def _save(self, state: TrainingState) -> None:
+        save_checkpoint(self.paths.checkpoints, self.job.run, state)
+        keep = self.job.recipe.training.keep_checkpoints
+        if keep is not None:
+            prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
 
-        It is raised before the optimizer's part of a step, so that the weights are those from before.
+    def _keep_last_good(self, err: TrainingError, steps_done: int) -> TrainingError:
+        """Save and export the weights from before a failed step, and return the error with their location.
+
+        `Engine.step` raises before it changes the weights.
         """
         if not self.main:
             return err
         try:
             if not self.engine.weights_finite():
                 return err
-            self._save(self.engine.state(done))
+            self._save(self.engine.state(steps_done))
             with self.engine.result_weights():
                 self._export(self.paths.last_good)
-        except Exception as failed:  # whatever it dies of, the first error is the one to be told
-            added = f"could not be kept: {failed}"
+        except Exception as failure:  # the error that stopped the run matters more than any error here
+            outcome = f"could not be saved: {failure}"
         else:
-            added = f"is kept in {self.paths.last_good}"
-        what = f"{err.what}; the LoRA of {counted(done, 'step')} {added}"
+            outcome = f"is in {self.paths.last_good}"
+        what = f"{err.what}; the LoRA after {counted(steps_done, 'step')} {outcome}"
         return TrainingError(what, where=err.where, fix=err.fix)
 
-    def _save(self, state: TrainingState) -> None:
-        save_checkpoint(self.paths.checkpoints, self.order.run, state)
-        keep = self.order.recipe.training.keep_checkpoints
-        if keep is not None:
-            prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
-
-    def _keep(self, done: int, *, stopping: bool) -> None:
-        due = done % self.order.recipe.training.checkpoint_every == 0
-        if self.journal is not None and (due or stopping or done == len(self.plan)):
-            self.journal.sync()
-            self._save(self.engine.state(done))
-
-    def _note(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
-        if self.journal is None:
-            return
-        self.journal.step(batch, outcome, seconds)
-        text = f"steps, loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
-        self.report.progress(batch.step + 1, len(self.plan), text)
-
-    def _look(self, done: int) -> None:
-        """Measure the loss on what is held out, and draw the sample pictures, if it is time for either."""
-        settings = self.order.recipe.training
-        if self.validation is not None and self._due(settings.validate_every, done):
+    def _validate_and_draw(self, steps_done: int) -> None:
+        """Measure the validation loss and draw previews, each if it is due."""
+        settings = self.job.recipe.training
+        if self.validation is not None and self._due(settings.validate_every, steps_done):
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)
-            if self.journal is not None:
-                self.journal.validation(done, loss)
-                self.report.info(f"validation loss after {counted(done, 'step')}: {loss.mean:.4f}")
-        if self.journal is not None and self._due(settings.sample_every, done):
-            with self.engine.result_weights():
-                drawn = draw_previews(self.order, self.family, self.engine, step=done, warn=self._warn)
-            self.journal.pictures(done, drawn)
+            if self.metrics is not None:
+                self.metrics.validation(steps_done, loss)
+                self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
-    def _due(self, every: int, done: int) -> bool:
-        return every > 0 and (done % every == 0 or done == len(self.plan))
+        if self.metrics is not None and self._due(settings.sample_every, steps_done):
+            with self.engine.result_weights():
+                files = draw_previews(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
+            self.metrics.previews(steps_done, files)
+
+    def _due(self, every: int, steps_done: int) -> bool:
+        return every > 0 and (steps_done % every == 0 or steps_done == len(self.plan))
 
     def _warn(self, text: str) -> None:
         self.warnings.append(text)
         self.report.info(f"warning: {text}")
 
+    def _export(self, folder: Path) -> list[ExportedFile]:
+        return self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+
     def _finish(self) -> None:
+        """Export the result and write `result.json`."""
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         with self.engine.result_weights():
             files = self._export(self.paths.exported)
-            change = self.engine.output_change(self._one_sample())
-        self.report.info(f"exported and read back: {', '.join(file.name for file in files)}")
-        write_text(
-            self.paths.result, json.dumps({**self._result(files), "output_change": change}, indent=2) + "\n"
-        )
+            output_change = self.engine.output_change(self._probe_input())
+        self.report.info(f"exported and verified {', '.join(file.name for file in files)}")
+        result = {**self._result(files), "output_change": output_change}
+        write_text(self.paths.result, json.dumps(result, indent=2) + "\n")
 
-    def _one_sample(self) -> MicroInput:
-        """The first of the samples, half noise."""
-        maker = MicroBatchMaker(self.order, self.family, self.engine.scheduler)
-        slot = Slot(self.order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    def _probe_input(self) -> MicroInput:
+        """Return the first sample at noise level 0.5."""
+        maker = MicroBatchMaker(self.job, self.family, self.engine.scheduler)
+        slot = Slot(self.job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
         return maker.make_fixed((slot,), [0.5])
 
+    def _num_weights(self) -> int:
+        return sum(weight.numel() for weight in self.engine.weights)
+
     def _result(self, files: list[ExportedFile]) -> dict[str, Any]:
-        device = self.engine.accelerator.device
-        peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
+        engine = self.engine
+        device = engine.accelerator.device
         return {
-            "run": self.order.run,
+            "run": self.job.run,
             "steps": len(self.plan),
             "resumed_from": self.resumed_from,
             "started_at_s": self.started_at_s,
             "ended_at_s": time.time(),
             "device": str(device),
-            "num_weights": sum(weight.numel() for weight in self.engine.weights),
-            "peak_memory_bytes": peak_bytes,
+            "num_weights": self._num_weights(),
+            "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
             "files": [asdict(file) for file in files],
             "modules": [
-                module.as_json()
-                for module in self.exporter.modules(self.engine.denoiser, self.engine.text_networks)
+                module.as_json() for module in self.exporter.modules(engine.denoiser, engine.text_networks)
             ],
             "warnings": self.warnings,
         }

@@ -1,7 +1,7 @@
-"""What the denoiser is asked for, and how far it was from it.
+"""The training loss: error per sample, weighting by noise level, and each share's part of the mean.
 
-B is the number of samples, C, H, W those of the latent. The ratio of signal to noise (SNR) is that of the
-variances in a noisy latent.
+B is the number of samples; C, H and W are the latent's dimensions. The signal-to-noise ratio (SNR) of a noisy
+latent is the ratio of the variances of its signal and its noise.
 """
 
 from __future__ import annotations
@@ -17,38 +17,39 @@ if TYPE_CHECKING:
     from pipeline.recipe import LossSettings
 
 MAX_SNR = 1000.0
-"""Of `debiased`: hardly noisy timesteps, whose weight would vanish, count as this one."""
+"""Largest SNR of the `debiased` weighting, so that nearly clean timesteps keep some weight."""
 
 
 def sample_losses(prediction: Tensor, target: Tensor, settings: LossSettings) -> Tensor:
-    """The error of each sample, not weighted.
+    """Return the unweighted error of each sample.
 
-    Mean squared error; or PyTorch's `huber_loss` (Huber 1964) or `smooth_l1_loss`
+    The error is mean squared error, or PyTorch's `huber_loss` (Huber 1964) or `smooth_l1_loss`
     (https://arxiv.org/abs/1504.08083), which is Huber's divided by delta.
 
     Args:
         prediction: (B, C, H, W), any float dtype.
-        target: Like it.
-        settings: `kind` and `delta`.
+        target: (B, C, H, W), any float dtype.
+        settings: Settings with `kind` and `delta`.
 
     Returns:
-        Float32 (B,): each the mean over C, H and W, computed in float32.
+        Float32 (B,): the mean over C, H and W, computed in float32.
     """
-    answer, wanted = prediction.float(), target.float()
+    prediction, target = prediction.float(), target.float()
     if settings.kind == "huber":
-        errors = huber_loss(answer, wanted, reduction="none", delta=settings.delta)
+        errors = huber_loss(prediction, target, reduction="none", delta=settings.delta)
     elif settings.kind == "smooth_l1":
-        errors = smooth_l1_loss(answer, wanted, reduction="none", beta=settings.delta)
+        errors = smooth_l1_loss(prediction, target, reduction="none", beta=settings.delta)
     else:
-        errors = mse_loss(answer, wanted, reduction="none")
+        errors = mse_loss(prediction, target, reduction="none")
     return errors.flatten(start_dim=1).mean(dim=1)
 
 
 def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> Tensor:
-    """How much each sample's error counts for its noise level.
+    """Return each sample's weight for its noise level.
 
-    Each weighting is a function w of the SNR on the error of the clean latent; an error of the noise is SNR
-    times as large, and one of the velocity SNR + 1 times, so that w is divided by that:
+    A weighting is a function w of the SNR, applied to the error of the predicted clean latent. The error of
+    the predicted noise is SNR times as large, and that of the velocity SNR + 1 times, so w is divided by that
+    factor:
 
         min_snr       w = min(SNR, gamma)                (https://arxiv.org/abs/2303.09556)
         soft_min_snr  w = SNR gamma / (SNR + gamma)      (https://arxiv.org/abs/2401.11605)
@@ -56,39 +57,39 @@ def snr_weights(snr: Tensor, settings: LossSettings, prediction: Prediction) -> 
 
     Args:
         snr: (B,), at least 0.
-        settings: `weighting` and `gamma`.
-        prediction: What the denoiser predicts: "epsilon" or "v_prediction".
+        settings: Settings with `weighting` and `gamma`.
+        prediction: The denoiser's prediction type, "epsilon" or "v_prediction".
 
     Returns:
         Float32 (B,); ones without a weighting.
     """
     if settings.weighting == "none":
         return torch.ones_like(snr, dtype=torch.float32)
+
     gamma = settings.gamma
     if settings.weighting == "min_snr":
-        on_latent = snr.clamp(max=gamma)
+        latent_weights = snr.clamp(max=gamma)
     elif settings.weighting == "soft_min_snr":
-        on_latent = snr * gamma / (snr + gamma)
+        latent_weights = snr * gamma / (snr + gamma)
     else:
         snr = snr.clamp(max=MAX_SNR)
-        on_latent = snr.sqrt()
-    return (on_latent / (snr if prediction == "epsilon" else snr + 1.0)).float()
+        latent_weights = snr.sqrt()
+    return (latent_weights / (snr if prediction == "epsilon" else snr + 1.0)).float()
 
 
 def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_processes: int) -> Tensor:
-    """This share's part of the mean loss over a step's global batch.
+    """Return this share's part of the mean loss over a step's global batch.
 
-    Samples are weighed, not batches: summed over micro-batches and averaged over processes, as accumulation
-    and DDP do with the gradients, the parts are sum(weights * losses) / num_samples, whatever the sizes of
-    the shares.
+    Gradient accumulation sums over micro-batches and DDP averages over processes. The parts then add up to
+    sum(weights * losses) / num_samples: every sample counts the same, whatever the sizes of the shares.
 
     Args:
-        losses: (B,), of one rank in one micro-step.
+        losses: (B,), of one rank in one micro-batch.
         weights: (B,), 0 for a stand-in.
-        num_samples: Slots of weight 1 in the whole step, over all ranks.
-        num_processes: Over which the gradients are averaged.
+        num_samples: Number of slots of weight 1 in the step, over all ranks.
+        num_processes: Number of processes that the gradients are averaged over.
 
     Returns:
-        A scalar to call backward on.
+        A scalar to call `backward` on.
     """
     return (losses * weights).sum() * (num_processes / num_samples)

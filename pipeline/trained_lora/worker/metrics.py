@@ -1,4 +1,7 @@
-"""Metrics of a run, by step and by sample; `pipeline.trained_lora.run_folder` reads them."""
+"""Metrics of a training run, per step and per sample, as JSON lines and through accelerate's trackers.
+
+`pipeline.trained_lora.run_folder` describes the files and reads them.
+"""
 
 from __future__ import annotations
 
@@ -15,40 +18,42 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.trained_lora.run_folder import Metrics, RunLayout
+from pipeline.trained_lora.worker.trackers import log_previews
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from pipeline.trained_lora.plan.steps import StepPlan
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import StepOutcome
-    from pipeline.trained_lora.worker.trackers import Tracker
     from pipeline.trained_lora.worker.validation import ValidationLoss
 
 
-class Lines:
-    """Appends lines of JSON to a file; use it as a context."""
+class JsonLines:
+    """A file of JSON lines, open for appending; use it as a context."""
 
     def __init__(self, path: Path) -> None:
-        """Open for appending; a line that an earlier process left torn is ended first."""
+        """Open the file, and terminate a partial line that a killed process left at its end."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab")
         if self._file.tell() > 0:
             with path.open("rb") as file:
                 file.seek(-1, os.SEEK_END)
-                torn = file.read(1) != b"\n"
-            if torn:
+                ends_in_newline = file.read(1) == b"\n"
+            if not ends_in_newline:
                 self._file.write(b"\n")
 
     def append(self, line: Metrics) -> None:
-        """Add a line; a reader sees it at once."""
+        """Write a line; readers see it immediately."""
         self._file.write(json.dumps(line).encode("utf-8") + b"\n")
         self._file.flush()
 
     def sync(self) -> None:
-        """Bring all lines to the disk; called with each checkpoint, so that no resumed run lacks any."""
+        """Flush the file to disk; do so before each checkpoint, so that a resumed run misses no line."""
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> Lines:
-        """These lines."""
+    def __enter__(self) -> JsonLines:
+        """Return these lines."""
         return self
 
     def __exit__(
@@ -59,27 +64,25 @@ class Lines:
 
 
 class MetricsLog:
-    """The logs of one run, kept by its first rank; use it as a context."""
+    """All metrics of one run, written by its main process; use it as a context."""
 
-    def __init__(self, layout: RunLayout, inputs: TrainingInputs, trackers: Sequence[Tracker]) -> None:
-        """Open what there is, to go on with it.
+    def __init__(self, layout: RunLayout, inputs: TrainingInputs, accelerator: Accelerator) -> None:
+        """Open the run's files for appending.
 
         Args:
-            layout: Of the run.
-            inputs: Of the run; a sample is noted by its number among those that are trained on.
-            trackers: Told of everything as well; closed with this.
+            layout: Paths of the run.
+            inputs: Samples of the run. The files identify a sample by its index among the trained ones.
+            accelerator: Holder of the trackers, which are started.
         """
         self._files = ExitStack()
-        self._trackers = list(trackers)
+        self._accelerator = accelerator
         self._trained = inputs.trained
-        for tracker in self._trackers:
-            self._files.callback(tracker.close)
-        self._metrics = self._files.enter_context(Lines(layout.metrics))
-        self._samples = self._files.enter_context(Lines(layout.sample_losses))
-        self._validation = self._files.enter_context(Lines(layout.validation))
+        self._metrics = self._files.enter_context(JsonLines(layout.metrics))
+        self._samples = self._files.enter_context(JsonLines(layout.sample_losses))
+        self._validation = self._files.enter_context(JsonLines(layout.validation))
 
     def step(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
-        """Note an optimizer step that took so many seconds."""
+        """Log an optimizer step that took `seconds`."""
         numbers = {
             "loss": outcome.loss,
             "learning_rate": outcome.learning_rate,
@@ -89,31 +92,30 @@ class MetricsLog:
         }
         counts = {"step": batch.step, "epoch": batch.epoch, "samples": batch.num_samples}
         self._metrics.append({**counts, **numbers})
+
         samples = [self._trained.number_of(slot.variant_id) for slot in batch.slots()]
-        drawn = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
-        self._samples.append({"step": batch.step, **drawn})
-        speed = batch.num_samples / max(seconds, 1e-9)
-        for tracker in self._trackers:
-            tracker.numbers(batch.step + 1, {**numbers, "samples_per_second": speed})
+        by_sample = {"samples": samples, "timesteps": outcome.timesteps, "losses": outcome.losses}
+        self._samples.append({"step": batch.step, **by_sample})
 
-    def validation(self, done: int, loss: ValidationLoss) -> None:
-        """Note a measurement on held-out samples after so many steps."""
-        self._validation.append({"step": done, "loss": loss.mean, "by_level": loss.by_level})
-        for tracker in self._trackers:
-            tracker.numbers(done, {"validation_loss": loss.mean})
+        samples_per_second = batch.num_samples / max(seconds, 1e-9)
+        self._accelerator.log({**numbers, "samples_per_second": samples_per_second}, step=batch.step + 1)
 
-    def pictures(self, done: int, files: Sequence[Path]) -> None:
-        """Show sample pictures drawn after so many steps."""
-        for tracker in self._trackers:
-            tracker.pictures(done, files)
+    def validation(self, steps_done: int, loss: ValidationLoss) -> None:
+        """Log a validation loss measured after `steps_done` steps."""
+        self._validation.append({"step": steps_done, "loss": loss.mean, "by_level": loss.by_level})
+        self._accelerator.log({"validation_loss": loss.mean}, step=steps_done)
+
+    def previews(self, steps_done: int, files: Sequence[Path]) -> None:
+        """Log previews drawn after `steps_done` steps."""
+        log_previews(self._accelerator, files, step=steps_done)
 
     def sync(self) -> None:
-        """Bring all that is noted to the disk."""
+        """Flush all files to disk."""
         for lines in (self._metrics, self._samples, self._validation):
             lines.sync()
 
     def __enter__(self) -> MetricsLog:
-        """This journal."""
+        """Return this log."""
         return self
 
     def __exit__(
@@ -124,7 +126,7 @@ class MetricsLog:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory this process has held so far: of the GPU where it uses one, else of the machine."""
+    """Return the peak memory of this process so far: the GPU's if one is used, otherwise the host's."""
     if torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
     unit_bytes = 1 if sys.platform == "darwin" else 1024

@@ -1,6 +1,6 @@
-"""The noise of a training step, how much of it, and the schedule it follows.
+"""The noise of a training step, the distribution of noise levels, and the noise scheduler.
 
-B is the number of samples, C, h, w are the latent's.
+B is the number of samples; C, h and w are the latent's dimensions.
 """
 
 from __future__ import annotations
@@ -26,84 +26,87 @@ Array: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
-class DrawnNoise:
-    """One slot's noise, float32 (C, h, w).
+class SlotNoise:
+    """Noise of one slot, float32 (C, h, w).
 
     Attributes:
-        target: What the denoiser is asked for, or its target is made of.
-        input: What is mixed into the latent.
+        target: Noise that the denoiser's target is computed from.
+        input: Noise that is mixed into the latent.
     """
 
     target: Array
     input: Array
 
 
-class Noise:
-    """Draws noise that depends on (seed, step, slot) alone; safe to use from several threads.
+class NoiseSampler:
+    """Samples noise that depends only on (seed, step, slot); safe to use from several threads.
 
-    target = normal + offset * normal, the second one number a channel
+    target = normal + offset * normal, the second with one value per channel
                                               (https://www.crosslabs.org/blog/diffusion-with-offset-noise)
     input  = target + input_perturbation * normal          (https://arxiv.org/abs/2301.11706)
     """
 
     def __init__(self, settings: TrainingSettings) -> None:
-        """Take the seed and the settings of `noise`."""
+        """Take the seed and the `noise` settings."""
         self._seed = settings.seed
         self._settings = settings.noise
 
-    def draw(self, step: int, slot: int, shape: tuple[int, ...]) -> DrawnNoise:
-        """The noise of `slot` in the global batch of `step`, for a latent of `shape`."""
+    def sample(self, step: int, slot: int, shape: tuple[int, int, int]) -> SlotNoise:
+        """Return the noise of `slot` in the global batch of `step`, for a latent of `shape` (C, h, w)."""
         target = self._normal("noise", step, slot, shape)
         if self._settings.offset > 0.0:
             channels = self._normal("noise offset", step, slot, (shape[0], 1, 1))
-            target = _sum(target, self._settings.offset, channels)
+            target = _add_scaled(target, self._settings.offset, channels)
         if self._settings.input_perturbation == 0.0:
-            return DrawnNoise(target, target)
-        more = self._normal("input perturbation", step, slot, shape)
-        return DrawnNoise(target, _sum(target, self._settings.input_perturbation, more))
+            return SlotNoise(target, target)
+        perturbation = self._normal("input perturbation", step, slot, shape)
+        return SlotNoise(target, _add_scaled(target, self._settings.input_perturbation, perturbation))
 
     def _normal(self, purpose: str, step: int, slot: int, shape: tuple[int, ...]) -> Array:
         return stream(self._seed, purpose, step, slot).standard_normal(shape, dtype=np.float32)
 
 
-def _sum(noise: Array, strength: float, more: Array) -> Array:
-    return (noise + np.float32(strength) * more).astype(np.float32, copy=False)
+def _add_scaled(noise: Array, scale: float, other: Array) -> Array:
+    return (noise + np.float32(scale) * other).astype(np.float32, copy=False)
 
 
-def noise_levels(uniform: Tensor, settings: TimestepSettings, own: Density) -> Tensor:
-    """Noise levels of the recipe's density, laid over its range; higher for higher draws.
+def noise_levels(uniform: Tensor, settings: TimestepSettings, family_density: Density) -> Tensor:
+    """Map uniform random numbers to noise levels of the recipe's density and range.
+
+    The densities are those of section 3.1 of https://arxiv.org/abs/2403.03206. The map is increasing.
 
     Args:
         uniform: (B,) float64 in [0, 1).
-        settings: Density and range.
-        own: The base model's density, for "auto".
+        settings: Settings with density and range.
+        family_density: The base model's density, which "auto" selects.
 
     Returns:
-        (B,) float64 in [0, 1). The densities are those of 3.1 in https://arxiv.org/abs/2403.03206.
+        (B,) float64 in [0, 1).
     """
-    density = own if settings.density == "auto" else settings.density
+    density = family_density if settings.density == "auto" else settings.density
     if density == "logit_normal":
         levels = torch.sigmoid(settings.location + settings.scale * torch.special.ndtri(uniform))
     elif density == "mode":
-        # The paper's f(u; s) falls with u; of 1 - u it rises.
-        steep = torch.cos(math.pi / 2 * (1 - uniform)) ** 2 - uniform
-        levels = uniform - settings.mode_scale * steep
+        # The paper's f(u; s) decreases in u, so 1 - u is inserted.
+        curvature = torch.cos(math.pi / 2 * (1 - uniform)) ** 2 - uniform
+        levels = uniform - settings.mode_scale * curvature
     else:
         levels = uniform
+
     below_one = 1.0 - 2.0**-53
     return (settings.min + (settings.max - settings.min) * levels).clamp(0.0, below_one)
 
 
 def make_noise_scheduler(family: WorkerFamily, settings: TrainingSettings) -> Any:
-    """The family's training scheduler, changed as the recipe asks.
+    """Return the family's noise scheduler for training, with the recipe's changes.
 
-    Betas are rescaled to zero terminal SNR by diffusers (algorithm 1 of https://arxiv.org/abs/2305.08891); a
-    `timesteps.shift` takes the place of the schedule's own, also of one that depends on the image's size.
+    diffusers rescales betas to zero terminal SNR (algorithm 1 of https://arxiv.org/abs/2305.08891). A
+    `timesteps.shift` replaces the scheduler's shift, including a shift that depends on the image's size.
     """
     scheduler = family.noise.load_scheduler()
-    changed: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if settings.noise.zero_terminal_snr:
-        changed["rescale_betas_zero_snr"] = True
+        changes["rescale_betas_zero_snr"] = True
     if settings.timesteps.shift is not None:
-        changed |= {"shift": settings.timesteps.shift, "use_dynamic_shifting": False}
-    return type(scheduler).from_config(scheduler.config, **changed) if changed else scheduler
+        changes |= {"shift": settings.timesteps.shift, "use_dynamic_shifting": False}
+    return type(scheduler).from_config(scheduler.config, **changes) if changes else scheduler

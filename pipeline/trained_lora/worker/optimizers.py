@@ -1,4 +1,4 @@
-"""The optimizer and its learning-rate schedule, from the libraries."""
+"""The optimizer and the learning-rate schedule, both taken from libraries."""
 
 from __future__ import annotations
 
@@ -26,92 +26,95 @@ SCHEDULES = {
     "cosine_with_restarts": "cosine_with_restarts",
     "polynomial": "polynomial",
 }
-"""A recipe's `lr_scheduler` and what diffusers calls it; each rises from zero over `warmup_steps` first."""
+"""Names of diffusers' schedules by `training.lr_scheduler`; each begins with a linear warm-up."""
 
 
 def make_optimizer(
     weights: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: TrainingSettings
 ) -> torch.optim.Optimizer:
-    """The recipe's optimizer over the LoRA's weights, with its library's defaults where nothing is said.
+    """Return the recipe's optimizer; arguments that the recipe omits keep their library's defaults.
 
     Args:
-        weights: Parameters, or groups of them as torch has them: `params`, and `lr` if it is their own.
-        settings: The kind, its arguments, and the learning rate where a group has none.
+        weights: Parameters, or torch's parameter groups with `params` and an optional `lr`.
+        settings: Settings with the optimizer, its arguments, and the learning rate of groups without `lr`.
 
     Raises:
-        TrainingError: Its package is missing, its import path leads nowhere, or it takes no such argument.
+        TrainingError: The package or class does not exist, or the class does not accept the arguments.
     """
-    kind: Any = optimizer_class(settings)
+    optimizer_type: Any = optimizer_class(settings)
     arguments: dict[str, Any] = {
+        # YAML has no tuples, and some optimizers require them for betas.
         name: tuple(value) if isinstance(value, list) else value
         for name, value in settings.optimizer_arguments.given().items()
     }
-    if averages_itself(settings):
+    if averages_weights(settings):
         arguments["warmup_steps"] = settings.warmup_steps
+
     try:
-        optimizer = kind(weights, lr=settings.learning_rate, **arguments)
+        optimizer = optimizer_type(weights, lr=settings.learning_rate, **arguments)
     except (TypeError, ValueError, AssertionError) as err:
         raise TrainingError(
-            f"{kind.__name__} cannot be made with these arguments: {err}",
+            f"{optimizer_type.__name__} does not accept these arguments: {err}",
             where="training.optimizer_arguments",
-            fix=f"it takes {inspect.signature(kind.__init__)}",
+            fix=f"its signature is {inspect.signature(optimizer_type.__init__)}",
         ) from err
-    if averages_itself(settings):
+
+    if averages_weights(settings):
         optimizer.train()
     return optimizer
 
 
 def optimizer_class(settings: TrainingSettings) -> type[torch.optim.Optimizer]:
-    """The class that `training.optimizer` names, after its arguments' names are checked.
+    """Return the class that `training.optimizer` names, and check the names of its arguments.
 
     Raises:
-        TrainingError: As `make_optimizer`.
+        TrainingError: See `make_optimizer`.
     """
-    known = OPTIMIZERS.get(settings.optimizer)
-    path = known.path if known else settings.optimizer
+    named = OPTIMIZERS.get(settings.optimizer)
+    path = named.path if named else settings.optimizer
     module, _, name = path.rpartition(".")
-    package = known.package if known and known.package else module.partition(".")[0]
+    package = named.package if named and named.package else module.partition(".")[0]
+    where, fix = "training.optimizer", "use the import path of a subclass of torch.optim.Optimizer"
     try:
-        kind = getattr(import_module(module), name)
+        optimizer_type = getattr(import_module(module), name)
     except ImportError as err:
-        fix = f"install it, for example by `pip install {package}`, or use another optimizer"
-        raise TrainingError(f"{path} cannot be imported: {err}", where="training.optimizer", fix=fix) from err
+        install = f"install it, for example with `pip install {package}`, or use another optimizer"
+        raise TrainingError(f"{path} cannot be imported: {err}", where=where, fix=install) from err
     except AttributeError as err:
-        fix = "use the import path of a class derived from torch.optim.Optimizer"
-        raise TrainingError(f"{module} has no {name}", where="training.optimizer", fix=fix) from err
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        fix = "use the import path of a class derived from torch.optim.Optimizer"
-        raise TrainingError(f"{path} is no optimizer", where="training.optimizer", fix=fix)
-    _require_arguments(kind, settings)
-    return kind
+        raise TrainingError(f"{module} does not define {name}", where=where, fix=fix) from err
+
+    if not (isinstance(optimizer_type, type) and issubclass(optimizer_type, torch.optim.Optimizer)):
+        raise TrainingError(f"{path} must be a torch optimizer", where=where, fix=fix)
+    _require_arguments(optimizer_type, settings)
+    return optimizer_type
 
 
-def averages_itself(settings: TrainingSettings) -> bool:
-    """Whether the optimizer keeps the result beside the weights that it steps, as schedule-free does."""
-    known = OPTIMIZERS.get(settings.optimizer)
-    return known is not None and known.own_schedule
+def averages_weights(settings: TrainingSettings) -> bool:
+    """Return whether the optimizer averages the weights itself, as schedule-free does."""
+    named = OPTIMIZERS.get(settings.optimizer)
+    return named is not None and named.own_schedule
 
 
-def _require_arguments(kind: type[torch.optim.Optimizer], settings: TrainingSettings) -> None:
-    parameters = inspect.signature(kind.__init__).parameters
+def _require_arguments(optimizer_type: type[torch.optim.Optimizer], settings: TrainingSettings) -> None:
+    parameters = inspect.signature(optimizer_type.__init__).parameters
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return
-    taken = sorted(set(parameters) - {"self", "params", "lr"})
+    accepted = sorted(set(parameters) - {"self", "params", "lr"})
     for name in settings.optimizer_arguments.given():
-        if name not in taken:
+        if name not in accepted:
             raise TrainingError(
-                f"{kind.__name__} takes no argument {name}",
+                f"{optimizer_type.__name__} does not accept the argument {name}",
                 where=f"training.optimizer_arguments.{name}",
-                fix=f"it takes {', '.join(taken)}",
+                fix=f"it accepts {', '.join(accepted)}",
             )
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, settings: TrainingSettings) -> LambdaLR:
-    """A schedule that is stepped once an optimizer step, whatever the number of processes.
+    """Return the learning-rate schedule; step it once per optimizer step.
 
-    It is not given to accelerate, which would step it once a process and step (FAILURES R04).
+    Do not pass it to `Accelerator.prepare`, which would step it once per process (FAILURES R04).
     """
-    if averages_itself(settings):  # it warms up by itself
+    if averages_weights(settings):  # such an optimizer includes the warm-up
         return get_scheduler("constant", optimizer=optimizer)
     if settings.lr_scheduler == "wsd":
         return get_wsd_schedule(

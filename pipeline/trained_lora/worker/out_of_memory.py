@@ -1,4 +1,4 @@
-"""What to change in a recipe whose training does not fit into memory."""
+"""The error for training that does not fit into memory, with advice that depends on the recipe."""
 
 from __future__ import annotations
 
@@ -10,36 +10,43 @@ if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
 
-def out_of_memory_error(recipe: Recipe, when: str, seen: str) -> TrainingError:
-    """The error for memory that ran out; its advice is what the recipe does not do yet, cheapest first.
+def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
+    """Return the error for memory that ran out, with the settings that the recipe can still change.
 
     Args:
-        recipe: Of the training.
-        when: "in step 3".
-        seen: What is known of the memory's use; may be empty.
+        recipe: Recipe of the run.
+        when: When it happened, for example "in step 3".
+        usage: Description of the memory in use; may be empty.
     """
-    training, precision = recipe.training, recipe.accelerate.mixed_precision
+    training = recipe.training
     where = (
         f"training.batch_size {training.batch_size}, buckets.resolution {recipe.buckets.resolution}, "
-        f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}, "
+        f"accelerate.mixed_precision {recipe.accelerate.mixed_precision}, "
+        f"training.quantize {training.quantize}, "
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
-    advice = "; ".join(_advice(recipe))
-    what = f"memory ran out {when}" + (f" ({seen})" if seen else "")
-    return TrainingError(what, where=where, fix=f"{advice}. What is kept of the run is gone on from")
+    what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
+    fix = "; ".join(_advice(recipe)) + ". The run resumes from its last checkpoint"
+    return TrainingError(what, where=where, fix=fix)
 
 
 def _advice(recipe: Recipe) -> list[str]:
+    """Return the changes that save memory, cheapest first, without those that the recipe already makes."""
     training = recipe.training
     advice: list[str] = []
     if recipe.accelerate.mixed_precision == "no":
-        advice.append("set accelerate.mixed_precision: bf16, where the GPU can")
+        advice.append("set accelerate.mixed_precision: bf16 if the GPU supports it")
     if not training.gradient_checkpointing:
         advice.append("set training.gradient_checkpointing: true")
     if training.batch_size > 1:
+        # More accumulation keeps the number of samples per optimizer step.
         size = training.batch_size // 2
-        times = training.gradient_accumulation * -(-training.batch_size // size)
-        advice.append(f"set training.batch_size: {size} and gradient_accumulation: {times}")
+        accumulation = training.gradient_accumulation * -(-training.batch_size // size)
+        advice.append(f"set training.batch_size: {size} and gradient_accumulation: {accumulation}")
     if training.quantize == "none" and training.lora.kind == "lora" and not training.lora.dora:
         advice.append("set training.quantize: int8_torchao or nf4")
-    return [*advice, "free the device of other programs", "lower buckets.resolution or training.lora.rank"]
+    return [
+        *advice,
+        "close other programs that use the device",
+        "lower buckets.resolution or training.lora.rank",
+    ]

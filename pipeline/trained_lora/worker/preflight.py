@@ -1,4 +1,4 @@
-"""What a run does at its end, done before its first step: none of it fails for the first time there."""
+"""Pre-flight: save, reload and export once before training, to surface failures in the first minute."""
 
 from __future__ import annotations
 
@@ -19,21 +19,18 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.run_folder import RunLayout
     from pipeline.trained_lora.worker.engine import Engine
 
-_STIR = 0.01
-"""Standard deviation of what is added to a weight: about as large as weights get in training."""
+_PERTURBATION_STD = 0.01
+"""Standard deviation of the perturbation; trained LoRA weights have about this size."""
 
 
 def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
-    """Save, reload and export (FAILURES R08).
-
-    A fresh adapter adds nothing, and files of nothing are equal whatever they are scaled by: what is exported
-    is one whose weights are all other than zero.
+    """Save a checkpoint, reload it, and export the adapter (FAILURES R08).
 
     Args:
-        engine: As training will begin.
-        layout: Of the run.
-        run: Its id.
-        export: Writes the adapter's files into a folder and reads them back.
+        engine: Engine before its first step.
+        layout: Paths of the run.
+        run: Id of the run.
+        export: Writes the adapter's files into a folder and verifies them.
 
     Raises:
         TrainingError: The checkpoint does not read back as it was saved, or `export` failed.
@@ -41,11 +38,16 @@ def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[
     state = engine.state(0)
     path = save_checkpoint(layout.checkpoints, run, state)
     reloaded = load_checkpoint(path, run)
-    same = all(torch.equal(weight, reloaded.adapter[name]) for name, weight in state.adapter.items())
-    if not same or set(state.adapter) != set(reloaded.adapter):
-        fix = "see that output_dir lies on a working disk"
-        what = "a checkpoint does not read back as it was saved"
-        raise TrainingError(what, where=str(path), fix=fix)
+    if set(state.adapter) != set(reloaded.adapter) or not all(
+        torch.equal(weight, reloaded.adapter[name]) for name, weight in state.adapter.items()
+    ):
+        raise TrainingError(
+            "a checkpoint does not read back as it was saved",
+            where=str(path),
+            fix="check the disk that holds output_dir",
+        )
+
+    # A fresh adapter is zero, and zeros pass verification at any scale: verify nonzero weights.
     folder = layout.exported.with_name("lora.rehearsal")
     with perturbed_weights(engine.weights):
         export(folder)
@@ -54,18 +56,19 @@ def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[
 
 @contextmanager
 def perturbed_weights(weights: Sequence[nn.Parameter]) -> Generator[None]:
-    """Inside, every weight is another number; afterwards each is what it was, bit for bit.
+    """Add small random numbers to all weights within the context, and restore them bit for bit afterwards.
 
-    Global random state is left alone.
+    The global random state does not change.
     """
-    kept = [weight.detach().clone() for weight in weights]
+    originals = [weight.detach().clone() for weight in weights]
     random = torch.Generator().manual_seed(0)
     try:
         with torch.no_grad():
             for weight in weights:
-                weight.add_(torch.randn(weight.shape, generator=random).to(weight.device), alpha=_STIR)
+                noise = torch.randn(weight.shape, generator=random).to(weight.device)
+                weight.add_(noise, alpha=_PERTURBATION_STD)
         yield
     finally:
         with torch.no_grad():
-            for weight, before in zip(weights, kept, strict=True):
-                weight.copy_(before)
+            for weight, original in zip(weights, originals, strict=True):
+                weight.copy_(original)

@@ -1,8 +1,7 @@
-"""Sample pictures while training: what the adapter makes of a few captions by now.
+"""Previews: pictures of a few prompts, drawn during training with the current adapter.
 
-They are drawn from cached text embeddings, or what trained text encoders make of the captions; the VAE is
-loaded for them and dropped again. A picture that cannot be drawn is a warning, never the end of a run
-(FAILURES R09).
+The prompts' text embeddings come from the cache, or from the trained text encoders. The VAE is loaded for the
+previews and released afterwards. A preview that fails is a warning and never ends a run (FAILURES R09).
 """
 
 from __future__ import annotations
@@ -26,63 +25,60 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.job import Prompt, TrainingJob
     from pipeline.trained_lora.worker.engine import Engine
 
-DRAWING_STEPS = 20
+INFERENCE_STEPS = 20
+"""Denoising steps per preview."""
 
 
 def draw_previews(
-    order: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
+    job: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Draw each of the order's prompts into `samples/step-<step>-<number>.png`.
+    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
 
-    A picture depends on the adapter, its prompt and the recipe's seed: those of two steps can be compared.
-    The model's mode is as before.
+    A preview depends only on the adapter, the prompt and the recipe's seed, so that steps can be compared.
 
     Args:
-        order: Names prompts, sizes and the seed.
-        family: Draws.
-        engine: Holds the denoiser with its adapter.
-        step: Optimizer steps done; part of the names.
-        warn: Takes what went wrong.
+        job: The job, with its prompts and their sizes.
+        family: WorkerFamily of the base model.
+        engine: Holder of the denoiser and its adapter.
+        step: Number of optimizer steps done.
+        warn: Receiver of a warning if drawing fails.
 
     Returns:
-        The files written; fewer than there are prompts when something went wrong.
+        The files written, in the order of the prompts; fewer than the prompts after a failure.
     """
-    drawn: list[Path] = []
+    files: list[Path] = []
     try:
         with engine.evaluation():
-            for path in _drawn(order, family, engine, step):
-                drawn.append(path)  # what was drawn before one fails counts
-    except Exception as err:  # whatever a preview dies of, training goes on
-        warn(f"a sample picture of step {step} could not be drawn: {type(err).__name__}: {err}")
+            # Not list(...): the previews drawn before a failure still count.
+            for path in _write_previews(job, family, engine, step):
+                files.append(path)
+    except Exception as err:  # training continues whatever the failure
+        warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
     finally:
-        free_memory()  # of the VAE, which a pipeline that holds itself would keep on the GPU
-    return drawn
+        free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
+    return files
 
 
-def _drawn(order: TrainingJob, family: WorkerFamily, engine: Engine, step: int) -> Iterator[Path]:
+def _write_previews(job: TrainingJob, family: WorkerFamily, engine: Engine, step: int) -> Iterator[Path]:
     device = str(engine.accelerator.device)
+    # float32, because SDXL's VAE overflows in float16.
     pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
-    for number, path in enumerate(_paths(order, step)):
-        picture = _picture(order, family, engine, pipeline=pipeline, prompt=order.prompts[number])
+    folder = RunLayout(job.folder).samples
+    for number, prompt in enumerate(job.prompts):
+        path = folder / f"step-{step:08d}-{number:02d}.png"
+        picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
         write_atomically(path, partial(picture.save, format="PNG"))
         yield path
 
 
-def _paths(order: TrainingJob, step: int) -> list[Path]:
-    folder = RunLayout(order.folder).samples
-    return [folder / f"step-{step:08d}-{number:02d}.png" for number in range(len(order.prompts))]
-
-
-def _picture(
-    order: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt
-) -> Image:
-    store = store_at(order.recipe.cache_dir)
+def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
+    store = store_at(job.recipe.cache_dir)
     text, empty_text = engine.embed_caption(prompt.caption), engine.embed_caption("")
     return family.drawing.draw(
         pipeline,
         text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),
-        empty_text or read_entry(store, order.empty_text, "the empty caption"),
+        empty_text or read_entry(store, job.empty_text, "the empty caption"),
         size=Size(*prompt.size_hw),
-        steps=DRAWING_STEPS,
-        seed=order.recipe.training.seed,
+        steps=INFERENCE_STEPS,
+        seed=job.recipe.training.seed,
     )

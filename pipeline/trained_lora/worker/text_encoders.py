@@ -1,11 +1,10 @@
-"""Text encoders that are trained beside the denoiser: captions are encoded in each step, with their graph.
+"""Training text encoders together with the denoiser.
 
-    cached    caption -> entry of the store -> denoiser            no text encoder in the process
-    trained   caption -> text encoders with adapters -> denoiser   one graph and optimizer, two learning rates
+    cached    caption -> cache entry -> denoiser                   no text encoder in the process
+    trained   caption -> text encoders with adapters -> denoiser   one graph, one optimizer, two learning
+    rates
 
-With a fresh adapter, whose delta weights are zero, both give the denoiser the same embeddings.
-
-B is the number of captions.
+With fresh adapters, whose delta weights are zero, both give the denoiser the same embeddings.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
-import diffusers
+from diffusers.utils import logging
 from torch import Tensor, nn
 
 from pipeline.trained_lora.plan.seeding import hash_bits
@@ -27,42 +26,47 @@ if TYPE_CHECKING:
 
 
 class TextEncoders:
-    """The text encoders of a base model with fresh adapters."""
+    """The text encoders of a base model, with fresh adapters.
+
+    Attributes:
+        networks: The adapted encoders, by component.
+    """
 
     def __init__(self, family: WorkerFamily, recipe: Recipe, device: str) -> None:
-        """Load them, and adapt those that the family lets be trained.
+        """Load the text encoders and add adapters to those that can be trained.
 
         Args:
-            family: With `trainable_text_encoders`.
-            recipe: With `training.lora.text_encoders`.
-            device: Where they lie.
+            family: A family with `trainable_text_encoders`.
+            recipe: A recipe with `training.lora.text_encoders`.
+            device: Device of the encoders.
 
         Raises:
-            ModelError: A file of them is missing.
+            ModelError: A file of a text encoder is missing.
         """
-        settings, own = recipe.training.lora.of_text_encoders, recipe.training.lora.text_encoders
+        lora = recipe.training.lora
+        settings, text_settings = lora.of_text_encoders, lora.text_encoders
         assert settings is not None
-        assert own is not None
+        assert text_settings is not None
         self._family = family
         self._encoders = family.text.load(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
         self.networks: dict[str, nn.Module] = {}
         for role, clip in family.trainable_text_encoders().items():
             network = family.text.network(self._encoders, role)
             seed = hash_bits(32, recipe.training.seed, role)
-            add_lora(cast("Any", network), settings, targets=clip.targets(own.targets), seed=seed)
+            add_lora(cast("Any", network), settings, targets=clip.targets(text_settings.targets), seed=seed)
             self.networks[role] = network
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors of `Family.text_shapes` with B in front, as the adapters make them by now."""
-        with _nothing_said():
+        """Return the tensors of `Family.text_shapes`, stacked over the captions, with their graph."""
+        with _without_warnings():
             return self._family.text.embed_captions(self._encoders, captions)
 
 
 class JointModel(nn.Module):
-    """Text encoders and denoiser as one network, so that gradients of both are exchanged together."""
+    """Text encoders and denoiser as one module, so that DDP exchanges the gradients of both."""
 
     def __init__(self, family: WorkerFamily, denoiser: nn.Module, text: TextEncoders) -> None:
-        """Hold the very networks that are given."""
+        """Share the given networks; nothing is copied."""
         super().__init__()
         self.denoiser = denoiser
         self.text_encoders = nn.ModuleDict(text.networks)
@@ -72,17 +76,17 @@ class JointModel(nn.Module):
     def forward(
         self, noisy: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor], captions: Sequence[str]
     ) -> Tensor:
-        """`Family.predict` for what the encoders make of the captions, and the other conditions."""
-        told = {**conditions, **self._text.embed(captions)}
-        return self._family.denoiser.predict(self.denoiser, noisy, timesteps, told)
+        """Return `Family.predict` for the encoded captions and the other conditions."""
+        conditions = {**conditions, **self._text.embed(captions)}
+        return self._family.denoiser.predict(self.denoiser, noisy, timesteps, conditions)
 
 
 @contextmanager
-def _nothing_said() -> Generator[None]:
-    """A caption that is too long was reported when it was cached; diffusers would say it in each step."""
-    before = diffusers.utils.logging.get_verbosity()
-    diffusers.utils.logging.set_verbosity_error()
+def _without_warnings() -> Generator[None]:
+    """Silence diffusers within the context: it would report each truncated caption in every step."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        diffusers.utils.logging.set_verbosity(before)
+        logging.set_verbosity(verbosity)

@@ -1,4 +1,4 @@
-"""The loss on given samples at fixed noise levels with fixed noise: two numbers of it can be compared."""
+"""Validation loss: the error on the holdout with fixed noise at fixed levels, comparable between runs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.samples import TrainingInputs
     from pipeline.trained_lora.worker.engine import Engine
 
-LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Of each sample: the middles of five equal ranges, by the base model's own noise schedule."""
+NOISE_LEVELS = (0.1, 0.3, 0.5, 0.7, 0.9)
+"""Noise levels of the measurement: the centres of five equal ranges of the base model's schedule."""
 
 
 @dataclass(frozen=True)
@@ -29,63 +29,71 @@ class ValidationLoss:
     """Mean squared errors.
 
     Attributes:
-        mean: Over samples and levels.
-        by_level: Over the samples, at each of `LEVELS`.
-        by_sample: Over the levels, by variant_id.
+        mean: Mean over variants and levels.
+        by_level: Mean over the variants at each of `NOISE_LEVELS`.
+        by_variant: Mean over the levels, by variant_id.
     """
 
     mean: float
     by_level: tuple[float, ...]
-    by_sample: dict[str, float]
+    by_variant: dict[str, float]
 
 
 class Validation:
-    """Measures the loss of an engine's adapter on samples with their first caption, as they are."""
+    """Measures an engine's loss on variants with their first caption, unmirrored."""
 
-    def __init__(self, order: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
-        """Plan the batches; every rank has to make one, and to call `loss` when the others do.
+    def __init__(self, job: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
+        """Plan the batches. Every rank must create one, and call `loss` at the same steps.
 
         Args:
-            order: Names the store and the batch size.
-            family: Gives levels their timesteps.
-            samples: At least one, of the order's.
+            job: The job, with its store and batch size.
+            family: WorkerFamily of the base model.
+            samples: Inputs of `job` to measure; at least one.
         """
+        # The base model's own scheduler, so that the recipe's changes do not change the measure.
         self._scheduler: Any = family.noise.load_scheduler()
-        self._maker = MicroBatchMaker(order, family, self._scheduler)
-        self._names: list[str] = samples.table["variant_id"].to_list()
-        by_bucket: defaultdict[str, list[int]] = defaultdict(list)
-        for place, bucket in enumerate(samples.table["bucket"]):
-            by_bucket[bucket] += range(place * len(LEVELS), (place + 1) * len(LEVELS))
-        size = order.recipe.training.batch_size
+        self._maker = MicroBatchMaker(job, family, self._scheduler)
+        self._variant_ids: list[str] = samples.table["variant_id"].to_list()
+
+        # A cell is one (variant, level) pair; cell i is level i % 5 of variant i // 5. A batch has one
+        # bucket.
+        num_levels = len(NOISE_LEVELS)
+        cells_by_bucket: defaultdict[str, list[int]] = defaultdict(list)
+        for index, bucket in enumerate(samples.table["bucket"]):
+            cells_by_bucket[bucket] += range(index * num_levels, (index + 1) * num_levels)
+        size = job.recipe.training.batch_size
         self._batches = [
-            places[start : start + size]
-            for _, places in sorted(by_bucket.items())
-            for start in range(0, len(places), size)
+            cells[start : start + size]
+            for _, cells in sorted(cells_by_bucket.items())
+            for start in range(0, len(cells), size)
         ]
 
     def loss(self, engine: Engine) -> ValidationLoss:
-        """The loss by now; batches are shared among the ranks, and all get the same answer.
+        """Return the current loss; the ranks share the batches and all return the same value.
 
         Raises:
-            StoreError: An entry is missing or damaged.
+            StoreError: A cache entry is missing or damaged.
         """
         accelerator = engine.accelerator
-        errors = torch.zeros(len(self._names) * len(LEVELS), device=accelerator.device)
+        errors = torch.zeros(len(self._variant_ids) * len(NOISE_LEVELS), device=accelerator.device)
         for micro in self._inputs(accelerator.process_index, accelerator.num_processes):
             errors[micro.indices.to(errors.device)] = engine.errors(micro, self._scheduler)
+
+        # Each cell is nonzero on one rank only.
         summed = cast("Tensor", accelerator.reduce(errors, reduction="sum"))
-        table = summed.double().cpu().view(len(self._names), len(LEVELS))
-        by_sample: list[float] = table.mean(dim=1).tolist()
+        table = summed.double().cpu().view(len(self._variant_ids), len(NOISE_LEVELS))
+        by_variant: list[float] = table.mean(dim=1).tolist()
         return ValidationLoss(
             mean=float(table.mean()),
             by_level=tuple(table.mean(dim=0).tolist()),
-            by_sample=dict(zip(self._names, by_sample, strict=True)),
+            by_variant=dict(zip(self._variant_ids, by_variant, strict=True)),
         )
 
     def _inputs(self, rank: int, num_ranks: int) -> Iterator[MicroInput]:
-        for places in self._batches[rank::num_ranks]:
+        num_levels = len(NOISE_LEVELS)
+        for cells in self._batches[rank::num_ranks]:
             share = tuple(
-                Slot(self._names[place // len(LEVELS)], place, epoch=0, occurrence=0, drop_caption=False)
-                for place in places
+                Slot(self._variant_ids[cell // num_levels], cell, epoch=0, occurrence=0, drop_caption=False)
+                for cell in cells
             )
-            yield self._maker.make_fixed(share, [LEVELS[place % len(LEVELS)] for place in places])
+            yield self._maker.make_fixed(share, [NOISE_LEVELS[cell % num_levels] for cell in cells])

@@ -143,7 +143,7 @@ def test_training_reads_the_same_tensors_as_from_a_local_cache(
         return read
 
     for elsewhere, local in zip(read(job), read(here), strict=True):
-        assert elsewhere.sample_ids == local.sample_ids
+        assert elsewhere.variant_ids == local.variant_ids
         assert torch.equal(elsewhere.latent, local.latent)
         assert all(
             torch.equal(elsewhere.conditions[name], local.conditions[name]) for name in local.conditions

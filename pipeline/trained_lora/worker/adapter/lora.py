@@ -1,4 +1,7 @@
-"""The adapter: small weights that peft puts beside the frozen base weights of the denoiser."""
+"""The adapter that peft adds to a network: its creation, its saved state and its delta weights.
+
+A network is the denoiser or a text encoder. Weights are named as by peft: "<module>.lora_A.weight".
+"""
 
 from __future__ import annotations
 
@@ -23,49 +26,58 @@ if TYPE_CHECKING:
 
     from pipeline.recipe import LoraSettings
 
+T = TypeVar("T")
+
 ADAPTER = "default"
-"""peft's name of the adapter that is trained."""
+"""peft's name of the trained adapter."""
 
 FROZEN_ADAPTER = "at_start"
-"""Of one beside it that never changes: what takes off the part of the base weights that it began as."""
+"""peft's name of the frozen adapter of PiSSA and OLoRA, see `svd_init`."""
 
-_START_PREFIX = f"{FROZEN_ADAPTER}:"
+_FROZEN_PREFIX = f"{FROZEN_ADAPTER}:"
 
 Adapted: TypeAlias = LoraLayer | LoHaLayer | LoKrLayer
 """A module with an adapter."""
 
 AdapterConfig: TypeAlias = LoraConfig | LoHaConfig | LoKrConfig
-"""What peft calls the settings of an adapter."""
+"""peft's configuration of an adapter."""
+
+Networks: TypeAlias = Mapping[str, nn.Module]
+"""Networks with adapters by their prefix, which their weights' names have in a checkpoint.
+
+The prefix is "" for the denoiser, which comes first, and "<component>." for a text encoder.
+"""
 
 
 def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> AdapterConfig:
-    """Freeze the denoiser and put a fresh adapter on the modules that the settings choose.
+    """Freeze the network and add a fresh adapter to the modules that the settings select.
 
-    The new weights are float32 whatever the base's dtype (FAILURES R10), drawn from `seed`; the delta weights
-    are zero. Global random state is left as it was.
+    The new weights are float32 for any base dtype (FAILURES R10) and depend only on `seed`; the delta weights
+    are zero. The global random state does not change.
 
     Args:
-        denoiser: A diffusers model; changed in place.
-        settings: Size, modules and kind.
-        targets: Endings of module names: what the settings mean by the family's modules.
-        seed: Of the first weights that are not zero.
+        denoiser: Network of diffusers or transformers; changed in place.
+        settings: Kind, rank and modules.
+        targets: Endings of module paths that `targets: family` selects.
+        seed: Seed of the initial weights.
 
     Returns:
-        The configuration that was used.
+        The configuration given to peft.
 
     Raises:
-        TrainingError: No module, or none of some pattern, is there.
+        TrainingError: No module is selected, or a pattern matches none.
     """
     denoiser.requires_grad_(False)
-    chosen = target_modules(denoiser, settings, targets)
-    ranks, alphas = rank_patterns(denoiser, chosen, settings)
-    asked = targets if settings.family_modules else chosen
-    config = _config(settings, asked, ranks, cast("dict[str, int]", alphas))
+    selected = target_modules(denoiser, settings, targets)
+    ranks, alphas = rank_patterns(denoiser, selected, settings)
+    config_targets = targets if settings.family_modules else selected
+    config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
         denoiser.add_adapter(config, adapter_name=ADAPTER)
-    have = [name for name, _ in lora_modules(denoiser)]
-    assert have == chosen, f"peft adapted {sorted({*have} ^ {*chosen})} differently"
+
+    adapted = [name for name, _ in lora_modules(denoiser)]
+    assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
     for weight in trainable_weights(denoiser):
         weight.data = weight.data.float()
     return config
@@ -74,7 +86,7 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
 def _config(
     settings: LoraSettings, targets: list[str], ranks: dict[str, int], alphas: dict[str, int]
 ) -> AdapterConfig:
-    alpha = cast("int", settings.alpha)  # peft computes with any number
+    alpha = cast("int", settings.alpha)  # peft declares int, but accepts any number
     if settings.kind != "lora":
         values: dict[str, Any] = {"r": settings.rank, "alpha": alpha, "target_modules": targets}
         values |= {"rank_pattern": ranks, "alpha_pattern": alphas}
@@ -94,162 +106,162 @@ def _config(
     )
 
 
-def trainable_weights(denoiser: nn.Module) -> list[nn.Parameter]:
-    """The adapter's weights, in the model's order; everything else is frozen."""
-    return [weight for weight in denoiser.parameters() if weight.requires_grad]
+def trainable_weights(network: nn.Module) -> list[nn.Parameter]:
+    """Return the adapter's weights in the model's order; all other weights are frozen."""
+    return [weight for weight in network.parameters() if weight.requires_grad]
 
 
-def adapter_state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """The adapter's weights by peft's names ("<module>.lora_A.weight"): float32 copies on the CPU.
+def lora_modules(network: nn.Module) -> Iterator[tuple[str, Adapted]]:
+    """Yield (path, module) of each adapted module, in the model's order."""
+    for name, module in network.named_modules():
+        if isinstance(module, LoraLayer | LoHaLayer | LoKrLayer):
+            yield name, module
 
-    Those of the fixed adapter beside it, if there is one, have "at_start:" before their names.
+
+def adapter_state(network: nn.Module) -> dict[str, Tensor]:
+    """Return copies of the adapter's weights under peft's names, sorted: float32 on the CPU.
+
+    Names of a frozen adapter's weights begin with "at_start:".
     """
     state = {
         f"{prefix}{name}": weight
-        for adapter, prefix in _adapters(denoiser)
-        for name, weight in get_peft_model_state_dict(denoiser, adapter_name=adapter).items()
+        for adapter, prefix in _adapters(network)
+        for name, weight in get_peft_model_state_dict(network, adapter_name=adapter).items()
     }
     return {
         name: weight.detach().float().cpu().clone().contiguous() for name, weight in sorted(state.items())
     }
 
 
-def load_adapter_state(denoiser: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Put back what `adapter_state` gave.
+def load_adapter_state(network: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load what `adapter_state` returned.
 
     Raises:
-        TrainingError: A weight is missing, unknown, or of another shape.
+        TrainingError: A weight is missing, unknown, or has another shape.
     """
-    have = {name: tuple(weight.shape) for name, weight in adapter_state(denoiser).items()}
+    expected = {name: tuple(weight.shape) for name, weight in adapter_state(network).items()}
     given = {name: tuple(weight.shape) for name, weight in state.items()}
-    if have != given:
-        names = sorted(name for name in {*have, *given} if have.get(name) != given.get(name))
-        fix = "delete the checkpoint; if it comes back, report it as a defect"
-        weights = counted(len(names), "weight is", "weights are")
-        what = f"{weights} not as this adapter has them, the first is {names[0]}"
-        raise TrainingError(what, where="the saved adapter", fix=fix)
-    for adapter, prefix in _adapters(denoiser):
-        own = {
+    if expected != given:
+        names = sorted(name for name in {*expected, *given} if expected.get(name) != given.get(name))
+        raise TrainingError(
+            f"{counted(len(names), 'saved weight does', 'saved weights do')} not match the adapter, "
+            f"the first is {names[0]}",
+            where="the saved adapter",
+            fix="delete the checkpoint; if the error returns, report a defect",
+        )
+    for adapter, prefix in _adapters(network):
+        adapter_weights = {
             name.removeprefix(prefix): weight
             for name, weight in state.items()
-            if name.startswith(_START_PREFIX) == bool(prefix)
+            if name.startswith(_FROZEN_PREFIX) == bool(prefix)
         }
-        set_peft_model_state_dict(denoiser, own, adapter_name=adapter)
+        set_peft_model_state_dict(network, adapter_weights, adapter_name=adapter)
 
 
-def _adapters(denoiser: nn.Module) -> list[tuple[str, str]]:
-    """(peft's name, what stands before the names of its weights in `adapter_state`) of each adapter."""
-    have = cast("Any", denoiser).peft_config
-    return [(ADAPTER, ""), (FROZEN_ADAPTER, _START_PREFIX)] if FROZEN_ADAPTER in have else [(ADAPTER, "")]
+def _adapters(network: nn.Module) -> list[tuple[str, str]]:
+    """Return (peft's name, prefix of its weights in `adapter_state`) of each adapter."""
+    names = cast("Any", network).peft_config
+    trained = [(ADAPTER, "")]
+    return [*trained, (FROZEN_ADAPTER, _FROZEN_PREFIX)] if FROZEN_ADAPTER in names else trained
 
 
-def lora_modules(denoiser: nn.Module) -> Iterator[tuple[str, Adapted]]:
-    """(name, module) of each module with an adapter, in the model's order."""
-    for name, module in denoiser.named_modules():
-        if isinstance(module, LoraLayer | LoHaLayer | LoKrLayer):
-            yield name, module
+def adapted_networks(denoiser: nn.Module, text_encoders: Mapping[str, nn.Module]) -> Networks:
+    """Return the denoiser and the text encoders, which are given by component, by their prefixes."""
+    return {"": denoiser, **{f"{role}.": encoder for role, encoder in text_encoders.items()}}
 
 
-def delta_weights(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
-    """What computes each of `delta_weights`, of the adapter as it will be by then."""
+def collect(networks: Networks, read: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
+    """Merge `read` of all networks into one dict; the networks' prefixes make the names unique."""
+    return {
+        f"{prefix}{name}": value
+        for prefix, network in networks.items()
+        for name, value in read(network).items()
+    }
+
+
+def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None:
+    """Load `collect(networks, adapter_state)`.
+
+    Raises:
+        TrainingError: A weight is missing, unknown, or has another shape.
+    """
+    text_prefixes = tuple(prefix for prefix in networks if prefix)
+    for prefix, network in networks.items():
+        network_state = {
+            name.removeprefix(prefix): weight
+            for name, weight in state.items()
+            if (name.startswith(prefix) if prefix else not name.startswith(text_prefixes))
+        }
+        load_adapter_state(network, network_state)
+
+
+def delta_weights(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
+    """Return functions that compute what the adapter adds to each module's weight, by module.
+
+    A delta weight includes the scale, and the frozen adapter's part if there is one: float32 on the CPU. All
+    delta weights of a large model together are larger than the model, so they are computed one at a time.
+    """
     return {
         name: partial(_delta, module, adapter)
-        for name, module in lora_modules(denoiser)
+        for name, module in lora_modules(network)
         if adapter in module.r
     }
 
 
-def frozen_delta_sizes(denoiser: nn.Module) -> dict[str, float]:
-    """The largest delta weight that a fixed adapter takes off, by module; empty where there is none."""
+def frozen_delta_sizes(network: nn.Module) -> dict[str, float]:
+    """Return the largest absolute delta weight of the frozen adapter by module; empty without one."""
     with torch.no_grad():
         return {
-            name: float(_added(module, FROZEN_ADAPTER).abs().max())
-            for name, module in lora_modules(denoiser)
+            name: float(_adapter_delta(module, FROZEN_ADAPTER).abs().max())
+            for name, module in lora_modules(network)
             if FROZEN_ADAPTER in module.r
         }
 
 
 def has_magnitude(module: Adapted, adapter: str = ADAPTER) -> bool:
-    """Whether the module is adapted with DoRA."""
+    """Return whether the module's adapter is DoRA."""
     return isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
 
 
-def magnitudes(denoiser: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
-    """DoRA's lengths of the rows of each adapted weight, (rows,) float32 on the CPU; empty without DoRA."""
+def magnitudes(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
+    """Return DoRA's magnitudes by module, (rows,) float32 on the CPU; empty without DoRA."""
     return {
         name: cast("Any", module).lora_magnitude_vector[adapter].weight.detach().float().cpu().flatten()
-        for name, module in lora_modules(denoiser)
+        for name, module in lora_modules(network)
         if has_magnitude(module, adapter)
     }
 
 
-def row_lengths(denoiser: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
-    """Euclidean lengths of the rows of each module's weight, without and with `delta_weights` added.
+def row_norms(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the Euclidean norms of each weight's rows, without and with its delta weight, by module.
 
-    Quantised weights are unpacked for it. Each is (rows,), float32 on the CPU.
+    Each is (rows,), float32 on the CPU. Quantised weights are dequantised.
     """
-    lengths: dict[str, tuple[Tensor, Tensor]] = {}
+    norms: dict[str, tuple[Tensor, Tensor]] = {}
     with torch.no_grad():
-        for name, module in lora_modules(denoiser):
+        for name, module in lora_modules(network):
             weight = dequantize_module_weight(cast("Any", module).get_base_layer()).float().flatten(1).cpu()
             adapted = weight + _delta(module, ADAPTER).flatten(1)
-            lengths[name] = (weight.norm(dim=1), adapted.norm(dim=1))
-    return lengths
+            norms[name] = (weight.norm(dim=1), adapted.norm(dim=1))
+    return norms
 
 
 @torch.no_grad()
 def _delta(module: Adapted, adapter: str) -> Tensor:
-    delta = _added(module, adapter)
+    delta = _adapter_delta(module, adapter)
     if adapter == ADAPTER and FROZEN_ADAPTER in module.r:
-        delta = delta + _added(module, FROZEN_ADAPTER)
+        delta = delta + _adapter_delta(module, FROZEN_ADAPTER)
     return delta
 
 
-def _added(module: Adapted, adapter: str) -> Tensor:
-    """What one adapter adds to the module's weight.
+def _adapter_delta(module: Adapted, adapter: str) -> Tensor:
+    """Return what one adapter adds to the module's weight.
 
-    A LoRA's product is that of `lora_files`, and not peft's, which of a convolution is one itself: a
-    GPU computes that with 10 bits of each factor.
+    peft computes the product of a convolution's factors as a convolution, which a GPU does with 10 bits per
+    factor (TF32). It is therefore computed here as a matrix product on the CPU.
     """
-    adapted = cast("Any", module)  # peft's base class does not declare it; each of its layers has it.
+    layer = cast("Any", module)  # peft's layers have `get_delta_weight`, their base class does not declare it
     if not isinstance(module, LoraLayer):
-        return adapted.get_delta_weight(adapter).float().cpu()
-    down, up = (side[adapter].weight.float().cpu() for side in (adapted.lora_A, adapted.lora_B))
-    return (adapted.scaling[adapter] * (up.flatten(1) @ down.flatten(1))).reshape(len(up), *down.shape[1:])
-
-
-T = TypeVar("T")
-
-Networks: TypeAlias = Mapping[str, nn.Module]
-"""By what stands before the paths of their modules: nothing for the denoiser, which comes first, and the
-component's name and a dot for a text encoder."""
-
-
-def adapted_networks(denoiser: nn.Module, text_encoders: Mapping[str, nn.Module]) -> Networks:
-    """The denoiser and the text encoders, these by component."""
-    return {"": denoiser, **{f"{role}.": encoder for role, encoder in text_encoders.items()}}
-
-
-def collect(networks: Networks, ask: Callable[[nn.Module], Mapping[str, T]]) -> dict[str, T]:
-    """What `ask` says of each network, by names that say which; a name begins with that of a module."""
-    return {
-        f"{prefix}{name}": value
-        for prefix, network in networks.items()
-        for name, value in ask(network).items()
-    }
-
-
-def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None:
-    """Put back what `collect` gave of `adapter_state`.
-
-    Raises:
-        TrainingError: A weight is missing, unknown, or of another shape.
-    """
-    others = tuple(prefix for prefix in networks if prefix)
-    for prefix, network in networks.items():
-        own = {
-            name.removeprefix(prefix): weight
-            for name, weight in state.items()
-            if (name.startswith(prefix) if prefix else not name.startswith(others))
-        }
-        load_adapter_state(network, own)
+        return layer.get_delta_weight(adapter).float().cpu()
+    down, up = (side[adapter].weight.float().cpu() for side in (layer.lora_A, layer.lora_B))
+    return (layer.scaling[adapter] * (up.flatten(1) @ down.flatten(1))).reshape(len(up), *down.shape[1:])

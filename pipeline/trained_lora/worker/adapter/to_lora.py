@@ -1,4 +1,7 @@
-"""The LoRA that does what an adapter of another kind does: files hold it, for every program."""
+"""Conversion of a LoHa, LoKr, PiSSA or OLoRA adapter to the LoRA with the same delta weights.
+
+The exported files contain this LoRA, because every program can load it.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,23 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
-    """The weights of the LoRA that does what the adapter does, by peft's names: float32 on the CPU.
+    """Return the weights of the LoRA that equals the adapter, under peft's names: float32 on the CPU.
 
-    A LoRA is that itself, or with the fixed one beside it of twice the rank. Of the other kinds every number
-    is the product of two of the adapter's.
+    A LoRA is returned as it is. With a frozen adapter, the result has twice the rank. For the other kinds
+    each number is a product of two of the adapter's numbers.
     """
     state = adapter_state(denoiser)
     for name, module in lora_modules(denoiser):
         if isinstance(module, LoHaLayer):
-            up, down = _of_loha(*(state.pop(f"{name}.hada_w{side}") for side in ("1_a", "1_b", "2_a", "2_b")))
+            factors = [state.pop(f"{name}.hada_w{side}") for side in ("1_a", "1_b", "2_a", "2_b")]
+            up, down = _from_loha(*factors)
         elif isinstance(module, LoKrLayer):
-            sides = ("w1", "w2", "w2_a", "w2_b")
-            up, down = _of_lokr(*(state.pop(f"{name}.lokr_{side}", None) for side in sides))
+            parts = {side: state.pop(f"{name}.lokr_{side}", None) for side in ("w1", "w2", "w2_a", "w2_b")}
+            up, down = _from_lokr(**parts)
         elif FROZEN_ADAPTER in module.r:
-            up, down = _of_both(*(_both(state, f"{name}.lora_{side}.weight") for side in ("B", "A")))
+            ups, downs = (_pop_both(state, f"{name}.lora_{side}.weight") for side in ("B", "A"))
+            # [up, frozen_up] @ [down; frozen_down] is the sum of the two products.
+            up, down = torch.cat(ups, dim=1), torch.cat(downs)
         else:
             continue
         kernel = cast("Tensor", cast("Any", module).get_base_layer().weight).shape[2:]
@@ -47,77 +53,72 @@ def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _both(state: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """One factor of the trained adapter and of the fixed one, as matrices; taken out of `state`."""
+def _pop_both(state: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
+    """Remove one factor of the trained and of the frozen adapter from `state`; return both as matrices."""
     return state.pop(name).flatten(1), state.pop(f"{FROZEN_ADAPTER}:{name}").flatten(1)
 
 
-def _of_both(ups: tuple[Tensor, Tensor], downs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """(up, down) of the sum of two LoRAs of one scale."""
-    return torch.cat(ups, dim=1), torch.cat(downs)
+def _from_loha(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (up, down) of the element-wise product (w1_a @ w1_b) * (w2_a @ w2_b).
 
-
-def _of_loha(a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """(up, down) of what is added, (a @ b) * (c @ d), value by value.
-
-    `a` and `c` are (out, rank), `b` and `d` (rank, in). It is the product of two matrices of rank x rank
-    columns and rows: column i, j is column i of `a` times column j of `c`, and row i, j is row i of `b` times
-    row j of `d`.
+    The w*_a are (out, rank) and the w*_b (rank, in). The result has rank * rank columns and rows: column (i,
+    j) of `up` is column i of w1_a times column j of w2_a, and row (i, j) of `down` is row i of w1_b times row
+    j of w2_b.
     """
-    return (a[:, :, None] * c[:, None, :]).flatten(1), (b[:, None] * d[None]).flatten(0, 1)
+    return (w1_a[:, :, None] * w2_a[:, None, :]).flatten(1), (w1_b[:, None] * w2_b[None]).flatten(0, 1)
 
 
-def _of_lokr(
-    left: Tensor | None, whole: Tensor | None, up: Tensor | None, down: Tensor | None
+def _from_lokr(
+    w1: Tensor | None, w2: Tensor | None, w2_a: Tensor | None, w2_b: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(up, down) of what is added, the Kronecker product of `left` and either `whole` or `up @ down`.
+    """Return (up, down) of the Kronecker product of `w1` and either `w2` or `w2_a @ w2_b`.
 
-    The Kronecker product of two products is the product of the Kronecker products of their first and of
-    their second matrices. A matrix that is whole is the product of itself and ones on the diagonal, on its
-    shorter side.
+    (A B) x (C D) = (A x C)(B x D), where x is the Kronecker product. A matrix without factors is split into
+    itself and an identity on its shorter side.
     """
-    assert left is not None
-    if whole is not None:
-        up, down = _halves(whole.flatten(1))
-    assert up is not None
-    assert down is not None
-    first, second = _halves(left)
-    return torch.kron(first, up), torch.kron(second, down)
+    assert w1 is not None
+    if w2 is not None:
+        w2_a, w2_b = _split_off_identity(w2.flatten(1))
+    assert w2_a is not None
+    assert w2_b is not None
+    w1_a, w1_b = _split_off_identity(w1)
+    return torch.kron(w1_a, w2_a), torch.kron(w1_b, w2_b)
 
 
-def _halves(whole: Tensor) -> tuple[Tensor, Tensor]:
-    rows, columns = whole.shape
-    return (torch.eye(rows), whole) if rows <= columns else (whole, torch.eye(columns))
+def _split_off_identity(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    rows, columns = matrix.shape
+    return (torch.eye(rows), matrix) if rows <= columns else (matrix, torch.eye(columns))
 
 
 def lora_shapes(module: Adapted) -> tuple[Shape, Shape]:
-    """Shapes of one module's two weights in `lora_state`: (rank, in, *kernel) and (out, rank, *ones).
+    """Return the shapes of a module in `lora_state`: (rank, in, *kernel) and (out, rank, *ones).
 
-    Only shapes are read, so that it answers for weights on the meta device too.
+    Only shapes are read, so the weights may be on the meta device.
     """
-    adapted = cast("Any", module)
+    layer = cast("Any", module)
     if isinstance(module, LoHaLayer | LoKrLayer):
-        kernel = tuple(adapted.get_base_layer().weight.shape[2:])
-        rows, columns, rank = _loha_size(adapted) if isinstance(module, LoHaLayer) else _lokr_size(adapted)
+        kernel = tuple(layer.get_base_layer().weight.shape[2:])
+        rows, columns, rank = _loha_size(layer) if isinstance(module, LoHaLayer) else _lokr_size(layer)
         return (rank, columns // math.prod(kernel), *kernel), (rows, rank, *(1 for _ in kernel))
-    down, up = (side[ADAPTER].weight.shape for side in (adapted.lora_A, adapted.lora_B))
-    both = 2 if FROZEN_ADAPTER in module.r else 1
-    return (both * down[0], *down[1:]), (up[0], both * up[1], *up[2:])
+    down, up = (side[ADAPTER].weight.shape for side in (layer.lora_A, layer.lora_B))
+    num_adapters = 2 if FROZEN_ADAPTER in module.r else 1
+    return (num_adapters * down[0], *down[1:]), (up[0], num_adapters * up[1], *up[2:])
 
 
-def _loha_size(adapted: Any) -> tuple[int, int, int]:
-    """(rows, columns, rank): columns are those of the weight flattened to a matrix."""
-    rows, rank = adapted.hada_w1_a[ADAPTER].shape
-    return rows, adapted.hada_w1_b[ADAPTER].shape[1], rank * rank
+def _loha_size(layer: Any) -> tuple[int, int, int]:
+    """Return (rows, columns, rank) of the delta weight, flattened to a matrix."""
+    rows, rank = layer.hada_w1_a[ADAPTER].shape
+    return rows, layer.hada_w1_b[ADAPTER].shape[1], rank * rank
 
 
-def _lokr_size(adapted: Any) -> tuple[int, int, int]:
-    above, before = adapted.lokr_w1[ADAPTER].shape
-    if ADAPTER in adapted.lokr_w2:
-        rows, *others = adapted.lokr_w2[ADAPTER].shape
-        columns = math.prod(others)
-        rank = min(rows, columns)
+def _lokr_size(layer: Any) -> tuple[int, int, int]:
+    """Return (rows, columns, rank) of the delta weight, flattened to a matrix."""
+    w1_rows, w1_columns = layer.lokr_w1[ADAPTER].shape
+    if ADAPTER in layer.lokr_w2:
+        w2_rows, *w2_others = layer.lokr_w2[ADAPTER].shape
+        w2_columns = math.prod(w2_others)
+        w2_rank = min(w2_rows, w2_columns)
     else:
-        rows, rank = adapted.lokr_w2_a[ADAPTER].shape
-        columns = adapted.lokr_w2_b[ADAPTER].shape[1]
-    return above * rows, before * columns, min(above, before) * rank
+        w2_rows, w2_rank = layer.lokr_w2_a[ADAPTER].shape
+        w2_columns = layer.lokr_w2_b[ADAPTER].shape[1]
+    return w1_rows * w2_rows, w1_columns * w2_columns, min(w1_rows, w1_columns) * w2_rank

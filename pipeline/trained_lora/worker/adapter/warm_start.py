@@ -1,4 +1,4 @@
-"""An adapter that begins as an existing LoRA file, of any of the three layouts."""
+"""Warm start: initialising the adapter from an existing LoRA file in any of the three layouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pipeline.errors import TrainingError, counted, verb
+from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.export.lora_files import (
     ADAPTER_METADATA_KEY,
     LAYOUTS,
@@ -21,49 +21,58 @@ from pipeline.trained_lora.export.lora_files import (
     module_scale,
     stored_magnitudes,
 )
-from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_lengths
+from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_norms
 
-WHERE = "training.lora.start_from"
-_UPS = (".lora_B.weight", ".lora_up.weight")
-_LENGTHS = (".lora_magnitude_vector", ".dora_scale")
-"""Ends of the keys of up matrices, and of DoRA's lengths."""
+_KEY = "training.lora.start_from"
+
+_MAX_LISTED_TENSORS = 5
+
+_UP_ENDINGS = (".lora_B.weight", ".lora_up.weight")
+"""Endings of the keys of up matrices."""
+
+_MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
+"""Endings of the keys of DoRA's magnitudes."""
 
 
 def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
-    """Give the adapters the weights of a file, so that they do what the file does.
+    """Load a LoRA file into the adapters, so that they have the same effect as the file.
 
-    A scale other than the adapter's own is put into the up matrices. Nothing of the file is left out but
-    modules whose up matrix is all zeros, which do nothing, and no weight stays as it was.
+    If the file's scale differs from the adapter's, the up matrices are rescaled. Every weight of the adapters
+    is replaced. Modules of the file without an adapter are ignored only if their up matrix is zero.
 
     Args:
-        networks: With adapters.
-        modules: All that have one.
-        path: A LoRA file in one of the layouts of `lora_files`, of any number format.
+        networks: Networks with adapters.
+        modules: All adapted modules.
+        path: LoRA file in one of the layouts of `lora_files`, of any float dtype.
 
     Raises:
-        TrainingError: The file cannot be read, or is of other modules, ranks or kind than the adapter.
+        TrainingError: The file is not readable, or its modules, ranks or kind differ from the adapter's.
     """
     file = _read(path)
-    layout = _layout(file, modules)
-    file = _without_idle(file, modules, layout)
-    _require_same(file, modules, layout)
+    layout = _detect_layout(file, modules)
+    file = _without_zero_modules(file, modules, layout)
+    _require_same_tensors(file, modules, layout)
+
     state: dict[str, Tensor] = {}
     for module in modules:
         down, up = factors(file.tensors, module, layout)
         scale = _scale(file, module, layout) * module.rank / module.alpha
         state[f"{module.name}.lora_A.weight"] = down.contiguous()
         state[f"{module.name}.lora_B.weight"] = up.contiguous() if scale == 1.0 else up * scale
-    magnitudes = {module.name: module for module in modules if module.magnitude}
-    for name, module in magnitudes.items():
+
+    dora_modules = [module for module in modules if module.magnitude]
+    for module in dora_modules:
         shape = module.shapes("diffusers")[module.magnitude_key("diffusers")]
-        state[f"{name}.lora_magnitude_vector"] = (
-            stored_magnitudes(file.tensors, module, layout).reshape(shape).clone()
-        )
+        stored = stored_magnitudes(file.tensors, module, layout)
+        state[f"{module.name}.lora_magnitude_vector"] = stored.reshape(shape).clone()
     load_networks_state(networks, state)
-    if magnitudes and layout == "comfyui":  # whose lengths are for rows of the base weight
-        for name, (before, after) in row_lengths(networks[""]).items():
-            stored = state[f"{name}.lora_magnitude_vector"]
-            stored *= (after / before).reshape(stored.shape)
+
+    # ComfyUI's magnitudes refer to the base weight's rows. Converting them needs the adapted rows, and so the
+    # factors loaded above.
+    if dora_modules and layout == "comfyui":
+        for name, (base_norms, adapted_norms) in row_norms(networks[""]).items():
+            magnitude = state[f"{name}.lora_magnitude_vector"]
+            magnitude *= (adapted_norms / base_norms).reshape(magnitude.shape)
         load_networks_state(networks, state)
 
 
@@ -73,65 +82,68 @@ def _read(path: Path) -> LoraFile:
             metadata = dict(opened.metadata() or {})
         tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
     except (OSError, SafetensorError, ValueError) as err:
-        fix = "name a .safetensors file of a LoRA"
         raise TrainingError(
-            f"the LoRA to start from cannot be read: {err}", where=str(path), fix=fix
+            f"the LoRA to start from cannot be read: {err}",
+            where=f"{_KEY}: {path}",
+            fix="set it to a .safetensors file of a LoRA",
         ) from err
     return LoraFile(path, 0, 0, metadata, cast("Any", tensors))
 
 
-def _layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
-    """The layout whose keys the file has most of."""
-    known = {
+def _detect_layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
+    """Return the layout with the most matching keys."""
+    num_matches = {
         layout: sum(key in file.tensors for module in modules for key in module.keys(layout)[:2])
         for layout in LAYOUTS
     }
-    return max(LAYOUTS, key=known.__getitem__)
+    return max(LAYOUTS, key=num_matches.__getitem__)
 
 
-def _without_idle(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
-    """The file without the modules that have no adapter here and whose up matrix is zero.
+def _without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
+    """Return the file without the modules that have no adapter here and a zero up matrix.
 
-    Kohya's tools adapt every layer of a text encoder, and those after the last that is asked learn nothing.
+    kohya's tools adapt every layer of a text encoder. The layers after the one whose output is used learn
+    nothing.
     """
-    asked = {key for module in modules for key in module.keys(layout) if key is not None}
-    idle = {
-        key.removesuffix(end)
+    adapter_keys = {key for module in modules for key in module.keys(layout) if key is not None}
+    zero_modules = {
+        key.removesuffix(ending)
         for key, tensor in file.tensors.items()
-        for end in _UPS
-        if key.endswith(end) and key not in asked and not tensor.any()
+        for ending in _UP_ENDINGS
+        if key.endswith(ending) and key not in adapter_keys and not tensor.any()
     }
-    idle -= {key.rsplit(".", 1)[0] for key in file.tensors if key.endswith(_LENGTHS)}
+    # DoRA's magnitudes change the weight even if the up matrix is zero.
+    zero_modules -= {key.rsplit(".", 1)[0] for key in file.tensors if key.endswith(_MAGNITUDE_ENDINGS)}
     tensors = {
         key: tensor
         for key, tensor in file.tensors.items()
-        if not any(key.startswith(f"{name}.") for name in idle)
+        if not any(key.startswith(f"{name}.") for name in zero_modules)
     }
     return replace(file, tensors=tensors)
 
 
-def _require_same(file: LoraFile, modules: list[LoraModule], layout: Layout) -> None:
-    shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
-    found = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
-    odd = {key: f"{shapes.get(key, 'nothing')} asked, {found.get(key, 'nothing')} found" for key in found}
-    odd |= {key: f"{shape} asked, nothing found" for key, shape in shapes.items() if key not in found}
-    wrong = [
-        f"{key}: {said}"
-        for key, said in sorted(odd.items())
-        if shapes.get(key) != found.get(key) and not key.endswith(".alpha")
+def _require_same_tensors(file: LoraFile, modules: list[LoraModule], layout: Layout) -> None:
+    """Raise `TrainingError` unless file and adapter have the same tensors; alphas may be missing or extra."""
+    adapter_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
+    file_shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
+    mismatches = [
+        f"{key}: the adapter has {adapter_shapes.get(key, 'no such tensor')}, "
+        f"the file {file_shapes.get(key, 'no such tensor')}"
+        for key in sorted({*adapter_shapes, *file_shapes})
+        if adapter_shapes.get(key) != file_shapes.get(key) and not key.endswith(".alpha")
     ]
-    if wrong:
-        shown = "\n".join(wrong[:5])
-        what = counted(len(wrong), "tensor") + " of the LoRA to start from "
-        what += f"{verb(len(wrong), 'is', 'are')} not as this adapter has them, read as {layout}"
-        fix = (
-            "set rank, modules, kind and text_encoders of training.lora to the file's, or start from another"
+    if mismatches:
+        shown = "\n".join(mismatches[:_MAX_LISTED_TENSORS])
+        raise TrainingError(
+            f"the LoRA to start from, read in the {layout} layout, has "
+            f"{counted(len(mismatches), 'tensor')} that do not match the adapter",
+            where=f"{_KEY}: {file.path}\n{shown}",
+            fix="set training.lora to the file's rank, modules, kind and text_encoders, or use another file",
         )
-        raise TrainingError(what, where=f"{WHERE}: {file.path}\n{shown}", fix=fix)
 
 
 def _scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
-    """By the file's alpha; where it says none, 1: its factors are what is to be added."""
-    alpha = module.keys(layout)[2]
-    said = ADAPTER_METADATA_KEY in file.metadata if alpha is None else alpha in file.tensors
-    return module_scale(file, module, layout) if said else 1.0
+    """Return the module's scale from the file's alpha; 1 if the file has none."""
+    alpha_key = module.keys(layout)[2]
+    has_alpha = ADAPTER_METADATA_KEY in file.metadata if alpha_key is None else alpha_key in file.tensors
+    return module_scale(file, module, layout) if has_alpha else 1.0

@@ -116,7 +116,7 @@ def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
             batch = maker.make(step.step, micro[0])
             with torch.no_grad():
                 family.denoiser.predict(denoiser, batch.latent, batch.timesteps, batch.conditions)
-            time_ids |= dict(zip(batch.sample_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
+            time_ids |= dict(zip(batch.variant_ids, (tuple(ids) for ids in calls[-1].tolist()), strict=True))
     return time_ids
 
 

@@ -38,7 +38,7 @@ def exchanging(model: nn.Module, accelerator: Any) -> nn.Module:
 
 
 def accelerator() -> Any:
-    return make_accelerator(AccelerateSettings(), all_learn=True)
+    return make_accelerator(AccelerateSettings(), find_unused_parameters=False)
 
 
 class Packed(Tensor):
@@ -95,5 +95,5 @@ def test_processes_wait_for_hours_while_one_exports_or_draws() -> None:
 
 
 def test_another_number_of_processes_than_the_recipe_s_is_an_error() -> None:
-    with pytest.raises(TrainingError, match="1 process runs, the recipe asks for 2"):
-        make_accelerator(AccelerateSettings(num_processes=2), all_learn=True)
+    with pytest.raises(TrainingError, match="num_processes is 2, but 1 process was launched"):
+        make_accelerator(AccelerateSettings(num_processes=2), find_unused_parameters=False)

@@ -28,7 +28,7 @@ def train(
         ((weights[0] - step) ** 2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-        averaging.stepped()
+        averaging.update()
         seen.append(weights[0].detach().clone())
     return seen
 
@@ -40,7 +40,7 @@ def test_the_moving_average_follows_its_formula() -> None:
     for step, weight in enumerate(seen[1:]):
         decay = 0.0 if step == 0 else min(0.3, (1 + step) / (10 + step))
         shadow = decay * shadow + (1 - decay) * weight
-    with averaging.result():
+    with averaging.applied():
         torch.testing.assert_close(weights[0].data, shadow)
     assert torch.equal(weights[0].data, seen[-1])
 
@@ -51,7 +51,7 @@ def test_looking_at_the_result_changes_nothing_even_when_it_fails(values: dict[s
     seen = train(weights, optimizer, averaging, 4)
 
     def look() -> None:
-        with averaging.result():
+        with averaging.applied():
             assert not torch.equal(weights[0].data, seen[-1])
             raise RuntimeError("while looking")
 
@@ -71,6 +71,6 @@ def test_looking_at_the_result_changes_nothing_even_when_it_fails(values: dict[s
 def test_without_an_average_the_result_is_the_weights() -> None:
     weights, optimizer, averaging = setting_of()
     seen = train(weights, optimizer, averaging, 2)
-    with averaging.result():
+    with averaging.applied():
         assert torch.equal(weights[0].data, seen[-1])
     assert averaging.state() == {}

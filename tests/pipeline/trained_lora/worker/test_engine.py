@@ -119,10 +119,10 @@ def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weig
     ((_, micro),) = inputs_of(order, engine, batch)
     micro.latent[1] = math.nan
     before = adapter_state(engine.denoiser)
-    with pytest.raises(TrainingError, match="loss of step 0 is nan") as caught:
+    with pytest.raises(TrainingError, match="loss of step 0 must be finite, got nan") as caught:
         engine.step(batch, iter([(batch, micro)]), stop=False)
-    assert micro.sample_ids[1] in caught.value.where
-    assert micro.sample_ids[0] not in caught.value.where
+    assert micro.variant_ids[1] in caught.value.where
+    assert micro.variant_ids[0] not in caught.value.where
     after = adapter_state(engine.denoiser)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -171,7 +171,9 @@ def test_R05_a_run_whose_steps_are_all_left_out_stops_and_does_not_end_as_finish
     engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     for step in range(1, 20):
         one_step(engine, order, step)
-    with pytest.raises(TrainingError, match="fp16 left out each of the 20 steps to step 20") as caught:
+    with pytest.raises(
+        TrainingError, match="fp16 loss scaling skipped the last 20 steps, up to step 20"
+    ) as caught:
         one_step(engine, order, 20)
     assert "bf16" in caught.value.fix
     assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())

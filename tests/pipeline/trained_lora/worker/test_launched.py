@@ -22,7 +22,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loop import StopRequest, train
-from pipeline.trained_lora.worker.validation import LEVELS
+from pipeline.trained_lora.worker.validation import NOISE_LEVELS
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -141,7 +141,7 @@ def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one
 def _require_the_same_validation(alone: TrainingJob, pair: TrainingJob) -> None:
     """Batches of the pair are half as large, and their number odd: its second rank has one less."""
     buckets = Counter(item.bucket for item in pair.inputs.held_out)
-    assert sum(math.ceil(len(LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
+    assert sum(math.ceil(len(NOISE_LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
     lines = [
         [json.loads(line) for line in RunLayout(order.folder).validation.read_text().splitlines()]
         for order in (alone, pair)

@@ -18,7 +18,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import StepPlan
 from pipeline.trained_lora.samples import TrainingInputs, tensors_json
-from pipeline.trained_lora.worker.loader import AHEAD, MicroBatchMaker, micro_inputs, read_ahead
+from pipeline.trained_lora.worker.loader import PREFETCH, MicroBatchMaker, micro_inputs, prefetch
 from pipeline.trained_lora.worker.loop import StopRequest, train
 
 if TYPE_CHECKING:
@@ -39,14 +39,14 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
         for step in plan[2:]
         for micro in step.micro_batches
     ]
-    assert [(step.step, micro.sample_ids) for step, micro in made] == expected
+    assert [(step.step, micro.variant_ids) for step, micro in made] == expected
     inputs = {item.variant_id: item for item in order.inputs}
     store = Store(order.recipe.cache_dir)
     for _, micro in made:
-        for index, sample_id in enumerate(micro.sample_ids):
-            stored = read_torch(store, inputs[sample_id].views[0].entry)["latent"].float()
+        for index, variant_id in enumerate(micro.variant_ids):
+            stored = read_torch(store, inputs[variant_id].views[0].entry)["latent"].float()
             assert torch.equal(micro.latent[index], stored)
-        assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.sample_ids)
+        assert micro.conditions["crop_top_left"].tolist() == [[2, 0]] * len(micro.variant_ids)
         assert micro.latent.dtype == micro.noise.dtype == torch.float32
 
 
@@ -113,9 +113,9 @@ def test_L12_no_more_than_a_few_micro_batches_wait_for_the_trainer(
             started.append(number)
             yield batch, lambda number=number: number
 
-    ahead = read_ahead(jobs())
+    ahead = prefetch(jobs())
     for taken in range(20):
         assert next(ahead)[1] == taken
-        assert len(started) <= taken + AHEAD + 1
+        assert len(started) <= taken + PREFETCH + 1
     ahead.close()
     assert not any(thread.name.startswith("latentline-loader") for thread in threading.enumerate())

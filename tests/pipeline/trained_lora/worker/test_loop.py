@@ -167,8 +167,7 @@ def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) 
     for start, cut in zip((0, *cuts), cuts, strict=False):
         finished, lines = run_until(order, stop_after=cut, start=start)
         assert not finished
-        done = "is" if cut == 1 else "are"
-        assert f"asked to stop: {cut} of {STEPS} steps {done} done and kept" in lines
+        assert f"stopped on request after {cut} of {STEPS} steps; a checkpoint is saved" in lines
     assert run_until(order)[0]
     assert outcome(order) == expected
 
@@ -300,7 +299,7 @@ def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_t
     good = project.changed("good", steps=2).order()
     assert run_until(good)[0]
     order, culprit = poisoned(project.changed("poisoned").order())
-    with pytest.raises(TrainingError, match="the LoRA of 2 steps is kept in") as caught:
+    with pytest.raises(TrainingError, match="the LoRA after 2 steps is in") as caught:
         run_until(order)
     others = {item.variant_id for item in order.inputs} - {culprit}
     assert culprit in caught.value.where
@@ -324,7 +323,7 @@ def test_R05_that_the_lora_cannot_be_kept_does_not_hide_why_the_run_stopped(
 
     monkeypatch.setattr(loop, "save_checkpoint", full)
     with pytest.raises(
-        TrainingError, match=r"the loss of step 2 is nan.*not be kept: no space left"
+        TrainingError, match=r"the loss of step 2 must be finite, got nan.*not be saved: no space left"
     ) as caught:
         run_until(order)
     assert culprit in caught.value.where

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.trained_lora.run_folder import read_metrics
-from pipeline.trained_lora.worker.metrics import Lines
+from pipeline.trained_lora.worker.metrics import JsonLines
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:
-    with Lines(path) as log:
+    with JsonLines(path) as log:
         for step, loss in lines:
             log.append({"step": step, "loss": loss})
 

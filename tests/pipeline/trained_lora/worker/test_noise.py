@@ -9,13 +9,13 @@ from diffusers import DDPMScheduler, FlowMatchEulerDiscreteScheduler
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from pipeline.recipe import NoiseSettings, TimestepSettings, TrainingSettings
-from pipeline.trained_lora.worker.noise import DrawnNoise, Noise, make_noise_scheduler, noise_levels
+from pipeline.trained_lora.worker.noise import NoiseSampler, SlotNoise, make_noise_scheduler, noise_levels
 
 SHAPE = (4, 16, 24)
 
 
-def draw(step: int = 3, slot: int = 1, *, seed: int = 7, **noise: Any) -> DrawnNoise:
-    return Noise(TrainingSettings(seed=seed, noise=NoiseSettings(**noise))).draw(step, slot, SHAPE)
+def draw(step: int = 3, slot: int = 1, *, seed: int = 7, **noise: Any) -> SlotNoise:
+    return NoiseSampler(TrainingSettings(seed=seed, noise=NoiseSettings(**noise))).sample(step, slot, SHAPE)
 
 
 def test_noise_depends_on_seed_step_and_slot_alone() -> None:

@@ -64,7 +64,7 @@ def test_an_import_path_works_and_its_arguments_are_checked() -> None:
     asked = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decay": 0.01})
     assert isinstance(make_optimizer(weights(), asked), torch.optim.NAdam)
     wrong = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decai": 0.01})
-    with pytest.raises(TrainingError, match=r"(?s)no argument momentum_decai.*momentum_decay"):
+    with pytest.raises(TrainingError, match=r"(?s)not accept the argument momentum_decai.*momentum_decay"):
         make_optimizer(weights(), wrong)
 
 
@@ -72,8 +72,8 @@ def test_an_import_path_works_and_its_arguments_are_checked() -> None:
     ("path", "said"),
     [
         ("no.such.Optimizer", "cannot be imported"),
-        ("torch.optim.Nothing", "has no Nothing"),
-        ("torch.nn.Linear", "is no optimizer"),
+        ("torch.optim.Nothing", "does not define Nothing"),
+        ("torch.nn.Linear", "must be a torch optimizer"),
     ],
 )
 def test_an_import_path_that_leads_nowhere_says_where_and_how_to_mend_it(path: str, said: str) -> None:
@@ -83,7 +83,7 @@ def test_an_import_path_that_leads_nowhere_says_where_and_how_to_mend_it(path: s
 
 
 def test_a_value_that_the_optimizer_refuses_is_named_with_what_it_takes() -> None:
-    with pytest.raises(TrainingError, match="cannot be made with these arguments") as caught:
+    with pytest.raises(TrainingError, match="does not accept these arguments") as caught:
         make_optimizer(weights(), settings(optimizer_arguments={"eps": -1.0}))
     assert "eps" in caught.value.fix
 

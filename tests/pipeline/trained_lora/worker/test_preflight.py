@@ -68,7 +68,7 @@ def test_R08_a_file_of_another_scale_is_found_before_the_first_step(
 
     monkeypatch.setattr(exporter, "layout_tensors", doubled)
     order = make_project().order()
-    with pytest.raises(TrainingError, match="comes back with delta weights that differ"):
+    with pytest.raises(TrainingError, match="in the file differs from the trained one"):
         trained(order)
     assert not RunLayout(order.folder).metrics.exists()
 

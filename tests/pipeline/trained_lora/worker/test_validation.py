@@ -15,7 +15,7 @@ from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
-from pipeline.trained_lora.worker.validation import LEVELS, Validation
+from pipeline.trained_lora.worker.validation import NOISE_LEVELS, Validation
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -30,7 +30,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     family = load_family(order.base)
     engine = Engine(order, family)
     found = Validation(order, family, order.inputs.held_out).loss(engine)
-    assert set(found.by_sample) == {item.variant_id for item in order.inputs.held_out}
+    assert set(found.by_variant) == {item.variant_id for item in order.inputs.held_out}
 
     unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
     ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
@@ -40,7 +40,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
         latent = read_torch(store, item.views[0].entry)["latent"].float()[None]
         text = read_torch(store, item.variants[0].entry)["text_embedding"].float()[None]
         row: list[float] = []
-        for level in LEVELS:
+        for level in NOISE_LEVELS:
             shape = tuple(latent.shape[1:])
             noise = stream("fixed noise", item.variant_id, str(level)).standard_normal(shape, dtype="float32")
             noise = torch.from_numpy(noise)[None]
@@ -49,7 +49,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
                 answer = unet(ddpm.add_noise(latent, noise, at), at, text).sample
             row.append(float(((answer - noise) ** 2).mean()))
         table.append(row)
-        assert found.by_sample[item.variant_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
+        assert found.by_variant[item.variant_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
     errors = torch.tensor(table)
     assert found.mean == pytest.approx(float(errors.mean()), rel=1e-4)
     assert found.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
@@ -95,7 +95,7 @@ def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with
         moved.append(engine.output_change(micro))
     assert 0 < moved[0] < moved[1]
     with engine.evaluation():
-        adapted = engine._answer(micro, engine.scheduler)
+        adapted = engine._predict_noisy(micro, engine.scheduler)
         unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
         noisy = family.noise.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
         plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample

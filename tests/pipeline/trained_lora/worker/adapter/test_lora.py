@@ -59,7 +59,7 @@ def test_a_state_of_another_adapter_is_refused(tiny_bases: dict[str, Path]) -> N
     denoiser = adapted(tiny_bases["epsilon"])
     state = adapter_state(denoiser)
     del state[min(state)]
-    with pytest.raises(TrainingError, match="1 weight is not as this adapter has them"):
+    with pytest.raises(TrainingError, match="1 saved weight does not match the adapter"):
         load_adapter_state(denoiser, state)
 
 

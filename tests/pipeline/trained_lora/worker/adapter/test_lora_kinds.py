@@ -29,7 +29,7 @@ from pipeline.trained_lora.stage import train_lora
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
-from pipeline.trained_lora.worker.export.layouts import describe_modules
+from pipeline.trained_lora.worker.export.modules import describe_denoiser
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 from pipeline.trained_lora.worker.loop import StopRequest, train
 
@@ -294,9 +294,9 @@ def engine_error(order: TrainingJob) -> TrainingError:
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"modules": ["*.attn7.*"]}, "no layer takes an adapter"),
-        ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* fits no layer"),
-        ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* fits no layer"),
+        ({"modules": ["*.attn7.*"]}, "selects no layer"),
+        ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* matches no layer"),
+        ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* matches no layer"),
     ],
 )
 def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
@@ -356,20 +356,20 @@ def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp
     denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json('{"rank": 4, "modules": ["*.attn.to_q"]}')
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
-    plain = describe_modules(family, denoiser)
+    plain = describe_denoiser(family, denoiser)
     assert all(len(module.kohya_outs) == 3 for module in plain), "parts without an adapter are among them"
     for name, layer in denoiser.named_modules():
         if type(layer) is torch.nn.Linear and "lora_" not in name:
             packed = torch.zeros(layer.weight.numel() // 2, 1, dtype=torch.uint8)
             layer.weight = torch.nn.Parameter(packed, requires_grad=False)
-    assert describe_modules(family, denoiser) == plain
+    assert describe_denoiser(family, denoiser) == plain
 
 
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs every part"),
-        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "several ranks or alphas"),
+        ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs an adapter on every part"),
+        ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one rank and alpha"),
     ],
 )
 def test_what_kohyas_fused_layers_cannot_hold_is_refused(
@@ -381,4 +381,4 @@ def test_what_kohyas_fused_layers_cannot_hold_is_refused(
     settings = LoraSettings.model_validate_json(json.dumps(lora))
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     with pytest.raises(TrainingError, match=said):
-        describe_modules(family, denoiser)
+        describe_denoiser(family, denoiser)

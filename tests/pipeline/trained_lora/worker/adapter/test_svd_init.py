@@ -66,7 +66,7 @@ def test_of_half_precision_weights_no_base_weight_is_rounded(tiny_bases: dict[st
 
 
 def test_a_rank_that_a_module_does_not_have_is_refused(tiny_bases: dict[str, Path]) -> None:
-    with pytest.raises(TrainingError, match=r"init: pissa of rank 33 is more than .* has, 32"):
+    with pytest.raises(TrainingError, match=r"init: pissa needs a rank of at most 32 for .*, got 33"):
         begun(tiny_bases["epsilon"], "pissa", rank=33)
 
 

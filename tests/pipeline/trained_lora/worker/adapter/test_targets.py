@@ -21,7 +21,9 @@ def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
     make_tiny_sd3(tmp_path)
     family = load_family(tmp_path)
     denoiser = family.denoiser.load("float32", "cpu")
-    with pytest.raises(TrainingError, match="SD3Transformer2DModel have no convolutions"):
+    with pytest.raises(
+        TrainingError, match="needs convolutions, and the blocks of SD3Transformer2DModel have none"
+    ):
         target_modules(denoiser, LoraSettings(conv_rank=4), family.lora_targets())
 
 

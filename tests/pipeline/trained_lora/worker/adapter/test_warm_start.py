@@ -95,14 +95,14 @@ def test_a_file_of_another_adapter_is_refused_with_what_differs(
     files(project, tmp_path / "lora", **KINDS["locon"])
     path = tmp_path / "lora" / layout_file("comfyui", "demo")
     for lora, said in (
-        ({}, "in_layers.2.lora_down.weight: nothing asked"),
-        ({"conv_rank": 3}, "(3, 32, 3, 3) asked, (2, 32, 3, 3) found"),
-        ({"conv_rank": 2, "targets": "blocks"}, "asked, nothing found"),
+        ({}, "in_layers.2.lora_down.weight: the adapter has no such tensor"),
+        ({"conv_rank": 3}, "the adapter has (3, 32, 3, 3), the file (2, 32, 3, 3)"),
+        ({"conv_rank": 2, "targets": "blocks"}, "the file no such tensor"),
     ):
         with pytest.raises(TrainingError) as caught:
             engine(project, start_from=path, **lora)
         assert said in caught.value.where
-        assert "read as comfyui" in caught.value.what
+        assert "read in the comfyui layout" in caught.value.what
     path.write_bytes(b"no such thing")
     with pytest.raises(TrainingError, match="cannot be read"):
         engine(project, start_from=path)

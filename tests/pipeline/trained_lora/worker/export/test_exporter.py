@@ -124,7 +124,7 @@ def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{module}.")}
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(TrainingError) as caught:
-        trained.exporter._verified(
+        trained.exporter._verify(
             trained.engine.networks, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
         )
     assert path.name in caught.value.where
@@ -156,7 +156,7 @@ def test_of_delta_weights_read_back_and_trained_one_each_is_in_memory_at_a_time(
         return counted
 
     monkeypatch.setattr(lora, "_delta", counting(lora._delta))
-    monkeypatch.setattr(layouts, "_delta_by_rule", counting(layouts._delta_by_rule))
+    monkeypatch.setattr(layouts, "_file_delta", counting(layouts._file_delta))
     trained.export(tmp_path)
     assert len(made) == 32 * (1 + 2 + 2), "trained, by rule of two layouts, by loader of two"
     assert max(alive) <= 2

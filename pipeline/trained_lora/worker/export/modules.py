@@ -1,0 +1,123 @@
+"""The adapted modules of a model and their names in each layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from pipeline.errors import TrainingError
+from pipeline.trained_lora.export.lora_files import LoraModule
+from pipeline.trained_lora.worker.adapter.lora import (
+    ADAPTER,
+    Adapted,
+    Networks,
+    has_magnitude,
+    lora_modules,
+)
+from pipeline.trained_lora.worker.adapter.to_lora import lora_shapes
+
+if TYPE_CHECKING:
+    from pipeline.models.worker.family import WorkerFamily
+
+
+def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModule]:
+    """Return the adapted modules of the denoiser and of the text encoders.
+
+    Raises:
+        FamilyError: A module has no name in a layout.
+        TrainingError: See `describe_denoiser`.
+    """
+    # Unless a text encoder is trained, the base model's text encoders may be missing.
+    text_encoders = family.trainable_text_encoders() if len(networks) > 1 else {}
+    described: list[LoraModule] = []
+    for prefix, network in networks.items():
+        if not prefix:
+            described += describe_denoiser(family, network)
+            continue
+        role = prefix.removesuffix(".")
+        for name, module in lora_modules(network):
+            diffusers, kohya, comfyui = text_encoders[role].keys(role, name)
+            keys = {"diffusers": diffusers, "kohya": kohya, "comfyui": comfyui}
+            described.append(_describe(f"{prefix}{name}", module, **keys))
+    return described
+
+
+def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraModule]:
+    """Return the denoiser's adapted modules.
+
+    Raises:
+        FamilyError: A module has no name in a layout.
+        TrainingError: kohya's layout fuses modules whose adapters cannot be fused.
+    """
+    described: list[LoraModule] = []
+    for name, module in lora_modules(denoiser):
+        layer = family.kohya_layer(name)
+        keys = {
+            "diffusers": f"{family.denoiser_name}.{name}",
+            "kohya": layer.key,
+            "comfyui": family.comfyui_key(name),
+        }
+        outs = tuple(_out_features(denoiser, part) for part in layer.modules)
+        described.append(
+            replace(
+                _describe(name, module, **keys),
+                kohya_part=layer.modules.index(name),
+                kohya_outs=outs if len(outs) > 1 else (),
+            )
+        )
+    _require_fusible(described)
+    return described
+
+
+def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui: str) -> LoraModule:
+    """Return the module as a layer that kohya's layout does not fuse."""
+    down, up = lora_shapes(module)
+    return LoraModule(
+        name=name,
+        diffusers=diffusers,
+        kohya=kohya,
+        comfyui=comfyui,
+        in_features=down[1],
+        out_features=up[0],
+        rank=down[0],
+        alpha=float(cast("Any", module).scaling[ADAPTER]) * down[0],
+        kernel=down[2:],
+        magnitude=has_magnitude(module),
+    )
+
+
+def _out_features(denoiser: nn.Module, path: str) -> int:
+    """Return the number of rows of a module's weight.
+
+    It comes from the module and not from the weight's shape, because bitsandbytes packs weights into columns
+    of bytes.
+    """
+    module = denoiser.get_submodule(path)
+    base = cast("Any", module.get_base_layer() if isinstance(module, BaseTunerLayer) else module)
+    return int(base.out_channels if isinstance(base, nn.Conv2d) else base.out_features)
+
+
+def _require_fusible(modules: list[LoraModule]) -> None:
+    """Raise `TrainingError` if kohya's layout cannot fuse the parts of one of its layers."""
+    num_adapted = Counter(module.kohya for module in modules)
+    sizes: dict[str, tuple[int, float]] = {}
+    for module in modules:
+        size = (module.rank, module.alpha)
+        if sizes.setdefault(module.kohya, size) != size:
+            raise TrainingError(
+                f"the parts of kohya's layer {module.kohya} must have one rank and alpha, "
+                f"but {module.name} differs",
+                where="training.lora.ranks",
+                fix="match all of its parts with the same entry of training.lora.ranks",
+            )
+        if module.magnitude and module.kohya_outs and num_adapted[module.kohya] < len(module.kohya_outs):
+            raise TrainingError(
+                f"DoRA needs an adapter on every part of kohya's layer {module.kohya}, "
+                f"not only on {module.name}",
+                where="training.lora.modules",
+                fix="match query, key and value together in training.lora.modules, or set dora: false",
+            )
