@@ -8,7 +8,7 @@ import torch
 
 
 class Greedy(torch.optim.SGD):
-    """Really asks for it, so that the machine's own allocator refuses."""
+    """An optimizer that allocates too much, so that the system's allocator fails."""
 
     def step(self, closure: Any = None) -> Any:
         torch.empty(2**60, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""A project that trains text encoders too, and its engine."""
+"""A project that also trains text encoders, and its engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def settings(**text: Any) -> LoraSettings:
 def project_of(
     make_project: Callable[..., Project], prediction: str = "epsilon", text: Any = None, **training: Any
 ) -> Project:
-    """With text encoders to train."""
+    """Return a project that trains text encoders."""
     lora = {"rank": 4, "alpha": 2.0, "text_encoders": {} if text is None else text}
     return make_project(prediction=prediction, lora=lora, **training)
 

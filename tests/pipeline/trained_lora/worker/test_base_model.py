@@ -36,28 +36,28 @@ def made(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
 
 
 def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[torch.Tensor], int]:
-    """(losses, gradients of all weights, bytes that the forward pass kept for the backward pass)."""
-    kept: dict[int, int] = {}
+    """Return losses, gradients of all weights, and the bytes saved for the backward pass."""
+    saved_bytes: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        saved_bytes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         losses = engine.losses(micro, engine.denoiser)
-    held = sum(kept.values())
+    num_bytes = sum(saved_bytes.values())
     losses.sum().backward()
-    return losses.detach(), [weight.grad for weight in engine.weights if weight.grad is not None], held
+    return losses.detach(), [weight.grad for weight in engine.weights if weight.grad is not None], num_bytes
 
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_bit(make_project: Callable[..., Project]) -> None:
     project = make_project()
-    losses, expected, held = gradients(*made(project))
-    again, found, held_less = gradients(*made(project, gradient_checkpointing=True))
+    losses, expected, num_bytes = gradients(*made(project))
+    again, found, fewer_bytes = gradients(*made(project, gradient_checkpointing=True))
     assert torch.equal(again, losses)
     assert len(found) == len(expected) == 64
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert held_less < 0.7 * held
+    assert fewer_bytes < 0.7 * num_bytes
 
 
 @pytest.mark.slow
@@ -74,10 +74,10 @@ def test_compiled_blocks_give_the_same_gradients(make_project: Callable[..., Pro
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_blocks_that_are_traced_for_the_compiler_give_the_same_gradients(
+def test_blocks_traced_for_the_compiler_give_the_same_gradients(
     make_project: Callable[..., Project],
 ) -> None:
-    """As the slow test, without C++: what `compile` traces runs as it was traced."""
+    """The slow test without a C++ compiler: the traced graph runs as it is."""
     project = make_project(
         sizes={"64x64": 2}, lora={"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.to_q"]}
     )
@@ -94,17 +94,19 @@ def test_blocks_that_are_traced_for_the_compiler_give_the_same_gradients(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said", "fix"),
+    ("kind", "message", "fix"),
     [("nf4", "needs a GPU", "int8_torchao"), ("int8", "needs a GPU", "fp8_torchao")],
 )
-def test_what_needs_a_gpu_says_so(kind: str, said: str, fix: str) -> None:
-    with pytest.raises(TrainingError, match=said) as caught:
+def test_bitsandbytes_without_a_gpu_is_an_error_with_an_alternative(
+    kind: str, message: str, fix: str
+) -> None:
+    with pytest.raises(TrainingError, match=message) as caught:
         quantization(kind, "float32", "cpu")
     assert fix in caught.value.fix
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
-def test_what_needs_a_package_names_it(make_project: Callable[..., Project]) -> None:
+def test_a_missing_quantisation_package_is_named(make_project: Callable[..., Project]) -> None:
     with pytest.raises(TrainingError, match="int8_torchao needs torchao") as caught:
         made(make_project(), quantize="int8_torchao")
     assert "pip install torchao" in caught.value.fix
@@ -113,7 +115,7 @@ def test_what_needs_a_package_names_it(make_project: Callable[..., Project]) -> 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", ["int8_torchao", "fp8_torchao"])
-def test_packed_weights_answer_almost_the_same_train_and_export(
+def test_quantised_weights_give_almost_the_same_output_and_can_be_trained_and_exported(
     make_project: Callable[..., Project], tmp_path: Path, kind: str
 ) -> None:
     project = make_project()
@@ -132,7 +134,7 @@ def test_packed_weights_answer_almost_the_same_train_and_export(
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_with_packed_weights_draws_and_resumes_bit_for_bit(
+def test_a_quantised_run_draws_previews_and_resumes_bit_for_bit(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(quantize="int8_torchao", sample_every=3, sample_prompts=["photograph 0 of 64x64"])
@@ -145,7 +147,7 @@ def test_a_run_with_packed_weights_draws_and_resumes_bit_for_bit(
 
 
 def _bytes(engine: Engine) -> int:
-    """Of the linear layers' frozen weights."""
+    """Return the size of the linear layers' frozen weights."""
     total = 0
     for name, weight in engine.denoiser.named_parameters():
         if "base_layer.weight" in name:
@@ -165,7 +167,7 @@ ADAPTERS_OF_PLAIN_WEIGHTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("lora", ADAPTERS_OF_PLAIN_WEIGHTS)
-def test_adapters_that_packed_weights_do_not_suit_are_refused(lora: dict[str, Any]) -> None:
+def test_adapters_that_need_plain_weights_are_recipe_errors_with_quantisation(lora: dict[str, Any]) -> None:
     smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
     found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
     assert [dotted(each.path) for each in found] == ["training.quantize"]

@@ -43,7 +43,7 @@ def test_a_checkpoint_reads_back_as_it_was_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [ADAPTER_FILE, OPTIMIZER_FILE, MARKER])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "gone"])
-def test_R07_the_newest_valid_checkpoint_is_taken_and_a_damaged_one_is_named(
+def test_R07_the_newest_valid_checkpoint_is_loaded_and_damaged_ones_are_reported(
     tmp_path: Path, name: str, damage: str
 ) -> None:
     saved(tmp_path, 2, 4)
@@ -62,7 +62,7 @@ def test_R07_the_newest_valid_checkpoint_is_taken_and_a_damaged_one_is_named(
     assert "step-00000004" in log[0]
 
 
-def test_R07_half_written_folders_are_not_looked_at_and_removed(tmp_path: Path) -> None:
+def test_R07_partial_checkpoints_are_ignored_and_removed(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     (tmp_path / "step-00000002").rename(tmp_path / ".step-00000002-1-abcd.tmp")
     assert newest_checkpoint(tmp_path, "run", last_step=10, log=pytest.fail) is None
@@ -70,13 +70,13 @@ def test_R07_half_written_folders_are_not_looked_at_and_removed(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_run_s_checkpoint_is_not_taken(tmp_path: Path) -> None:
+def test_another_run_s_checkpoint_is_an_error(tmp_path: Path) -> None:
     saved(tmp_path, 2)
     with pytest.raises(TrainingError, match="belongs to run run, not to other"):
         load_checkpoint(checkpoint_path(tmp_path, 2), "other")
 
 
-def test_a_checkpoint_beyond_the_plan_is_left_for_a_longer_one(tmp_path: Path) -> None:
+def test_a_checkpoint_beyond_the_plan_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
     found = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
     assert found is not None
@@ -91,7 +91,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_a_save_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_keeps_the_existing_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path, 2)
 
     def full(*_: object) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[None]:
-    """A group of one process: what torch asks of a model to be trained by several is asked of one, too."""
+    """A process group of one: torch's requirements for DDP apply to it as well."""
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'group'}", rank=0, world_size=1
     )
@@ -33,7 +33,7 @@ def alone(tmp_path: Path) -> Iterator[None]:
 
 
 def exchanging(model: nn.Module, accelerator: Any) -> nn.Module:
-    """As accelerate makes it."""
+    """Return the model wrapped as accelerate wraps it."""
     return DistributedDataParallel(model, **accelerator.ddp_handler.to_kwargs())
 
 
@@ -42,7 +42,7 @@ def accelerator() -> Any:
 
 
 class Packed(Tensor):
-    """A weight that knows its shape, and nothing that a process could send."""
+    """A tensor with a shape but without data that a process could send."""
 
     @staticmethod
     def __new__(cls, *shape: int) -> Packed:
@@ -59,7 +59,7 @@ class Packed(Tensor):
 
 
 @pytest.mark.usefixtures("alone")
-def test_packed_weights_are_sent_to_no_other_process() -> None:
+def test_quantised_weights_are_not_sent_to_other_processes() -> None:
     model = nn.Linear(3, 3, bias=False)
     model.base = nn.Linear(3, 3, bias=False)
     model.base.weight = nn.Parameter(Packed(3, 3), requires_grad=False)
@@ -73,10 +73,10 @@ def test_packed_weights_are_sent_to_no_other_process() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_a_model_whose_last_text_layers_answer_nobody_trains_with_several_processes(
+def test_a_model_with_unused_text_layers_trains_under_ddp(
     make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The text that leaves the last block of Qwen-Image is not looked at; `targets: blocks` adapts it too."""
+    """Qwen-Image ignores the text output of its last block, but `targets: blocks` adapts those layers."""
     TINY["Qwen-Image"](tmp_path / "qwen")
     tiny_bases["qwen"] = tmp_path / "qwen"
     lora = {"rank": 4, "targets": "blocks"}
@@ -90,10 +90,10 @@ def test_a_model_whose_last_text_layers_answer_nobody_trains_with_several_proces
         engine.step(batch, iter(inputs), stop=False)
 
 
-def test_processes_wait_for_hours_while_one_exports_or_draws() -> None:
+def test_processes_wait_for_hours_while_the_main_process_exports_or_draws() -> None:
     assert accelerator().init_handler.to_kwargs()["timeout"] >= timedelta(hours=6)
 
 
-def test_another_number_of_processes_than_the_recipe_s_is_an_error() -> None:
+def test_a_number_of_processes_other_than_the_recipe_s_is_an_error() -> None:
     with pytest.raises(TrainingError, match="num_processes is 2, but 1 process was launched"):
         make_accelerator(AccelerateSettings(num_processes=2), find_unused_parameters=False)

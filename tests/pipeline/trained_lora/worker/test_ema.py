@@ -46,17 +46,17 @@ def test_the_moving_average_follows_its_formula() -> None:
 
 
 @pytest.mark.parametrize("values", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)
-def test_looking_at_the_result_changes_nothing_even_when_it_fails(values: dict[str, Any]) -> None:
+def test_applying_the_average_restores_the_weights_even_after_a_failure(values: dict[str, Any]) -> None:
     weights, optimizer, averaging = setting_of(**values)
     seen = train(weights, optimizer, averaging, 4)
 
-    def look() -> None:
+    def fail_inside() -> None:
         with averaging.applied():
             assert not torch.equal(weights[0].data, seen[-1])
-            raise RuntimeError("while looking")
+            raise RuntimeError("inside the context")
 
-    with pytest.raises(RuntimeError, match="while looking"):
-        look()
+    with pytest.raises(RuntimeError, match="inside the context"):
+        fail_inside()
     assert torch.equal(weights[0].data, seen[-1])
     others, other_optimizer, other = setting_of(**values)
     train(others, other_optimizer, other, 4)
@@ -68,7 +68,7 @@ def test_looking_at_the_result_changes_nothing_even_when_it_fails(values: dict[s
     assert torch.equal(weights[0].data, others[0].data)
 
 
-def test_without_an_average_the_result_is_the_weights() -> None:
+def test_without_an_average_the_weights_stay_unchanged() -> None:
     weights, optimizer, averaging = setting_of()
     seen = train(weights, optimizer, averaging, 2)
     with averaging.applied():

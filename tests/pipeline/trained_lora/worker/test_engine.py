@@ -34,7 +34,7 @@ def inputs_of(order: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple
 
 
 def gradients(order: TrainingJob, step: int) -> dict[str, torch.Tensor]:
-    """The gradients of one step, caught before the optimizer would use and clear them."""
+    """Return the gradients of one step, before the optimizer uses them."""
     engine = engine_of(order)
     batch = order.plan()[step]
     for _, micro in inputs_of(order, engine, batch):
@@ -44,7 +44,7 @@ def gradients(order: TrainingJob, step: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
+def test_one_step_equals_an_independent_step_with_diffusers(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     project = make_project(prediction=prediction, gradient_accumulation=1, steps=3, max_grad_norm=0.05)
@@ -83,7 +83,7 @@ def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
     assert any(not torch.equal(before[name], after[name]) for name in before)
 
 
-def test_R03_four_windows_of_two_give_the_gradient_of_one_batch_of_eight_with_a_partial_last_window(
+def test_R03_accumulating_four_batches_of_two_gives_the_gradient_of_one_batch_of_eight(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(sizes={"64x64": 11}, steps=2, batch_size=8, gradient_accumulation=1)
@@ -98,7 +98,7 @@ def test_R03_four_windows_of_two_give_the_gradient_of_one_batch_of_eight_with_a_
             torch.testing.assert_close(many[name], gradient, rtol=1e-3, atol=1e-7)
 
 
-def test_a_stand_in_of_weight_zero_leaves_the_gradient_alone(make_project: Callable[..., Project]) -> None:
+def test_a_stand_in_of_weight_zero_does_not_change_the_gradient(make_project: Callable[..., Project]) -> None:
     order = make_project(sizes={"64x64": 1}, steps=1).order()
     engine = engine_of(order)
     batch = order.plan()[0]
@@ -110,7 +110,7 @@ def test_a_stand_in_of_weight_zero_leaves_the_gradient_alone(make_project: Calla
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
 
 
-def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weights(
+def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(steps=2, gradient_accumulation=1).order()
@@ -128,7 +128,7 @@ def test_R05_a_loss_that_is_no_number_stops_names_the_sample_and_leaves_the_weig
 
 
 def in_fp16(order: TrainingJob) -> Engine:
-    """An engine whose losses are scaled as with fp16, which accelerate lets no CPU have."""
+    """Return an engine with fp16's loss scaling, which accelerate does not allow on a CPU."""
     engine = engine_of(order)
     accelerator = engine.accelerator
     accelerator.scaler = torch.amp.GradScaler("cpu")
@@ -144,7 +144,7 @@ def one_step(engine: Engine, order: TrainingJob, step: int) -> StepOutcome:
 
 
 @pytest.mark.usefixtures("any_precision")
-def test_R05_of_a_step_that_loss_scaling_leaves_out_the_average_takes_nothing_and_the_rate_is_as_planned(
+def test_R05_a_step_skipped_by_loss_scaling_is_not_averaged_and_the_rate_stays_as_planned(
     make_project: Callable[..., Project],
 ) -> None:
     settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
@@ -161,7 +161,7 @@ def test_R05_of_a_step_that_loss_scaling_leaves_out_the_average_takes_nothing_an
 
 
 @pytest.mark.usefixtures("any_precision")
-def test_R05_a_run_whose_steps_are_all_left_out_stops_and_does_not_end_as_finished(
+def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(steps=40, gradient_accumulation=1, batch_size=1).order()
@@ -180,7 +180,7 @@ def test_R05_a_run_whose_steps_are_all_left_out_stops_and_does_not_end_as_finish
 
 
 @pytest.mark.usefixtures("any_precision")
-def test_R10_trained_weights_are_float32_and_the_base_is_bfloat16_and_stays_as_it_was(
+def test_R10_trained_weights_are_float32_and_the_bfloat16_base_does_not_change(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(steps=1).changed("half", mixed_precision="bf16").order()
@@ -195,7 +195,7 @@ def test_R10_trained_weights_are_float32_and_the_base_is_bfloat16_and_stays_as_i
     assert all(torch.equal(weight, before[name]) for name, weight in frozen.items())
 
 
-def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Callable[..., Project]) -> None:
+def test_a_slot_s_noise_depends_only_on_seed_step_and_slot(make_project: Callable[..., Project]) -> None:
     project = make_project(sizes={"64x64": 8}, steps=2, batch_size=4, gradient_accumulation=1)
     order = project.order()
     family = load_family(order.base)
@@ -210,7 +210,7 @@ def test_the_noise_of_a_slot_depends_on_seed_step_and_slot_only(make_project: Ca
     assert torch.equal(together.latent, later.latent)
 
 
-def test_dropped_captions_are_replaced_by_the_empty_one(make_project: Callable[..., Project]) -> None:
+def test_dropped_captions_are_replaced_by_the_empty_caption(make_project: Callable[..., Project]) -> None:
     order = make_project(dropout=1.0).order()
     family = load_family(order.base)
     maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
@@ -228,7 +228,7 @@ def _steps(order: TrainingJob, engine: Engine) -> Iterator[float]:
     ("schedule", "rates"),
     [("constant", [0, 0.5, 1, 1, 1, 1]), ("linear", [0, 0.5, 1, 0.75, 0.5, 0.25])],
 )
-def test_R04_the_rate_is_stepped_once_an_optimizer_step(
+def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     make_project: Callable[..., Project], schedule: str, rates: list[float]
 ) -> None:
     order = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).order()

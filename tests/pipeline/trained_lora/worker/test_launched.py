@@ -1,4 +1,4 @@
-"""Real training processes: stopped, killed, and two at once."""
+"""Real training processes: one that is stopped and killed, and two that train together."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STEPS = 40
 
 
 class Silent:
-    """A report that nobody reads."""
+    """A report that discards everything."""
 
     def info(self, text: str) -> None: ...
     def progress(self, done: int, total: int, text: str) -> None: ...
@@ -63,7 +63,7 @@ def wait_for_steps(order: TrainingJob, number: int, child: subprocess.Popen[byte
         time.sleep(0.02)
 
 
-def test_R01_R12_a_process_stopped_and_then_killed_ends_where_the_uncut_one_did(
+def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_uninterrupted_one(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=STEPS, gradient_accumulation=1, checkpoint_every=4)
@@ -93,7 +93,7 @@ def test_R01_R12_a_process_stopped_and_then_killed_ends_where_the_uncut_one_did(
 
 
 @pytest.mark.timeout(240)
-def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_rate_and_validation_loss(
+def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one_process(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(
@@ -122,7 +122,7 @@ def test_R03_R04_two_processes_take_the_same_global_batches_to_the_same_weights_
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one_does(
+def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
     make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
 ) -> None:
     TINY["Qwen-Image"](tmp_path / "qwen")
@@ -139,7 +139,7 @@ def test_two_processes_train_a_model_whose_last_text_layers_answer_nobody_as_one
 
 
 def _require_the_same_validation(alone: TrainingJob, pair: TrainingJob) -> None:
-    """Batches of the pair are half as large, and their number odd: its second rank has one less."""
+    """Check that both runs measured the same; the pair's ranks get different numbers of batches."""
     buckets = Counter(item.bucket for item in pair.inputs.held_out)
     assert sum(math.ceil(len(NOISE_LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
     lines = [

@@ -30,7 +30,7 @@ def maker_of(order: TrainingJob) -> MicroBatchMaker:
     return MicroBatchMaker(order, family, family.noise.load_scheduler())
 
 
-def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[..., Project]) -> None:
+def test_micro_batches_follow_the_plan_from_any_start(make_project: Callable[..., Project]) -> None:
     order = make_project().order()
     plan = order.plan()
     made = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
@@ -50,7 +50,7 @@ def test_the_batches_of_a_start_are_the_plan_s_in_order(make_project: Callable[.
         assert micro.latent.dtype == micro.noise.dtype == torch.float32
 
 
-def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
+def test_L03_a_shape_that_differs_from_the_table_is_an_error_with_the_sample(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project().order()
@@ -66,7 +66,7 @@ def test_L03_a_shape_that_is_not_the_tables_is_named_with_its_sample(
     assert key in caught.value.where
 
 
-def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encoded(
+def test_T06_a_missing_embedding_is_an_error_with_its_file_and_is_not_encoded(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(dropout=0.0).order()
@@ -80,7 +80,7 @@ def test_T06_a_missing_embedding_stops_with_the_file_s_name_and_nothing_is_encod
 def test_T04_training_needs_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
-    """Nothing can be kept in memory beside the trainer that is not even on its disk."""
+    """Training works without the files of the VAE and the text encoders."""
     order = make_project(steps=2).order()
     base = shutil.copytree(order.base, tmp_path / "denoiser_only")
     for part in ("text_encoder", "tokenizer", "vae"):
@@ -96,13 +96,13 @@ class Quiet:
         pass
 
 
-def test_an_order_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:
+def test_a_job_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2).order()
     assert len(order.prompts) == 2
     assert read_job(order.write()) == order
 
 
-def test_L12_no_more_than_a_few_micro_batches_wait_for_the_trainer(
+def test_L12_only_a_few_micro_batches_are_prepared_ahead(
     make_project: Callable[..., Project],
 ) -> None:
     plan = make_project(steps=50).order().plan()

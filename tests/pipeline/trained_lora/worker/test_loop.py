@@ -37,12 +37,12 @@ TWO_DATASETS: dict[str, dict[str, Any]] = {
 STEPS = 9
 
 Recorded = dict[tuple[int, tuple[int, ...]], str]
-"""Of the inputs of a step's slots the bits."""
+"""Hash of the inputs by step and slots."""
 
 
 @dataclass
-class Notes:
-    """A report that remembers; once `stop_after` steps are done it asks for a stop, or `act`s."""
+class RecordingReport:
+    """A report that keeps its lines, and requests a stop or calls `act` after `stop_after` steps."""
 
     stop: StopRequest = field(default_factory=StopRequest)
     stop_after: int = 10**9
@@ -60,8 +60,8 @@ class Notes:
             self.stop.request()
 
 
-class DuringTheFirstStep(StopRequest):
-    """Asked to stop once it has been looked at, when the first step is on its way."""
+class StopDuringFirstStep(StopRequest):
+    """A request that arrives during the first step: after `requested` was read once."""
 
     def __init__(self) -> None:
         self._looks = 0
@@ -73,19 +73,19 @@ class DuringTheFirstStep(StopRequest):
 
 
 def run_until(order: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
-    """Train from `start`, where the run stands, until so many steps are done in all."""
+    """Train a run with `start` steps done until `stop_after` steps are done."""
     if stop_after == start + 1:
-        notes = Notes()
-        return train(order, notes, DuringTheFirstStep()), notes.lines
-    notes = Notes(stop_after=stop_after)
+        report = RecordingReport()
+        return train(order, report, StopDuringFirstStep()), report.lines
+    report = RecordingReport(stop_after=stop_after)
     if stop_after <= start:
-        notes.stop.request()
-    return train(order, notes, notes.stop), notes.lines
+        report.stop.request()
+    return train(order, report, report.stop), report.lines
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that a run did: ids, timesteps and losses of each step, and what it left."""
+    """Everything that a run computed: its metrics by step and sample, and its weights."""
 
     steps: list[Any]
     samples: list[Any]
@@ -120,7 +120,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 
 
 def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
-    """Accumulation, two datasets by weights, partial batches, buckets, an average, a schedule, dropout."""
+    """Return a project with accumulation, weighted datasets, partial batches, EMA, a schedule and dropout."""
     settings: dict[str, Any] = {"lr_scheduler": "cosine", "warmup_steps": 2, "ema_decay": 0.9, "steps": STEPS}
     settings |= {
         "exhausted": "end_epoch",
@@ -132,15 +132,15 @@ def torture_project(make_project: Callable[..., Project], **training: Any) -> Pr
     project = make_project(datasets=TWO_DATASETS, **settings)
     steps = list(project.order().plan())
     sizes = {len(share) for step in steps for micro in step.micro_batches for share in micro}
-    assert sizes == {1, 2}, "partial batches and whole ones"
-    assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and whole ones"
+    assert sizes == {1, 2}, "partial batches and uninterrupted ones"
+    assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and uninterrupted ones"
     assert len({step.epoch for step in steps}) > 1
     assert {slot.variant_id.split("/")[0] for step in steps for slot in step.slots()} == set(TWO_DATASETS)
     return project
 
 
 class Recording(MicroBatchMaker):
-    """Remembers the bits of everything it makes, by step and slots: a second making has to be the same."""
+    """A maker that records the hash of its inputs and checks that they are the same when built again."""
 
     made: Recorded
 
@@ -155,7 +155,7 @@ class Recording(MicroBatchMaker):
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
-    """The bits of all inputs of this test's runs; the same place with other bits is an error at once."""
+    """Hashes of the inputs of all runs of this test; building other inputs for the same slots is an error."""
     made: Recorded = {}
     monkeypatch.setattr(Recording, "made", made, raising=False)
     monkeypatch.setattr(loop, "MicroBatchMaker", Recording)
@@ -172,46 +172,49 @@ def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) 
     assert outcome(order) == expected
 
 
-def test_R01_a_run_cut_here_and_cut_twice_equals_the_uncut_one_bit_for_bit(
+def test_R01_runs_interrupted_once_or_twice_equal_the_uninterrupted_run_bit_for_bit(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    whole = project.changed("whole").order()
-    assert run_until(whole)[0]
+    uninterrupted = project.changed("uninterrupted").order()
+    assert run_until(uninterrupted)[0]
     assert {step for step, _ in recorded} == set(range(STEPS))
-    assert [step for step, _ in outcome(whole).validation] == [0, 4, 8, STEPS]
+    assert [step for step, _ in outcome(uninterrupted).validation] == [0, 4, 8, STEPS]
     for cuts in ((0,), (1, 2), (5,)):
-        cut_and_compare(project, outcome(whole), cuts)
+        cut_and_compare(project, outcome(uninterrupted), cuts)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_R01_a_run_cut_at_every_step_and_at_every_two_equals_the_uncut_one_bit_for_bit(
+def test_R01_runs_interrupted_at_any_one_or_two_steps_equal_the_uninterrupted_run_bit_for_bit(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    whole = project.changed("whole").order()
-    assert run_until(whole)[0]
-    expected = outcome(whole)
+    uninterrupted = project.changed("uninterrupted").order()
+    assert run_until(uninterrupted)[0]
+    expected = outcome(uninterrupted)
     for first in range(STEPS):
         cut_and_compare(project, expected, (first,))
         for second in range(first + 1, STEPS):
             cut_and_compare(project, expected, (first, second))
 
 
-def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes_in_between(
+def test_sample_losses_stay_with_their_images_when_the_holdout_changes_before_a_resume(
     make_project: Callable[..., Project],
 ) -> None:
-    """The run's id does not depend on what is held out, so the run goes on."""
+    """The run's id does not depend on the holdout, so the run resumes."""
     held_out = {"photos": {"validation_fraction": 0.4}}
     project = make_project(steps=4, gradient_accumulation=1, datasets=held_out)
-    whole = project.changed("whole").order()
-    assert run_until(whole)[0]
-    expected = sample_statistics(whole.inputs, RunLayout(whole.folder), 4)
-    first, table = whole.inputs.held_out[0].variant_id, whole.inputs.table
-    assert first < whole.inputs.trained[-1].variant_id, "images come after it that are trained on"
+    uninterrupted = project.changed("uninterrupted").order()
+    assert run_until(uninterrupted)[0]
+    expected = sample_statistics(uninterrupted.inputs, RunLayout(uninterrupted.folder), 4)
+    first, table = uninterrupted.inputs.held_out[0].variant_id, uninterrupted.inputs.table
+    assert first < uninterrupted.inputs.trained[-1].variant_id, "images come after it that are trained on"
     fewer = TrainingInputs(table.filter(table["variant_id"] != first))
-    for output, before, after in (("deleted", whole.inputs, fewer), ("added", fewer, whole.inputs)):
+    for output, before, after in (
+        ("deleted", uninterrupted.inputs, fewer),
+        ("added", fewer, uninterrupted.inputs),
+    ):
         order = project.changed(output).order()
         assert not run_until(replace(order, inputs=before), stop_after=2)[0]
         assert run_until(replace(order, inputs=after))[0]
@@ -220,9 +223,9 @@ def test_losses_stay_those_of_their_images_when_a_validation_image_comes_or_goes
 
 
 def signalled(order: TrainingJob, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
-    """Train in a process of its own, which gets the signal after so many steps; its exit status.
+    """Train in a child process that is signalled after a number of steps; return its exit status.
 
-    It is forked from one without threads: Polars' do not live on in a fork of this one.
+    The child is forked from a server without threads, because Polars' threads do not survive a fork.
     """
     clean = multiprocessing.get_context("forkserver")
     clean.set_forkserver_preload(["pipeline.trained_lora.worker.loop"])
@@ -236,10 +239,10 @@ def train_signalled(order: Path, number: signal.Signals, after: int, recorded: R
     torch.set_num_threads(1)
     Recording.made, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
-        notes = Notes(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
+        report = RecordingReport(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
         if after == 0:
             os.kill(os.getpid(), number)
-        sys.exit(0 if train(read_job(order), notes, stop) else 143)
+        sys.exit(0 if train(read_job(order), report, stop) else 143)
 
 
 def signal_and_compare(
@@ -253,28 +256,28 @@ def signal_and_compare(
     assert outcome(order) == expected
 
 
-def test_R01_R12_a_process_that_is_signalled_ends_where_the_uncut_run_did(
+def test_R01_R12_a_signalled_process_ends_with_the_weights_of_an_uninterrupted_run(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    whole = project.changed("whole").order()
-    assert run_until(whole)[0]
-    signal_and_compare(project, outcome(whole), signal.SIGTERM, [5], recorded)
-    signal_and_compare(project, outcome(whole), signal.SIGKILL, [3, 6], recorded)
+    uninterrupted = project.changed("uninterrupted").order()
+    assert run_until(uninterrupted)[0]
+    signal_and_compare(project, outcome(uninterrupted), signal.SIGTERM, [5], recorded)
+    signal_and_compare(project, outcome(uninterrupted), signal.SIGKILL, [3, 6], recorded)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncut_run_did(
+def test_R01_R12_processes_signalled_at_any_one_or_two_steps_end_with_the_weights_of_an_uninterrupted_run(
     make_project: Callable[..., Project],
     recorded: Recorded,
     number: signal.Signals,
 ) -> None:
     project = torture_project(make_project)
-    whole = project.changed("whole").order()
-    assert run_until(whole)[0]
-    expected = outcome(whole)
+    uninterrupted = project.changed("uninterrupted").order()
+    assert run_until(uninterrupted)[0]
+    expected = outcome(uninterrupted)
     for first in range(1, STEPS - 1):
         signal_and_compare(project, expected, number, [first], recorded)
         for second in range(first + 1, STEPS - 1):
@@ -282,7 +285,7 @@ def test_R01_R12_a_process_signalled_at_every_step_and_again_ends_where_the_uncu
 
 
 def poisoned(order: TrainingJob) -> tuple[TrainingJob, str]:
-    """The order with one sample, not among the first eight, whose latent is NaN; and that sample."""
+    """Return the job with a NaN latent in one sample after the first two steps, and that sample's id."""
     seen = {slot.variant_id for step in order.plan()[:2] for slot in step.slots()}
     chosen = next(item for item in order.inputs if item.variant_id not in seen)
     store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
@@ -292,7 +295,7 @@ def poisoned(order: TrainingJob) -> tuple[TrainingJob, str]:
     return order, chosen.variant_id
 
 
-def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_the_lora_from_before(
+def test_R05_a_nan_loss_stops_the_run_names_the_sample_and_keeps_the_last_good_lora(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=6, ema_decay=0.5)
@@ -313,7 +316,7 @@ def test_R05_a_loss_that_is_no_number_stops_the_run_names_the_sample_and_keeps_t
     assert load_checkpoint(checkpoint_path(layout.checkpoints, 2), order.run).step == 2
 
 
-def test_R05_that_the_lora_cannot_be_kept_does_not_hide_why_the_run_stopped(
+def test_R05_a_failure_to_save_the_last_good_lora_does_not_hide_the_first_error(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order, culprit = poisoned(make_project().order())
@@ -329,7 +332,7 @@ def test_R05_that_the_lora_cannot_be_kept_does_not_hide_why_the_run_stopped(
     assert culprit in caught.value.where
 
 
-def test_when_memory_runs_out_in_the_midst_of_an_update_nothing_half_done_is_saved_or_exported(
+def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = make_project().order()
@@ -357,7 +360,7 @@ def steps_kept(order: TrainingJob) -> list[int]:
     )
 
 
-def test_only_as_many_checkpoints_are_kept_as_asked_and_a_shorter_plan_spares_the_later_ones(
+def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=7, checkpoint_every=2)

@@ -7,7 +7,7 @@ from pipeline.recipe import LossSettings
 from pipeline.trained_lora.worker.loss import sample_losses, share_of_mean, snr_weights
 
 
-def test_each_sample_s_loss_is_its_own_mean_in_float32() -> None:
+def test_each_sample_s_loss_is_its_mean_in_float32() -> None:
     prediction, target = torch.randn(3, 4, 5, 6), torch.randn(3, 4, 5, 6)
     losses = sample_losses(prediction, target, LossSettings())
     expected = torch.stack([((p - t) ** 2).mean() for p, t in zip(prediction, target, strict=True)])
@@ -49,7 +49,7 @@ SNR = torch.tensor([0.01, 0.5, 1.0, 5.0, 50.0, 2000.0], dtype=torch.float64)
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
-def test_weightings_are_those_of_the_papers(prediction: str) -> None:
+def test_weightings_follow_the_papers(prediction: str) -> None:
     for gamma in (1.0, 5.0):
         hard = snr_weights(SNR, LossSettings(weighting="min_snr", gamma=gamma), prediction)
         soft = snr_weights(SNR, LossSettings(weighting="soft_min_snr", gamma=gamma), prediction)
@@ -66,8 +66,8 @@ def test_weightings_are_those_of_the_papers(prediction: str) -> None:
         assert weight == pytest.approx(expected)
 
 
-def test_an_error_counts_the_same_whatever_the_model_predicts() -> None:
-    """The velocity's error is (SNR + 1) / SNR times that of the noise, so weights relate the other way."""
+def test_an_error_has_the_same_weight_for_every_prediction_type() -> None:
+    """The velocity's error is (SNR + 1) / SNR times the noise's, so its weight is divided by that factor."""
     for weighting in ("min_snr", "soft_min_snr", "debiased"):
         settings = LossSettings(weighting=weighting)
         noise, velocity = snr_weights(SNR, settings, "epsilon"), snr_weights(SNR, settings, "v_prediction")
@@ -75,5 +75,5 @@ def test_an_error_counts_the_same_whatever_the_model_predicts() -> None:
         torch.testing.assert_close(noise, (velocity * (snr + 1) / snr).float())
 
 
-def test_no_weighting_weighs_nothing() -> None:
+def test_without_a_weighting_all_weights_are_one() -> None:
     assert snr_weights(SNR, LossSettings(), "epsilon").tolist() == [1.0] * 6

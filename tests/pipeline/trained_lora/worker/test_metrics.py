@@ -16,7 +16,7 @@ def losses(path: Path, num_steps: int) -> list[tuple[int, float]]:
     return [(line["step"], line["loss"]) for line in read_metrics(path, num_steps)]
 
 
-def test_the_last_line_of_a_step_counts_and_steps_beyond_the_plan_do_not(tmp_path: Path) -> None:
+def test_the_last_line_of_a_step_wins_and_steps_beyond_the_plan_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "metrics.jsonl"
     append(path, (0, 1.0), (1, 2.0), (2, 3.0))
     append(path, (1, 2.5), (2, 3.5))
@@ -24,7 +24,7 @@ def test_the_last_line_of_a_step_counts_and_steps_beyond_the_plan_do_not(tmp_pat
     assert losses(path, 2) == [(0, 1.0), (1, 2.5)]
 
 
-def test_a_line_that_a_killed_process_left_torn_spoils_neither_itself_nor_the_next(tmp_path: Path) -> None:
+def test_a_partial_line_of_a_killed_process_does_not_damage_the_next_line(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, (0, 1.0), (1, 2.0))
     path.write_bytes(path.read_bytes()[:-7])
@@ -32,11 +32,11 @@ def test_a_line_that_a_killed_process_left_torn_spoils_neither_itself_nor_the_ne
     assert losses(path, 9) == [(0, 1.0), (1, 2.0)]
 
 
-def test_a_loss_comes_back_bit_for_bit(tmp_path: Path) -> None:
+def test_a_loss_reads_back_bit_for_bit(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     append(path, (0, 0.1 + 0.2))
     assert losses(path, 1) == [(0, 0.1 + 0.2)]
 
 
-def test_no_file_is_no_metrics(tmp_path: Path) -> None:
+def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none", 4) == []

@@ -18,7 +18,7 @@ def draw(step: int = 3, slot: int = 1, *, seed: int = 7, **noise: Any) -> SlotNo
     return NoiseSampler(TrainingSettings(seed=seed, noise=NoiseSettings(**noise))).sample(step, slot, SHAPE)
 
 
-def test_noise_depends_on_seed_step_and_slot_alone() -> None:
+def test_noise_depends_only_on_seed_step_and_slot() -> None:
     first = draw(offset=0.1, input_perturbation=0.1)
     again = draw(offset=0.1, input_perturbation=0.1)
     assert np.array_equal(first.target, again.target)
@@ -27,25 +27,25 @@ def test_noise_depends_on_seed_step_and_slot_alone() -> None:
         assert not np.array_equal(other.target, draw().target)
 
 
-def test_plain_noise_is_what_is_mixed_in_and_asked_for() -> None:
+def test_plain_noise_is_both_input_and_target() -> None:
     drawn = draw()
     assert drawn.target is drawn.input
     assert drawn.target.dtype == np.float32
     assert drawn.target.shape == SHAPE
 
 
-def test_an_offset_is_one_number_a_channel_beside_the_plain_noise() -> None:
+def test_an_offset_adds_one_value_per_channel() -> None:
     difference = (draw(offset=0.25).target - draw().target) / 0.25
     for channel in difference:
         assert np.ptp(channel) < 1e-5
     assert len({round(float(channel.mean()), 3) for channel in difference}) == SHAPE[0]
     means = [float((draw(step, offset=1.0).target - draw(step).target)[0, 0, 0]) for step in range(400)]
-    # The mean of 400 normals lies beyond 0.2 once in 16,000 seeds, their deviation is off by 0.15 as rarely.
+    # The mean of 400 normals exceeds 0.2 for one seed in 16,000; their deviation is off by 0.15 as rarely.
     assert abs(np.mean(means)) < 0.2
     assert abs(np.std(means) - 1) < 0.15
 
 
-def test_a_perturbation_is_in_the_input_and_not_in_what_is_asked_for() -> None:
+def test_a_perturbation_changes_the_input_but_not_the_target() -> None:
     drawn = draw(input_perturbation=0.1)
     assert np.array_equal(drawn.target, draw().target)
     more = (drawn.input - drawn.target) / 0.1
@@ -73,7 +73,7 @@ def test_betas_are_rescaled_as_in_algorithm_1_of_the_paper() -> None:
 
 
 UNIFORM = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-"""The middle of each of equally likely shares: what they become is a density's quantiles."""
+"""Centres of equal probability intervals; they map to the quantiles of a density."""
 
 
 def levels(**settings: Any) -> torch.Tensor:
@@ -97,7 +97,7 @@ def levels(**settings: Any) -> torch.Tensor:
     ],
     ids=str,
 )
-def test_densities_have_the_quantiles_of_diffusers_own_draws(
+def test_densities_have_the_quantiles_of_diffusers_samples(
     settings: dict[str, Any], theirs: dict[str, Any]
 ) -> None:
     ours = levels(**settings)
@@ -107,11 +107,11 @@ def test_densities_have_the_quantiles_of_diffusers_own_draws(
     generator = torch.Generator().manual_seed(5)
     drawn = compute_density_for_timestep_sampling(batch_size=200_000, generator=generator, **arguments)
     shares = torch.linspace(0.02, 0.98, 25, dtype=torch.float64)
-    # Of 200,000 draws the middle quantile is off by 0.0011 at most in 2 of 3 runs; 0.008 is 7 times that.
+    # The median of 200,000 samples has a standard error of 0.0011; 0.008 is 7 times that.
     torch.testing.assert_close(ours.quantile(shares), drawn.double().quantile(shares), rtol=0, atol=8e-3)
 
 
-def test_a_range_is_kept_and_auto_is_the_model_s_own_density() -> None:
+def test_levels_stay_in_range_and_auto_selects_the_model_s_density() -> None:
     inside = levels(density="logit_normal", min=0.25, max=0.5)
     assert 0.25 <= float(inside.min()) <= float(inside.max()) <= 0.5
     own = noise_levels(UNIFORM, TimestepSettings(), "logit_normal")
@@ -122,9 +122,9 @@ def test_a_range_is_kept_and_auto_is_the_model_s_own_density() -> None:
     assert float(ends[1]) < 1.0
 
 
-def test_a_shift_of_the_recipe_takes_the_place_of_the_schedule_s_own() -> None:
+def test_the_recipe_s_shift_replaces_the_scheduler_s() -> None:
     class Flow:
-        """A family whose schedule moves with the image's size."""
+        """A family whose shift depends on the image's size."""
 
         def load_noise_scheduler(self) -> FlowMatchEulerDiscreteScheduler:
             return FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=True)

@@ -33,7 +33,7 @@ def weights() -> list[torch.nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", ON_THE_CPU)
-def test_a_named_optimizer_takes_just_the_arguments_that_the_recipe_offers(name: str) -> None:
+def test_a_named_optimizer_accepts_exactly_the_arguments_of_the_recipe_schema(name: str) -> None:
     module, _, kind = OPTIMIZERS[name].path.rpartition(".")
     taken = set(inspect.signature(getattr(import_module(module), kind).__init__).parameters)
     assert set(OPTIMIZERS[name].arguments) <= taken
@@ -42,9 +42,9 @@ def test_a_named_optimizer_takes_just_the_arguments_that_the_recipe_offers(name:
 
 @pytest.mark.parametrize("name", ON_THE_CPU)
 def test_each_optimizer_lowers_a_simple_loss(name: str) -> None:
-    asked = settings(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-2)
+    chosen = settings(optimizer=name, learning_rate=1.0 if name == "prodigy" else 1e-2)
     parameters = weights()
-    optimizer = make_optimizer(parameters, asked)
+    optimizer = make_optimizer(parameters, chosen)
     before = float((parameters[0] ** 2).sum().detach())
     for _ in range(20):
         loss = (parameters[0] ** 2).sum()
@@ -55,57 +55,57 @@ def test_each_optimizer_lowers_a_simple_loss(name: str) -> None:
 
 
 def test_arguments_reach_the_optimizer_and_lists_become_tuples() -> None:
-    asked = settings(optimizer_arguments={"weight_decay": 0.25, "betas": (0.8, 0.9)})
-    group = make_optimizer(weights(), asked).param_groups[0]
+    chosen = settings(optimizer_arguments={"weight_decay": 0.25, "betas": (0.8, 0.9)})
+    group = make_optimizer(weights(), chosen).param_groups[0]
     assert (group["weight_decay"], tuple(group["betas"])) == (0.25, (0.8, 0.9))
 
 
 def test_an_import_path_works_and_its_arguments_are_checked() -> None:
-    asked = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decay": 0.01})
-    assert isinstance(make_optimizer(weights(), asked), torch.optim.NAdam)
+    chosen = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decay": 0.01})
+    assert isinstance(make_optimizer(weights(), chosen), torch.optim.NAdam)
     wrong = settings(optimizer="torch.optim.NAdam", optimizer_arguments={"momentum_decai": 0.01})
     with pytest.raises(TrainingError, match=r"(?s)not accept the argument momentum_decai.*momentum_decay"):
         make_optimizer(weights(), wrong)
 
 
 @pytest.mark.parametrize(
-    ("path", "said"),
+    ("path", "message"),
     [
         ("no.such.Optimizer", "cannot be imported"),
         ("torch.optim.Nothing", "does not define Nothing"),
         ("torch.nn.Linear", "must be a torch optimizer"),
     ],
 )
-def test_an_import_path_that_leads_nowhere_says_where_and_how_to_mend_it(path: str, said: str) -> None:
-    with pytest.raises(TrainingError, match=said) as caught:
+def test_an_invalid_import_path_is_an_error_with_a_fix(path: str, message: str) -> None:
+    with pytest.raises(TrainingError, match=message) as caught:
         make_optimizer(weights(), settings(optimizer=path))
     assert caught.value.where == "training.optimizer"
 
 
-def test_a_value_that_the_optimizer_refuses_is_named_with_what_it_takes() -> None:
+def test_a_value_that_the_optimizer_does_not_accept_is_an_error_with_its_signature() -> None:
     with pytest.raises(TrainingError, match="does not accept these arguments") as caught:
         make_optimizer(weights(), settings(optimizer_arguments={"eps": -1.0}))
     assert "eps" in caught.value.fix
 
 
 def rates(**values: Any) -> list[float]:
-    """The learning rate of each of ten steps."""
-    asked = settings(steps=10, learning_rate=1.0, **values)
-    optimizer = make_optimizer(weights(), asked)
-    schedule = make_schedule(optimizer, asked)
-    found: list[float] = []
+    """Return the learning rates of ten steps."""
+    chosen = settings(steps=10, learning_rate=1.0, **values)
+    optimizer = make_optimizer(weights(), chosen)
+    schedule = make_schedule(optimizer, chosen)
+    used_rates: list[float] = []
     for _ in range(10):
-        found.append(schedule.get_last_lr()[0])
+        used_rates.append(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
-    return found
+    return used_rates
 
 
 def half_cosine(share: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * share))
 
 
-def test_schedules_are_those_of_their_formulas() -> None:
+def test_schedules_follow_their_formulas() -> None:
     linear = [max(0.0, (10 - step) / 8) for step in range(2, 10)]
     assert rates(lr_scheduler="linear", warmup_steps=2) == pytest.approx([0, 0.5, *linear])
     assert rates(lr_scheduler="cosine") == pytest.approx([half_cosine(step / 10) for step in range(10)])
@@ -131,26 +131,26 @@ def test_schedules_are_those_of_their_formulas() -> None:
     ],
     ids=str,
 )
-def test_R01_a_cut_run_goes_on_bit_for_bit_with_every_optimizer(
+def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
     make_project: Callable[..., Project], tmp_path: Path, training: dict[str, Any]
 ) -> None:
     order = make_project(steps=4, gradient_accumulation=1, **training).order()
-    whole = engine_of(order)
+    uninterrupted = engine_of(order)
     for step in range(4):
-        step_of(whole, order, step)
+        step_of(uninterrupted, order, step)
         if step == 1:
-            kept = save_checkpoint(tmp_path / "checkpoints", order.run, whole.state(2))
+            checkpoint = save_checkpoint(tmp_path / "checkpoints", order.run, uninterrupted.state(2))
     resumed = engine_of(order)
-    resumed.restore(load_checkpoint(kept, order.run))
+    resumed.restore(load_checkpoint(checkpoint, order.run))
     for step in (2, 3):
         with resumed.result_weights():
-            looked = adapter_state(resumed.denoiser)
-        assert looked, "evaluating the result between two steps leaves no trace"
+            averaged = adapter_state(resumed.denoiser)
+        assert averaged, "evaluating the result between two steps leaves no trace"
         step_of(resumed, order, step)
-    with whole.result_weights(), resumed.result_weights():
-        left, right = adapter_state(whole.denoiser), adapter_state(resumed.denoiser)
+    with uninterrupted.result_weights(), resumed.result_weights():
+        left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
     assert all(torch.equal(left[name], right[name]) for name in left)
-    left, right = adapter_state(whole.denoiser), adapter_state(resumed.denoiser)
+    left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
@@ -166,5 +166,5 @@ def step_of(engine: Engine, order: Any, step: int) -> None:
 
     batch = order.plan()[step]
     maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
-    made = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
-    engine.step(batch, iter(made), stop=False)
+    inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
+    engine.step(batch, iter(inputs), stop=False)

@@ -1,4 +1,4 @@
-"""A training that does not fit says what to change: what its recipe does not do yet."""
+"""Out-of-memory errors advise the settings that the recipe does not use yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-class Unheard:
+class Silent:
     def info(self, text: str) -> None:
         pass
 
@@ -23,10 +23,12 @@ class Unheard:
         pass
 
 
-def test_memory_that_runs_out_in_a_step_names_step_and_settings(make_project: Callable[..., Project]) -> None:
+def test_running_out_of_memory_in_a_step_names_the_step_and_the_settings(
+    make_project: Callable[..., Project],
+) -> None:
     order = make_project(optimizer="tests.pipeline.trained_lora.greedy.Greedy").order()
     with pytest.raises(TrainingError, match="memory ran out in step 0") as caught:
-        train(order, Unheard(), StopRequest())
+        train(order, Silent(), StopRequest())
     assert "training.batch_size 2" in caught.value.where
     assert "gradient_checkpointing: true" in caught.value.fix
     assert "batch_size: 1 and gradient_accumulation: 4" in caught.value.fix
@@ -40,7 +42,7 @@ def test_memory_that_runs_out_in_a_step_names_step_and_settings(make_project: Ca
         ({"lora": {"rank": 4, "alpha": 2.0, "dora": True}}, "quantize"),
     ],
 )
-def test_what_is_done_already_or_not_possible_is_not_advised(
+def test_advice_omits_settings_that_are_already_set_or_impossible(
     make_project: Callable[..., Project], settings: dict[str, Any], not_advised: str
 ) -> None:
     plain = out_of_memory_error(make_project().recipe, "in step 3", "79.0 of 80.0 GiB used").fix

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Silent:
-    """A report that nobody reads."""
+    """A report that discards everything."""
 
     def info(self, text: str) -> None: ...
     def progress(self, done: int, total: int, text: str) -> None: ...
@@ -34,7 +34,7 @@ def trained(order: TrainingJob) -> bool:
     return train(order, Silent(), StopRequest())
 
 
-def test_R08_before_the_first_step_a_checkpoint_is_saved_and_reloaded_and_files_are_exported(
+def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = make_project(sample_every=4).order()
@@ -56,10 +56,10 @@ def test_R08_before_the_first_step_a_checkpoint_is_saved_and_reloaded_and_files_
     assert json.loads(RunLayout(order.folder).result.read_text())["warnings"] == []
 
 
-def test_R08_a_file_of_another_scale_is_found_before_the_first_step(
+def test_R08_a_file_with_another_scale_is_detected_before_the_first_step(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The delta weights of a fresh adapter are zeros, at any scale."""
+    """The delta weights of a fresh adapter are zero at any scale, so preflight perturbs them."""
     tensors_of = exporter.layout_tensors
 
     def doubled(*arguments: Any) -> dict[str, torch.Tensor]:
@@ -73,16 +73,16 @@ def test_R08_a_file_of_another_scale_is_found_before_the_first_step(
     assert not RunLayout(order.folder).metrics.exists()
 
 
-def test_every_weight_is_another_number_inside_and_the_same_bits_after_it_even_when_it_fails() -> None:
+def test_perturbed_weights_are_restored_bit_for_bit_even_after_a_failure() -> None:
     weights = [torch.nn.Parameter(torch.zeros(3, 4)), torch.nn.Parameter(torch.randn(5))]
     before, random = [weight.detach().clone() for weight in weights], torch.get_rng_state()
 
-    def look() -> None:
+    def fail_inside() -> None:
         with perturbed_weights(weights):
             assert all(bool((weight != was).all()) for weight, was in zip(weights, before, strict=True))
             raise RuntimeError("while exporting")
 
     with pytest.raises(RuntimeError, match="while exporting"):
-        look()
+        fail_inside()
     assert all(torch.equal(weight, was) for weight, was in zip(weights, before, strict=True))
     assert torch.equal(torch.get_rng_state(), random)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
+def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(sample_every=2).order()
@@ -45,7 +45,7 @@ def test_pictures_are_drawn_from_cached_captions_and_leave_training_as_it_was(
     assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
 
 
-def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[..., Project]) -> None:
+def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2).order()
     family = load_family(order.base)
     engine = Engine(order, family)
@@ -58,7 +58,7 @@ def test_R09_a_picture_that_cannot_be_drawn_is_a_warning(make_project: Callable[
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
+def test_the_vae_is_loaded_once_for_all_previews_and_then_released(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
     order = make_project(sample_every=2).order()
@@ -79,7 +79,7 @@ def test_the_vae_is_loaded_once_for_all_pictures_and_is_gone_after_them(
     assert [vae() for vae in loaded] == [None]
 
 
-def test_a_pipeline_s_vae_is_gone_with_the_pipeline(make_project: Callable[..., Project]) -> None:
+def test_deleting_the_pipeline_releases_its_vae(make_project: Callable[..., Project]) -> None:
     pipeline = load_family(make_project().order().base).drawing.load_pipeline(dtype="float32", device="cpu")
     vae = weakref.ref(pipeline.vae)
     gc.disable()
@@ -90,15 +90,15 @@ def test_a_pipeline_s_vae_is_gone_with_the_pipeline(make_project: Callable[..., 
         gc.enable()
 
 
-def test_the_recipe_s_own_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
+def test_the_recipe_s_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
     order = make_project(sample_every=2, sample_prompts=["a red cat"]).order()
     assert [(prompt.caption, prompt.size_hw) for prompt in order.prompts] == [("a red cat", (64, 64))]
 
 
-def test_a_picture_is_decoded_in_float32_though_training_computes_in_half_precision(
+def test_previews_are_decoded_in_float32_although_training_uses_half_precision(
     make_project: Callable[..., Project],
 ) -> None:
-    """SDXL's VAE overflows in float16, and the picture would be black."""
+    """SDXL's VAE overflows in float16, which draws a black picture."""
     order = make_project(sample_every=2).order()
     family = load_family(order.base)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
@@ -112,7 +112,7 @@ def test_a_picture_is_decoded_in_float32_though_training_computes_in_half_precis
     assert seen == [torch.float32]
 
 
-def test_a_packed_weight_does_not_decide_the_number_format() -> None:
+def test_a_quantised_weight_does_not_decide_the_dtype() -> None:
     network = torch.nn.Module()
     network.packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     network.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""LoRA on text encoders: what is encoded in training, one step of it, resuming, files, and who can."""
+"""Training text encoders: embeddings, one step, resuming, a complete run, and supported families."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from tests.pipeline.trained_lora.text_encoder_project import (
 if TYPE_CHECKING:
     from conftest import Project
 
-# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
+# diffusers' Euler scheduler converts a tensor in a way that numpy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -61,7 +61,7 @@ def step_of(engine: Engine, order: TrainingJob, step: int) -> Any:
     return engine.step(inputs[0][0], iter(inputs), stop=False)
 
 
-def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
+def test_without_the_key_training_loads_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = make_project(steps=2).order()
@@ -78,26 +78,26 @@ def test_without_the_key_the_trainer_holds_no_text_encoder_and_no_vae(
 
 
 class Silent:
-    """A report that nobody reads."""
+    """A report that discards everything."""
 
     def info(self, text: str) -> None: ...
     def progress(self, done: int, total: int, text: str) -> None: ...
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
-def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
+def test_with_zero_adapters_the_denoiser_gets_the_embeddings_that_the_cache_would_hold(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     order = project_of(make_project, prediction, dropout=0.5).order()
     engine, family = engine_of(order), load_family(order.base)
     assert engine.text is not None
     plain = family.text.load("float32", "cpu")
-    told = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
-    assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(told[0].conditions), "no cache is read"
-    captions = {caption for micro in told for caption in micro.captions}
+    micros = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
+    assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(micros[0].conditions), "no cache is read"
+    captions = {caption for micro in micros for caption in micro.captions}
     assert "" in captions
     assert len(captions) > 4
-    for micro in told[:3]:
+    for micro in micros[:3]:
         embedded = engine.text.embed(micro.captions)
         for number, caption in enumerate(micro.captions):
             expected = family.text.encode_caption(plain, caption).tensors
@@ -108,7 +108,7 @@ def test_with_adapters_of_zero_the_denoiser_is_told_what_the_cache_would_hold(
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
-def test_one_step_equals_an_independent_one_made_of_diffusers_parts(
+def test_one_step_equals_an_independent_step_with_diffusers(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     text = {"rank": 2, "alpha": 3.0, "learning_rate": 2e-3, "targets": "blocks"}
@@ -168,15 +168,15 @@ def trainable(network: Any, prefix: str) -> dict[str, torch.nn.Parameter]:
 
 
 def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
-    """Of the papers' formulas, the captions encoded as transformers' documentation has it."""
-    told: list[torch.Tensor] = []
+    """Return the loss by the papers' formulas, with captions encoded as in transformers' documentation."""
+    embeddings: list[torch.Tensor] = []
     pooled = None
     pairs = [(pipe.tokenizer, pipe.text_encoder)]
     pairs += [(pipe.tokenizer_2, pipe.text_encoder_2)] if xl else []
     for tokenizer, encoder in pairs:
         ids = tokenizer(list(micro.captions), padding="max_length", max_length=77, truncation=True).input_ids
         answer = encoder(torch.tensor(ids), output_hidden_states=True)
-        told.append(answer.hidden_states[-2] if xl else answer.last_hidden_state)
+        embeddings.append(answer.hidden_states[-2] if xl else answer.last_hidden_state)
         pooled = answer.text_embeds if "text_embeds" in answer else pooled
     added = None
     if xl:
@@ -186,36 +186,38 @@ def loss_by_hand(pipe: Any, micro: MicroInput, *, xl: bool) -> torch.Tensor:
     ddpm = DDPMScheduler.from_config(pipe.scheduler.config)
     signal = ddpm.alphas_cumprod[micro.timesteps.long()].view(-1, 1, 1, 1)
     noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
-    text = torch.cat(told, dim=-1)
+    text = torch.cat(embeddings, dim=-1)
     answer = pipe.unet(noisy, micro.timesteps, text, added_cond_kwargs=added).sample
     return ((answer - micro.noise) ** 2).mean()
 
 
-def test_R01_a_cut_run_goes_on_bit_for_bit(make_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_R01_an_interrupted_run_resumes_bit_for_bit(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
     project = project_of(
         make_project, "sdxl", {"learning_rate": 1e-3}, steps=4, gradient_accumulation=1, ema_decay=0.9
     )
     order = project.order()
-    whole = engine_of(order)
-    kept = None
+    uninterrupted = engine_of(order)
+    checkpoint = None
     for step in range(4):
-        step_of(whole, order, step)
+        step_of(uninterrupted, order, step)
         if step == 1:
-            kept = save_checkpoint(tmp_path / "checkpoints", order.run, whole.state(2))
-    assert kept is not None
+            checkpoint = save_checkpoint(tmp_path / "checkpoints", order.run, uninterrupted.state(2))
+    assert checkpoint is not None
     resumed = engine_of(order)
-    resumed.restore(load_checkpoint(kept, order.run))
+    resumed.restore(load_checkpoint(checkpoint, order.run))
     for step in (2, 3):
         with resumed.result_weights():
-            assert resumed.embed_caption("a cat") is not None, "evaluating the result leaves no trace"
+            assert resumed.embed_caption("a cat") is not None, "evaluating the result changes nothing"
         step_of(resumed, order, step)
-    with whole.result_weights(), resumed.result_weights():
-        same_bits(whole, resumed)
-    same_bits(whole, resumed)
+    with uninterrupted.result_weights(), resumed.result_weights():
+        same_bits(uninterrupted, resumed)
+    same_bits(uninterrupted, resumed)
     fresh = collect(engine_of(order).networks, adapter_state)
     moved = {
         name.split(".")[0]
-        for name, weight in same_bits(whole, resumed).items()
+        for name, weight in same_bits(uninterrupted, resumed).items()
         if not torch.equal(weight, fresh[name])
     }
     assert {"text_encoder", "text_encoder_2"} < moved
@@ -243,28 +245,28 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
     assert train(alone, Silent(), StopRequest())
-    expected, found = (
+    expected, actual = (
         load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, 3), order.run).adapter
         for order in (alone, pair)
     )
-    assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in found}
+    assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in actual}
     for name, weight in expected.items():
-        torch.testing.assert_close(found[name], weight, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(actual[name], weight, rtol=1e-2, atol=1e-5)
 
 
 class Here(Silent):
-    """A launch in this process."""
+    """A launcher that trains in this process."""
 
     def __call__(self, module: str, order: Path) -> None:
         assert train(read_job(order), self, StopRequest())
 
 
-def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
+def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
     text = {"rank": 2, "learning_rate": 1e-2}
     drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
     project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
-    said: list[str] = []
-    result = train_lora(project.recipe, project.latents, project.text, launch=Here(), log=said.append)
+    log: list[str] = []
+    result = train_lora(project.recipe, project.latents, project.text, launch=Here(), log=log.append)
     assert result.report["warnings"] == []
     tables = Tables(project.recipe.output_dir)
     tables.write("trained_lora", result.table)
@@ -279,7 +281,7 @@ def test_a_whole_run_passes_its_gates(make_project: Callable[..., Project]) -> N
     assert header["ss_text_encoder_lr"] == "0.01"
 
 
-def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a_caption(
+def test_previews_and_validation_use_the_trained_text_encoders(
     make_project: Callable[..., Project],
 ) -> None:
     order = project_of(make_project).order()
@@ -302,7 +304,7 @@ def test_pictures_and_validation_are_of_what_the_trained_text_encoders_make_of_a
     assert all(network.training for network in engine.networks.values())
 
 
-def test_the_settings_decide_the_run_and_without_them_it_is_the_one_it_was(
+def test_text_encoder_settings_change_the_run_and_their_absence_does_not(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project()
@@ -312,11 +314,11 @@ def test_the_settings_decide_the_run_and_without_them_it_is_the_one_it_was(
         return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.order().inputs)
 
     assert "text_encoders" not in facts(LoraSettings())["lora"]
-    made = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]
-    assert len({json.dumps(facts(each)) for each in made}) == 4
+    variants = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]
+    assert len({json.dumps(facts(each)) for each in variants}) == 4
 
 
-def test_a_family_whose_files_have_no_place_for_it_is_refused_before_anything_is_launched(
+def test_a_family_without_trainable_text_encoders_is_an_error_before_launch(
     make_project: Callable[..., Project], tiny_bases: dict[str, Path], tmp_path: Path
 ) -> None:
     TINY["FLUX.2 klein"](tmp_path / "klein")

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -9,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.errors import TrainingError
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora import objective
+from pipeline.trained_lora import requirements
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.worker.loop import StopRequest, train
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class StopsAt:
-    """A report that asks for a stop after so many steps."""
+    """A report that requests a stop after a number of steps."""
 
     def __init__(self, steps: int) -> None:
         self.stop, self.steps = StopRequest(), steps
@@ -42,7 +44,7 @@ def shown(folder: Path) -> EventAccumulator:
     return events
 
 
-def test_tensorboard_shows_each_step_once_with_pictures_and_validation_also_after_a_cut(
+def test_tensorboard_has_each_step_preview_and_validation_loss_once_also_after_a_resume(
     make_project: Callable[..., Project],
 ) -> None:
     half = {"photos": {"validation_fraction": 0.5}}
@@ -60,20 +62,62 @@ def test_tensorboard_shows_each_step_once_with_pictures_and_validation_also_afte
     assert [point.step for point in events.Images("samples/00")] == [0, 2, 4, 6]
 
 
-def test_without_trackers_nothing_but_our_own_logs_is_written(make_project: Callable[..., Project]) -> None:
+def test_without_trackers_only_json_lines_are_written(make_project: Callable[..., Project]) -> None:
     order = make_project(trackers=()).order()
     assert trained(order, 99)
     logs = RunLayout(order.folder).metrics.parent
     assert {path.suffix for path in logs.iterdir()} == {".jsonl"}
 
 
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_launched(
+class FakeWandb(ModuleType):
+    """The part of the wandb package that accelerate calls, with a record of the calls."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.started: dict[str, Any] = {}
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = 0
+
+    def init(self, **arguments: Any) -> FakeWandb:
+        self.started = arguments
+        return self
+
+    def log(self, values: dict[str, Any], step: int) -> None:
+        self.logged.append((step, values))
+
+    def Image(self, path: str) -> str:
+        return Path(path).name
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_gets_the_run_its_metrics_and_its_previews(
+    make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = make_project(trackers=("wandb",), sample_every=6, sample_prompts=["a cat"]).order()
+    wandb = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert trained(order, 99)
+    folder = str(RunLayout(order.folder).metrics.parent)
+    expected = {"project": "latentline", "name": f"demo-{order.run}", "id": order.run, "resume": "allow"}
+    assert wandb.started.items() >= {**expected, "dir": folder}.items()
+    assert wandb.started["config"]["name"] == "demo"
+    metrics = read_metrics(RunLayout(order.folder).metrics, 6)
+    losses = [(step, values["loss"]) for step, values in wandb.logged if "loss" in values]
+    assert losses == [(line["step"] + 1, line["loss"]) for line in metrics]
+    previews = [(step, values["samples"]) for step, values in wandb.logged if "samples" in values]
+    assert previews == [(0, ["step-00000000-00.png"]), (6, ["step-00000006-00.png"])]
+    assert wandb.finished == 1
+
+
+def test_a_tracker_that_is_not_installed_is_an_error_before_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = TrainingSettings(trackers=("wandb",))
-    answers: dict[str, Any] = {"wandb": None}
-    monkeypatch.setattr(objective, "find_spec", answers.get)
+    specs: dict[str, Any] = {"wandb": None}
+    monkeypatch.setattr(requirements, "find_spec", specs.get)
     with pytest.raises(TrainingError, match="wandb is not installed"):
-        objective.require_trackers(settings)
-    answers["wandb"] = object()
-    objective.require_trackers(settings)
+        requirements.require_trackers(settings)
+    specs["wandb"] = object()
+    requirements.require_trackers(settings)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HALF = {"photos": {"validation_fraction": 0.5}}
 
 
-def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
+def test_the_validation_loss_equals_an_independent_computation_at_fixed_noise(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project(datasets=HALF, batch_size=3).order()
@@ -55,7 +55,7 @@ def test_the_loss_is_the_error_of_an_independent_computation_at_fixed_noise(
     assert found.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
 
 
-def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_nothing(
+def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_changes_no_weight(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(datasets=HALF)
@@ -77,7 +77,7 @@ def test_it_is_the_same_in_runs_of_other_seeds_losses_and_batches_and_changes_no
     assert found[0].mean == pytest.approx(found[1].mean, rel=1e-5)
 
 
-def test_how_far_the_adapter_moves_the_answer_is_nothing_at_first_and_grows_with_its_weights(
+def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(
     make_project: Callable[..., Project],
 ) -> None:
     order = make_project().order()

@@ -26,7 +26,7 @@ def adapted(base: Path, *, seed: int = 1, targets: list[str] | None = None, dtyp
     return denoiser
 
 
-def test_a_fresh_adapter_is_zero_float32_and_all_that_is_trained(tiny_bases: dict[str, Path]) -> None:
+def test_a_fresh_adapter_is_zero_float32_and_the_only_trainable_part(tiny_bases: dict[str, Path]) -> None:
     denoiser = adapted(tiny_bases["epsilon"], dtype="bfloat16")
     weights = trainable_weights(denoiser)
     modules = dict(lora_modules(denoiser))
@@ -36,7 +36,7 @@ def test_a_fresh_adapter_is_zero_float32_and_all_that_is_trained(tiny_bases: dic
     assert all("attn" in name for name in modules)
 
 
-def test_the_seed_alone_decides_the_first_weights(tiny_bases: dict[str, Path]) -> None:
+def test_the_initial_weights_depend_only_on_the_seed(tiny_bases: dict[str, Path]) -> None:
     torch.manual_seed(5)
     before = torch.random.get_rng_state()
     one, same, other = (adapter_state(adapted(tiny_bases["epsilon"], seed=seed)) for seed in (1, 1, 2))
@@ -45,7 +45,7 @@ def test_the_seed_alone_decides_the_first_weights(tiny_bases: dict[str, Path]) -
     assert any(not torch.equal(one[name], other[name]) for name in one)
 
 
-def test_a_state_goes_back_where_it_came_from(tiny_bases: dict[str, Path]) -> None:
+def test_a_saved_state_loads_back(tiny_bases: dict[str, Path]) -> None:
     denoiser = adapted(tiny_bases["epsilon"])
     state = {name: torch.randn_like(weight) for name, weight in adapter_state(denoiser).items()}
     load_adapter_state(denoiser, state)
@@ -55,7 +55,7 @@ def test_a_state_goes_back_where_it_came_from(tiny_bases: dict[str, Path]) -> No
     torch.testing.assert_close(delta_weights(denoiser)[name], expected)
 
 
-def test_a_state_of_another_adapter_is_refused(tiny_bases: dict[str, Path]) -> None:
+def test_a_state_of_another_adapter_is_an_error(tiny_bases: dict[str, Path]) -> None:
     denoiser = adapted(tiny_bases["epsilon"])
     state = adapter_state(denoiser)
     del state[min(state)]
@@ -63,7 +63,7 @@ def test_a_state_of_another_adapter_is_refused(tiny_bases: dict[str, Path]) -> N
         load_adapter_state(denoiser, state)
 
 
-def test_targets_that_do_not_exist_are_named(tiny_bases: dict[str, Path]) -> None:
+def test_targets_without_a_match_are_named_in_the_error(tiny_bases: dict[str, Path]) -> None:
     with pytest.raises(TrainingError) as caught:
         adapted(tiny_bases["epsilon"], targets=["no_such_module"])
     assert "no_such_module" in caught.value.what

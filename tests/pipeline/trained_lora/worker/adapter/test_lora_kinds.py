@@ -1,4 +1,5 @@
-"""Every kind of adapter: what its files make of the base model, by their readers' own rules, was trained."""
+"""Every kind of adapter: the base model with its exported files, read by each program's formulas, equals the
+trained model."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ from pipeline.trained_lora.worker.loop import StopRequest, train
 if TYPE_CHECKING:
     from conftest import Project
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
+# diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 Tensors = dict[str, torch.Tensor]
@@ -63,7 +64,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class Loose:
-    """An engine whose adapter is far from zero, and the files of it."""
+    """A denoiser with large adapter weights, and its exported files."""
 
     def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
         settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
@@ -100,7 +101,7 @@ def loaded(base: Path, folder: Path, name: str | None = None) -> Any:
 
 
 def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: bool) -> torch.Tensor:
-    """The weight with a file's layer in it, by the reader's formula, written down anew.
+    """Return the base weight with a file's layer applied, by the reader's formula.
 
     With DoRA ComfyUI's `weight_decompose` divides by the base row's length, LyCORIS's
     `apply_weight_decompose` by the adapted one's.
@@ -115,7 +116,7 @@ def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: b
 
 
 def merged(loose: Loose, layout: Any) -> Any:
-    """The base model with the file's weights in it."""
+    """Return the base model with a file's weights merged."""
     unet = UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval()
     tensors = load_file(loose.folder / layout_file(layout, "demo"))
     for module in loose.exporter.modules(loose.denoiser):
@@ -126,7 +127,7 @@ def merged(loose: Loose, layout: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_R06_every_file_makes_the_trained_model_of_the_base_model(
+def test_R06_the_base_model_with_any_file_equals_the_trained_model(
     make_project: Callable[..., Project], tmp_path: Path, kind: str
 ) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
@@ -141,16 +142,16 @@ def test_R06_every_file_makes_the_trained_model_of_the_base_model(
         "attention",
         "blocks",
         "locon",
-    }:  # it knows lengths of none, and one alpha
+    }:  # diffusers reads no DoRA and one alpha per network
         kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
         torch.testing.assert_close(answer(kohya), expected, rtol=0, atol=1e-4)
 
 
-def test_ranks_and_scales_are_those_asked_for(make_project: Callable[..., Project], tmp_path: Path) -> None:
+def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project], tmp_path: Path) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS["ranks"])
     sizes = {module.name: (module.rank, module.alpha) for module in loose.exporter.modules(loose.denoiser)}
     attn2 = {size for name, size in sizes.items() if ".attn2." in name}
-    assert attn2 == {(8, 4.0)}  # the first pattern that fits, alpha in proportion
+    assert attn2 == {(8, 4.0)}  # the first matching pattern wins; alpha is scaled in proportion
     assert {size for name, size in sizes.items() if "mid" in name and ".attn1." in name} == {(2, 6.0)}
     assert {size for name, size in sizes.items() if "mid" not in name and ".attn1." in name} == {(4, 2.0)}
     roots = Loose(make_project(), tmp_path / "roots", KINDS["rslora"])
@@ -160,7 +161,7 @@ def test_ranks_and_scales_are_those_asked_for(make_project: Callable[..., Projec
 
 
 class Here:
-    """A launch in this process that can be stopped after some steps."""
+    """A launcher that trains in this process and can stop after a number of steps."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
@@ -178,7 +179,7 @@ class Here:
             self.stop.request()
 
 
-def test_a_loha_is_the_product_of_two_products_and_its_files_a_lora_of_rank_times_rank(
+def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_squared_rank(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS["loha"])
@@ -192,18 +193,18 @@ def test_a_loha_is_the_product_of_two_products_and_its_files_a_lora_of_rank_time
     assert sum(weight.numel() for weight in (a, b, c, d)) < 16 * (b.shape[1] + len(a))
 
 
-def test_a_lokr_is_a_kronecker_product_and_its_files_the_lora_of_the_ranks_product(
+def test_a_lokr_is_a_kronecker_product_and_its_files_hold_a_lora_of_the_product_of_ranks(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS["lokr"])
     block = "mid_block.attentions.0.transformer_blocks.0"
-    low, whole = (loose.denoiser.get_submodule(f"{block}.{name}.to_q") for name in ("attn1", "attn2"))
-    left, a, b = (getattr(low, f"lokr_{side}")["default"] for side in ("w1", "w2_a", "w2_b"))
-    expected = low.get_base_layer().weight + 2.0 / 2 * torch.kron(left, a @ b)
-    torch.testing.assert_close(effective(low), expected.detach(), rtol=0, atol=1e-6)
-    left, right = whole.lokr_w1["default"], whole.lokr_w2["default"]
-    expected = whole.get_base_layer().weight + 2.0 / 2 * torch.kron(left, right)
-    torch.testing.assert_close(effective(whole), expected.detach(), rtol=0, atol=1e-6)
+    factored, full = (loose.denoiser.get_submodule(f"{block}.{name}.to_q") for name in ("attn1", "attn2"))
+    left, a, b = (getattr(factored, f"lokr_{side}")["default"] for side in ("w1", "w2_a", "w2_b"))
+    expected = factored.get_base_layer().weight + 2.0 / 2 * torch.kron(left, a @ b)
+    torch.testing.assert_close(effective(factored), expected.detach(), rtol=0, atol=1e-6)
+    left, right = full.lokr_w1["default"], full.lokr_w2["default"]
+    expected = full.get_base_layer().weight + 2.0 / 2 * torch.kron(left, right)
+    torch.testing.assert_close(effective(full), expected.detach(), rtol=0, atol=1e-6)
     ranks = {module.name: module.rank for module in loose.exporter.modules(loose.denoiser)}
     assert ranks[f"{block}.attn1.to_q"] == 4 * 2
     assert ranks[f"{block}.attn2.to_q"] == 4 * min(right.shape)
@@ -236,26 +237,26 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
         found = (which.recipe.output_dir / "lora").glob("*.safetensors")
         return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in found}
 
-    whole = files(project)
+    uninterrupted = files(project)
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
     assert [finding.name for finding in findings if not finding.passed] == []
-    assert files(project.changed("cut"), *cuts) == whole
+    assert files(project.changed("cut"), *cuts) == uninterrupted
     if kind == "loha":
-        said = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
+        expected_text = {"trained_as": {"algo": "loha", "dim": 4, "alpha": 2.0}}
     elif kind == "lokr":
-        said = {"trained_as": {"algo": "lokr", "dim": 2, "alpha": 2.0, "factor": 4}}
+        expected_text = {"trained_as": {"algo": "lokr", "dim": 2, "alpha": 2.0, "factor": 4}}
     elif kind in ("pissa", "olora"):
-        said = {"init": kind}
+        expected_text = {"init": kind}
     else:
-        said = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
+        expected_text = {"dora_wd": True, "dropout": 0.2, "rs_lora": True}
         undropped = project.recipe.training.lora.model_copy(update={"dropout": 0.0})
-        assert files(project.changed("undropped", lora=undropped)) != whole
+        assert files(project.changed("undropped", lora=undropped)) != uninterrupted
     header = read_lora_file(project.recipe.output_dir / "lora" / "demo_kohya.safetensors").metadata
-    assert json.loads(header["ss_network_args"]) == said
+    assert json.loads(header["ss_network_args"]) == expected_text
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_R06_of_an_adapter_that_still_is_the_part_it_began_as_the_gates_say_that_it_does_nothing(
+def test_R06_the_gates_find_an_adapter_that_never_left_its_initial_weights(
     make_project: Callable[..., Project], init: str
 ) -> None:
     lora = {"rank": 4, "alpha": 2.0, "init": init}
@@ -269,10 +270,10 @@ def test_R06_of_an_adapter_that_still_is_the_part_it_began_as_the_gates_say_that
 
 @pytest.mark.usefixtures("any_precision")
 @pytest.mark.parametrize("lora", [{"init": "pissa"}, {"init": "olora"}, {}], ids=str)
-def test_R06_what_is_learned_in_bfloat16_moves_the_answer_and_what_began_as_a_part_does_not(
+def test_R06_in_bfloat16_training_changes_the_output_and_svd_initialisation_does_not(
     make_project: Callable[..., Project], lora: dict[str, Any]
 ) -> None:
-    """Autocast keeps the weights that it has cast, whatever they are changed to meanwhile."""
+    """Autocast caches cast weights, so a change within one context would go unnoticed."""
     project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
     order = project.changed("half", mixed_precision="bf16").order()
     family = load_family(order.base)
@@ -292,23 +293,23 @@ def engine_error(order: TrainingJob) -> TrainingError:
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "expected_text"),
     [
         ({"modules": ["*.attn7.*"]}, "selects no layer"),
         ({"modules": ["*.attn1.to_q", "*.attn7.*"]}, "modules: the pattern *.attn7.* matches no layer"),
         ({"ranks": [{"modules": "*.ff.*", "rank": 2}]}, "ranks: the pattern *.ff.* matches no layer"),
     ],
 )
-def test_a_pattern_without_an_effect_is_an_error_that_shows_the_layers(
-    make_project: Callable[..., Project], lora: dict[str, Any], said: str
+def test_a_pattern_without_a_match_is_an_error_that_lists_layers(
+    make_project: Callable[..., Project], lora: dict[str, Any], expected_text: str
 ) -> None:
     error = engine_error(make_project(lora={"rank": 4, **lora}).order())
-    assert said in error.what
+    assert expected_text in error.what
     assert ".to_" in error.fix
 
 
 def effective(module: Any) -> torch.Tensor:
-    """What an adapted linear layer multiplies with, from its answers to the unit vectors."""
+    """Return the effective weight of an adapted linear layer, from its outputs for unit vectors."""
     plain = module.get_base_layer()
     with torch.no_grad():
         answers = module.eval()(torch.eye(plain.in_features))
@@ -325,9 +326,7 @@ def effective(module: Any) -> torch.Tensor:
         {"kind": "lokr", "rank": 2, "lokr_factor": 2},
     ],
 )
-def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
-    tmp_path: Path, kind: str, lora: dict[str, Any]
-) -> None:
+def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora: dict[str, Any]) -> None:
     TINY[kind](tmp_path / "base")
     family = load_family(tmp_path / "base")
     denoiser: Any = family.denoiser.load("float32", "cpu")
@@ -349,8 +348,8 @@ def test_R06_fused_layers_hold_what_their_parts_were_trained_to(
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
-def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp_path: Path) -> None:
-    """The weights of bitsandbytes' nf4 are columns of bytes, each of two numbers."""
+def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_path: Path) -> None:
+    """bitsandbytes packs nf4 weights into a column of bytes, two numbers per byte."""
     make_tiny_sd3(tmp_path)
     family = load_family(tmp_path)
     denoiser: Any = family.denoiser.load("float32", "cpu")
@@ -366,19 +365,19 @@ def test_R06_fused_layers_are_as_tall_as_their_parts_though_these_are_packed(tmp
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "expected_text"),
     [
         ({"dora": True, "modules": ["*.attn.to_q"]}, "DoRA needs an adapter on every part"),
         ({"ranks": [{"modules": "*.to_q", "rank": 2}]}, "must have one rank and alpha"),
     ],
 )
-def test_what_kohyas_fused_layers_cannot_hold_is_refused(
-    tmp_path: Path, lora: dict[str, Any], said: str
+def test_adapters_that_kohya_s_fused_layers_cannot_hold_are_errors(
+    tmp_path: Path, lora: dict[str, Any], expected_text: str
 ) -> None:
     make_tiny_sd3(tmp_path)
     family = load_family(tmp_path)
     denoiser: Any = family.denoiser.load("float32", "cpu")
     settings = LoraSettings.model_validate_json(json.dumps(lora))
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
-    with pytest.raises(TrainingError, match=said):
+    with pytest.raises(TrainingError, match=expected_text):
         describe_denoiser(family, denoiser)

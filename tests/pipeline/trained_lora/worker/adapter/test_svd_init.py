@@ -20,7 +20,7 @@ SETTINGS = {"rank": 4, "alpha": 2.0}
 
 
 def begun(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tuple[Any, Any]:
-    """A denoiser that begins so, and one without an adapter."""
+    """Return a denoiser with the initialised adapter, and the same without an adapter."""
     family = load_family(base)
     denoiser: Any = family.denoiser.load(dtype, "cpu")
     plain = copy.deepcopy(denoiser)
@@ -35,7 +35,7 @@ def weight_of(layer: Any, adapter: str = "default") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("init", ["pissa", "olora"])
-def test_it_begins_as_peft_begins_and_the_model_is_still_the_base_model(
+def test_the_initial_adapter_equals_peft_s_and_the_model_still_equals_the_base_model(
     tiny_bases: dict[str, Path], init: Any
 ) -> None:
     denoiser, plain = begun(tiny_bases["epsilon"], init)
@@ -47,7 +47,7 @@ def test_it_begins_as_peft_begins_and_the_model_is_still_the_base_model(
         theirs: Any = cast("Any", inject_adapter_in_model(config, peft))[0]
         torch.testing.assert_close(weight_of(layer), weight_of(theirs), rtol=0, atol=1e-5)
         assert weight_of(layer).abs().max() > 1e-3
-        ours = layer.base_layer.weight + weight_of(layer, "at_start")  # what peft leaves of the base weight
+        ours = layer.base_layer.weight + weight_of(layer, "at_start")  # the base weight as peft changes it
         torch.testing.assert_close(ours, theirs.base_layer.weight, rtol=0, atol=1e-5)
         assert torch.equal(layer.base_layer.weight, plain.get_submodule(name).weight)
     assert max(float(delta.abs().max()) for delta in delta_weights(denoiser).values()) < 1e-6
@@ -58,20 +58,20 @@ def test_it_begins_as_peft_begins_and_the_model_is_still_the_base_model(
     torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=1e-4)
 
 
-def test_of_half_precision_weights_no_base_weight_is_rounded(tiny_bases: dict[str, Path]) -> None:
+def test_half_precision_base_weights_are_not_rounded(tiny_bases: dict[str, Path]) -> None:
     denoiser, plain = begun(tiny_bases["epsilon"], "pissa", "bfloat16")
     for name, module in lora_modules(denoiser):
         assert torch.equal(cast("Any", module).base_layer.weight, plain.get_submodule(name).weight)
     assert {weight.dtype for weight in trainable_weights(denoiser)} == {torch.float32}
 
 
-def test_a_rank_that_a_module_does_not_have_is_refused(tiny_bases: dict[str, Path]) -> None:
+def test_a_rank_larger_than_a_module_is_an_error(tiny_bases: dict[str, Path]) -> None:
     with pytest.raises(TrainingError, match=r"init: pissa needs a rank of at most 32 for .*, got 33"):
         begun(tiny_bases["epsilon"], "pissa", rank=33)
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)])
-def test_the_largest_singular_values_are_those_of_a_whole_decomposition(shape: tuple[int, int]) -> None:
+def test_the_largest_singular_values_equal_those_of_a_full_decomposition(shape: tuple[int, int]) -> None:
     random = torch.Generator().manual_seed(2)
     weight = torch.randn(shape, generator=random) / shape[1] ** 0.5
     weight += torch.randn(shape[0], 6, generator=random) @ torch.randn(6, shape[1], generator=random) / 10

@@ -1,4 +1,4 @@
-"""Which layers a LoRA adapts, of a preset and of each family."""
+"""The layers that each preset adapts in each family."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.targets import target_modules
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
+# diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 
-def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
+def test_conv_rank_is_an_error_for_a_transformer(tmp_path: Path) -> None:
     make_tiny_sd3(tmp_path)
     family = load_family(tmp_path)
     denoiser = family.denoiser.load("float32", "cpu")
@@ -27,11 +27,11 @@ def test_a_transformer_has_no_convolutions_to_adapt(tmp_path: Path) -> None:
         target_modules(denoiser, LoraSettings(conv_rank=4), family.lora_targets())
 
 
-# What diffusers' ChatGLM, Kolors' language model, does when it is imported.
+# diffusers' ChatGLM, the language model of Kolors, warns on import.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("preset", ["attention", "blocks"])
 @pytest.mark.parametrize("kind", TINY)
-def test_the_layers_of_a_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
+def test_the_layers_of_each_preset_have_names_in_every_layout(tmp_path: Path, kind: str, preset: Any) -> None:
     TINY[kind](tmp_path)
     family = load_family(tmp_path)
     denoiser = family.denoiser.load("float32", "cpu")

@@ -45,38 +45,38 @@ def kind(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 def files(project: Project, folder: Path, **lora: Any) -> Engine:
-    """The engine whose adapter the files in `folder` are of."""
-    made = engine(project, **lora)
+    """Export a trained adapter to `folder` and return its engine."""
+    source = engine(project, **lora)
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for weight in made.weights:
+        for weight in source.weights:
             weight.copy_(weight + 0.2 * torch.rand(weight.shape, generator=rng))
-    Exporter(load_family(project.order().base), "demo", {}).export(made.denoiser, folder)
-    return made
+    Exporter(load_family(project.order().base), "demo", {}).export(source.denoiser, folder)
+    return source
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_begins_with_what_a_file_of_any_layout_does(
+def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     make_project: Callable[..., Project], tmp_path: Path, kind: dict[str, Any], layout: Any
 ) -> None:
     project = make_project()
-    made = files(project, tmp_path / "lora", **kind)
+    source = files(project, tmp_path / "lora", **kind)
     started = engine(project, start_from=tmp_path / "lora" / layout_file(layout, "demo"), **kind)
-    expected, found = adapter_state(made.denoiser), adapter_state(started.denoiser)
+    expected, found = adapter_state(source.denoiser), adapter_state(started.denoiser)
     assert set(found) == set(expected)
     for name, weight in found.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
 
 
-def test_another_alpha_is_put_into_the_weights_and_half_precision_is_read(
+def test_another_alpha_rescales_the_weights_and_half_precision_files_are_read(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     project = make_project()
-    made = files(project, tmp_path / "lora")
+    source = files(project, tmp_path / "lora")
     path = tmp_path / "lora" / layout_file("kohya", "demo")
     save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
     started = engine(project, start_from=path, alpha=16.0)
-    expected = delta_weights(made.denoiser)
+    expected = delta_weights(source.denoiser)
     for name, delta in delta_weights(started.denoiser).items():
         torch.testing.assert_close(
             delta, expected[name], rtol=0, atol=0.02 * float(expected[name].abs().max())
@@ -84,31 +84,31 @@ def test_another_alpha_is_put_into_the_weights_and_half_precision_is_read(
     bare = tmp_path / "bare.safetensors"
     save_file(load_file(tmp_path / "lora" / layout_file("diffusers", "demo")), bare)
     unscaled = delta_weights(engine(project, start_from=bare).denoiser)
-    for name, delta in unscaled.items():  # a file of diffusers' that says no alpha adds its factors' product
+    for name, delta in unscaled.items():  # diffusers applies a file without alpha at scale 1
         torch.testing.assert_close(delta, 2 * expected[name])
 
 
-def test_a_file_of_another_adapter_is_refused_with_what_differs(
+def test_a_file_of_another_adapter_is_an_error_that_lists_the_differences(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     project = make_project()
     files(project, tmp_path / "lora", **KINDS["locon"])
     path = tmp_path / "lora" / layout_file("comfyui", "demo")
-    for lora, said in (
+    for lora, message in (
         ({}, "in_layers.2.lora_down.weight: the adapter has no such tensor"),
         ({"conv_rank": 3}, "the adapter has (3, 32, 3, 3), the file (2, 32, 3, 3)"),
         ({"conv_rank": 2, "targets": "blocks"}, "the file no such tensor"),
     ):
         with pytest.raises(TrainingError) as caught:
             engine(project, start_from=path, **lora)
-        assert said in caught.value.where
+        assert message in caught.value.where
         assert "read in the comfyui layout" in caught.value.what
     path.write_bytes(b"no such thing")
     with pytest.raises(TrainingError, match="cannot be read"):
         engine(project, start_from=path)
 
 
-def test_the_files_bytes_decide_the_run_and_not_its_path(
+def test_the_run_depends_on_the_file_s_bytes_and_not_on_its_path(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     project = make_project()
@@ -125,7 +125,7 @@ def test_the_files_bytes_decide_the_run_and_not_its_path(
         facts(tmp_path / "absent")
 
 
-def test_its_path_is_relative_to_the_project_root(tmp_path: Path) -> None:
+def test_the_path_is_relative_to_the_project_root(tmp_path: Path) -> None:
     values = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
     recipe = recipe_from_mapping(
         "x", {**values, "training": {"lora": {"start_from": "outputs/x.safetensors"}}}

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Trained:
-    """An engine whose adapter is not zero, as after training, with the exporter of its run."""
+    """An engine with a nonzero adapter, as after training, and its exporter."""
 
     def __init__(self, project: Project) -> None:
         self.order = project.order()
@@ -64,7 +64,7 @@ def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np
     return drawn.images[0]
 
 
-def test_R06_load_lora_weights_takes_folder_and_kohya_file_and_the_picture_changes_equally(
+def test_R06_load_lora_weights_draws_the_same_picture_from_folder_and_kohya_file(
     trained: Trained, tmp_path: Path
 ) -> None:
     trained.export(tmp_path / "lora")
@@ -76,7 +76,7 @@ def test_R06_load_lora_weights_takes_folder_and_kohya_file_and_the_picture_chang
     np.testing.assert_allclose(kohya, adapted, atol=1e-4)
 
 
-def test_R06_each_file_scales_by_the_alpha_that_was_trained_with(trained: Trained, tmp_path: Path) -> None:
+def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -> None:
     files = trained.export(tmp_path)
     modules = trained.exporter.modules(trained.engine.denoiser)
     assert [file.name for file in files] == [layout_file(layout, "demo") for layout in LAYOUTS]
@@ -93,7 +93,7 @@ def test_R06_each_file_scales_by_the_alpha_that_was_trained_with(trained: Traine
     assert (adapter["unet.r"], adapter["unet.lora_alpha"]) == (4, 2.0)
 
 
-def test_the_keys_of_each_layout_are_those_its_loader_knows(trained: Trained, tmp_path: Path) -> None:
+def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path) -> None:
     trained.export(tmp_path)
     keys = {layout: set(read_lora_file(tmp_path / layout_file(layout, "demo")).tensors) for layout in LAYOUTS}
     path = "attentions.0.transformer_blocks.0.attn2.to_k"
@@ -110,7 +110,7 @@ def test_the_keys_of_each_layout_are_those_its_loader_knows(trained: Trained, tm
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("damage", ["scaled", "dropped"])
-def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
+def test_R06_a_file_that_does_not_reproduce_the_delta_weights_is_an_error(
     trained: Trained, tmp_path: Path, layout: str, damage: str
 ) -> None:
     trained.export(tmp_path)
@@ -130,7 +130,7 @@ def test_R06_a_file_that_does_not_give_back_the_delta_weights_is_refused(
     assert path.name in caught.value.where
 
 
-def test_exporting_leaves_the_adapter_that_is_being_trained_alone(trained: Trained, tmp_path: Path) -> None:
+def test_exporting_does_not_change_the_trained_adapter(trained: Trained, tmp_path: Path) -> None:
     before = delta_weights(trained.engine.denoiser)
     trained.export(tmp_path)
     after = delta_weights(trained.engine.denoiser)
@@ -139,18 +139,18 @@ def test_exporting_leaves_the_adapter_that_is_being_trained_alone(trained: Train
     assert all(weight.requires_grad for weight in trained.engine.weights)
 
 
-def test_of_delta_weights_read_back_and_trained_one_each_is_in_memory_at_a_time(
+def test_only_one_trained_and_one_reloaded_delta_weight_are_in_memory_at_a_time(
     trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of a large model's together take more than the model."""
-    made: list[weakref.ref[torch.Tensor]] = []
+    """All delta weights of a large model together are larger than the model."""
+    deltas: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
     def counting(delta: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def counted(*arguments: Any) -> torch.Tensor:
-            alive.append(sum(ref() is not None for ref in made))
+            alive.append(sum(ref() is not None for ref in deltas))
             result = delta(*arguments)
-            made.append(weakref.ref(result))
+            deltas.append(weakref.ref(result))
             return result
 
         return counted
@@ -158,24 +158,24 @@ def test_of_delta_weights_read_back_and_trained_one_each_is_in_memory_at_a_time(
     monkeypatch.setattr(lora, "_delta", counting(lora._delta))
     monkeypatch.setattr(layouts, "_file_delta", counting(layouts._file_delta))
     trained.export(tmp_path)
-    assert len(made) == 32 * (1 + 2 + 2), "trained, by rule of two layouts, by loader of two"
+    assert len(deltas) == 32 * (1 + 2 + 2), "trained, by formula in two layouts, by loader in two"
     assert max(alive) <= 2
 
 
-def test_R06_convolutions_that_a_gpu_multiplies_roughly_are_compared_exactly(
+def test_R06_convolutions_are_compared_exactly_although_a_gpu_multiplies_them_in_tf32(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
-    """Of a convolution peft's product is one itself, and cuDNN's has 10 bits of each factor."""
-    made = Trained(make_project(lora={"rank": 4, "alpha": 2.0, "conv_rank": 4}))
+    """peft computes a convolution's product as a convolution, which cuDNN does with 10 bits per factor."""
+    adapted = Trained(make_project(lora={"rank": 4, "alpha": 2.0, "conv_rank": 4}))
 
     def rough(*factors: torch.Tensor) -> torch.Tensor:
         ten_bits = [(each.view(torch.int32) & -(2**13)).view(torch.float32) for each in factors]
         return torch.nn.functional.conv2d(*ten_bits)
 
     convolutions = [
-        module for _, module in lora.lora_modules(made.engine.denoiser) if hasattr(module, "conv_fn")
+        module for _, module in lora.lora_modules(adapted.engine.denoiser) if hasattr(module, "conv_fn")
     ]
     assert convolutions
     for module in convolutions:
         module.conv_fn = rough  # pyright: ignore[reportAttributeAccessIssue]
-    assert all(file.max_error <= exporter.RELOAD_TOLERANCE for file in made.export(tmp_path))
+    assert all(file.max_error <= exporter.RELOAD_TOLERANCE for file in adapted.export(tmp_path))

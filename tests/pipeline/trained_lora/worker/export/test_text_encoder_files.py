@@ -1,4 +1,4 @@
-"""LoRA on text encoders: what each layout's file holds, who reads it, and training that begins with one."""
+"""Text encoder LoRA in exported files: keys, loading in diffusers, and warm starts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class Exported:
-    """An engine whose adapters are far from zero, and the files of it."""
+    """An engine with large adapter weights, and its exported files."""
 
     def __init__(self, project: Project, folder: Path) -> None:
         self.order = project.order()
@@ -50,26 +50,26 @@ def embedded(pipe: Any, caption: str) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
 @pytest.mark.parametrize("prediction", ["epsilon", "sdxl"])
-def test_R06_load_lora_weights_gives_the_pipeline_the_trained_text_encoders(
+def test_R06_load_lora_weights_restores_the_trained_text_encoders(
     make_project: Callable[..., Project], tmp_path: Path, prediction: str, layout: Any
 ) -> None:
     text = {"rank": 2, "alpha": 3.0, "targets": "blocks"}
-    made = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
-    assert max(file.max_error for file in made.files) < 1e-6
+    exported = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
+    assert max(file.max_error for file in exported.files) < 1e-6
     kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
-    plain, pipe = kind.from_pretrained(made.order.base), kind.from_pretrained(made.order.base)
+    plain, pipe = kind.from_pretrained(exported.order.base), kind.from_pretrained(exported.order.base)
     pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
-    deltas = collect(made.engine.networks, delta_weights)
-    for role in ("unet", *made.engine.text_networks):
+    deltas = collect(exported.engine.networks, delta_weights)
+    for role in ("unet", *exported.engine.text_networks):
         prefix = "" if role == "unet" else f"{role}."
-        network = made.engine.networks[prefix]
-        found = delta_weights(getattr(pipe, role), "default_0")
-        assert set(found) == set(delta_weights(network))
-        for name, delta in found.items():
+        network = exported.engine.networks[prefix]
+        loaded = delta_weights(getattr(pipe, role), "default_0")
+        assert set(loaded) == set(delta_weights(network))
+        for name, delta in loaded.items():
             torch.testing.assert_close(delta, deltas[prefix + name], rtol=1e-5, atol=1e-6)
-    assert made.engine.text is not None
+    assert exported.engine.text is not None
     with torch.no_grad():
-        trained = made.engine.text.embed(["a cat"])
+        trained = exported.engine.text.embed(["a cat"])
     expected = torch.cat([tensor.flatten() for tensor in trained.values()])
     torch.testing.assert_close(embedded(pipe, "a cat"), expected, rtol=0, atol=1e-5)
     assert (embedded(plain, "a cat") - expected).abs().max() > 0.05
@@ -79,11 +79,11 @@ GOLDEN = {
     "epsilon": {"text_encoder": ("lora_te", "clip_l", 2)},
     "sdxl": {"text_encoder": ("lora_te1", "clip_l", 1), "text_encoder_2": ("lora_te2", "clip_g", 3)},
 }
-"""Component to its name in kohya's layout and in ComfyUI's, and the number of layers that are adapted."""
+"""Text encoder to its names in kohya's and ComfyUI's layouts and its number of adapted layers."""
 
 
 @pytest.mark.parametrize("prediction", GOLDEN)
-def test_the_keys_are_those_that_each_loader_knows(
+def test_each_layout_has_the_keys_of_its_loader(
     make_project: Callable[..., Project], tmp_path: Path, prediction: str
 ) -> None:
     Exported(project_of(make_project, prediction), tmp_path / "lora")
@@ -107,25 +107,25 @@ def test_the_keys_are_those_that_each_loader_knows(
         assert len(keys[layout]) > len(text)
 
 
-def test_training_begins_with_what_a_file_of_any_layout_does(
+def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     project = project_of(make_project, "sdxl", {"rank": 2})
-    made = Exported(project, tmp_path / "lora")
+    exported = Exported(project, tmp_path / "lora")
     paths = {layout: tmp_path / "lora" / layout_file(layout, "demo") for layout in LAYOUTS}
 
     def started(from_file: Path, **text: Any) -> Engine:
         lora = settings(**text).model_copy(update={"start_from": from_file})
         return engine_of(project.changed("started", lora=lora).order())
 
-    expected = collect(made.engine.networks, adapter_state)
+    expected = collect(exported.engine.networks, adapter_state)
     for path in paths.values():
-        found = collect(started(path, rank=2).networks, adapter_state)
-        assert set(found) == set(expected)
-        for name, weight in found.items():
+        loaded = collect(started(path, rank=2).networks, adapter_state)
+        assert set(loaded) == set(expected)
+        for name, weight in loaded.items():
             torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
     rescaled = collect(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
-    for name, delta in collect(made.engine.networks, delta_weights).items():
+    for name, delta in collect(exported.engine.networks, delta_weights).items():
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
     alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
     with pytest.raises(TrainingError, match="do not match the adapter") as caught:
@@ -134,7 +134,7 @@ def test_training_begins_with_what_a_file_of_any_layout_does(
     assert "text_encoders" in caught.value.fix
 
 
-def test_a_layer_of_kohyas_that_learned_nothing_is_left_out_and_one_that_did_is_not(
+def test_a_zero_layer_without_an_adapter_is_ignored_and_a_nonzero_one_is_an_error(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     project = project_of(make_project, "sdxl")
