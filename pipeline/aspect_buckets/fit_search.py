@@ -250,8 +250,8 @@ def _search(steps: _Steps, most: int) -> tuple[Floats, Ints]:
             if number - added < 1:
                 continue
 
-            # The remainders after a step depend on the gap only, so the best remainders before it can be
-            # chosen for each gap (from, to) before the steps are told apart by where they arrive.
+            # The remainders after a step depend on the gap only. So the best remainders before the step are
+            # chosen once per gap (from, to), and only then are the steps grouped by arrival.
             costs = total[number - added][:, :, None] + steps.cost
             best_code = costs.argmin(axis=0)
             least = np.take_along_axis(costs, best_code[None], axis=0)[0]

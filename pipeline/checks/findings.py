@@ -1,4 +1,4 @@
-"""Check results: what a check saw, what the recipe makes of it, and how it is reported.
+"""Results of checks: outcomes, gates that a recipe allows, and reports for terminals and machines.
 
 A stage's `checks.run(context)` reads the tables and files of one asset, computes an `Outcome` per check and
 returns `findings(context, asset, outcomes)`.
@@ -103,8 +103,8 @@ class Finding:
 def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome]) -> list[Finding]:
     """Return one finding per check of `asset`, in the order of `gates.SPECS`.
 
-    A failed gate that `checks.allow` names becomes a warning, and its summary says so. `<recipe>` in a fix is
-    replaced by the recipe's name.
+    A failed gate that `checks.allow` names becomes a warning with a note in its summary. `<recipe>` in a fix
+    is replaced by the recipe's name.
     """
     specs = SPECS[asset]
     assert set(outcomes) == {spec.name for spec in specs}, f"{asset}: {sorted(outcomes)}"

@@ -22,7 +22,7 @@ must differ from the median by a factor of at least exp(5 * 0.1) = 1.65.
 """
 
 OUTLIER_MIN_VALUES = 8
-"""Minimum number of values; fewer say too little about their spread."""
+"""Minimum number of values; the spread of fewer values is too uncertain."""
 
 _NORMAL_MAD = 0.6744897501960817
 """Median absolute deviation of the standard normal distribution."""

@@ -188,14 +188,14 @@ def _conflicts(settings: BucketSettings) -> list[Violation]:
     if len(set(settings.resolutions)) < len(settings.resolutions):
         violations.append(Violation("resolutions", "duplicate value in buckets.resolutions", "remove one"))
     if settings.per_image == "each" and len(settings.resolutions) < 2:
-        what = "per_image: each has no effect without several resolutions"
+        what = "per_image: each requires several resolutions"
         violations.append(Violation("per_image", what, "set resolutions, or remove per_image"))
     if settings.small_images == "reject" and settings.upscale == "allow":
-        what = "small_images: reject has no effect with upscale: allow, which enlarges all small images"
+        what = "small_images: reject requires upscale: never or limit(...), got upscale: allow"
         fix = "set upscale: never or limit(1.5), or remove small_images"
         violations.append(Violation("small_images", what, fix))
     if settings.crop_seed and settings.crop != "random":
-        what = f"crop_seed {settings.crop_seed} has no effect with crop: {settings.crop}"
+        what = f"crop_seed requires crop: random, got crop: {settings.crop}"
         violations.append(Violation("crop_seed", what, "set crop: random, or remove crop_seed"))
     return violations
 

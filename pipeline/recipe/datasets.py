@@ -137,10 +137,10 @@ class CaptionSettings(Settings):
             violations.append(Violation("text", what, "set text to the caption"))
         for key, source in _REQUIRED_SOURCE.items():
             if self.from_ != source and getattr(self, key) != CaptionSettings.model_fields[key].default:
-                what = f"{key} has no effect with from: {self.from_}"
+                what = f"{key} requires from: {source}, got from: {self.from_}"
                 violations.append(Violation(key, what, f"set from: {source}, or remove {key}"))
         if not violations and self.json_key != JSON_KEY and self.suffix.lower() != ".json":
-            what = f"json_key has no effect with suffix: {self.suffix}"
+            what = f"json_key requires suffix: .json, got suffix: {self.suffix}"
             violations.append(Violation("json_key", what, "set suffix: .json, or remove json_key"))
         if violations:
             raise_violations(violations, involves=("from", *_REQUIRED_SOURCE))

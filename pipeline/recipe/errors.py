@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args, get_origin
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
@@ -31,7 +30,7 @@ class Mistake:
 
     Attributes:
         path: The key at fault.
-        what: What is wrong, with the value.
+        what: Description of the mistake, with the value.
         fix: What to write instead.
     """
 
@@ -227,27 +226,24 @@ def _example(path: KeyPath) -> bool | int | float | str | None:
 
 
 def _out_of_range(path: KeyPath, value: Any, context: dict[str, Any]) -> WhatAndFix:
-    required = _allowed_range(path) or _bounds(
-        context.get("gt"), context.get("ge"), context.get("lt"), context.get("le")
-    )
+    required = _range(_declared_limits(path) or context)
     return f"{_name(path)} must be {required}, got {_shown(value)}", f"use a value {required}"
 
 
-def _allowed_range(path: KeyPath) -> str:
-    """Return the range that the schema states for the key; empty for items of lists."""
+def _declared_limits(path: KeyPath) -> dict[str, Any]:
+    """Return the limits (gt, ge, lt, le) that the schema declares for a key; empty for items of lists."""
     info = field_at(path)
     if info is None or not isinstance(path[-1], str):
-        return ""
-    limits = {type(each): each for each in info.metadata if isinstance(each, Gt | Ge | Lt | Le)}
-    above, least, below, most = limits.get(Gt), limits.get(Ge), limits.get(Lt), limits.get(Le)
-    return _bounds(above and above.gt, least and least.ge, below and below.lt, most and most.le)
+        return {}
+    names = ("gt", "ge", "lt", "le")
+    return {name: getattr(each, name) for each in info.metadata for name in names if hasattr(each, name)}
 
 
-def _bounds(above: Any, least: Any, below: Any, most: Any) -> str:
-    if least is not None and most is not None:
-        return f"between {_limit(least)} and {_limit(most)}"
-    words = (("greater than", above), ("at least", least), ("less than", below), ("at most", most))
-    return " and ".join(f"{word} {_limit(limit)}" for word, limit in words if limit is not None)
+def _range(limits: dict[str, Any]) -> str:
+    if "ge" in limits and "le" in limits:
+        return f"between {_limit(limits['ge'])} and {_limit(limits['le'])}"
+    words = {"gt": "greater than", "ge": "at least", "lt": "less than", "le": "at most"}
+    return " and ".join(f"{words[name]} {_limit(limits[name])}" for name in words if name in limits)
 
 
 def _limit(limit: float) -> str:

@@ -176,7 +176,7 @@ class LoraSettings(Settings):
     @model_validator(mode="after")
     def _modules_or_targets(self) -> LoraSettings:
         if self.modules and self.targets != "family":
-            what = f"targets: {self.targets} has no effect together with modules"
+            what = f"targets: {self.targets} cannot be combined with modules"
             violation = Violation("targets", what, "remove one of the two")
             raise_violations([violation], involves=("targets", "modules"))
         return self
@@ -184,7 +184,7 @@ class LoraSettings(Settings):
     @model_validator(mode="after")
     def _conv_alpha_has_an_effect(self) -> LoraSettings:
         if self.conv_alpha is not None and self.conv_rank is None:
-            what = "conv_alpha has no effect without conv_rank"
+            what = "conv_alpha requires conv_rank"
             violation = Violation("conv_alpha", what, "set conv_rank, or remove it")
             raise_violations([violation], involves=("conv_alpha", "conv_rank"))
         return self
@@ -205,8 +205,9 @@ class LoraSettings(Settings):
             for key, is_used in used.items()
             if is_used and self.kind != "lora"
         ]
+
         if self.lokr_factor is not None and self.kind != "lokr":
-            what = f"lokr_factor has no effect with kind: {self.kind}"
+            what = f"lokr_factor requires kind: lokr, got kind: {self.kind}"
             violations.append(Violation("lokr_factor", what, "remove it, or set kind: lokr"))
         if violations:
             raise_violations(violations, involves=("kind", "lokr_factor", *used))

@@ -43,11 +43,11 @@ class LossSettings(Settings):
     def _settings_have_an_effect(self) -> LossSettings:
         violations: list[Violation] = []
         if self.delta != DEFAULT_DELTA and self.kind == "mse":
-            what = f"delta {self.delta} has no effect with kind: mse"
+            what = "delta requires kind: huber or smooth_l1, got kind: mse"
             fix = "set kind: huber or smooth_l1, or remove delta"
             violations.append(Violation("delta", what, fix))
         if self.gamma != DEFAULT_GAMMA and self.weighting not in ("min_snr", "soft_min_snr"):
-            what = f"gamma {self.gamma} has no effect with weighting: {self.weighting}"
+            what = f"gamma requires weighting: min_snr or soft_min_snr, got weighting: {self.weighting}"
             fix = "set weighting: min_snr or soft_min_snr, or remove gamma"
             violations.append(Violation("gamma", what, fix))
         if violations:
@@ -96,7 +96,7 @@ class TimestepSettings(Settings):
         ):
             value = getattr(self, key)
             if value != default and self.density != density:
-                what = f"{key} {value} has no effect with density: {self.density}"
+                what = f"{key} requires density: {density}, got density: {self.density}"
                 violations.append(Violation(key, what, f"set density: {density}, or remove {key}"))
         if violations:
             keys = ("density", "location", "scale", "mode_scale", "min", "max")

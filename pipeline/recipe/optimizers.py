@@ -141,7 +141,7 @@ def schedule_violations(settings: Schedule) -> list[Violation]:
     ):
         value = getattr(settings, key)
         if value != default and kind != scheduler:
-            what = f"{key} {value} has no effect with lr_scheduler: {kind}"
+            what = f"{key} requires lr_scheduler: {scheduler}, got lr_scheduler: {kind}"
             violations.append(Violation(key, what, f"remove {key}, or set lr_scheduler: {scheduler}"))
 
     if kind == "wsd":

@@ -248,7 +248,7 @@ def _weight_violations(recipe: RecipeFile) -> list[Violation]:
     num_weights = sum(weight is not None for weight in weights)
     exhausted = recipe.training.exhausted
     if not num_weights and exhausted != "leave":
-        what = f"training.exhausted: {exhausted} has no effect because no dataset has a weight"
+        what = f"training.exhausted: {exhausted} requires datasets with weights"
         return [Violation("training.exhausted", what, "give each dataset a weight, or remove exhausted")]
     if num_weights and num_weights < len(weights):
         what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
@@ -260,11 +260,11 @@ def _focus_violations(recipe: RecipeFile) -> list[Violation]:
     crop = recipe.buckets.crop
     with_focus = [index for index, each in enumerate(recipe.datasets) if each.focus_columns is not None]
     if crop == "focus" and not with_focus:
-        what = "buckets.crop: focus has no effect because no dataset has focus_columns"
+        what = "buckets.crop: focus requires a dataset with focus_columns"
         fix = "set datasets[].focus_columns, or use crop: centre"
         return [Violation("buckets.crop", what, fix)]
     if crop != "focus" and with_focus:
-        what = f"focus_columns have no effect with buckets.crop: {crop}"
+        what = f"focus_columns require buckets.crop: focus, got buckets.crop: {crop}"
         key = f"datasets[{with_focus[0]}].focus_columns"
         return [Violation(key, what, "set buckets.crop: focus, or remove focus_columns")]
     return []

@@ -170,7 +170,7 @@ class _Reader:
 
     def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
         kind = str(node.tag).removeprefix(_TAG)
-        # Dates have no meaning in a recipe, but may occur in captions and names.
+        # A recipe has dates only in captions and names, where they are text.
         if kind == "timestamp" and node.style is None:
             return str(node.value)
         if kind not in _PLAIN:

@@ -64,7 +64,7 @@ def test_resolutions_are_sorted_from_the_smallest() -> None:
         ),
         ({"upscale": "sometimes"}, r"use allow, never, or limit\(1.5\)"),
         ({"upscale": "limit(0.5)"}, "at least 1"),
-        ({"small_images": "reject"}, "has no effect with upscale: allow"),
+        ({"small_images": "reject"}, "requires upscale: never or limit"),
         ({"crop_seed": 4}, "set crop: random"),
         ({"per_image": "each", "resolutions": [64]}, "set resolutions, or remove per_image"),
         ({"crop": "focus"}, r"set datasets\[\].focus_columns"),

@@ -74,7 +74,12 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "an integer, such as 1",
     ),
     (dataset(weight=0), "datasets[0].weight", "must be greater than 0, got 0", "greater than 0"),
-    ({"training": {"exhausted": "repeat"}}, "training.exhausted", "has no effect", "give each dataset a"),
+    (
+        {"training": {"exhausted": "repeat"}},
+        "training.exhausted",
+        "repeat requires datasets with weights",
+        "give each dataset a",
+    ),
     (
         {"datasets": [{"name": "a", "path": "a", "weight": 2.0}, {"name": "b", "path": "b"}]},
         "datasets[1]",
@@ -247,7 +252,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (
         dataset(captions={"text": "x"}),
         "datasets[0].captions.text",
-        "no effect with from: sidecar",
+        "text requires from: fixed, got from: sidecar",
         "from: fixed",
     ),
     (
@@ -259,7 +264,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (
         dataset(captions={"from": "fixed", "text": "x", "columns": ["title"]}),
         "datasets[0].captions.columns",
-        "no effect with from: fixed",
+        "columns requires from: column, got from: fixed",
         "from: column",
     ),
     (
@@ -272,7 +277,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         (
             dataset(captions={"from": "filename", key: value}),
             f"datasets[0].captions.{key}",
-            f"{key} has no effect with from: filename",
+            f"{key} requires from: sidecar, got from: filename",
             "from: sidecar",
         )
         for key, value in {
@@ -285,7 +290,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     (
         dataset(captions={"json_key": "title"}),
         "datasets[0].captions.json_key",
-        "no effect with suffix: .txt",
+        "json_key requires suffix: .json, got suffix: .txt",
         "suffix: .json",
     ),
     ({"checks": {"allow": ["finite_values"]}}, "checks.allow[0]", "cannot be allowed", "run the cache job"),

@@ -1,4 +1,4 @@
-"""Datasets, cache_dir and output_dir lie apart, or the error names both paths; nothing is written."""
+"""Datasets, cache_dir and output_dir must be separate folders; the error names both paths."""
 
 import os
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def home(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_folders_beside_one_another_are_apart_also_before_they_exist(home: Path):
+def test_sibling_folders_are_separate_even_before_they_exist(home: Path):
     assert relations(recipe_of(home / "data", home / "cache", home / "out")) == []
     assert relations(recipe_of(home / "none", home / "x/cache", home / "x/out")) == []
     require_isolation(recipe_of(home / "data", home / "data-cache", home / "data.out"))
@@ -63,7 +63,7 @@ def test_folders_beside_one_another_are_apart_also_before_they_exist(home: Path)
         ("", "contains"),
     ],
 )
-def test_L01_a_cache_that_is_in_or_around_the_dataset_is_refused_by_any_spelling(
+def test_L01_a_cache_inside_or_around_the_dataset_is_refused_in_any_spelling(
     home: Path, cache: str, relation: str
 ):
     before = listing(home)
@@ -74,7 +74,7 @@ def test_L01_a_cache_that_is_in_or_around_the_dataset_is_refused_by_any_spelling
     assert listing(home) == before
 
 
-def test_L01_the_error_names_both_paths_as_written_and_as_they_are(home: Path):
+def test_L01_the_error_names_both_paths_as_written_and_as_resolved(home: Path):
     with pytest.raises(PathIsolationError) as caught:
         require_isolation(recipe_of(f"{home}/link", f"{home}/data/../data/cache", home / "out"))
     error = caught.value
@@ -84,7 +84,7 @@ def test_L01_the_error_names_both_paths_as_written_and_as_they_are(home: Path):
     assert "cache_dir" in error.fix
 
 
-def test_L01_output_and_every_dataset_are_compared_too(home: Path):
+def test_L01_the_output_folder_is_compared_with_every_dataset(home: Path):
     recipe = recipe_of(home / "other", home / "out/cache", home / "out", home / "out/data", home / "out")
     assert relations(recipe) == [
         ("cache_dir", "inside", "dataset photos2"),
@@ -101,7 +101,7 @@ def test_two_datasets_may_contain_one_another(home: Path):
     )
 
 
-def test_I19_a_link_inside_the_dataset_that_leads_into_the_cache_is_refused(home: Path):
+def test_I19_a_link_from_the_dataset_into_the_cache_is_refused(home: Path):
     (home / "data" / "sub" / "x").symlink_to("../../cache/latents")
     recipe = recipe_of(home / "data", home / "cache", home / "out")
     assert relations(recipe) == [("dataset photos0", "link", "cache_dir")]
@@ -110,20 +110,20 @@ def test_I19_a_link_inside_the_dataset_that_leads_into_the_cache_is_refused(home
     assert f"link: {home}/data/sub/x (real path {home}/cache/latents)" in caught.value.where
 
 
-def test_a_link_in_the_cache_that_leads_into_a_dataset_is_refused(home: Path):
+def test_a_link_from_the_cache_into_a_dataset_is_refused(home: Path):
     (home / "cache").mkdir()
     (home / "cache" / "latents").symlink_to("../data")
     recipe = recipe_of(home / "data", home / "cache", home / "out")
     assert relations(recipe) == [("cache_dir", "link", "dataset photos0")]
 
 
-def test_a_dataset_made_of_links_into_the_cache_names_the_first_few(home: Path):
+def test_of_many_links_into_the_cache_the_first_few_are_named(home: Path):
     for index in range(40):
         (home / "data" / f"{index}.png").symlink_to(f"../cache/{index}.png")
     assert len(check_isolation(recipe_of(home / "data", home / "cache", home / "out"))) == 10
 
 
-def test_L01_the_same_folder_by_a_bind_mount_is_refused(home: Path, bind: Callable[[Path, Path], None]):
+def test_L01_a_bind_mount_of_the_same_folder_is_refused(home: Path, bind: Callable[[Path, Path], None]):
     point = home / "mounted"
     point.mkdir()
     bind(home / "data", point)
@@ -147,7 +147,7 @@ def test_L01_a_bind_mount_of_a_folder_inside_the_dataset_is_refused(
     ]
 
 
-def test_I18_names_that_no_terminal_can_show_are_escaped_in_the_error(home: Path):
+def test_I18_unprintable_names_are_escaped_in_the_error(home: Path):
     odd = home / "data" / os.fsdecode(b"x\xe9\n")
     odd.symlink_to("../cache")
     with pytest.raises(PathIsolationError) as caught:
@@ -184,7 +184,7 @@ def test_L01_isolation_is_symmetric(tmp_path_factory: pytest.TempPathFactory, on
         ("local://{home}/cache/..", "cache", "inside"),
     ],
 )
-def test_L01_an_address_that_lies_on_this_machine_is_compared_as_the_path_it_is(
+def test_L01_an_address_of_a_local_file_is_compared_as_a_path(
     home: Path, data: str, cache: str, relation: str
 ):
     recipe = recipe_of(data.format(home=home), home / cache, home / "out")
@@ -194,12 +194,12 @@ def test_L01_an_address_that_lies_on_this_machine_is_compared_as_the_path_it_is(
     assert str(recipe.datasets[0].path) in caught.value.where
 
 
-def test_an_address_elsewhere_lies_apart_from_every_folder(home: Path):
+def test_a_remote_address_is_separate_from_every_folder(home: Path):
     for data in ("s3://bucket/photos", "zip://x::https://host/a.zip", "memory://cache"):
         assert relations(recipe_of(data, home / "cache", home / "out")) == []
 
 
-def test_addresses_are_one_place_by_any_of_their_spellings():
+def test_spellings_of_the_same_address_are_equal():
     same = [("s3://b/x", "s3a://B/x/"), ("https://h/x", "http://user:word@h/x"), ("gs://b//x", "gcs://b/./x")]
     for one, other in same:
         assert identify(Url(one)).same(identify(Url(other)))

@@ -22,7 +22,7 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
         (
             {"targets": "blocks", "modules": ["*"]},
             "training.lora.targets",
-            "has no effect together with modules",
+            "cannot be combined with modules",
         ),
         ({"modules": ["a b"]}, "training.lora.modules[0]", "must be a dotted path with * or ?"),
         ({"dropout": 1.0}, "training.lora.dropout", "less than"),
@@ -33,8 +33,8 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "training.lora.dora",
             "requires init: kaiming or gaussian, got init: pissa",
         ),
-        ({"lokr_factor": 4}, "training.lora.lokr_factor", "has no effect with kind: lora"),
-        ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "has no effect without conv_rank"),
+        ({"lokr_factor": 4}, "training.lora.lokr_factor", "requires kind: lokr, got kind: lora"),
+        ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "conv_alpha requires conv_rank"),
         (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
             "training.lora.ranks[1].modules",
