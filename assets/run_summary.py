@@ -78,16 +78,15 @@ class RunSummary:
     problems: list[str]
 
 
-def command_words() -> list[str]:
-    """Return the running command, such as ["dagster", "job", "execute"], or [] outside of Dagster's CLI."""
+def in_dagster_command() -> bool:
+    """Return whether this code runs inside a command of Dagster's CLI."""
     context = click.get_current_context(silent=True)
-    words = context.command_path.removeprefix("python -m ").split() if context is not None else []
-    return words if words[:1] == ["dagster"] else []
+    return context is not None and context.find_root().info_name in ("dagster", "python -m dagster")
 
 
 def print_summary_at_exit() -> None:
     """Print the summary when this process exits, if it executes a `dagster` command."""
-    if not command_words():
+    if not in_dagster_command():
         return
     previous_hook = sys.excepthook
 
@@ -116,7 +115,7 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         try:
             yield TableIOManager(output_dirs)
         finally:
-            if context.run is not None and context.instance is not None and command_words():
+            if context.run is not None and context.instance is not None and in_dagster_command():
                 summary = summarize_run(context.instance, context.run.run_id, output_dirs)
                 _numbers.update(summary.numbers)
                 _problems.extend(summary.problems)
