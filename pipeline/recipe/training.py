@@ -8,13 +8,16 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
-from pipeline.recipe.optimizers import argument_violations, check_optimizer, schedule_violations
+from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_optimizer
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
 
 OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
 
 DEFAULT_STEPS = 1000
 """Number of steps if the recipe sets neither steps nor epochs."""
+
+POLYNOMIAL_END = 1e-7
+"""Final learning rate of the polynomial schedule."""
 
 
 class OptimizerArguments(Settings):
@@ -243,6 +246,53 @@ class TrainingSettings(Settings):
             "steps",
             "epochs",
         )
-        if violations := schedule_violations(self):
+        if violations := _schedule_violations(self):
             raise_violations(violations, involves=keys)
         return self
+
+
+def _schedule_violations(settings: TrainingSettings) -> list[Violation]:
+    """Return all contradictions in the learning rate schedule."""
+    kind = settings.lr_scheduler
+    violations: list[Violation] = []
+
+    optimizer = OPTIMIZERS.get(settings.optimizer)
+    if optimizer is not None and optimizer.own_schedule and kind != "constant":
+        what = f"{settings.optimizer} averages its steps and needs lr_scheduler: constant, got {kind}"
+        violations.append(
+            Violation("lr_scheduler", what, "set lr_scheduler: constant; warmup_steps is still used")
+        )
+
+    for key, default, scheduler in (
+        ("lr_cycles", 1, "cosine_with_restarts"),
+        ("lr_power", 1.0, "polynomial"),
+        ("decay_steps", 0, "wsd"),
+    ):
+        value = getattr(settings, key)
+        if value != default and kind != scheduler:
+            what = f"{key} requires lr_scheduler: {scheduler}, got lr_scheduler: {kind}"
+            violations.append(Violation(key, what, f"remove {key}, or set lr_scheduler: {scheduler}"))
+
+    if kind == "wsd":
+        violations += _decay_violations(settings)
+    if kind == "polynomial" and settings.learning_rate <= POLYNOMIAL_END:
+        what = f"training.learning_rate must be greater than {POLYNOMIAL_END}, the final rate of "
+        what += f"lr_scheduler: polynomial, got {settings.learning_rate}"
+        violations.append(Violation("learning_rate", what, "raise it, or use another lr_scheduler"))
+    return violations
+
+
+def _decay_violations(settings: TrainingSettings) -> list[Violation]:
+    if settings.decay_steps == 0:
+        what = "lr_scheduler: wsd needs decay_steps, the number of steps in which the rate decays to zero"
+        return [Violation("decay_steps", what, "set it, for example to a fifth of the steps")]
+    # The number of steps of a recipe with epochs is known only when the dataset has been counted.
+    if settings.epochs is not None:
+        return []
+    most = settings.num_steps - settings.warmup_steps
+    if settings.decay_steps > most:
+        what = (
+            f"training.decay_steps must be at most the {most} steps after warm-up, got {settings.decay_steps}"
+        )
+        return [Violation("decay_steps", what, f"use at most {most}")]
+    return []
