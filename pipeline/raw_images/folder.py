@@ -293,11 +293,10 @@ class _LocalWalker:
             return False
 
     def _add_image(self, path: str, stat: os.stat_result) -> None:
-        times = to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns)
-        device, inode = _identity(stat)
-        self.result.images.append(FoundFile(path, stat.st_size, *times, inode, device))
+        numbers = map(to_int64, (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev))
+        self.result.images.append(FoundFile(path, stat.st_size, *numbers))
         if self._follows_links:
-            self._visited_files.add((device, inode))
+            self._visited_files.add(_identity(stat))
 
     def _follow(self, path: str) -> None:
         """Visit the target of the link at `path`, unless it was visited already."""

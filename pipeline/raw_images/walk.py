@@ -102,8 +102,14 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:
     """Return the files with their sample ids, and a problem for each file that cannot have one."""
-    valid = [file for file in files if _is_text(file.path)]
-    problems = [_undecodable_name(file.path) for file in files if not _is_text(file.path)]
+    valid: list[FoundFile] = []
+    problems: list[Problem] = []
+    for file in files:
+        if _is_text(file.path):
+            valid.append(file)
+        else:
+            problems.append(_undecodable_name(file.path))
+
     schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64)}
     composed = [unicodedata.normalize("NFC", file.path) for file in valid]
     table = pl.DataFrame([file[:-1] for file in valid], schema=schema, orient="row").with_columns(

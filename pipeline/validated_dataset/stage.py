@@ -280,7 +280,7 @@ def _with_sidecar_stats(rows: pl.DataFrame, captions: _CaptionReader, log: Log) 
     sidecars = [captions.sidecar_of(*row) for row in rows.select("dataset", "path").rows()]
     files = rows.select("sample_id", "dataset", path=pl.Series(sidecars, dtype=pl.String))
     stats = read_stats(captions.sources, files, log=log, doing="captions found")
-    columns = dict(zip(STAT, SIDECAR_STAT, strict=True))
+    columns: dict[str, str] = dict(zip(STAT, SIDECAR_STAT, strict=True))
     return rows.join(
         pl.concat(stats.values()).rename(columns), on="sample_id", how="left", maintain_order="left"
     ).with_columns(pl.col(SIDECAR_STAT).fill_null(-1))
