@@ -259,7 +259,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "loss_fell",
-            "The mean loss of the last fifth of the steps is lower than that of the first fifth.",
+            "The loss, relative to the average at its timestep, is lower in the last fifth of the steps "
+            "than in the first fifth.",
             "A short run often triggers this. Otherwise raise the learning rate or the rank, or review the "
             "captions.",
         ),

@@ -38,7 +38,7 @@ def page_text() -> str:
     """Return the page in Markdown; it depends on the check specifications only."""
     parts = [_TOP]
     for asset in SPECS:
-        header = "| check | kind | passes if (gate), or lists (warning) | what to do |\n|---|---|---|---|"
+        header = "| check | kind | meaning | what to do |\n|---|---|---|---|"
         parts.append(f"## {asset}\n\n{header}")
         parts += [_row(spec) for spec in specs_of(asset)]
         parts.append("")
