@@ -56,8 +56,8 @@ def command(
     from pipeline.reporting.progress import progress
 
     contents = read_contents(file)
-    choices = Choices(like=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
-    click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.like}", err=True)
+    choices = Choices(reference=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
+    click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)
     plan = plan_conversion(contents, folder, choices)
     with progress(
         lambda: _folder_bytes(plan.building) // _MB,
@@ -86,16 +86,16 @@ def _report(plan: Plan, family: Family) -> list[str]:
     for role, part in plan.parts.items():
         converted = f" (partly converted from {', '.join(part.others)})" if part.others else ""
         lines.append(f"  {role}: from the file, in {part.dtype}{converted}")
-    if plan.contents.left:
-        lines.append(f"  not converted: {', '.join(plan.contents.left)}")
+    if plan.contents.ignored:
+        lines.append(f"  not converted: {', '.join(plan.contents.ignored)}")
     if plan.copied:
-        lines.append(f"  {', '.join(plan.copied)}: copied from {plan.like}")
+        lines.append(f"  {', '.join(plan.copied)}: copied from {plan.reference}")
 
     lines += [*_schedule_lines(plan), *_vae_lines(plan, family)]
     lines += ["in a recipe:", *(f"  {line}" for line in _recipe_lines(plan))]
     if plan.copied and not plan.contents.parts and not plan.parts_only:
         lines.append(
-            f"to avoid copying the other parts of {plan.like}, use --parts-only, which writes only the "
+            f"to avoid copying the other parts of {plan.reference}, use --parts-only, which writes only the "
             f"{family.denoiser_name} for model.components"
         )
     return lines
@@ -107,7 +107,7 @@ def _schedule_lines(plan: Plan) -> list[str]:
     source = {
         "the file": "according to the file",
         "--prediction": "according to --prediction",
-        "--like": f"like {plan.like}; the file does not say, and --prediction can override it",
+        "--like": f"like {plan.reference}; the file does not say, and --prediction can override it",
     }[plan.schedule.source]
     zero_snr = "; the noise schedule has zero terminal SNR" if plan.schedule.zero_snr else ""
     return [f"  predicts {plan.schedule.prediction}, {source}{zero_snr}"]
@@ -120,7 +120,7 @@ def _vae_lines(plan: Plan, family: Family) -> list[str]:
     if usual is None or scaling == usual:
         return []
     return [
-        f"  WARNING: the VAE's scaling_factor is {scaling}, from {plan.like}, "
+        f"  WARNING: the VAE's scaling_factor is {scaling}, from {plan.reference}, "
         f"but {plan.contents.layout.name} usually has {usual}"
     ]
 
@@ -130,4 +130,4 @@ def _recipe_lines(plan: Plan) -> list[str]:
     if not plan.parts_only:
         return ["model:", f"  base: {folder}"]
     parts = ", ".join(f"{role}: {folder}" for role in plan.parts)
-    return ["model:", f"  base: {as_recipe_path(plan.like)}", f"  components: {{{parts}}}"]
+    return ["model:", f"  base: {as_recipe_path(plan.reference)}", f"  components: {{{parts}}}"]

@@ -1,1 +1,1 @@
-"""A model in one file, as model sites have them, becomes the diffusers folder that a recipe takes."""
+"""Conversion of a model in a single file into the diffusers folder that a recipe uses."""

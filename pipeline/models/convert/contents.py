@@ -1,4 +1,4 @@
-"""What a single file holds: a model's layout, which of its components, and in which number formats."""
+"""Contents of a single file: the model's layout, its components and their dtypes."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from pathlib import Path
 from types import MappingProxyType
 
 from pipeline.errors import ModelError
-from pipeline.models.convert.foreign import is_packed, refuse_adapter, refuse_packed, refuse_unknown
 from pipeline.models.convert.header import Header, Tensor, read_header
-from pipeline.models.convert.layouts import SD2_LIKE, Layout, find_layout
+from pipeline.models.convert.layouts import SD2_REFERENCE, Layout, find_layout
+from pipeline.models.convert.unsupported import (
+    is_quantized,
+    require_complete_model,
+    require_unquantized,
+    unknown_layout_error,
+)
 
 _DTYPES = MappingProxyType({"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"})
+"""Floating-point dtypes, safetensors name to torch name."""
 
 _UNET_INPUT = "input_blocks.0.0.weight"
 _FLUX_INPUT = "img_in.weight"
@@ -20,15 +26,18 @@ _SD2_TEXT_WIDTH = 1024
 _REFINER_MARK = "conditioner.embedders.0.model.text_projection"
 _EDM_MARKS = ("edm_mean", "edm_vpred.sigma_max")
 
+_MIN_IGNORED_TENSORS = 4
+"""Minimum number of tensors for a group of them to be reported as ignored."""
+
 
 @dataclass(frozen=True)
 class Part:
-    """A component that the file holds.
+    """A component in the file.
 
     Attributes:
-        prefix: Of its tensors' names in the file.
-        dtype: The widest of its number formats, as torch names it: nothing is lost in it.
-        others: Its narrower ones.
+        prefix: Prefix of its tensors' names.
+        dtype: Torch name of a dtype that holds the values of all its tensors without loss.
+        others: Other dtypes among its tensors.
     """
 
     prefix: str
@@ -38,126 +47,122 @@ class Part:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a file.
+    """Contents of a file.
 
     Attributes:
-        header: Of the file.
-        layout: Of its denoiser.
-        denoiser: The denoiser.
-        parts: Components beside it, by name.
-        left: Prefixes of what the file holds beside and is not taken.
-        like: Hub id of the model that such a file is usually made from.
+        header: Header of the file.
+        layout: Layout of its denoiser.
+        denoiser: Denoiser.
+        parts: Other components, by role.
+        ignored: Name prefixes of tensors that are not converted.
+        reference: Hub id of the model that such a file is usually made from.
     """
 
     header: Header
     layout: Layout
     denoiser: Part
     parts: Mapping[str, Part]
-    left: tuple[str, ...]
-    like: str
+    ignored: tuple[str, ...]
+    reference: str
 
 
 def read_contents(file: Path) -> Contents:
-    """What can be taken from the file, by its header alone.
+    """Return the contents of a file that can be converted, from its header.
 
     Raises:
-        ModelError: It is none that can be converted; the text says what it is.
+        ModelError: The file cannot be converted. The message names its kind.
     """
     header = read_header(file)
-    refuse_adapter(header)
-    found = find_layout(header)
-    if found is None:
-        raise refuse_unknown(header)
-    layout, prefix = found
-    refuse_packed(header, prefix)
-    _refuse_variant(header, layout, prefix)
-    parts = {role: part for role, places in layout.parts.items() if (part := _part(header, places))}
-    taken = (prefix, *(part.prefix for part in parts.values()))
-    return Contents(
-        header,
-        layout,
-        Part(prefix, *_dtypes(header.below(prefix), {prefix + name for name in layout.unused})),
-        parts,
-        _left(header, taken) if prefix else (),
-        _like(header, layout, prefix),
-    )
+    require_complete_model(header)
+    match = find_layout(header)
+    if match is None:
+        raise unknown_layout_error(header)
+    layout, prefix = match
+    require_unquantized(header, prefix)
+    _require_text_to_image(header, layout, prefix)
+
+    unused = {prefix + name for name in layout.unused}
+    denoiser = Part(prefix, *_dtypes(header.with_prefix(prefix), unused))
+    parts = {role: part for role, places in layout.parts.items() if (part := _find_part(header, places))}
+    converted = (prefix, *(part.prefix for part in parts.values()))
+    # A denoiser without a prefix claims every name.
+    ignored = _ignored_prefixes(header, converted) if prefix else ()
+    return Contents(header, layout, denoiser, parts, ignored, _reference(header, layout, prefix))
 
 
-def _part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None:
-    """The component at the first place where it is; None where it is at none, or packed.
+def _find_part(header: Header, places: Iterable[tuple[str, str]]) -> Part | None:
+    """Return the component at the first of its possible places; None if it is missing or quantized.
 
     Raises:
-        ModelError: Something lies there, in a layout that diffusers does not read.
+        ModelError: The component is in a layout that diffusers cannot read.
     """
     for prefix, mark in places:
         if prefix + mark in header.tensors:
-            tensors = header.below(prefix)
-            if any(is_packed(each.dtype) for each in tensors.values()):
-                return None
-            return Part(prefix, *_dtypes(tensors))
-    for prefix in {
-        prefix for prefix, _ in places if prefix.startswith(("cond_stage_model.", "conditioner."))
-    }:
-        if found := header.below(prefix):
+            tensors = header.with_prefix(prefix)
+            is_part_quantized = any(is_quantized(tensor.dtype) for tensor in tensors.values())
+            return None if is_part_quantized else Part(prefix, *_dtypes(tensors))
+
+    for prefix, _ in places:
+        if prefix.startswith(("cond_stage_model.", "conditioner.")) and (names := header.with_prefix(prefix)):
             raise ModelError(
-                "the file holds a text encoder in a layout that diffusers does not read",
-                where=f"{header.file}, {min(found)}",
-                fix="take a file of this model as it was published, or a diffusers folder",
+                "the file contains a text encoder in a layout that diffusers cannot read",
+                where=f"{header.file}, {min(names)}",
+                fix="use a file of this model as it was published, or a diffusers folder",
             )
     return None
 
 
 def _dtypes(tensors: Mapping[str, Tensor], unused: Collection[str] = ()) -> tuple[str, tuple[str, ...]]:
-    """(the format that holds all values of floating-point tensors, the others among them).
+    """Return (torch name of a dtype without loss, the other dtypes) of floating-point tensors.
 
-    Single numbers beside the weights, such as CLIP's temperature, and marks of no values do not count.
+    Scalars, such as CLIP's temperature, and empty tensors are not weights and do not count.
     """
-    weights = [each for name, each in tensors.items() if name not in unused and each.shape not in ((), (0,))]
-    met = {_DTYPES[each.dtype] for each in weights if each.dtype in _DTYPES}
-    narrow = met - {"float32", "float64"}
-    widest = max(met - narrow, default="float32" if len(narrow) != 1 else min(narrow))
-    return widest, tuple(sorted(met - {widest}))
+    weights = [
+        tensor for name, tensor in tensors.items() if name not in unused and tensor.shape not in ((), (0,))
+    ]
+    dtypes = {_DTYPES[tensor.dtype] for tensor in weights if tensor.dtype in _DTYPES}
+
+    # Neither 16-bit dtype holds all values of the other.
+    narrow = dtypes - {"float32", "float64"}
+    widest = max(dtypes - narrow, default="float32" if len(narrow) != 1 else min(narrow))
+    return widest, tuple(sorted(dtypes - {widest}))
 
 
-def _left(header: Header, taken: tuple[str, ...]) -> tuple[str, ...]:
-    """First parts of names that are below none of the prefixes taken, of more than a few tensors."""
+def _ignored_prefixes(header: Header, converted: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the prefixes of larger groups of tensors that are in no converted component."""
     counts: dict[str, int] = {}
     for name in header.names:
-        if not name.startswith(taken):
-            first = ".".join(
-                name.split(".")[: 2 if name.startswith(("text_encoders.", "conditioner.")) else 1]
-            )
-            counts[first] = counts.get(first, 0) + 1
-    return tuple(name for name, count in counts.items() if count > 3)
+        if not name.startswith(converted):
+            depth = 2 if name.startswith(("text_encoders.", "conditioner.")) else 1
+            group = ".".join(name.split(".")[:depth])
+            counts[group] = counts.get(group, 0) + 1
+    return tuple(group for group, count in counts.items() if count >= _MIN_IGNORED_TENSORS)
 
 
-def _like(header: Header, layout: Layout, prefix: str) -> str:
+def _reference(header: Header, layout: Layout, prefix: str) -> str:
     if layout.name != "Stable Diffusion 1.x":
-        return layout.like
-    keys = [
+        return layout.reference
+    widths = [
         tensor.shape[-1]
-        for name, tensor in header.below(f"{prefix}input_blocks.").items()
+        for name, tensor in header.with_prefix(f"{prefix}input_blocks.").items()
         if name.endswith("attn2.to_k.weight")
     ]
-    return SD2_LIKE if _SD2_TEXT_WIDTH in keys else layout.like
+    return SD2_REFERENCE if _SD2_TEXT_WIDTH in widths else layout.reference
 
 
-def _refuse_variant(header: Header, layout: Layout, prefix: str) -> None:
-    """Nothing, where the denoiser does what a LoRA is trained for here.
-
-    Raises:
-        ModelError: It fills in, edits, refines, or has EDM's noise schedule.
-    """
-    what = None
-    unet, flux = (header.tensors.get(prefix + name) for name in (_UNET_INPUT, _FLUX_INPUT))
-    if unet is not None and unet.shape[1] in (8, 9):
-        what = "a model that fills in or edits pictures (inpainting): its UNet sees more than noise and text"
-    elif flux is not None and flux.shape[1] in (128, 384) and layout.family == "FLUX.1":
-        what = "FLUX.1 Fill, Canny or Depth, whose transformer sees more than noise and text"
+def _require_text_to_image(header: Header, layout: Layout, prefix: str) -> None:
+    """Raise ModelError for inpainting, editing and refining models, and for EDM's noise schedule."""
+    unet_input, flux_input = (header.tensors.get(prefix + name) for name in (_UNET_INPUT, _FLUX_INPUT))
+    model = None
+    if unet_input is not None and unet_input.shape[1] in (8, 9):
+        model = "an inpainting or editing model: its UNet has additional inputs"
+    elif flux_input is not None and flux_input.shape[1] in (128, 384) and layout.family == "FLUX.1":
+        model = "FLUX.1 Fill, Canny or Depth: its transformer has additional inputs"
     elif _REFINER_MARK in header.tensors:
-        what = "Stable Diffusion XL's refiner, which is no model of its own"
+        model = "the refiner of Stable Diffusion XL"
     elif any(mark in header.tensors for mark in _EDM_MARKS):
-        what = "a model with EDM's noise schedule, such as Playground 2.5, which cannot be trained here"
-    if what is not None:
-        fix = "name the base model that draws from text alone"
-        raise ModelError(f"that is {what}", where=str(header.file), fix=fix)
+        model = "a model with EDM's noise schedule, such as Playground 2.5"
+
+    if model is not None:
+        what = f"expected a text-to-image base model, got {model}"
+        raise ModelError(what, where=str(header.file), fix="name the base model that it was made from")

@@ -1,6 +1,7 @@
-"""From a single file to a diffusers folder: what it is, its parts converted, the others from elsewhere.
+"""Conversion of a single file into a diffusers folder.
 
-The folder appears under its name when it is complete and has been looked at, and never before.
+The file's components are converted, the others are copied from the reference model. The folder appears under
+its final name only when it is complete and Latentline can read it.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ModelError
 from pipeline.models.convert.contents import Contents, Part
-from pipeline.models.convert.job import Order, PartOrder
-from pipeline.models.convert.like import files_of, is_component, present_roles, resolve_like
-from pipeline.models.convert.schedule import Schedule, said_by, schedule_of
+from pipeline.models.convert.job import ComponentJob, ConversionJob, write_job
+from pipeline.models.convert.reference import (
+    is_component,
+    local_component_files,
+    present_roles,
+    resolve_reference,
+)
+from pipeline.models.convert.schedule import Schedule, choose_schedule, recorded_schedule
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families import detect
 from pipeline.processes.launch import LocalLaunch
@@ -31,21 +37,21 @@ if TYPE_CHECKING:
 ENTRY_MODULE = "pipeline.models.convert.worker"
 
 _VAE_PARTS = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")
-_SCHEDULE = "scheduler_config.json"
+_SCHEDULE_FILE = "scheduler_config.json"
 
 
 @dataclass(frozen=True)
 class Choices:
-    """What the user may say of a conversion.
+    """Options of a conversion.
 
     Attributes:
-        like: Folder or Hub id of the model that the file is made from; None: the usual one of its layout.
-        parts_only: Only the file's own parts are written, for `model.components`.
-        prediction: What the denoiser predicts; None: what the file says, or else `like`.
-        zero_snr: Whether the noise schedule ends in noise alone; None likewise.
+        reference: Folder or Hub id of the model that the file was made from; None for the usual one.
+        parts_only: True to write only the components in the file, for `model.components`.
+        prediction: Prediction of the denoiser; None for that of the file or the reference.
+        zero_snr: Whether the noise schedule ends with pure noise; None likewise.
     """
 
-    like: str | None = None
+    reference: str | None = None
     parts_only: bool = False
     prediction: BetaPrediction | None = None
     zero_snr: bool | None = None
@@ -53,23 +59,23 @@ class Choices:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a conversion will do, once everything that it needs is on this machine.
+    """A conversion whose inputs are all on this machine.
 
     Attributes:
-        contents: Of the file.
-        folder: What is written.
-        building: Beside it: what it is called until it is whole.
-        like: As the user has it.
-        family: Of `like`.
-        schedule: The folder's noise schedule; None for flow matching, which is as `like` has it.
-        copied: Components that are taken from `like`.
-        parts_only: As of `Choices`.
+        contents: Contents of the file.
+        folder: Folder to write.
+        building: Temporary name of the folder until it is complete.
+        reference: Reference model as named by the user.
+        family: Family of the reference model.
+        schedule: Noise schedule of the folder; None for flow matching, which uses the reference's.
+        copied: Components copied from the reference model.
+        parts_only: See `Choices.parts_only`.
     """
 
     contents: Contents
     folder: Path
     building: Path
-    like: str
+    reference: str
     family: Family
     schedule: Schedule | None
     copied: tuple[str, ...]
@@ -77,167 +83,176 @@ class Plan:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """The file's components by name, the denoiser first."""
+        """Components in the file by role, the denoiser first."""
         return {self.family.denoiser_name: self.contents.denoiser, **self.contents.parts}
 
     @property
     def num_bytes(self) -> int:
-        """About how many will be written."""
-        copied = sum(
-            each.stat().st_size for role in self.copied for each in files_of(self.family.place(role))
-        )
-        return self.contents.header.file.stat().st_size + copied
+        """Approximate number of bytes to write."""
+        files = [path for role in self.copied for path in local_component_files(self.family.place(role))]
+        return self.contents.header.file.stat().st_size + sum(path.stat().st_size for path in files)
 
 
 def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
-    """What will be done; configurations, and parts that the file lacks, are downloaded if they are not here.
+    """Return the plan of a conversion, after downloading missing files of the reference model.
 
     Raises:
-        ModelError: The folder exists, or `like` is no model that the file can be made from.
-        FamilyError: `like` is a model of a family that is not known.
+        ModelError: The folder exists, or the file was not made from the reference model.
+        FamilyError: The family of the reference model is not supported.
     """
     if folder.exists() or folder.is_symlink():
-        fix = "name a folder that is not there yet, or remove that one"
-        raise ModelError("the folder exists, and nothing is ever replaced", where=str(folder), fix=fix)
-    like = choices.like or contents.like
-    light = resolve_like(like, ())
-    if light.name != contents.layout.family:
+        fix = "name a new folder, or remove the existing one"
+        raise ModelError("the folder exists and is never replaced", where=str(folder), fix=fix)
+
+    reference = choices.reference or contents.reference
+    family = resolve_reference(reference, ())
+    if family.name != contents.layout.family:
         raise ModelError(
-            f"the file holds {contents.layout.name}, and --like is {light.name}",
-            where=f"{contents.header.file}, --like {like}",
-            fix=f"name a model of the same family, such as {contents.like}; it is taken without --like too",
+            f"the file contains {contents.layout.name}, but --like is {family.name}",
+            where=f"{contents.header.file}, --like {reference}",
+            fix=f"name a model of the same family; without --like, {contents.reference} is used",
         )
-    parts = {light.denoiser_name, *contents.parts}
-    copied = (
-        ()
-        if choices.parts_only
-        else tuple(role for role in present_roles(light) if role not in parts and role != "scheduler")
-    )
-    family = resolve_like(like, copied)
+
+    # Only now are the components known whose weights must be downloaded.
+    roles_in_file = {family.denoiser_name, *contents.parts}
+    copied: tuple[str, ...] = ()
+    if not choices.parts_only:
+        roles = present_roles(family)
+        copied = tuple(role for role in roles if role not in roles_in_file and role != "scheduler")
+    family = resolve_reference(reference, copied)
+
     schedule = _schedule(contents, family, choices)
-    plan = Plan(contents, folder, temp_path_for(folder), like, family, schedule, copied, choices.parts_only)
-    if plan.parts_only and schedule is not None and schedule.config != family.scheduler_config:
+    if choices.parts_only and schedule is not None and schedule.config != family.scheduler_config:
         raise ModelError(
-            f"the file predicts {schedule.prediction}, which its noise schedule has to say, and "
-            "model.components takes no schedule from elsewhere",
+            f"the file predicts {schedule.prediction}, unlike --like, and model.components cannot replace "
+            "the noise schedule",
             where=f"{contents.header.file}, --parts-only",
             fix="convert it without --parts-only",
         )
-    return plan
+    building = temp_path_for(folder)
+    return Plan(contents, folder, building, reference, family, schedule, copied, choices.parts_only)
+
+
+def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
+    """Write the folder, and return the family that Latentline detects in it.
+
+    After an error, nothing remains.
+
+    Args:
+        plan: Plan of the conversion.
+        launch: Runs the process that loads the model; None for one on this machine.
+
+    Raises:
+        ModelError: The file does not match the reference model.
+        LaunchError: The process failed for another reason.
+        OSError: The disk is full, or the folder cannot be written.
+    """
+    plan.building.mkdir(parents=True)
+    try:
+        _convert_components(plan, launch or LocalLaunch(AccelerateSettings()))
+        if not plan.parts_only:
+            _add_other_components(plan)
+
+        # Otherwise a power failure could leave empty files under the final name.
+        for path in (*plan.building.rglob("*"), plan.building):
+            (sync_folder if path.is_dir() else sync_file)(path)
+        _verify(plan, plan.building)
+        plan.building.rename(plan.folder)
+        sync_folder(plan.folder.parent)
+    except BaseException:
+        shutil.rmtree(plan.building, ignore_errors=True)
+        raise
+    return _verify(plan, plan.folder)
+
+
+def vae_scaling(family: Family) -> float | None:
+    """Return the `scaling_factor` of the family's VAE; None if it has none."""
+    return read_json(family.place("vae") / "config.json").get("scaling_factor")
 
 
 def _schedule(contents: Contents, family: Family, choices: Choices) -> Schedule | None:
     if family.prediction_type() == "flow":
         if choices.prediction is not None or choices.zero_snr is not None:
             raise ModelError(
-                f"{contents.layout.name} learns a flow, and no noise or velocity",
+                f"{contents.layout.name} is a flow model and predicts neither noise nor velocity",
                 where="--prediction, --zero-snr",
-                fix="leave them out",
+                fix="remove both options",
             )
         return None
-    said = said_by(contents.header)
-    return schedule_of(
-        family.scheduler_config, said, prediction=choices.prediction, zero_snr=choices.zero_snr
+    recorded = recorded_schedule(contents.header)
+    return choose_schedule(
+        family.scheduler_config, recorded, prediction=choices.prediction, zero_snr=choices.zero_snr
     )
 
 
-def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
-    """Write the folder, and give the family that Latentline finds in it.
-
-    Args:
-        plan: As `plan_conversion`.
-        launch: Runs the process that holds the model; None: one of this machine.
-
-    Raises:
-        ModelError: The file is not what it seemed; nothing is left.
-        LaunchError: The process ended for another reason; nothing is left.
-        OSError: The disk is full, or the folder cannot be written; nothing is left.
-    """
-    plan.building.mkdir(parents=True)
-    try:
-        _convert_parts(plan, launch or LocalLaunch(AccelerateSettings()))
-        if not plan.parts_only:
-            _add_others(plan)
-        # so that its name never stands for empty files
-        for path in (*plan.building.rglob("*"), plan.building):
-            (sync_folder if path.is_dir() else sync_file)(path)
-        _look_at(plan, plan.building)
-        plan.building.rename(plan.folder)
-        sync_folder(plan.folder.parent)
-    except BaseException:
-        shutil.rmtree(plan.building, ignore_errors=True)
-        raise
-    return _look_at(plan, plan.folder)
-
-
-def _convert_parts(plan: Plan, launch: Launch) -> None:
+def _convert_components(plan: Plan, launch: Launch) -> None:
     with tempfile.TemporaryDirectory(prefix="latentline-") as scratch:
-        order_file = Path(scratch) / "order.json"
+        job_file = Path(scratch) / "job.json"
         file = plan.contents.header.file.resolve()
-        orders = {role: _part_order(plan, role, part) for role, part in plan.parts.items()}
-        Order(file, plan.family.folder, plan.building.resolve(), orders).write(order_file)
-        launch(ENTRY_MODULE, order_file)
+        components = {role: _component_job(plan, role, part) for role, part in plan.parts.items()}
+        write_job(ConversionJob(file, plan.family.folder, plan.building.resolve(), components), job_file)
+        launch(ENTRY_MODULE, job_file)
 
 
-def _part_order(plan: Plan, role: str, part: Part) -> PartOrder:
-    tensors = plan.contents.header.below(part.prefix)
+def _component_job(plan: Plan, role: str, part: Part) -> ComponentJob:
+    tensors = plan.contents.header.with_prefix(part.prefix)
     if role == plan.family.denoiser_name:
         unused = tuple(part.prefix + name for name in plan.contents.layout.unused)
-        number = sum(each.num_values for name, each in tensors.items() if name not in unused)
-        return PartOrder("denoiser", part.prefix, part.dtype, number)
+        num_values = sum(tensor.num_values for name, tensor in tensors.items() if name not in unused)
+        return ComponentJob("denoiser", part.prefix, part.dtype, num_values)
     if role == "vae":
-        of_vae = tuple(part.prefix + name for name in _VAE_PARTS)
-        number = sum(each.num_values for name, each in tensors.items() if name.startswith(of_vae))
-        return PartOrder("vae", part.prefix, part.dtype, number)
-    return PartOrder("text_encoder", part.prefix, part.dtype)
+        prefixes = tuple(part.prefix + name for name in _VAE_PARTS)
+        num_values = sum(tensor.num_values for name, tensor in tensors.items() if name.startswith(prefixes))
+        return ComponentJob("vae", part.prefix, part.dtype, num_values)
+    return ComponentJob("text_encoder", part.prefix, part.dtype)
 
 
-def _add_others(plan: Plan) -> None:
-    """The parts of `like` that the file lacks, the schedule, and the index of them all."""
+def _add_other_components(plan: Plan) -> None:
+    """Copy the components that the file lacks, and write the schedule and the index."""
     for role in plan.copied:
         (plan.building / role).mkdir()
-        for source in files_of(plan.family.place(role)):
-            shutil.copyfile(source, plan.building / role / source.name)
+        for path in local_component_files(plan.family.place(role)):
+            shutil.copyfile(path, plan.building / role / path.name)
+
     config = plan.schedule.config if plan.schedule else plan.family.scheduler_config
-    _write_json(plan.building / "scheduler" / _SCHEDULE, config)
+    _write_json(plan.building / "scheduler" / _SCHEDULE_FILE, config)
     _write_json(plan.building / "model_index.json", _index(plan, config))
 
 
 def _index(plan: Plan, scheduler: Mapping[str, Any]) -> dict[str, Any]:
-    """`like`'s index; a component that is not in the folder is null in it."""
+    """Return the reference model's index, with null for components that are not in the folder."""
     written = {*plan.parts, *plan.copied}
-    index = dict[str, Any]()
-    for name, said in plan.family.index.items():
-        index[name] = [None, None] if is_component(said) and name not in written else said
-    kept = scheduler.get("_class_name") == plan.family.scheduler_config.get("_class_name")
-    index["scheduler"] = plan.family.index["scheduler"] if kept else ["diffusers", scheduler["_class_name"]]
+    index = {
+        name: [None, None] if is_component(entry) and name not in written else entry
+        for name, entry in plan.family.index.items()
+    }
+    class_name = scheduler.get("_class_name")
+    is_same = class_name == plan.family.scheduler_config.get("_class_name")
+    index["scheduler"] = plan.family.index["scheduler"] if is_same else ["diffusers", class_name]
     return index
 
 
-def _look_at(plan: Plan, folder: Path) -> Family:
-    """The family that is found in the folder, or with its parts in `like`.
+def _verify(plan: Plan, folder: Path) -> Family:
+    """Return the family detected in the folder, or in the reference model with the folder's components.
 
     Raises:
-        ModelError: It is another, its schedule says another prediction, or a file is missing.
+        ModelError: The family or its prediction is not the expected one, or a file is missing.
     """
-    elsewhere = {role: folder / role for role in plan.parts} if plan.parts_only else {}
-    family = detect(plan.family.folder if plan.parts_only else folder, elsewhere)
-    if not plan.parts_only:
-        resolve_like(str(folder), None)
-    wanted = plan.schedule.prediction if plan.schedule else "flow"
-    if family.name != plan.family.name or family.prediction_type() != wanted:
+    if plan.parts_only:
+        family = detect(plan.family.folder, {role: folder / role for role in plan.parts})
+    else:
+        family = detect(folder, {})
+        resolve_reference(str(folder), None)
+
+    expected = plan.schedule.prediction if plan.schedule else "flow"
+    if family.name != plan.family.name or family.prediction_type() != expected:
         raise ModelError(
-            f"what was written is read as {family.name} that predicts {family.prediction_type()}",
+            f"the converted model is detected as {family.name} with prediction {family.prediction_type()}",
             where=str(folder),
-            fix=f"report this: it should be {plan.family.name} that predicts {wanted}",
+            fix=f"report this error: expected {plan.family.name} with prediction {expected}",
         )
     return family
 
 
 def _write_json(path: Path, value: object) -> None:
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
-
-
-def vae_scaling(family: Family) -> float | None:
-    """`scaling_factor` of the family's VAE; None where it has none."""
-    return read_json(family.place("vae") / "config.json").get("scaling_factor")

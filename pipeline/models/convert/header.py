@@ -1,4 +1,4 @@
-"""What stands in front of a safetensors file: names, number formats and shapes of its tensors; no values."""
+"""Header of a safetensors file: names, dtypes and shapes of its tensors, without their values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from typing import Any, cast
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import require_whole
 
-_PICKLES = frozenset([".ckpt", ".pt", ".pth", ".bin", ".pkl"])
+_PICKLE_SUFFIXES = frozenset([".ckpt", ".pt", ".pth", ".bin", ".pkl"])
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
-"""Of torch's files, which are zip archives around a pickle, and of a pickle itself."""
+"""First bytes of torch files, which are zip archives around a pickle, and of plain pickles."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor by its header.
+    """Dtype and shape of a tensor.
 
     Attributes:
-        dtype: As safetensors names it: "F16", "BF16", "F32", "F8_E4M3", ...
-        shape: Of any rank.
+        dtype: Name of the dtype in safetensors: "F16", "BF16", "F32", "F8_E4M3", ...
+        shape: Shape of any rank.
     """
 
     dtype: str
@@ -32,13 +32,13 @@ class Tensor:
 
     @property
     def num_values(self) -> int:
-        """How many numbers it has."""
+        """Number of values."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Header:
-    """The tensors of a file by name, and its metadata."""
+    """Tensors of a file by name, and its metadata."""
 
     file: Path
     tensors: Mapping[str, Tensor]
@@ -46,40 +46,40 @@ class Header:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Of all tensors, sorted."""
+        """Sorted names of all tensors."""
         return tuple(sorted(self.tensors))
 
-    def below(self, prefix: str) -> dict[str, Tensor]:
-        """The tensors whose names begin with `prefix`."""
+    def with_prefix(self, prefix: str) -> dict[str, Tensor]:
+        """Return the tensors whose names start with `prefix`, by full name."""
         return {name: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
     def has_any(self, parts: Iterable[str]) -> bool:
-        """Whether one of the texts occurs in some tensor's name."""
+        """Return True if one of `parts` occurs in the name of a tensor."""
         return any(part in name for part in tuple(parts) for name in self.names)
 
 
 def read_header(file: Path) -> Header:
-    """The header of a whole safetensors file.
+    """Return the header of a complete safetensors file.
 
     Raises:
-        ModelError: There is no such file, it is a folder, a pickle, a GGUF file or something else, or it was
-            cut short.
+        ModelError: The file is missing, truncated, a folder, a pickle, a GGUF file or of an unknown format.
     """
     _require_file(file)
     with file.open("rb") as opened:
         start = opened.read(8)
-        _require_no_other_format(file, start)
+        _require_safetensors(file, start)
         length = int.from_bytes(start, "little")
         text = opened.read(length) if length < file.stat().st_size else b""
+
     try:
-        said = cast("dict[str, Any]", json.loads(text))
-        metadata = {str(key): str(value) for key, value in said.pop("__metadata__", {}).items()}
-        tensors = {name: Tensor(each["dtype"], tuple(each["shape"])) for name, each in said.items()}
+        entries = cast("dict[str, Any]", json.loads(text))
+        metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
+        tensors = {name: Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
     except (ValueError, TypeError, KeyError, AttributeError) as err:
         raise ModelError(
-            "the file is no safetensors file, or only the beginning of one",
+            "the file is truncated, or not a safetensors file",
             where=str(file),
-            fix="download it again, and compare its size with what the site says",
+            fix="download it again, and compare its size with the size shown on the site",
         ) from err
     require_whole(file)
     return Header(file, tensors, metadata)
@@ -87,25 +87,24 @@ def read_header(file: Path) -> Header:
 
 def _require_file(file: Path) -> None:
     if (file / "model_index.json").is_file():
-        raise ModelError(
-            "that is a diffusers folder already", where=str(file), fix=f"use it as it is: model.base: {file}"
-        )
+        what, fix = "this is already a diffusers folder", f"use it directly: model.base: {file}"
+        raise ModelError(what, where=str(file), fix=fix)
     if not file.is_file():
-        what = "that is a folder, and no single file" if file.is_dir() else "there is no such file"
+        what = "expected a single file, got a folder" if file.is_dir() else "the file does not exist"
         raise ModelError(what, where=str(file.absolute()), fix="name a .safetensors file")
 
 
-def _require_no_other_format(file: Path, start: bytes) -> None:
+def _require_safetensors(file: Path, start: bytes) -> None:
     if start.startswith(b"GGUF"):
         raise ModelError(
-            "that is a GGUF file: weights packed for drawing pictures, of which a training cannot be made",
+            "GGUF files cannot be converted: their weights are quantized for inference",
             where=str(file),
-            fix="take the same model as .safetensors in float16 or bfloat16",
+            fix="use the same model as .safetensors in float16 or bfloat16",
         )
-    if file.suffix.lower() in _PICKLES or start.startswith(_PICKLE_STARTS):
+    if file.suffix.lower() in _PICKLE_SUFFIXES or start.startswith(_PICKLE_STARTS):
         raise ModelError(
-            "that is a pickle, which can run any code while it is read, and is never opened here",
+            "pickle files are never opened, because a pickle can run any code",
             where=str(file),
-            fix="take the same model as .safetensors: most sites offer both, and who made the file can save "
-            "it so with safetensors.torch.save_file",
+            fix="use the same model as .safetensors: most sites offer both, and its author can save it with "
+            "safetensors.torch.save_file",
         )

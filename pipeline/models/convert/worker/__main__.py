@@ -1,4 +1,4 @@
-"""`python -m pipeline.models.convert.worker <order.json>`: where a single file becomes a folder."""
+"""`python -m pipeline.models.convert.worker <job.json>`: convert the components of a single file."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pipeline.processes.guard import end_now, watch_parent
 from pipeline.processes.pipes import reporter
 
 
-def main(order_file: Path) -> None:
-    """Write the components that the order names."""
+def main(job_file: Path) -> None:
+    """Write the components of the job."""
     watch_parent()
     with reporter() as report:
-        from pipeline.models.convert.job import read_order
-        from pipeline.models.convert.worker.parts import convert_parts
+        from pipeline.models.convert.job import read_job
+        from pipeline.models.convert.worker.components import convert_components
         from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
-        convert_parts(read_order(order_file), report.progress)
+        convert_components(read_job(job_file), report.progress)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from pipeline.models.convert.contents import read_contents
 from pipeline.models.convert.convert import Choices, Plan, convert, plan_conversion
-from pipeline.models.convert.job import read_order
-from pipeline.models.convert.worker.parts import convert_parts
+from pipeline.models.convert.job import read_job
+from pipeline.models.convert.worker.components import convert_components
 from pipeline.models.worker.family import WorkerFamily
 from pipeline.processes.launch import Meanwhile
 from tests.pipeline.models.convert.renaming import State, weights
@@ -20,9 +20,9 @@ Originals = Callable[[Path], State]
 
 
 def convert_here(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-    """A `Launch` without a process of its own."""
+    """Convert in this process; a `Launch`."""
     assert module == "pipeline.models.convert.worker"
-    convert_parts(read_order(order), lambda done, total, text: None)
+    convert_components(read_job(order), lambda done, total, text: None)
 
 
 def as_file(path: Path, state: Mapping[str, torch.Tensor], *, prefix: str = "", **metadata: str) -> Path:
@@ -31,12 +31,12 @@ def as_file(path: Path, state: Mapping[str, torch.Tensor], *, prefix: str = "", 
 
 
 def planned(file: Path, like: Path, choices: Choices | None = None) -> Plan:
-    chosen = choices or Choices(like=str(like))
+    chosen = choices or Choices(reference=str(like))
     return plan_conversion(read_contents(file), file.parent / "converted", chosen)
 
 
 def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch.dtype | None = None) -> None:
-    """Each component's tensors in `folder` are those of `model`, in `dtype` or as they are."""
+    """Assert that the components in `folder` have the tensors of `model`, in `dtype` or unchanged."""
     for role in roles:
         made, wanted = weights(folder / role), weights(model / role)
         assert made.keys() == wanted.keys(), role
@@ -47,7 +47,7 @@ def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch
 
 
 def prove_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> WorkerFamily:
-    """What Latentline finds in the folder that is made of the file with `state`."""
+    """Convert a file with `state`, compare the folder with `model`, and return its family."""
     file = as_file(model.parent / "single.safetensors", state, prefix=prefix)
     plan = planned(file, model)
     assert set(plan.parts) == set(roles)

@@ -1,4 +1,4 @@
-"""Each layout that can be converted: the folder has the tensors of the model that the file was made of."""
+"""A converted folder has the tensors of the model that the file was made from, for each layout."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_stable_diffusion_3_with_all_its_encoders(
 
 
 RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
-"""Kinds whose original names are not diffusers' own, each once."""
+"""Kinds whose original names differ from those of diffusers, once each."""
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,9 @@ RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
         for prefix in ("model.diffusion_model.", "")
     ],
 )
-def test_a_transformer_alone_gets_its_other_parts_from_elsewhere(model: Path, kind: str, prefix: str) -> None:
+def test_a_transformer_gets_its_other_components_from_the_reference(
+    model: Path, kind: str, prefix: str
+) -> None:
     TINY[kind](model)
     state = transformer_originals.TRANSFORMERS[kind](model / "transformer")
     family = prove_conversion(model, state, ("transformer",), prefix=prefix)
@@ -86,10 +88,10 @@ def test_a_transformer_alone_gets_its_other_parts_from_elsewhere(model: Path, ki
     "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
 )  # Chroma's own class asks for it
 @pytest.mark.parametrize("kind", ["FLUX.1 dev", "FLUX.1 schnell", "Chroma", "Lumina Image 2"])
-def test_a_transformer_that_diffusers_converts_at_its_published_width_only(
+def test_a_transformer_that_diffusers_converts_only_at_its_published_width(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """A whole block or two of it: a gigabyte."""
+    """One or two of its blocks take a gigabyte."""
     TINY[kind](model)
     wide(model, kind)
     state = {"Lumina Image 2": transformer_originals.lumina2}.get(kind, transformer_originals.flux)(
@@ -99,7 +101,7 @@ def test_a_transformer_that_diffusers_converts_at_its_published_width_only(
 
 
 def wide(model: Path, kind: str) -> None:
-    """Put a transformer of the published width, with few blocks, in place of the tiny one."""
+    """Replace the tiny transformer by one of the published width with few blocks."""
     from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel, Lumina2Transformer2DModel
 
     few = {"num_layers": 1, "num_single_layers": 1}
@@ -123,7 +125,7 @@ def wide(model: Path, kind: str) -> None:
         ({"": torch.bfloat16, "out.": torch.float16}, torch.float32),
     ],
 )
-def test_the_number_format_is_kept_or_the_widest_of_several_taken(
+def test_the_dtype_is_unchanged_or_the_widest_of_several(
     tmp_path: Path, tiny_sdxl: Path, stored: dict[str, torch.dtype], written: torch.dtype
 ) -> None:
     state = {
@@ -139,7 +141,7 @@ def test_the_number_format_is_kept_or_the_widest_of_several_taken(
         assert torch.equal(tensor, state[name].to(written))
 
 
-def test_a_unet_alone_gets_the_rest_from_elsewhere(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_a_unet_gets_its_other_components_from_the_reference(tmp_path: Path, tiny_sdxl: Path) -> None:
     plan = planned(
         as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet")), tiny_sdxl
     )
@@ -147,24 +149,26 @@ def test_a_unet_alone_gets_the_rest_from_elsewhere(tmp_path: Path, tiny_sdxl: Pa
     require_same(plan.folder, tiny_sdxl, XL)
 
 
-def test_its_parts_alone_are_components_of_the_model_that_it_is_like(tmp_path: Path, tiny_sdxl: Path) -> None:
+def test_the_parts_only_folder_provides_components_for_the_reference(tmp_path: Path, tiny_sdxl: Path) -> None:
     file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"), modelspec="1")
-    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
+    plan = planned(file, tiny_sdxl, Choices(reference=str(tiny_sdxl), parts_only=True))
     family = convert(plan, launch=convert_here)
     assert [each.name for each in plan.folder.iterdir()] == ["unet"]
     require_same(plan.folder, tiny_sdxl, ("unet",))
     assert family.place("unet") == plan.folder / "unet"
     assert all(each.is_file() for part in family.parts("denoiser") for each in part.contents)
     plan.folder.rename(tmp_path / "parts")
-    with pytest.raises(ModelError, match="takes no schedule from elsewhere"):
-        planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True, prediction="v_prediction"))
+    with pytest.raises(ModelError, match="cannot replace the noise schedule"):
+        planned(
+            file, tiny_sdxl, Choices(reference=str(tiny_sdxl), parts_only=True, prediction="v_prediction")
+        )
 
 
-def test_L06_all_files_and_names_are_on_the_disk_before_the_folder_gets_its_name(
+def test_L06_all_files_are_synced_before_the_folder_gets_its_name(
     tmp_path: Path, tiny_sdxl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"))
-    plan = planned(file, tiny_sdxl, Choices(like=str(tiny_sdxl), parts_only=True))
+    plan = planned(file, tiny_sdxl, Choices(reference=str(tiny_sdxl), parts_only=True))
     synced: list[Path] = []
     for name in ("sync_file", "sync_folder"):
         wait = getattr(convert_module, name)
@@ -176,7 +180,7 @@ def test_L06_all_files_and_names_are_on_the_disk_before_the_folder_gets_its_name
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (
             lambda state: state.pop("model.diffusion_model.middle_block.1.norm.weight"),
@@ -184,34 +188,34 @@ def test_L06_all_files_and_names_are_on_the_disk_before_the_folder_gets_its_name
         ),
         (
             lambda state: state.update({"model.diffusion_model.input_blocks.99.0.op.bias": torch.zeros(3)}),
-            "values, and the unet takes",
+            "values, the unet uses",
         ),
         (
             lambda state: state.update({"model.diffusion_model.out.2.bias": torch.zeros(5)}),
-            r"diffusers says: .*conv_out\.bias expected shape",
+            r"error of diffusers: .*conv_out\.bias expected shape",
         ),
     ],
     ids=["missing", "more", "other shape"],
 )
-def test_a_file_of_another_architecture_is_refused_and_leaves_nothing(
-    tmp_path: Path, tiny_sdxl: Path, change, said: str
+def test_a_file_of_another_architecture_is_an_error_and_leaves_nothing(
+    tmp_path: Path, tiny_sdxl: Path, change, message: str
 ) -> None:
     state = unet_originals.stable_diffusion_xl(tiny_sdxl)
     change(state)
     plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         convert(plan, launch=convert_here)
     assert [each.name for each in tmp_path.iterdir()] == ["single.safetensors"]
 
 
-def test_what_is_like_another_family_is_refused_before_anything_is_written(
+def test_a_reference_of_another_family_is_an_error_before_anything_is_written(
     xl_file: Path, tiny_sd: Path
 ) -> None:
-    with pytest.raises(ModelError, match="holds Stable Diffusion XL, and --like is Stable Diffusion 1"):
+    with pytest.raises(ModelError, match="contains Stable Diffusion XL, but --like is Stable Diffusion 1"):
         planned(xl_file, tiny_sd)
 
 
-def test_a_folder_that_exists_is_never_touched(xl_file: Path, tiny_sdxl: Path) -> None:
+def test_an_existing_folder_is_never_changed(xl_file: Path, tiny_sdxl: Path) -> None:
     (xl_file.parent / "converted").mkdir()
     with pytest.raises(ModelError, match="the folder exists"):
         planned(xl_file, tiny_sdxl)

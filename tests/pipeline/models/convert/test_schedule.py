@@ -1,4 +1,4 @@
-"""What a checkpoint's noise schedule becomes: as the file says, or before that the user."""
+"""The noise schedule comes from the user, then from the file, then from the reference model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.models.convert.header import Header, Tensor
-from pipeline.models.convert.schedule import said_by, schedule_of
+from pipeline.models.convert.schedule import choose_schedule, recorded_schedule
 
 EULER = {
     "_class_name": "EulerDiscreteScheduler",
@@ -48,19 +48,19 @@ def header(*names: str, **metadata: str) -> Header:
         ),
     ],
 )
-def test_the_configuration_follows_from_the_file_and_from_what_the_user_says(
+def test_the_configuration_follows_the_user_then_the_file_then_the_reference(
     like, found, choices, wanted, source
 ) -> None:
     prediction, zero_snr = choices
-    schedule = schedule_of(like, said_by(found), prediction=prediction, zero_snr=zero_snr)
+    schedule = choose_schedule(like, recorded_schedule(found), prediction=prediction, zero_snr=zero_snr)
     assert schedule.config == wanted
     assert schedule.prediction == wanted.get("prediction_type")
     assert schedule.zero_snr is bool(wanted.get("rescale_betas_zero_snr"))
     assert schedule.source == source
 
 
-def test_an_epsilon_model_of_a_model_whose_schedule_ends_in_noise_does_not_inherit_that() -> None:
+def test_an_epsilon_model_does_not_inherit_zero_snr() -> None:
     like = {**EULER, **V, **ZERO}
-    assert schedule_of(like, said_by(header()), prediction=None, zero_snr=None).config == like
-    again = schedule_of(like, said_by(header()), prediction="epsilon", zero_snr=None)
+    assert choose_schedule(like, recorded_schedule(header()), prediction=None, zero_snr=None).config == like
+    again = choose_schedule(like, recorded_schedule(header()), prediction="epsilon", zero_snr=None)
     assert (again.prediction, again.zero_snr) == ("epsilon", False)

@@ -1,0 +1,117 @@
+"""The reference model of a conversion, which provides configurations and missing components."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import tokenizer_files, weight_files
+from pipeline.models.families import Family, detect
+from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
+from pipeline.models.resolve import indexed_snapshot
+
+WHERE = "--like"
+"""Command-line option that names the reference model."""
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+
+
+def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Family:
+    """Return the family of the reference model, with all files that the conversion needs.
+
+    A complete local folder or snapshot is used unchanged. Otherwise the files are downloaded, without the
+    weights of components that are not in `weights_of`.
+
+    Args:
+        reference: Diffusers folder, relative to the working directory, or owner/name, or owner/name@revision.
+        weights_of: Components whose weights are needed; None for all.
+
+    Raises:
+        ModelError: The reference is neither a folder nor a Hub id, or a file is missing.
+        FamilyError: The family of its pipeline class is not supported.
+    """
+    local = Path(reference).expanduser()
+    if local.is_dir():
+        family = detect(local.resolve())
+        _require_files(family, weights_of)
+        return family
+
+    name, _, revision = reference.partition("@")
+    if not is_hub_id(name):
+        what, where = f"{reference} does not exist", f"{WHERE}, expected at {local.absolute()}"
+        raise ModelError(what, where=where, fix="name an existing diffusers folder, or a Hub id (owner/name)")
+
+    family = detect(indexed_snapshot(name, revision or None, WHERE))
+    try:
+        _require_files(family, weights_of)
+    except ModelError:
+        family = _download(name, revision or None, weights_of)
+        _require_files(family, weights_of)
+    return family
+
+
+def present_roles(family: Family) -> tuple[str, ...]:
+    """Return the components used by the family that the model contains."""
+    index = family.index
+    return tuple(role for role in family.components if (index.get(role) or [None])[0] is not None)
+
+
+def is_component(entry: object) -> bool:
+    """Return True if an entry of `model_index.json` is a component: [library, class] or [null, null]."""
+    match entry:
+        case [str() | None, str() | None]:
+            return True
+        case _:
+            return False
+
+
+def wanted_files(roles: Iterable[str], files: Iterable[str], weights_of: Collection[str] | None) -> list[str]:
+    """Return the files of a repository that the conversion needs.
+
+    Args:
+        roles: Components of the model.
+        files: All files of the repository.
+        weights_of: Components whose weights are needed; None for all.
+    """
+    all_files = sorted(files)
+    wanted = ["model_index.json"]
+    for role in roles:
+        needs_weights = weights_of is None or role in weights_of
+        role_files = component_files(all_files, role)
+        wanted += [name for name in role_files if needs_weights or not name.endswith(_WEIGHT_SUFFIXES)]
+    return wanted
+
+
+def local_component_files(folder: Path) -> list[Path]:
+    """Return the files of a component in a local folder that are read when it is loaded."""
+    names = [path.name for path in folder.iterdir() if path.is_file()]
+    return [folder / name for name in component_files(names, "")]
+
+
+def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
+    """Raise ModelError unless every component has its configuration and, if needed, its weights."""
+    for role in present_roles(family):
+        folder = family.place(role)
+        needs_weights = weights_of is None or role in weights_of
+        if role.startswith("tokenizer"):
+            if needs_weights:
+                tokenizer_files(folder)
+            continue
+
+        name = "scheduler_config.json" if role == "scheduler" else "config.json"
+        if not (folder / name).is_file():
+            fix = f"name a complete diffusers folder or a Hub id in {WHERE}"
+            raise ModelError(f"the model has no {role}/{name}", where=str(folder), fix=fix)
+        if role != "scheduler" and needs_weights:
+            weight_files(folder)
+
+
+def _download(name: str, revision: str | None, weights_of: Collection[str] | None) -> Family:
+    from huggingface_hub import HfApi, snapshot_download
+
+    with explain_download_errors(name, WHERE):
+        snapshot = indexed_snapshot(name, revision, WHERE)
+        files = HfApi().list_repo_files(name, revision=revision)
+        wanted = wanted_files(present_roles(detect(snapshot)), files, weights_of)
+        return detect(Path(snapshot_download(name, revision=revision, allow_patterns=wanted)))
