@@ -77,7 +77,7 @@ def test_an_error_in_the_converting_process_ends_the_command_and_leaves_no_files
     as_file(file, state)
     done = run(file, tmp_path / "noob", "--like", tiny_sdxl)
     assert done.returncode == 1
-    assert "ModelError: the file's unet is not of the architecture" in done.stderr
+    assert "ModelError: the file's unet does not match the configuration" in done.stderr
     assert "fix:   name in --like the model that the file was made from" in done.stderr
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
