@@ -52,10 +52,10 @@ def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[],
     asked: list[tuple[Any, list[Tensor]]] = []
     for role in ("text_encoder", "text_encoder_2"):
         kind: Any = component_class(family, role)
-        network = kind.from_pretrained(family.place(role), dtype=torch.bfloat16).to(device).eval()
+        network = kind.from_pretrained(family.component_folder(role), dtype=torch.bfloat16).to(device).eval()
         name = role.replace("text_encoder", "tokenizer")
-        tokenizer = component_class(family, name).from_pretrained(family.place(name))
-        limit = 77 if "clip" in family.config(role)["model_type"] else family.max_length()
+        tokenizer = component_class(family, name).from_pretrained(family.component_folder(name))
+        limit = 77 if "clip" in family.model.config(role)["model_type"] else family.max_length()
         options = {"padding": "max_length", "truncation": True, "max_length": limit, "return_tensors": "pt"}
         asked.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
 
@@ -86,7 +86,7 @@ class BareTraining:
 
         self._device = device.partition(":")[0]
         kind: Any = component_class(rig.family, rig.family.denoiser_name)
-        folder = rig.family.place(rig.family.denoiser_name)
+        folder = rig.family.component_folder(rig.family.denoiser_name)
         self._denoiser: Any = kind.from_pretrained(folder, torch_dtype=torch.bfloat16).to(device)
         self._denoiser.train().requires_grad_(False)
         targets = rig.family.lora_targets()

@@ -64,7 +64,7 @@ def _against_the_vae(bench: Bench, model: Any, dtype: str) -> Generator[Pair]:
 
     rig = bench.rig(model, "encoding")
     encoding = rig.encoding().computing(dtype)
-    network = bare.vae(rig.family.place("vae"), dtype, bench.device)
+    network = bare.vae(rig.family.component_folder("vae"), dtype, bench.device)
     size = bench.scale.resolution
     images = bare.pixels(network, max(1, GPU_BATCH_PX // size**2) if bench.scale.full else 2, size)
     bare_bytes = held_bytes(bench.device)
@@ -84,7 +84,7 @@ def _overflowing(bench: Bench) -> Generator[Pair]:
     rig = bench.rig(SDXL, "encoding")
     folder = bench.folder / "overflowing"
     if not folder.exists():
-        network = bare.vae(rig.family.place("vae"), "float32", bench.device)
+        network = bare.vae(rig.family.component_folder("vae"), "float32", bench.device)
         network.encoder.conv_in.weight.mul_(OVERFLOWING_GAIN)
         network.save_pretrained(folder)
         del network
@@ -112,7 +112,7 @@ def _batch_sizes(bench: Bench) -> Generator[Pair]:
     rig.prepare()
     passes = Passes(rig.family, dtype="bfloat16", device=bench.device, say=lambda text: None)
     chosen = passes.batch_size(size * size)
-    network = bare.vae(rig.family.place("vae"), "bfloat16", bench.device)
+    network = bare.vae(rig.family.component_folder("vae"), "bfloat16", bench.device)
     number = bench.scale.images
     rates: dict[int, list[float]] = {}
 
@@ -170,7 +170,7 @@ def _channels_last(bench: Bench) -> Generator[Pair]:
 
     rig, size, number = bench.rig(SDXL, "encoding"), bench.scale.resolution, bench.scale.images
     rig.prepare()
-    place = rig.family.place("vae")
+    place = rig.family.component_folder("vae")
     plain, turned = (bare.vae(place, "bfloat16", bench.device) for _ in range(2))
     turned = turned.to(memory_format=torch.channels_last)
     images = bare.pixels(plain, 4 if bench.scale.full else 2, size)

@@ -34,7 +34,7 @@ class LatentInputs:
         background: Red, green and blue behind transparent pixels, 0 to 255.
         preprocessing_version: Version of the code that turns file bytes into pixels.
         vae: Fingerprint of the VAE's configuration and weights.
-        method: The family's `method_of_latents`.
+        method: The family's `latent_method`.
         posterior: "sample", "mean" or "moments".
         compute_dtype: Dtype in which the VAE computes.
         dtype: Dtype of the stored tensors.

@@ -109,7 +109,8 @@ class RecipeEntries:
             ModelError: A file of these parts is missing or unreadable.
         """
         if use not in self._fingerprints:
-            self._fingerprints[use] = Fingerprints(self.machine_state_dir).of(self.family.parts(use))
+            parts = self.family.fingerprint_parts(use)
+            self._fingerprints[use] = Fingerprints(self.machine_state_dir).of(parts)
         return self._fingerprints[use]
 
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:
@@ -123,7 +124,7 @@ class RecipeEntries:
             background=settings.background,
             preprocessing_version=PREPROCESSING_VERSION,
             vae=self.fingerprint("latents"),
-            method=self.family.method_of_latents(),
+            method=self.family.latent_method(),
             posterior=settings.posterior,
             compute_dtype=settings.compute_dtype,
             dtype=settings.dtype,

@@ -195,7 +195,7 @@ class Maker:
     ) -> tuple[pl.DataFrame, Results]:
         """The rows that `find` finds, while processes start that make their entries, and what those said."""
         model, store = self._entries.family, self._entries.store
-        order = Order(self._kind, model.folder, store.address, settings, [], model.elsewhere, wanted.beside)
+        order = Order(self._kind, model.folder, store.address, settings, [], model.replaced, wanted.beside)
         found: list[pl.DataFrame] = []
         found_s: list[float] = []
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:

@@ -176,7 +176,7 @@ def _resolution_of_folder(folder: Path) -> ModelResolution:
     except LatentlineError:  # loading the recipe reports what is wrong with the model
         return _with_step(USUAL_RESOLUTION, "usual")
     if edge:
-        return _with_step(int(edge) * family.factor, "the UNet's resolution", multiple)
+        return _with_step(int(edge) * family.vae_factor, "the UNet's resolution", multiple)
     return _with_step(USUAL_RESOLUTION, "usual for such models", multiple)
 
 

@@ -1,19 +1,21 @@
-"""Reading a diffusers folder without torch: configurations, and which weight file a load would take."""
+"""Read a diffusers folder without torch: configurations, and the weight files that a load would use."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
 from pipeline.models.hub import WEIGHT_VARIANTS
 
-_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
-"""Names under which diffusers and transformers keep a component's weights."""
+_WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
+"""File names, without suffix, under which diffusers and transformers store a component's weights."""
 
 _LENGTH_BYTES = 8
-"""At the start of a safetensors file: the length of its header, little endian."""
+"""Size of the header length at the start of a safetensors file; the number is little-endian."""
 
 _TOKENIZER_CONFIGS = (
     "tokenizer_config.json",
@@ -25,13 +27,62 @@ _TOKENIZER_CONTENTS = ("tokenizer.json", "vocab.json", "merges.txt", "spiece.mod
 _CHAT_TEMPLATE = "chat_template.jinja"
 
 
+class ModelFolder:
+    """The components and configuration files of a base model in a local diffusers folder.
+
+    Attributes:
+        path: Folder that holds `model_index.json` and a subfolder for each component.
+        replaced: Folders of the components that replace those in `path`, by component.
+    """
+
+    def __init__(self, path: Path, replaced: Mapping[str, Path] | None = None) -> None:
+        """Record the paths; no file is read yet."""
+        self.path = path
+        self.replaced = dict(replaced or {})
+        self._configs: dict[str, dict[str, Any]] = {}
+
+    def component(self, role: str) -> Path:
+        """Return the folder of a component, which need not exist."""
+        return self.replaced.get(role, self.path / role)
+
+    def config_file(self, role: str) -> Path:
+        """Return the path of a component's configuration file."""
+        name = "config.json"
+        if role == "scheduler":
+            name = "scheduler_config.json"
+        elif role.startswith("tokenizer"):
+            name = "tokenizer_config.json"
+        return self.component(role) / name
+
+    def config(self, role: str) -> dict[str, Any]:
+        """Return a component's configuration; each file is read once.
+
+        Raises:
+            ModelError: The file is missing or unreadable.
+        """
+        if role not in self._configs:
+            self._configs[role] = read_json(self.config_file(role))
+        return self._configs[role]
+
+    @cached_property
+    def index(self) -> dict[str, Any]:
+        """The content of `model_index.json`."""
+        return read_json(self.path / "model_index.json")
+
+    def has(self, role: str) -> bool:
+        """Return whether the model has the component; the index lists an absent optional one as null."""
+        return role in self.replaced or (self.index.get(role) or [None])[0] is not None
+
+
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`.
+    """Return the JSON object in `path`.
 
     Raises:
-        ModelError: The file is missing, unreadable, or holds no JSON object.
+        ModelError: The file is missing, unreadable, or does not hold a JSON object.
     """
-    fix = "set model.base to a complete diffusers folder, or a Hub id; download the model again if it was cut"
+    fix = (
+        "set model.base to a complete diffusers folder or a Hub id; download the model again if it is damaged"
+    )
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
@@ -39,61 +90,63 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as err:
         raise ModelError(f"a file of the base model is unreadable: {err}", where=str(path), fix=fix) from err
     if not isinstance(value, dict):
-        raise ModelError("a file of the base model holds no JSON object", where=str(path), fix=fix)
+        what = f"{path.name} must hold a JSON object, got {type(value).__name__}"
+        raise ModelError(what, where=str(path), fix=fix)
     return cast("dict[str, Any]", value)
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The weight files that a load of the component in `folder` reads, sorted; with their index if sharded.
+    """Return the weight files that loading the component reads, sorted; shards follow their index.
 
-    As diffusers and transformers do, `*.safetensors` is preferred to `*.bin`. Files of `weight_variant` are
-    taken only where there are no others.
+    As in diffusers and transformers, `*.safetensors` wins over `*.bin`. Files with a variant in their name
+    (see `weight_variant`) are used only if there are no others.
 
     Raises:
-        ModelError: There are none, or a shard of the index is missing.
+        ModelError: There are no weights, or a shard that the index names is missing.
     """
-    return _weights(folder)[1]
+    return _find_weights(folder)[1]
 
 
 def weight_variant(folder: Path) -> str | None:
-    """What the names of `weight_files` have before their ending, for `from_pretrained`; None: nothing.
+    """Return the `variant` argument of `from_pretrained` that loads `weight_files`, or None.
 
     Raises:
-        ModelError: As `weight_files`.
+        ModelError: See `weight_files`.
     """
-    return _weights(folder)[0]
+    return _find_weights(folder)[0]
 
 
-def _weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
+def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
     for variant in (None, *WEIGHT_VARIANTS):
         for suffix in ("safetensors", "bin"):
-            for stem in _STEMS:
-                single = folder / _of_variant(f"{stem}.{suffix}", variant)
+            for name in _WEIGHT_NAMES:
+                single = folder / _with_variant(f"{name}.{suffix}", variant)
                 if single.is_file():
                     return variant, (single,)
-                index = folder / _of_variant(f"{stem}.{suffix}.index.json", variant)
+                index = folder / _with_variant(f"{name}.{suffix}.index.json", variant)
                 if index.is_file():
                     return variant, (index, *_shards(index))
+    plain = ", ".join(f"{name}.safetensors" for name in _WEIGHT_NAMES)
+    variants = ", ".join(_with_variant("*.safetensors", variant) for variant in WEIGHT_VARIANTS)
     raise ModelError(
         "a component of the base model has no weights",
         where=str(folder),
-        fix=f"it needs one of {', '.join(stem + '.safetensors' for stem in _STEMS)} (or .bin, or shards with "
-        f"their index), or of {', '.join(_of_variant('*.safetensors', each) for each in WEIGHT_VARIANTS)}; "
-        "files with another variant in their name must be renamed",
+        fix=f"add one of {plain} (or .bin, or shards with their index), or of {variants}; rename files that "
+        "have another variant in their name",
     )
 
 
-def _of_variant(name: str, variant: str | None) -> str:
-    """The name with the variant before its last ending, where diffusers and transformers look for it."""
+def _with_variant(name: str, variant: str | None) -> str:
+    """Insert the variant before the last suffix, where diffusers and transformers expect it."""
     start, end = name.rsplit(".", 1)
     return name if variant is None else f"{start}.{variant}.{end}"
 
 
 def require_whole(path: Path) -> None:
-    """Nothing, where a safetensors file has the bytes that its header speaks of; its tensors are not read.
+    """Raise ModelError unless a safetensors file has the size that its header implies; reads no tensor.
 
     Raises:
-        ModelError: It is cut short, or has no header.
+        ModelError: The file is truncated or has no valid header.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -101,18 +154,18 @@ def require_whole(path: Path) -> None:
         header = file.read(length) if length < size else b""
     try:
         tensors = cast("dict[str, Any]", json.loads(header))
-        ends = [said["data_offsets"][1] for name, said in tensors.items() if name != "__metadata__"]
-        wanted = _LENGTH_BYTES + length + max(ends, default=0)
+        ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+        expected = _LENGTH_BYTES + length + max(ends, default=0)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
-        wanted = None
-    if wanted != size:
-        has = f"{size:,} bytes" if wanted is None else f"{size:,} of {wanted:,} bytes"
-        what = f"a weight file of the base model is cut short or damaged: it has {has}"
+        expected = None
+    if expected != size:
+        actual = f"{size:,} bytes" if expected is None else f"{size:,} of {expected:,} bytes"
+        what = f"a weight file of the base model is truncated or damaged: it has {actual}"
         raise ModelError(what, where=str(path), fix="download the model again")
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
-    """(configurations, vocabularies) of the tokenizer in `folder`, those that exist.
+    """Return the existing (configurations, vocabularies) of the tokenizer in `folder`.
 
     Raises:
         ModelError: There is no vocabulary.
@@ -124,7 +177,7 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
         raise ModelError(
             "the base model's tokenizer has no vocabulary",
             where=str(folder),
-            fix=f"it needs at least one of {', '.join(_TOKENIZER_CONTENTS)}",
+            fix=f"add at least one of {', '.join(_TOKENIZER_CONTENTS)}",
         )
     return configs, (*contents, template) if template.is_file() else contents
 
@@ -135,7 +188,7 @@ def _shards(index: Path) -> tuple[Path, ...]:
     missing = [str(shard) for shard in shards if not shard.is_file()]
     if missing or not shards:
         raise ModelError(
-            f"the weight index names files that do not exist: {', '.join(missing) or 'it is empty'}",
+            f"the weight index names missing files: {', '.join(missing) or '(the index is empty)'}",
             where=str(index),
             fix="download the model again",
         )

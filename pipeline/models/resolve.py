@@ -178,7 +178,7 @@ def _require_roles(recipe: Recipe, family: FamilySpec) -> None:
 def _require_complete(family: Family) -> None:
     """Raise ModelError unless every file of the family exists and has its full size."""
     for use in ("latents", "text", "denoiser"):
-        for part in family.parts(use):
+        for part in family.fingerprint_parts(use):
             for path in (*part.configs, *part.contents):
                 if not path.is_file():
                     what = f"the base model has no {path.name}"

@@ -5,13 +5,16 @@ Shapes are asked of tiny models, which have every class of the real ones.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from demo.tiny_models import TINY
 from pipeline.images.geometry import Size
-from pipeline.models.families import Family, detect
+from pipeline.models import families
+from pipeline.models.families import Family, FamilySpec, detect
 
 PAGE = Path("docs/families.md")
 START, END = "<!-- families: begin -->", "<!-- families: end -->"
@@ -32,8 +35,17 @@ def with_table(page: str, table: str) -> str:
 
 
 def proof(family: Family) -> str:
-    """The name of the file that proves the family: that of its module with `test_` in front."""
-    return f"test_{type(family).__module__.rsplit('.', 1)[-1]}.py"
+    """Return the name of the test file that proves a family."""
+    return f"test_{module_of(family.spec)}.py"
+
+
+def module_of(spec: FamilySpec) -> str:
+    """Return the name of the module that declares a family."""
+    for info in pkgutil.iter_modules(families.__path__):
+        module = importlib.import_module(f"{families.__name__}.{info.name}")
+        if any(value is spec for value in vars(module).values()):
+            return info.name
+    raise ValueError(f"{spec.name} is not declared in {families.__name__}")
 
 
 def _section(name: str, folder: Path) -> str:

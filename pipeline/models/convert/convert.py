@@ -89,7 +89,7 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes to write."""
-        files = [path for role in self.copied for path in local_component_files(self.family.place(role))]
+        files = [path for role in self.copied for path in local_component_files(self.family.component_folder(role))]
         return self.contents.header.file.stat().st_size + sum(path.stat().st_size for path in files)
 
 
@@ -167,7 +167,7 @@ def convert(plan: Plan, *, launch: Launch | None = None) -> Family:
 
 def vae_scaling(family: Family) -> float | None:
     """Return the `scaling_factor` of the family's VAE; None if it has none."""
-    return read_json(family.place("vae") / "config.json").get("scaling_factor")
+    return read_json(family.component_folder("vae") / "config.json").get("scaling_factor")
 
 
 def _schedule(contents: Contents, family: Family, choices: Choices) -> Schedule | None:
@@ -211,7 +211,7 @@ def _add_other_components(plan: Plan) -> None:
     """Copy the components that the file lacks, and write the schedule and the index."""
     for role in plan.copied:
         (plan.building / role).mkdir()
-        for path in local_component_files(plan.family.place(role)):
+        for path in local_component_files(plan.family.component_folder(role)):
             shutil.copyfile(path, plan.building / role / path.name)
 
     config = plan.schedule.config if plan.schedule else plan.family.scheduler_config

@@ -92,7 +92,7 @@ def local_component_files(folder: Path) -> list[Path]:
 def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
     """Raise ModelError unless every component has its configuration and, if needed, its weights."""
     for role in present_roles(family):
-        folder = family.place(role)
+        folder = family.component_folder(role)
         needs_weights = weights_of is None or role in weights_of
         if role.startswith("tokenizer"):
             if needs_weights:

@@ -1,4 +1,4 @@
-"""The model families that can be trained, one file each, found by a base model's `model_index.json`."""
+"""The model families that can be trained, one declaration per file."""
 
 from __future__ import annotations
 
@@ -6,62 +6,55 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pipeline.errors import FamilyError
-from pipeline.models.diffusers_folder import read_json
-from pipeline.models.families.aura_flow import AuraFlow
-from pipeline.models.families.base import (
-    BetaPrediction,
-    Density,
-    Layer,
-    Prediction,
-    Shapes,
-    Use,
-)
-from pipeline.models.families.bria_fibo import BriaFibo
-from pipeline.models.families.chroma import Chroma
-from pipeline.models.families.cogview4 import CogView4
-from pipeline.models.families.diffusers_family import DiffusersFamily as Family
-from pipeline.models.families.ernie_image import ErnieImage
-from pipeline.models.families.flux import Flux
-from pipeline.models.families.flux2 import Flux2Klein
-from pipeline.models.families.flux2_dev import Flux2Dev
-from pipeline.models.families.hidream import HiDream
-from pipeline.models.families.ideogram4 import Ideogram4
-from pipeline.models.families.kandinsky5 import Kandinsky5
-from pipeline.models.families.kolors import Kolors
-from pipeline.models.families.krea2 import Krea2
-from pipeline.models.families.lumina2 import Lumina2
-from pipeline.models.families.qwen_image import QwenImage
-from pipeline.models.families.sana import Sana
-from pipeline.models.families.sd import StableDiffusion
-from pipeline.models.families.sd3 import StableDiffusion3
-from pipeline.models.families.sdxl import StableDiffusionXL
-from pipeline.models.families.z_image import ZImage
-
-FamilySpec = type[Family]
+from pipeline.models.diffusers_folder import ModelFolder, read_json
+from pipeline.models.families.aura_flow import AURA_FLOW
+from pipeline.models.families.bria_fibo import BRIA_FIBO
+from pipeline.models.families.chroma import CHROMA
+from pipeline.models.families.cogview4 import COGVIEW4
+from pipeline.models.families.ernie_image import ERNIE_IMAGE
+from pipeline.models.families.family import Family, FamilySpec, Use
+from pipeline.models.families.flux import FLUX
+from pipeline.models.families.flux2 import FLUX2_KLEIN
+from pipeline.models.families.flux2_dev import FLUX2_DEV
+from pipeline.models.families.hidream import HIDREAM
+from pipeline.models.families.ideogram4 import IDEOGRAM4
+from pipeline.models.families.kandinsky5 import KANDINSKY5
+from pipeline.models.families.kolors import KOLORS
+from pipeline.models.families.krea2 import KREA2
+from pipeline.models.families.lumina2 import LUMINA2
+from pipeline.models.families.parts.lora_keys import Layer
+from pipeline.models.families.parts.noise import BetaPrediction, Density, Prediction
+from pipeline.models.families.parts.text import Shapes
+from pipeline.models.families.qwen_image import QWEN_IMAGE
+from pipeline.models.families.sana import SANA
+from pipeline.models.families.sd import STABLE_DIFFUSION
+from pipeline.models.families.sd3 import STABLE_DIFFUSION_3
+from pipeline.models.families.sdxl import STABLE_DIFFUSION_XL
+from pipeline.models.families.z_image import Z_IMAGE
 
 FAMILIES: tuple[FamilySpec, ...] = (
-    StableDiffusion,
-    StableDiffusionXL,
-    StableDiffusion3,
-    Flux,
-    Flux2Klein,
-    Flux2Dev,
-    QwenImage,
-    ZImage,
-    Chroma,
-    Lumina2,
-    Sana,
-    AuraFlow,
-    HiDream,
-    Kolors,
-    CogView4,
-    ErnieImage,
-    Krea2,
-    Ideogram4,
-    Kandinsky5,
-    BriaFibo,
+    STABLE_DIFFUSION,
+    STABLE_DIFFUSION_XL,
+    STABLE_DIFFUSION_3,
+    FLUX,
+    FLUX2_KLEIN,
+    FLUX2_DEV,
+    QWEN_IMAGE,
+    Z_IMAGE,
+    CHROMA,
+    LUMINA2,
+    SANA,
+    AURA_FLOW,
+    HIDREAM,
+    KOLORS,
+    COGVIEW4,
+    ERNIE_IMAGE,
+    KREA2,
+    IDEOGRAM4,
+    KANDINSKY5,
+    BRIA_FIBO,
 )
-"""In the order in which they are listed to users."""
+"""All families, in the order in which they are listed to users."""
 
 __all__ = [
     "FAMILIES",
@@ -79,34 +72,34 @@ __all__ = [
 
 
 def family_spec(folder: Path) -> FamilySpec:
-    """The family whose pipeline class `folder/model_index.json` names; no other file is read.
+    """Return the family of the pipeline class in `folder/model_index.json`; reads no other file.
 
     Raises:
-        FamilyError: The class belongs to no family here; the text lists those that exist.
+        FamilyError: No family has this pipeline class; the message lists those that exist.
         ModelError: There is no readable `model_index.json`.
     """
     index = folder / "model_index.json"
-    named = read_json(index).get("_class_name")
-    for family in FAMILIES:
-        if named in family.pipeline_classes:
-            return family
-    known = ", ".join(f"{family.name} ({'/'.join(family.pipeline_classes)})" for family in FAMILIES)
+    pipeline_class = read_json(index).get("_class_name")
+    for spec in FAMILIES:
+        if pipeline_class in spec.pipeline_classes:
+            return spec
+    families = ", ".join(f"{spec.name} ({'/'.join(spec.pipeline_classes)})" for spec in FAMILIES)
     raise FamilyError(
-        f"the base model's pipeline class {named!r} belongs to no family that Latentline knows",
+        f"the base model's pipeline class {pipeline_class!r} belongs to no supported family",
         where=f"{index}, _class_name",
-        fix=f"set model.base to a model of one of these families: {known}",
+        fix=f"set model.base to a model of one of these families: {families}",
     )
 
 
-def detect(folder: Path, elsewhere: Mapping[str, Path] | None = None) -> Family:
-    """The family of the diffusers folder, ready to answer from its configurations; imports no torch.
+def detect(folder: Path, replaced: Mapping[str, Path] | None = None) -> Family:
+    """Return the base model in a diffusers folder with its family; imports no torch.
 
     Args:
-        folder: Holds `model_index.json`.
-        elsewhere: Folders of the components that are not taken from there.
+        folder: Folder that holds `model_index.json`.
+        replaced: Folders of the components that replace those in `folder`, by component.
 
     Raises:
-        FamilyError: As `family_spec`, or a configuration asks for what the family cannot do.
-        ModelError: A file that the family needs is missing or unreadable.
+        FamilyError: See `family_spec`.
+        ModelError: There is no readable `model_index.json`.
     """
-    return family_spec(folder)(folder, elsewhere)
+    return Family(family_spec(folder), ModelFolder(folder, replaced))

@@ -1,71 +1,39 @@
-"""FLUX.2 dev: klein's transformer with a guidance, told by a Mistral 3 that is given a system message."""
+"""FLUX.2 dev: klein's transformer with a guidance scale, conditioned on a Mistral 3 with a system message.
+
+Of the language model's processor only the tokenizer is loaded: captions need no more, and the image processor
+would require torchvision.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from pipeline.models.families.family import FamilySpec
+from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
+from pipeline.models.families.parts.latents import PatchedLatents
+from pipeline.models.families.parts.noise import FlowNoise
+from pipeline.models.families.parts.text import LanguageModelText
 
-from pipeline.models.families.base import Conditions
-from pipeline.models.families.flux2_blocks import TOKENS, Flux2Blocks
-
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-_TRAINING_GUIDANCE = 1.0
-"""Told to the transformer, whose guidance is distilled: at 1 the adapter learns no guidance of its own."""
-
-
-class Flux2Dev(Flux2Blocks):
-    """FLUX.2 dev.
-
-    Of the language model's processor the tokenizer alone is read: captions need no more, and its other half,
-    which is for images, needs torchvision.
-    """
-
-    name = "FLUX.2 dev"
-    pipeline_classes = ("Flux2Pipeline",)
-    components: ClassVar[Mapping[str, str]] = {
+FLUX2_DEV = FamilySpec(
+    name="FLUX.2 dev",
+    pipeline_classes=("Flux2Pipeline",),
+    components={
         "vae": "diffusers.AutoencoderKLFlux2",
         "tokenizer": "transformers.AutoTokenizer",
         "text_encoder": "transformers.Mistral3ForConditionalGeneration",
         "transformer": "diffusers.Flux2Transformer2DModel",
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
-    }
-    text_method = "mistral3 chat three layers padded, 1"
-    guidance_scale = 4.0
-    adds_marks = False
-
-    def token_limits(self) -> dict[str, int]:
-        """The pipeline's 512."""
-        return {"tokenizer": TOKENS}
-
-    def modelspec_architecture(self) -> str:
-        """The one name."""
-        return "flux-2-dev"
-
-    def tokenized(self, encoders: Any, caption: str) -> str:
-        """In the chat template, behind the pipeline's system message."""
-        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
-
-        messages = format_input([caption], encoders.system_message)
-        return encoders.tokenizer.apply_chat_template(messages, tokenize=False)[0]
-
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """`Flux2Pipeline.encode_prompt`."""
-        embedding, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=TOKENS
-        )
-        return {"text_embedding": embedding}
-
-    def predict(
-        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
-    ) -> Tensor:
-        """The transformer's sample, for a guidance of 1."""
-        guidance = noisy.new_full((len(noisy),), _TRAINING_GUIDANCE)
-        return self.sample(denoiser, noisy, timesteps, conditions["text_embedding"], guidance=guidance)
-
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """The caption alone: guidance is distilled."""
-        return {"prompt_embeds": text["text_embedding"]}
+    },
+    latents=PatchedLatents("autoencoder-kl-flux2 patched normalised, 1"),
+    text=LanguageModelText(
+        "mistral3 chat three layers padded, 1",
+        "families.flux2_dev:DevConditioner",
+        padding="stored",
+        adds_special_tokens=False,
+        tokens=512,
+        layers=3,
+    ),
+    noise=FlowNoise("families.flux2:Flux2Process"),
+    denoiser_call="families.flux2_dev:GuidedFlux2Call",
+    lora=FLUX2_KEYS,
+    architecture="flux-2-dev",
+    guidance_scale=4.0,
+)

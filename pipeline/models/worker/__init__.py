@@ -1,1 +1,1 @@
-"""Loading base models in launched processes; imports torch."""
+"""The side of model families that needs torch; only worker processes import it."""

@@ -1,25 +1,57 @@
-"""A base model with the parts that need torch; the entry point for worker processes."""
+"""A base model with the parts that need torch; the entry point of worker processes."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from pipeline.models.families import Family as WorkerFamily
-from pipeline.models.families import detect
+from pipeline.models.diffusers_folder import ModelFolder
+from pipeline.models.families import Family, FamilySpec, family_spec
+from pipeline.models.worker.denoiser import DenoiserCall
+from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.noise import NoiseProcess
+from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.vae import VaeCodec
 
-__all__ = ["WorkerFamily", "load_family"]
+
+class WorkerFamily(Family):
+    """A base model with its torch side.
+
+    Attributes:
+        vae: Pixels to latents and back.
+        text: Captions to text embeddings.
+        denoiser: Noisy latents to predictions.
+        noise: Noisy latents and targets at a timestep.
+        drawing: Previews.
+    """
+
+    def __init__(self, spec: FamilySpec, model: ModelFolder) -> None:
+        """Create the parts that the declaration names; no weights are loaded yet."""
+        super().__init__(spec, model)
+        self.vae: VaeCodec = part_class(spec.latents.codec)(self)
+        self.text: TextConditioner = part_class(spec.text.conditioner)(self)
+        self.denoiser: DenoiserCall = part_class(spec.denoiser_call)(self)
+        self.noise: NoiseProcess = part_class(spec.noise.process)(self)
+        self.drawing: PipelineDrawing = part_class(spec.drawing)(self, self.vae, self.text, self.denoiser)
 
 
-def load_family(folder: Path, elsewhere: Mapping[str, Path] | None = None) -> WorkerFamily:
-    """Return the family of a diffusers folder with its torch side; no weights are loaded yet.
+def part_class(path: str) -> Any:
+    """Return the class of an import path below this package, such as "vae:KLCodec"."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"pipeline.models.worker.{module}"), name)
+
+
+def load_family(folder: Path, replaced: Mapping[str, Path] | None = None) -> WorkerFamily:
+    """Return the base model in a diffusers folder with its torch side; no weights are loaded yet.
 
     Args:
         folder: Folder that holds `model_index.json`.
-        elsewhere: Folders of the components that are not taken from there.
+        replaced: Folders of the components that replace those in `folder`, by component.
 
     Raises:
         FamilyError: See `pipeline.models.families.detect`.
         ModelError: See `pipeline.models.families.detect`.
     """
-    return detect(folder, elsewhere)
+    return WorkerFamily(family_spec(folder), ModelFolder(folder, replaced))

@@ -1,16 +1,19 @@
-"""Loading the components of a base model with diffusers and transformers."""
+"""Load the components of a base model with diffusers and transformers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib
+import inspect
+from typing import Any
 
+import diffusers
+import torch
 from diffusers.utils import logging as diffusers_logging
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
-if TYPE_CHECKING:
-    from torch import nn
-
-    from pipeline.models.families import Family
+from pipeline.models.diffusers_folder import weight_variant
+from pipeline.models.families import Family
 
 
 def keep_quiet() -> None:
@@ -22,14 +25,60 @@ def keep_quiet() -> None:
 
 def component_class(family: Family, role: str) -> Any:
     """Return the class that `family.components` names for a component."""
-    return family.class_of(role)
+    library, _, name = family.components[role].rpartition(".")
+    return getattr(importlib.import_module(library), name)
 
 
 def pipeline_class(family: Family) -> Any:
     """Return the family's pipeline class of diffusers."""
-    return family.pipeline_class()
+    return getattr(diffusers, family.pipeline_classes[0])
 
 
 def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Module:
-    """Return a network of `family.components`, frozen and in evaluation mode."""
-    return family.load_component(role, dtype, device)
+    """Return a network of `family.components`, frozen and in evaluation mode.
+
+    Args:
+        family: Family of the base model.
+        role: Component, such as "vae".
+        dtype: "float16", "bfloat16" or "float32".
+        device: Anything that `torch.device` accepts.
+
+    Raises:
+        ModelError: The component has no weights.
+    """
+    return read_component(family, role, dtype).to(device)
+
+
+def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.Module:
+    """Return a network on the device where `from_pretrained` puts it; see `load_component`.
+
+    Args:
+        family: Family of the base model.
+        role: Component, such as "vae".
+        dtype: "float16", "bfloat16" or "float32".
+        **options: Further arguments of `from_pretrained`.
+    """
+    folder = family.component_folder(role)
+    options |= {"variant": weight_variant(folder), "dtype": getattr(torch, dtype)}
+    network = component_class(family, role).from_pretrained(folder, local_files_only=True, **options)
+    return network.requires_grad_(False).eval()
+
+
+def empty_components(pipeline: Any) -> dict[str, Any]:
+    """Return None for every component of a pipeline class, by the name of its constructor's argument.
+
+    Components are the arguments without a default or with None as default.
+    """
+    parameters = inspect.signature(pipeline.__init__).parameters
+    empty = inspect.Parameter.empty
+    names = [
+        name
+        for name, parameter in parameters.items()
+        if name != "self" and (parameter.default is empty or parameter.default is None)
+    ]
+    return dict.fromkeys(names)
+
+
+def unpacked_weight(network: nn.Module) -> nn.Parameter:
+    """Return a weight with the dtype that the network computes in; quantized weights are bytes."""
+    return next(weight for weight in network.parameters() if weight.is_floating_point())

@@ -18,9 +18,10 @@ def main(order_file: Path) -> None:
     watch_parent()
     with reporter() as report:
         from pipeline.models.worker.loading import keep_quiet
-        from pipeline.text_embeddings.worker.run import run
 
         keep_quiet()
+        from pipeline.text_embeddings.worker.run import run
+
         run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -15,7 +15,7 @@ from pipeline.encoding.outcome import Encoded, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family
-from pipeline.models.worker.parts import EncodedCaption
+from pipeline.models.worker.text import EncodedCaption
 from pipeline.processes.worker.devices import out_of_memory_as
 
 

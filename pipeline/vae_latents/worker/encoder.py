@@ -27,7 +27,7 @@ from pipeline.images.decode import File, load_pixels
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
 from pipeline.models.worker.family import load_family
-from pipeline.models.worker.parts import Posterior
+from pipeline.models.worker.vae import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
 from pipeline.storage.source import Source, source_at
@@ -99,7 +99,7 @@ class LatentEncoder:
             (answer,) = self._passes.answers([("a plain picture", plain)])
             outcome = self._finished(smallest, plain, answer)
             if isinstance(outcome, Failure):
-                raise wrong_model(probes, outcome, str(self._family.place("vae")))
+                raise wrong_model(probes, outcome, str(self._family.component_folder("vae")))
         return found
 
     def _of_one_shape(self, decoded: _Decoded, under_way: _UnderWay) -> Iterator[tuple[Job, Outcome]]:
@@ -193,7 +193,7 @@ class LatentEncoder:
             raise ModelError(
                 f"the VAE makes a latent of shape {wrong.pop()} of {job.name}, not of {expected} as its "
                 "configuration promises",
-                where=str(self._family.place("vae")),
+                where=str(self._family.component_folder("vae")),
                 fix="fetch the base model again: its weights and its config.json do not belong together",
             )
 

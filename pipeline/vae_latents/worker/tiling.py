@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pipeline.models.worker.parts import Posterior
+from pipeline.models.worker.vae import Posterior
 
 MIN_OVERLAP = 0.25
 """Share of a tile's edge that it has at least in common with its neighbour."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.errors import LaunchError
 from pipeline.models.worker.family import WorkerFamily
-from pipeline.models.worker.parts import Posterior
+from pipeline.models.worker.vae import Posterior
 from pipeline.processes.worker.devices import is_out_of_memory
 from pipeline.vae_latents.worker.tiling import tiled_posterior
 

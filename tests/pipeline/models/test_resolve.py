@@ -85,7 +85,7 @@ def test_a_folder_without_a_file_is_an_error_that_names_the_file(
 def test_a_truncated_weight_file_is_an_error_before_anything_is_loaded(tmp_path: Path, model: Path) -> None:
     weights = model / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cut short or damaged") as caught:
+    with pytest.raises(ModelError, match="truncated or damaged") as caught:
         check_local_base(recipe(tmp_path, model))
     assert caught.value.where == str(weights)
 

@@ -166,7 +166,7 @@ def test_text_encoders_that_do_not_fit_say_what_takes_less(
     cache, launch_here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each caption needs more than any machine has; the allocator itself refuses."""
-    needs = "pipeline.models.families.diffusers_family.DiffusersFamily.encode_caption"
+    needs = "pipeline.models.worker.text.TextConditioner.encode_caption"
     monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as caught:
         cached(cache, launch_here)

@@ -155,8 +155,8 @@ def test_the_parts_only_folder_provides_components_for_the_reference(tmp_path: P
     family = convert(plan, launch=convert_here)
     assert [each.name for each in plan.folder.iterdir()] == ["unet"]
     require_same(plan.folder, tiny_sdxl, ("unet",))
-    assert family.place("unet") == plan.folder / "unet"
-    assert all(each.is_file() for part in family.parts("denoiser") for each in part.contents)
+    assert family.component_folder("unet") == plan.folder / "unet"
+    assert all(each.is_file() for part in family.fingerprint_parts("denoiser") for each in part.contents)
     plan.folder.rename(tmp_path / "parts")
     with pytest.raises(ModelError, match="cannot replace the noise schedule"):
         planned(

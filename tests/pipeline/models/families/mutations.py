@@ -1,6 +1,7 @@
-"""Slips made on purpose in one family's file, in a copy of the sources, and which test files notice.
+"""Mutations of one family's parts in a copy of the sources, and the test files that notice them.
 
-A slip is code at the end of the family's file that changes what one of the class's own methods answers.
+A mutation replaces a part in the family's declaration by a subclass that changes one method's result, so that
+other families keep the part as it is.
 """
 
 from __future__ import annotations
@@ -10,95 +11,153 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from pipeline.models.families import FAMILIES, Family
+from pipeline.models.families import FAMILIES, FamilySpec
+from pipeline.models.worker.family import part_class
+from pipeline.models.worker.text import CachedPromptConditioner
 from pipeline.recipe import project_root
+from tools.docs.families_page import module_of
 
-SLIPS = {
-    "predict": "answer * 1.01",
-    "embed": "{name: tensor * 1.01 for name, tensor in answer.items()}",
-    "posterior": "type(answer)(answer.mean * 1.01, answer.std)",
-    "normalise": "answer * 1.01",
-    "denormalise": "answer * 1.01",
-    "decode": "answer * 0.99",
-    "timesteps": "answer * 0.99",
-    "lora_targets": "answer[1:]",
-    "kohya_layer": "type(answer)(answer.key + 'x', answer.modules)",
-    "comfyui_key": "answer + 'x'",
-    "prompt_arguments": "{name: flipped(name, value) for name, value in answer.items()}",
-    "prompt_answer": "(answer[0].flip(-1), *answer[1:])",
-    "token_limits": "{name: limit - 1 for name, limit in answer.items()}",
-    "count_tokens": "(*answer[:2], answer[2] and answer[2] + 6)",
-    "stack_texts": "{name: tensor.flip(-1) for name, tensor in answer.items()}",
-    "shift_sigma": "answer * 0.99",
-    "size_shift": "answer + 0.1",
+DECLARED = {
+    ("lora", "targets"): "result[1:]",
+    ("lora", "kohya_layer"): "type(result)(result.key + 'x', result.modules)",
+    ("lora", "comfyui_key"): "result + 'x'",
+    ("text", "token_limits"): "{name: limit - 1 for name, limit in result.items()}",
 }
-"""A method to what its `answer` becomes.
+"""Mutations of a declaration: part and method, and the expression that replaces the `result`."""
 
-Embeddings are flipped, for a factor is lost where they are normed. Counts given to a pipeline are one less.
+TORCH_SIDE = {
+    ("codec", "posterior"): "type(result)(result.mean * 1.01, result.std)",
+    ("codec", "normalise"): "result * 1.01",
+    ("codec", "denormalise"): "result * 1.01",
+    ("codec", "decode"): "result * 0.99",
+    ("conditioner", "embed"): "{name: tensor * 1.01 for name, tensor in result.items()}",
+    ("conditioner", "prompt_arguments"): "{name: changed(name, value) for name, value in result.items()}",
+    ("conditioner", "encoded_prompt"): "(result[0].flip(-1), *result[1:])",
+    ("conditioner", "count_tokens"): "(*result[:2], result[2] and result[2] + 6)",
+    ("conditioner", "stack"): "{name: tensor.flip(-1) for name, tensor in result.items()}",
+    ("denoiser", "predict"): "result * 1.01",
+    ("process", "shift_sigma"): "result * 0.99",
+    ("process", "size_shift"): "result + 0.1",
+}
+"""Mutations of the torch side.
+
+Embeddings that a pipeline gets are flipped, because a factor is lost where they are normalised. Counts
+that a pipeline gets are one less.
 """
 
-_CODE = """
+_FIELDS = {
+    "codec": "latents=replace({name}.latents, codec={path!r})",
+    "conditioner": "text=replace({name}.text, conditioner={path!r})",
+    "denoiser": "denoiser_call={path!r}",
+    "process": "noise=replace({name}.noise, process={path!r})",
+}
+"""Arguments of `dataclasses.replace` that put another class into the declaration."""
 
-def _slip_{method}(own):
-    def flipped(name, value):
-        if type(value) is int:
-            return value - 1
-        if "embeds" not in name or name.endswith("mask") or value is None:
-            return value
-        return [each.flip(-1) for each in value] if isinstance(value, list) else value.flip(-1)
+_DECLARED_CODE = """
 
-    def changed(*args, **kwargs):
-        answer = own(*args, **kwargs)
-        return {slip}
-    return changed
+class {subclass}(type({name}.{part})):
+    def {method}(self, *args, **kwargs):
+        result = super().{method}(*args, **kwargs)
+        return {expression}
 
 
-{family}.{method} = _slip_{method}({family}.{method})
+{name} = replace({name}, {part}={subclass}(**vars({name}.{part})))
+"""
+
+_TORCH_CODE = """
+
+class {subclass}(part_class({path!r})):
+    def {method}(self, *args, **kwargs):
+        def changed(name, value):
+            if type(value) is int:
+                return value - 1
+            if "embeds" not in name or name.endswith("mask") or value is None:
+                return value
+            return [each.flip(-1) for each in value] if isinstance(value, list) else value.flip(-1)
+
+        result = super().{method}(*args, **kwargs)
+        return {expression}
 """
 
 
-def module_of(family: type[Family]) -> str:
-    """The name of the family's file, without its suffix."""
-    return family.__module__.rsplit(".", 1)[-1]
+@dataclass(frozen=True)
+class Mutation:
+    """One changed method of one part of a family."""
+
+    spec: FamilySpec
+    part: str
+    method: str
+
+    def __str__(self) -> str:
+        return f"{module_of(self.spec)}-{self.part}-{self.method}"
 
 
 def proving_files() -> list[str]:
-    """Of all families; `test_page.py` compares them all, and is none's own."""
-    return [f"test_{module_of(family)}.py" for family in FAMILIES]
+    """Return the test files of all families."""
+    return [f"test_{module_of(spec)}.py" for spec in FAMILIES]
 
 
-def own_methods(family: type[Family]) -> list[str]:
-    """The methods that the family's file defines and that there is a slip for."""
-    return [method for method in SLIPS if method in vars(family)]
+def mutations_of(spec: FamilySpec) -> list[Mutation]:
+    """Return the mutations that the family's own tests should notice.
+
+    A noise process is the family's own matter only if it overrides the method itself.
+    """
+    applicable = [Mutation(spec, part, method) for part, method in DECLARED]
+    for part, method in TORCH_SIDE:
+        kind = part_class(_path(spec, part))
+        own = method in vars(kind) and kind.__module__.endswith(f".families.{module_of(spec)}")
+        if part == "process" and not own:
+            continue
+        if method == "prompt_arguments" and issubclass(kind, CachedPromptConditioner) and not own:
+            continue
+        if hasattr(kind, method):
+            applicable.append(Mutation(spec, part, method))
+    return applicable
 
 
 def copy_sources(folder: Path) -> Path:
-    """What the tests of the families need, in `folder`."""
-    for name in ("pipeline", "tests", "configs"):
+    """Copy what the tests of the families need into `folder`."""
+    for name in ("pipeline", "tests", "configs", "demo", "tools"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(project_root() / name, folder / name, ignore=ignored)
     shutil.copy(project_root() / "pyproject.toml", folder)
     return folder
 
 
-def slip(sources: Path, family: type[Family], methods: Iterable[str]) -> None:
-    """Change what each of `methods` answers, in the copy's file of the family."""
-    path = sources / "pipeline" / "families" / f"{module_of(family)}.py"
-    code = "".join(
-        _CODE.format(family=family.__name__, method=method, slip=SLIPS[method]) for method in methods
-    )
-    whole = (project_root() / "pipeline" / "families" / path.name).read_text(encoding="utf-8")
-    path.write_text(whole + code, encoding="utf-8")
+def apply(sources: Path, spec: FamilySpec, mutations: Iterable[Mutation]) -> None:
+    """Write mutations of one family into the copy; several of one part build on each other."""
+    name, module = _constant(spec), module_of(spec)
+    declared = "\nfrom dataclasses import replace\n"
+    torch_side = "\nfrom pipeline.models.worker.family import part_class\n"
+    paths = {part: _path(spec, part) for part in _FIELDS}
+    for number, mutation in enumerate(mutations):
+        part, method, subclass = mutation.part, mutation.method, f"Mutated{number}"
+        if (part, method) in DECLARED:
+            declared += _DECLARED_CODE.format(
+                name=name, part=part, method=method, subclass=subclass, expression=DECLARED[part, method]
+            )
+            continue
+        torch_side += _TORCH_CODE.format(
+            path=paths[part], method=method, subclass=subclass, expression=TORCH_SIDE[part, method]
+        )
+        paths[part] = f"families.{module}:{subclass}"
+        declared += f"{name} = replace({name}, {_FIELDS[part].format(name=name, path=paths[part])})\n"
+
+    for folder, code in (("families", declared), ("worker/families", torch_side)):
+        file = Path("pipeline/models") / folder / f"{module}.py"
+        original = (project_root() / file).read_text(encoding="utf-8")
+        (sources / file).write_text(original + code, encoding="utf-8")
 
 
 def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) -> set[str]:
-    """The test files, of `files`, with a test that fails on the copy."""
+    """Return the test files, of `files`, with a test that fails on the copy."""
     report = sources / "report.xml"
     report.unlink(missing_ok=True)
-    paths = [f"tests/pipeline/families/{name}" for name in files]
+    paths = [f"tests/pipeline/models/families/{name}" for name in files]
     command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", "not slow", *paths]
     environment = {**os.environ, "PYTHONPATH": str(sources)}
     environment.pop("PYTEST_XDIST_WORKER", None)
@@ -109,3 +168,20 @@ def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) ->
     cases = ElementTree.parse(report).getroot().iter("testcase")
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return {f"{case.get('classname', '').rsplit('.', 1)[-1]}.py" for case in failed}
+
+
+def _path(spec: FamilySpec, part: str) -> str:
+    """Return the import path of a part of the torch side."""
+    paths = {
+        "codec": spec.latents.codec,
+        "conditioner": spec.text.conditioner,
+        "denoiser": spec.denoiser_call,
+        "process": spec.noise.process,
+    }
+    return paths[part]
+
+
+def _constant(spec: FamilySpec) -> str:
+    """Return the name of the declaration in its module."""
+    module = sys.modules[f"pipeline.models.families.{module_of(spec)}"]
+    return next(name for name, value in vars(module).items() if value is spec)

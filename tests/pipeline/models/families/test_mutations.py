@@ -1,4 +1,4 @@
-"""A slip in one family's file is seen by the family's own tests, and by them alone."""
+"""A mutation of one family is noticed by the family's own tests, and by no others."""
 
 from __future__ import annotations
 
@@ -6,39 +6,40 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.models.families import FAMILIES, Family
+from pipeline.models.families import FAMILIES, FamilySpec
 from tests.pipeline.models.families.mutations import (
+    Mutation,
+    apply,
     copy_sources,
     failing,
-    module_of,
-    own_methods,
+    mutations_of,
     proving_files,
-    slip,
 )
+from tools.docs.families_page import module_of
 
-SINGLE = [(family, method) for family in FAMILIES for method in own_methods(family)]
+SINGLE = [mutation for spec in FAMILIES for mutation in mutations_of(spec)]
 
 
-def test_every_family_has_a_file_of_its_own_with_something_to_slip_in() -> None:
-    assert len({module_of(family) for family in FAMILIES}) == len(FAMILIES)
-    assert [family.name for family in FAMILIES if not own_methods(family)] == []
+def test_every_family_has_its_own_file_and_mutations() -> None:
+    assert len({module_of(spec) for spec in FAMILIES}) == len(FAMILIES)
+    assert {mutation.spec.name for mutation in SINGLE} == {spec.name for spec in FAMILIES}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)  # runs the tests of all families
-@pytest.mark.parametrize("family", FAMILIES, ids=module_of)
-def test_slips_in_every_method_of_one_family_fail_its_own_tests_alone(
-    family: type[Family], tmp_path: Path
+@pytest.mark.parametrize("spec", FAMILIES, ids=module_of)
+def test_all_mutations_of_one_family_fail_its_own_tests_and_no_others(
+    spec: FamilySpec, tmp_path: Path
 ) -> None:
     sources = copy_sources(tmp_path / "copy")
-    slip(sources, family, own_methods(family))
-    assert failing(sources, proving_files()) == {f"test_{module_of(family)}.py"}
+    apply(sources, spec, mutations_of(spec))
+    assert failing(sources, proving_files()) == {f"test_{module_of(spec)}.py"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "method"), SINGLE, ids=lambda value: getattr(value, "__name__", value))
-def test_each_single_slip_is_seen(family: type[Family], method: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mutation", SINGLE, ids=str)
+def test_each_single_mutation_is_noticed(mutation: Mutation, tmp_path: Path) -> None:
     sources = copy_sources(tmp_path / "copy")
-    own = f"test_{module_of(family)}.py"
-    slip(sources, family, [method])
-    assert failing(sources, [own], first_only=True) == {own}
+    own_tests = f"test_{module_of(mutation.spec)}.py"
+    apply(sources, mutation.spec, [mutation])
+    assert failing(sources, [own_tests], first_only=True) == {own_tests}

@@ -110,7 +110,7 @@ def test_what_the_configurations_say_is_known_without_torch(tiny_sd: Path) -> No
         "f = detect(Path(sys.argv[1]))\n"
         "print(f.latent_shape(Size(64, 96)), f.text_shapes(), f.max_length(), f.prediction_type(),\n"
         "      f.size_multiple(), f.modelspec_architecture(),\n"
-        "      [len(f.parts(use)) for use in ('latents', 'text', 'denoiser')],\n"
+        "      [len(f.fingerprint_parts(use)) for use in ('latents', 'text', 'denoiser')],\n"
         "      'torch' in sys.modules, 'diffusers' in sys.modules, 'transformers' in sys.modules)"
     )
     root = str(Path(__file__).parents[4])

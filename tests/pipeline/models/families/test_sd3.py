@@ -87,7 +87,7 @@ def test_without_t5_its_tokens_are_zeros_as_diffusers_has_them(tmp_path: Path) -
     make_tiny_sd3(tmp_path, t5_encoder=False)
     family = load_family(tmp_path)
     assert family.max_length() == 77
-    assert [part.role for part in family.parts("text")] == [
+    assert [part.role for part in family.fingerprint_parts("text")] == [
         "tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"
     ]  # fmt: skip
     encoded = family.text.encode_caption(family.text.load("float32", "cpu"), "cat " * 80)

@@ -112,7 +112,7 @@ def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprin
             load_component(each, role, "float32", "cpu").state_dict() for each in (family, changed)
         )
         torch.testing.assert_close(got, expected, rtol=0, atol=0)
-    assert hashes.of(changed.parts("latents")) == hashes.of(family.parts("latents"))
+    assert hashes.of(changed.fingerprint_parts("latents")) == hashes.of(family.fingerprint_parts("latents"))
 
 
 class ChannelCase(StableDiffusionXLCase):
@@ -148,7 +148,7 @@ def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_giv
 ) -> None:
     ChannelCase().make(tmp_path)
     changed = load_family(tmp_path)
-    assert changed.method_of_latents() != family.method_of_latents() == family.latent_method
+    assert changed.latent_method() != family.latent_method() == family.spec.latents.method
     vae, draw = changed.vae.load("float32", "cpu"), torch.Generator().manual_seed(1)
     pixels = torch.rand(1, 3, 64, 64, generator=draw) * 2 - 1
     posterior = changed.vae.posterior(vae, pixels)

@@ -12,8 +12,8 @@ from PIL import Image
 
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
-from pipeline.models.families.diffusers_family import unpacked_weight
 from pipeline.models.worker.family import load_family
+from pipeline.models.worker.loading import unpacked_weight
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.previews import draw_previews

@@ -70,8 +70,8 @@ def test_without_the_key_training_loads_no_text_encoder_and_no_vae(
     def loads(*_: Any) -> Any:
         pytest.fail("a VAE or a text encoder was loaded")
 
-    for name in ("load_vae", "load_text_encoders", "load_pipeline"):
-        monkeypatch.setattr(type(family), name, loads)
+    for part, name in ((family.vae, "load"), (family.text, "load"), (family.drawing, "load_pipeline")):
+        monkeypatch.setattr(type(part), name, loads)
     assert train(order, Silent(), StopRequest())
     with pytest.raises(pytest.fail.Exception, match="was loaded"):
         engine_of(replace(order, recipe=project_of(make_project).recipe))

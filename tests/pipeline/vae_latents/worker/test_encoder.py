@@ -19,7 +19,7 @@ from pipeline.encoding.jobs import Job, Order, write_order
 from pipeline.encoding.outcome import Encoded, Failure
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
-from pipeline.models.worker.parts import Posterior
+from pipeline.models.worker.vae import Posterior
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 

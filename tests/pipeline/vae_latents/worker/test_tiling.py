@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import avg_pool2d
 
-from pipeline.models.worker.parts import Posterior
+from pipeline.models.worker.vae import Posterior
 from pipeline.vae_latents.worker.tiling import MIN_OVERLAP, tile_starts, tiled_posterior
 
 FACTOR = 8

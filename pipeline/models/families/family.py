@@ -1,0 +1,257 @@
+"""The declaration of a model family, and a base model of a family in a local diffusers folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pipeline.images.geometry import Size
+from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weight_files
+from pipeline.models.families.parts.latents import LatentSpec
+from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
+from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
+from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
+from pipeline.models.fingerprints import ModelPart
+
+Use = Literal["latents", "text", "denoiser"]
+"""What a part of the base model decides: latents, text embeddings, or the training."""
+
+Denoiser = Literal["unet", "transformer"]
+"""Component of the diffusers pipeline that training adapts."""
+
+
+def no_options(model: ModelFolder) -> dict[str, Any]:
+    """Return no settings of the pipeline's constructor."""
+    return {}
+
+
+@dataclass(frozen=True)
+class FamilySpec:
+    """The declaration of a model family: the parts that a base model of this family consists of.
+
+    Import paths such as "vae:KLCodec" are below `pipeline.models.worker`.
+
+    Attributes:
+        name: Display name.
+        pipeline_classes: Values of `_class_name` in `model_index.json` that belong to the family.
+        components: Subfolders that are used, each with its class as `library.Class`; no other component is
+            downloaded or loaded.
+        latents: Latent geometry and VAE codec.
+        text: Shapes of text embeddings and text conditioner.
+        noise: Noise process.
+        denoiser_call: Import path of the denoiser call.
+        lora: Modules that get adapters, and their names in LoRA files.
+        architecture: The base model's name in the ModelSpec metadata of LoRA files, without "/lora".
+        guidance_scale: Guidance scale of previews.
+        denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
+        drawing: Import path of the part that draws previews.
+        pipeline_options: Settings of the pipeline's constructor that differ from its defaults.
+    """
+
+    name: str
+    pipeline_classes: tuple[str, ...]
+    components: Mapping[str, str]
+    latents: LatentSpec
+    text: TextSpec
+    noise: NoiseSpec
+    denoiser_call: str
+    lora: LoraKeys
+    architecture: str | Callable[[ModelFolder], str]
+    guidance_scale: float
+    denoiser_name: Denoiser = "transformer"
+    drawing: str = "drawing:PipelineDrawing"
+    pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
+
+    @property
+    def trains_text_encoders(self) -> bool:
+        """Whether a LoRA may adapt the text encoders."""
+        return self.text.trains_encoders
+
+
+class Family:
+    """A base model of one family: its declaration applied to the configuration files of its folder.
+
+    Everything here is read from configurations; see `pipeline.models.worker.family` for the side that needs
+    torch.
+
+    Attributes:
+        spec: Declaration of the family.
+        model: Folder of the base model.
+    """
+
+    def __init__(self, spec: FamilySpec, model: ModelFolder) -> None:
+        """Combine the two; no file is read yet."""
+        self.spec = spec
+        self.model = model
+
+    @property
+    def name(self) -> str:
+        """Display name of the family."""
+        return self.spec.name
+
+    @property
+    def pipeline_classes(self) -> tuple[str, ...]:
+        """See `FamilySpec.pipeline_classes`."""
+        return self.spec.pipeline_classes
+
+    @property
+    def components(self) -> Mapping[str, str]:
+        """See `FamilySpec.components`."""
+        return self.spec.components
+
+    @property
+    def denoiser_name(self) -> Denoiser:
+        """See `FamilySpec.denoiser_name`."""
+        return self.spec.denoiser_name
+
+    @property
+    def guidance_scale(self) -> float:
+        """See `FamilySpec.guidance_scale`."""
+        return self.spec.guidance_scale
+
+    @property
+    def folder(self) -> Path:
+        """Folder that holds `model_index.json`."""
+        return self.model.path
+
+    @property
+    def replaced(self) -> dict[str, Path]:
+        """Folders of the components that replace those in `folder`, by component."""
+        return self.model.replaced
+
+    @property
+    def index(self) -> dict[str, Any]:
+        """Content of `model_index.json`."""
+        return self.model.index
+
+    @property
+    def denoiser_config(self) -> dict[str, Any]:
+        """Configuration of the denoiser."""
+        return self.model.config(self.spec.denoiser_name)
+
+    @property
+    def scheduler_config(self) -> dict[str, Any]:
+        """Configuration of the noise schedule."""
+        return self.model.config("scheduler")
+
+    def component_folder(self, role: str) -> Path:
+        """Return the folder of a component, which need not exist."""
+        return self.model.component(role)
+
+    def fingerprint_parts(self, use: Use) -> tuple[ModelPart, ...]:
+        """Return the parts of the base model that decide the bytes of `use`, in a fixed order.
+
+        Raises:
+            ModelError: A file of them is missing.
+        """
+        if use == "latents":
+            return (self._network_part("vae"),)
+        if use == "text":
+            return tuple(
+                self._network_part(role)
+                if role.startswith("text_encoder")
+                else ModelPart(role, *tokenizer_files(self.model.component(role)))
+                for role in self.text_roles()
+            )
+        scheduler = ModelPart("scheduler", (self.model.config_file("scheduler"),), ())
+        return self._network_part(self.spec.denoiser_name), scheduler
+
+    def _network_part(self, role: str) -> ModelPart:
+        folder = self.model.component(role)
+        return ModelPart(role, (folder / "config.json",), weight_files(folder))
+
+    # Latents
+
+    def size_multiple(self) -> int:
+        """See `LatentSpec.size_multiple`."""
+        return self.spec.latents.size_multiple(self.model)
+
+    def latent_shape(self, target: Size) -> tuple[int, int, int]:
+        """See `LatentSpec.shape`."""
+        return self.spec.latents.shape(self.model, target)
+
+    def latent_method(self) -> str:
+        """See `LatentSpec.method_of`."""
+        return self.spec.latents.method_of(self.model)
+
+    @property
+    def vae_factor(self) -> int:
+        """Number of pixels per latent value along an edge."""
+        return self.spec.latents.factor(self.model)
+
+    # Text
+
+    @property
+    def text_method(self) -> str:
+        """See `TextSpec.method`."""
+        return self.spec.text.method
+
+    @property
+    def text_padding(self) -> TextPadding:
+        """See `TextSpec.padding`."""
+        return self.spec.text.padding
+
+    def text_roles(self) -> tuple[str, ...]:
+        """See `TextSpec.roles`."""
+        return self.spec.text.roles(self.model, self.spec.components)
+
+    def text_shapes(self) -> Shapes:
+        """See `TextSpec.shapes`."""
+        return self.spec.text.shapes(self.model)
+
+    @cached_property
+    def _token_limits(self) -> dict[str, int]:
+        return self.spec.text.token_limits(self.model)
+
+    def token_limits(self) -> dict[str, int]:
+        """See `TextSpec.token_limits`."""
+        return self._token_limits
+
+    def max_length(self) -> int:
+        """See `TextSpec.max_length`."""
+        return self.spec.text.max_length(self.model)
+
+    def trainable_text_encoders(self) -> Mapping[str, ClipLora]:
+        """See `TextSpec.trainable_encoders`."""
+        return self.spec.text.trainable_encoders(self.model)
+
+    # Noise
+
+    @property
+    def density(self) -> Density:
+        """See `NoiseSpec.density`."""
+        return self.spec.noise.density
+
+    def prediction_type(self) -> Prediction:
+        """See `NoiseSpec.prediction_type`."""
+        return self.spec.noise.prediction_type(self.model)
+
+    def timestep_facts(self) -> dict[str, Any]:
+        """See `NoiseSpec.timestep_facts`."""
+        return self.spec.noise.timestep_facts(self.model)
+
+    # LoRA files
+
+    def lora_targets(self) -> list[str]:
+        """See `LoraKeys.targets`."""
+        return self.spec.lora.targets(self.model)
+
+    def kohya_layer(self, module: str) -> Layer:
+        """See `LoraKeys.kohya_layer`."""
+        return self.spec.lora.kohya_layer(self.model, module)
+
+    def comfyui_key(self, module: str) -> str:
+        """See `LoraKeys.comfyui_key`."""
+        return self.spec.lora.comfyui_key(self.model, module)
+
+    def kohya_loads(self) -> bool:
+        """See `LoraKeys.reads_kohya`."""
+        return self.spec.lora.reads_kohya(self.model)
+
+    def modelspec_architecture(self) -> str:
+        """See `FamilySpec.architecture`."""
+        architecture = self.spec.architecture
+        return architecture(self.model) if callable(architecture) else architecture

@@ -1,0 +1,113 @@
+"""Noise processes: diffusion with a table of betas, and flow matching along a straight line."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pipeline.errors import FamilyError
+from pipeline.models.diffusers_folder import ModelFolder
+
+BetaPrediction = Literal["epsilon", "v_prediction"]
+"""Target of a model with a table of betas: the noise, or the velocity of https://arxiv.org/abs/2202.00512."""
+
+Prediction = Literal[BetaPrediction, "flow"]
+"""What the denoiser predicts; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
+
+Density = Literal["uniform", "logit_normal", "mode"]
+"""Distribution of the noise levels drawn in training, from 0 (no noise) to 1 (only noise)."""
+
+_SHIFT_KEYS = (
+    "shift",
+    "use_dynamic_shifting",
+    "base_shift",
+    "max_shift",
+    "base_image_seq_len",
+    "max_image_seq_len",
+    "time_shift_type",
+)
+"""Keys of a flow schedule's configuration that decide how noise levels become timesteps."""
+
+
+@dataclass(frozen=True)
+class NoiseSpec(ABC):
+    """A noise process.
+
+    Attributes:
+        process: Import path of the noise process below `pipeline.models.worker`.
+        density: Distribution of noise levels unless the recipe names one.
+    """
+
+    process: str
+    density: Density
+
+    @abstractmethod
+    def prediction_type(self, model: ModelFolder) -> Prediction:
+        """Return what the denoiser predicts, according to the scheduler's configuration."""
+
+    @abstractmethod
+    def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
+        """Return everything that decides the timestep of a noise level, JSON-serialisable."""
+
+
+@dataclass(frozen=True)
+class BetaNoise(NoiseSpec):
+    """Noise with a table of betas, with epsilon or v-prediction, as in `DDPMScheduler`."""
+
+    process: str = "noise:BetaProcess"
+    density: Density = "uniform"
+
+    def prediction_type(self, model: ModelFolder) -> BetaPrediction:
+        """Return `prediction_type` of the scheduler's configuration, epsilon by default.
+
+        Raises:
+            FamilyError: The prediction type is another one, such as "sample", or the schedule is EDM's.
+        """
+        config, path = model.config("scheduler"), str(model.config_file("scheduler"))
+        schedule = str(config.get("_class_name", ""))
+        if schedule.startswith("EDM"):
+            raise FamilyError(
+                f"the noise schedule {schedule} cannot be trained",
+                where=path,
+                fix="use a base model with a table of betas, such as with a DDIM, Euler or PNDM scheduler",
+            )
+        prediction = config.get("prediction_type", "epsilon")
+        if prediction not in ("epsilon", "v_prediction"):
+            raise FamilyError(
+                f"prediction_type must be epsilon or v_prediction, got {prediction!r}",
+                where=path,
+                fix="use a base model with one of these prediction types",
+            )
+        return prediction
+
+    def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
+        """Return nothing: the schedule is part of the denoiser's fingerprint."""
+        return {}
+
+
+@dataclass(frozen=True)
+class FlowNoise(NoiseSpec):
+    """Noise along a straight line, with timesteps shifted as the scheduler's configuration says."""
+
+    process: str = "noise:FlowProcess"
+    density: Density = "logit_normal"
+
+    def prediction_type(self, model: ModelFolder) -> Prediction:
+        """Return "flow"."""
+        return "flow"
+
+    def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
+        """Return the schedule's settings of the shift."""
+        return {name: model.config("scheduler").get(name) for name in _SHIFT_KEYS}
+
+
+@dataclass(frozen=True)
+class SolverFlowNoise(FlowNoise):
+    """Flow matching for models published with another solver's configuration, which has a `flow_shift`."""
+
+    process: str = "noise:SolverFlowProcess"
+
+    def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
+        """Return the schedule's settings of the shift, `flow_shift` included."""
+        return {**super().timestep_facts(model), "flow_shift": model.config("scheduler").get("flow_shift")}

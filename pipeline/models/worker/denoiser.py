@@ -1,0 +1,113 @@
+"""Denoiser calls: from a noisy latent, a timestep and conditions to the denoiser's prediction.
+
+Letters of shapes: B samples, T tokens, D embedding width, C latent channels, h and w latent edges.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.families import Family
+from pipeline.models.worker.loading import load_component, pipeline_class, read_component
+
+Conditions: TypeAlias = Mapping[str, Tensor]
+"""Everything the denoiser is conditioned on; each family uses what it needs.
+
+Always `original_size_hw`, `crop_top_left` and `target_size_hw`, int tensors (B, 2), and `text_embedding`
+(B, T, D); with some families `pooled_text_embedding` (B, D) or `text_mask` (B, T).
+"""
+
+
+class DenoiserCall(ABC):
+    """The network that training adapts.
+
+    Attributes:
+        family: Family of the base model.
+    """
+
+    def __init__(self, family: Family) -> None:
+        """Record the family; the network is loaded by `load`."""
+        self.family = family
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Configuration of the denoiser."""
+        return self.family.denoiser_config
+
+    @property
+    def pipeline(self) -> Any:
+        """The family's pipeline class of diffusers, for its functions that pack and number tokens."""
+        return pipeline_class(self.family)
+
+    @property
+    def num_timesteps(self) -> int:
+        """Timestep at which the latent is all noise."""
+        return int(self.family.scheduler_config.get("num_train_timesteps", 1000))
+
+    def load(self, dtype: str, device: str, *, quantization: Any = None) -> nn.Module:
+        """Return the network, frozen and in evaluation mode.
+
+        Args:
+            dtype: Number format of the weights, and of what is multiplied with quantized ones.
+            device: Anything that `torch.device` accepts.
+            quantization: Quantization config of diffusers; None leaves the weights unquantized.
+        """
+        name = self.family.denoiser_name
+        if quantization is None:
+            return load_component(self.family, name, dtype, device)
+        options = {"quantization_config": quantization}
+        if quantization.quant_method.value == "torchao":
+            # torchao quantizes weights on the CPU, and leaves those with a device map as they are.
+            return read_component(self.family, name, dtype, **options).to(device)
+        # bitsandbytes quantizes weights that are mapped to a GPU, and they cannot be moved afterwards.
+        return read_component(self.family, name, dtype, **options, device_map={"": device})
+
+    def recompute_activations(self, denoiser: nn.Module) -> None:
+        """Let the backward pass recompute activations: less memory, the same gradients.
+
+        Raises:
+            ValueError: The denoiser's class does not support it.
+        """
+        cast("Any", denoiser).enable_gradient_checkpointing()
+
+    @abstractmethod
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """Return the prediction (B, C, h, w) for `noisy` (B, C, h, w) at `timesteps` (B,)."""
+
+
+class UNetCall(DenoiserCall):
+    """A UNet conditioned on `text_embedding`, as in Stable Diffusion 1 and 2."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        return denoiser(noisy, timesteps, encoder_hidden_states=conditions["text_embedding"]).sample
+
+
+class SizedUNetCall(DenoiserCall):
+    """A UNet conditioned on both text tensors, sizes and crop: https://arxiv.org/abs/2307.01952, 2.2."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`.
+
+        The six time ids are original height and width, crop top and left, target height and width. They stay
+        float32 until they are embedded, because half precision would round sizes.
+        """
+        names = ("original_size_hw", "crop_top_left", "target_size_hw")
+        time_ids = torch.cat([conditions[name] for name in names], dim=1).float()
+        return denoiser(
+            noisy,
+            timesteps,
+            encoder_hidden_states=conditions["text_embedding"],
+            added_cond_kwargs={"text_embeds": conditions["pooled_text_embedding"], "time_ids": time_ids},
+        ).sample

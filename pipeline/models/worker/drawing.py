@@ -1,0 +1,123 @@
+"""Draw previews with the family's diffusers pipeline, from stored text embeddings."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.images.geometry import Size
+from pipeline.models.families import Family
+from pipeline.models.worker.denoiser import DenoiserCall
+from pipeline.models.worker.loading import empty_components, pipeline_class, unpacked_weight
+from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.vae import VaeCodec
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+
+class PipelineDrawing:
+    """The diffusers pipeline of a base model, without text encoders.
+
+    Attributes:
+        family: Family of the base model.
+        vae: Codec that loads the VAE.
+        text: Conditioner that stacks text embeddings and names the pipeline's arguments.
+        denoiser: Call that loads the denoiser.
+    """
+
+    def __init__(self, family: Family, vae: VaeCodec, text: TextConditioner, denoiser: DenoiserCall) -> None:
+        """Record the parts; nothing is loaded yet."""
+        self.family = family
+        self.vae = vae
+        self.text = text
+        self.denoiser = denoiser
+
+    def load_pipeline(self, *, denoiser: nn.Module | None = None, dtype: str, device: str) -> Any:
+        """Return the pipeline for `draw`, silent and without a safety checker.
+
+        The VAE decodes in `dtype` even under autocast, in which SDXL's would overflow to black.
+
+        Args:
+            denoiser: Network to draw with, including its adapter; None loads the base model's own.
+            dtype: Number format of what is loaded.
+            device: Device to draw on.
+        """
+        kind = pipeline_class(self.family)
+        components = empty_components(kind)
+        del components["scheduler"]  # from_pretrained loads the base model's own
+
+        components["vae"] = self.vae.load(dtype, device)
+        components[self.family.denoiser_name] = (
+            denoiser if denoiser is not None else self.denoiser.load(dtype, device)
+        )
+        options = self.family.spec.pipeline_options(self.family.model)
+        pipeline = kind.from_pretrained(
+            self.family.folder, **{**components, **options}, local_files_only=True
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        _decode_without_autocast(components["vae"])
+        return pipeline
+
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """Make the pipeline accept exactly this size; most pipelines do anyway."""
+
+    def draw(
+        self,
+        pipeline: Any,
+        text: Mapping[str, Tensor],
+        empty_text: Mapping[str, Tensor],
+        *,
+        size: Size,
+        steps: int,
+        seed: int,
+    ) -> Image.Image:
+        """Return one picture, which is the same for the same seed on the same device.
+
+        Args:
+            pipeline: Result of `load_pipeline`.
+            text: Tensors of the caption's entry.
+            empty_text: Tensors of the empty caption's entry, for guidance.
+            size: Size in pixels, multiples of the family's size multiple.
+            steps: Number of denoising steps, at least 1.
+            seed: Seed of the first noise, which is drawn on the CPU.
+        """
+        weight = unpacked_weight(getattr(pipeline, self.family.denoiser_name))
+        stacked = self.text.stack([text, empty_text])
+        prompt, negative = (
+            {name: rows[index : index + 1].to(weight.device, weight.dtype) for name, rows in stacked.items()}
+            for index in (0, 1)
+        )
+
+        self.allow_size(pipeline, size)
+        pictures, *_ = pipeline(
+            **self.text.prompt_arguments(pipeline, prompt, negative),
+            height=size.height,
+            width=size.width,
+            num_inference_steps=steps,
+            guidance_scale=self.family.guidance_scale,
+            generator=torch.Generator("cpu").manual_seed(seed),
+            return_dict=False,
+        )
+        return pictures[0]
+
+
+def _decode_without_autocast(vae: nn.Module) -> None:
+    """Make `vae.decode` accept latents of any dtype and ignore autocast.
+
+    The replacement refers to the VAE weakly: a strong reference would be a cycle, and keep the VAE in memory
+    after its last use.
+    """
+    decode, vae_reference = cast("Any", type(vae)).decode, weakref.ref(vae)
+
+    def decode_in_own_dtype(latent: Tensor, *arguments: Any, **options: Any) -> Any:
+        network = cast("nn.Module", vae_reference())
+        weight = unpacked_weight(network)
+        with torch.autocast(weight.device.type, enabled=False):
+            return decode(network, latent.to(weight.dtype), *arguments, **options)
+
+    cast("Any", vae).decode = decode_in_own_dtype

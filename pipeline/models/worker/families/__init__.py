@@ -1,0 +1,1 @@
+"""Parts that are particular to one model family; shared parts are one level up."""

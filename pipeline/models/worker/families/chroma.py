@@ -1,0 +1,60 @@
+"""Chroma."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipeline.models.families.chroma import T5_TOKENS
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
+from pipeline.models.worker.text import TextConditioner
+
+
+class MaskedT5Conditioner(TextConditioner):
+    """T5's hidden states and the mask of the tokens that count."""
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, _, mask, *_ = encoders.encode_prompt(
+            caption,
+            device=encoders.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=T5_TOKENS,
+        )
+        return {"text_embedding": embedding, "text_mask": mask}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"]}
+
+
+class ChromaCall(DenoiserCall):
+    """The transformer over packed latents, with an attention mask."""
+
+    def recompute_activations(self, denoiser: nn.Module) -> None:
+        """Checkpoint each block here: diffusers 0.42 drops the mask where it recomputes single blocks."""
+        model = cast("Any", denoiser)
+        for block in (*model.transformer_blocks, *model.single_transformer_blocks):
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        text, image = conditions["text_embedding"], pack(self.pipeline, noisy)
+        image_mask = conditions["text_mask"].new_ones(image["hidden_states"].shape[:2])
+        tokens = denoiser(
+            **image,
+            timestep=timesteps / self.num_timesteps,
+            encoder_hidden_states=text,
+            txt_ids=text_ids(text),
+            attention_mask=torch.cat([conditions["text_mask"], image_mask], dim=1),
+            return_dict=False,
+        )[0]
+        return unpack(self.pipeline, tokens, noisy, self.family.vae_factor)

@@ -1,0 +1,76 @@
+"""CogView4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.pipelines.cogview4.pipeline_cogview4 import calculate_shift
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.noise import FlowProcess
+from pipeline.models.worker.text import TextConditioner, unpadded
+
+_SIZE_ARGUMENTS = {
+    "original_size": "original_size_hw",
+    "target_size": "target_size_hw",
+    "crop_coords": "crop_top_left",
+}
+"""The transformer's arguments, by condition."""
+
+
+class CogView4Conditioner(TextConditioner):
+    """The hidden states of a GLM."""
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, _ = encoders.encode_prompt(
+            caption,
+            do_classifier_free_guidance=False,
+            device=encoders.text_encoder.device,
+            max_sequence_length=self.family.max_length(),
+        )
+        return {"text_embedding": embedding}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])[0].unsqueeze(0)}
+
+
+class CogView4Call(DenoiserCall):
+    """The transformer conditioned on sizes and crop."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`; one call per sample, because no mask hides padding from the others."""
+        texts = unpadded(conditions["text_embedding"], conditions["text_mask"])
+        predictions: list[Tensor] = []
+        for index, text in enumerate(texts):
+            sample = slice(index, index + 1)
+            sizes = {name: conditions[source][sample].float() for name, source in _SIZE_ARGUMENTS.items()}
+            prediction = denoiser(
+                hidden_states=noisy[sample],
+                encoder_hidden_states=text[None],
+                timestep=timesteps[sample],
+                **sizes,
+                return_dict=False,
+            )
+            predictions.append(prediction[0])
+        return torch.cat(predictions)
+
+
+class CogView4Process(FlowProcess):
+    """Flow matching with the pipeline's shift, which grows with the square root of the number of tokens."""
+
+    def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
+        """See `FlowProcess.size_shift`."""
+        config = scheduler.config
+        return calculate_shift(
+            self.num_tokens(latent_shape),
+            config.get("base_image_seq_len", 256),
+            config.get("base_shift", 0.25),
+            config.get("max_shift", 0.75),
+        )

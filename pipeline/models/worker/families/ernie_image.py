@@ -1,0 +1,46 @@
+"""ERNIE-Image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.text import TextConditioner, unpadded
+
+
+class ErnieConditioner(TextConditioner):
+    """The hidden states of a Mistral 3."""
+
+    def load(self, dtype: str, device: str) -> Any:
+        """See `TextConditioner.load`; the tokenizer cuts captions at the family's limit."""
+        pipeline = super().load(dtype, device)
+        pipeline.tokenizer.model_max_length = self.family.max_length()
+        return pipeline
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        states = encoders.encode_prompt(caption, encoders.text_encoder.device)
+        return {"text_embedding": states[0][None]}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])}
+
+
+class ErnieImageCall(DenoiserCall):
+    """The single-stream transformer."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        return denoiser(
+            hidden_states=noisy,
+            timestep=timesteps,
+            text_bth=conditions["text_embedding"],
+            text_lens=conditions["text_mask"].sum(dim=1).long(),
+            return_dict=False,
+        )[0]

@@ -1,0 +1,65 @@
+"""FLUX.1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.families.flux import has_guidance
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
+from pipeline.models.worker.text import TextConditioner
+
+_TRAINING_GUIDANCE = 1.0
+"""Guidance scale in training: dev's guidance is distilled, and at 1 the adapter learns none of its own."""
+
+
+class T5AndClipConditioner(TextConditioner):
+    """T5's hidden states, and CLIP's pooled output."""
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, pooled, _ = encoders.encode_prompt(
+            caption, device=encoders.text_encoder.device, max_sequence_length=self.family.max_length()
+        )
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {
+            "prompt_embeds": text["text_embedding"],
+            "pooled_prompt_embeds": text["pooled_text_embedding"],
+        }
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the caption's arguments alone, because guidance is distilled."""
+        return self.prompt_tensors(text)
+
+
+class FluxCall(DenoiserCall):
+    """The transformer over packed latents."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        guidance = None
+        if has_guidance(self.family.model):
+            guidance = torch.full((len(noisy),), _TRAINING_GUIDANCE, device=noisy.device)
+
+        text = conditions["text_embedding"]
+        tokens = denoiser(
+            **pack(self.pipeline, noisy),
+            timestep=timesteps / self.num_timesteps,
+            guidance=guidance,
+            pooled_projections=conditions["pooled_text_embedding"],
+            encoder_hidden_states=text,
+            txt_ids=text_ids(text),
+            return_dict=False,
+        )[0]
+        return unpack(self.pipeline, tokens, noisy, self.family.vae_factor)

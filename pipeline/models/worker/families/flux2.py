@@ -1,0 +1,67 @@
+"""FLUX.2 klein, and what FLUX.2 dev shares with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.noise import FlowProcess
+from pipeline.models.worker.text import TextConditioner, chat_prompt
+
+_PIPELINE_STEPS = 50
+"""Default number of denoising steps of the pipelines, which their shift depends on."""
+
+
+class KleinConditioner(TextConditioner):
+    """A Qwen3 behind its chat template."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """See `TextConditioner.prompt`."""
+        return chat_prompt(encoders.tokenizer, caption, enable_thinking=False)
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, _ = encoders.encode_prompt(
+            caption, device=encoders.text_encoder.device, max_sequence_length=self.family.max_length()
+        )
+        return {"text_embedding": embedding}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`; a distilled model ignores the negative prompt."""
+        return {"prompt_embeds": text["text_embedding"]}
+
+
+class Flux2Call(DenoiserCall):
+    """The transformer over tokens that are the values of a patched latent."""
+
+    def guidance(self, noisy: Tensor) -> Tensor | None:
+        """Return the guidance scale (B,), or None if the transformer takes none."""
+        return None
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        text = conditions["text_embedding"]
+        tokens = denoiser(
+            hidden_states=self.pipeline._pack_latents(noisy),
+            timestep=timesteps / self.num_timesteps,
+            guidance=self.guidance(noisy),
+            encoder_hidden_states=text,
+            txt_ids=self.pipeline._prepare_text_ids(text).to(noisy.device),
+            img_ids=self.pipeline._prepare_latent_ids(noisy).to(noisy.device),
+            return_dict=False,
+        )[0]
+        return tokens.transpose(1, 2).reshape(noisy.shape)  # tokens are the latent's values, row by row
+
+
+class Flux2Process(FlowProcess):
+    """Flow matching with the shift that the pipelines compute."""
+
+    def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
+        """Return the pipelines' shift for their default number of steps."""
+        return compute_empirical_mu(self.num_tokens(latent_shape), _PIPELINE_STEPS)

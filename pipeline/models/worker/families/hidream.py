@@ -1,0 +1,79 @@
+"""HiDream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.images.geometry import Size
+from pipeline.models.families.hidream import TOKENS
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.text import TextConditioner
+
+
+class FourEncoderConditioner(TextConditioner):
+    """T5, every layer of a Llama, and two pooled CLIPs."""
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        t5, _, llama, _, pooled, _ = encoders.encode_prompt(
+            caption,
+            device=encoders.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=TOKENS,
+        )
+        return {
+            "text_embedding": t5,
+            "llama_embeddings": llama.transpose(0, 1),
+            "pooled_text_embedding": pooled,
+        }
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {
+            "prompt_embeds_t5": text["text_embedding"],
+            "prompt_embeds_llama3": text["llama_embeddings"].transpose(0, 1),
+            "pooled_prompt_embeds": text["pooled_text_embedding"],
+        }
+
+
+class HiDreamCall(DenoiserCall):
+    """The mixture-of-experts transformer."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`; the transformer's prediction is negated, as in the pipeline."""
+        prediction = -denoiser(
+            hidden_states=noisy,
+            timesteps=timesteps,
+            encoder_hidden_states_t5=conditions["text_embedding"],
+            encoder_hidden_states_llama3=conditions["llama_embeddings"].transpose(0, 1),
+            pooled_embeds=conditions["pooled_text_embedding"],
+            return_dict=False,
+        )[0]
+        return self._unpatch(prediction, noisy) if denoiser.training else prediction
+
+    def _unpatch(self, patches: Tensor, noisy: Tensor) -> Tensor:
+        """Return patches (B, C, S, p p), which the transformer returns in training mode, in noisy's shape.
+
+        For images that are not square, S includes padding behind the image's own patches.
+        """
+        edge = int(self.config["patch_size"])
+        batch, channels, height, width = noisy.shape
+        rows, columns = height // edge, width // edge
+        image = patches[:, :, : rows * columns].reshape(batch, channels, rows, columns, edge, edge)
+        return image.transpose(3, 4).reshape(noisy.shape)
+
+
+class HiDreamDrawing(PipelineDrawing):
+    """The pipeline, which scales every size to the area of its default size."""
+
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """Set the default size to the area of `size`."""
+        edge = math.sqrt(size.height * size.width) / pipeline.vae_scale_factor
+        pipeline.default_sample_size = edge * (1 + 1e-6)  # the pipeline rounds down

@@ -1,0 +1,104 @@
+"""Kandinsky 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from diffusers.pipelines.kandinsky5.pipeline_kandinsky_t2i import prompt_clean
+from torch import Tensor, nn
+
+from pipeline.images.geometry import Size
+from pipeline.models.families.kandinsky5 import TEMPLATE_TOKENS, TOKENS
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.drawing import PipelineDrawing
+from pipeline.models.worker.text import TextConditioner
+
+_NUM_END_MARKS = 2
+"""Tokens at the end that the pipeline excludes when it measures how much text to cut."""
+
+
+class QwenAndClipConditioner(TextConditioner):
+    """A Qwen2.5-VL behind the pipeline's template, and a pooled CLIP."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """See `TextConditioner.prompt`; the pipeline cleans white space and HTML entities."""
+        return encoders.prompt_template.format(prompt_clean(caption))
+
+    def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
+        """Count tokens, and find the cut as the pipeline makes it; the index refers to the cleaned caption.
+
+        From a text with too many tokens the pipeline removes as many characters as some of its last tokens
+        decode to. It reads the rest up to the limit.
+        """
+        prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
+        spans = _token_spans(encoders.tokenizer, prompt)
+        if len(spans) <= limit:
+            return len(spans), 0, None
+
+        tokens = encoders.tokenizer(prompt)["input_ids"][TEMPLATE_TOKENS:-_NUM_END_MARKS]
+        removed = encoders.tokenizer.decode(tokens[TOKENS - _NUM_END_MARKS :])
+        end = len(prompt) - len(removed)
+
+        rest = _token_spans(encoders.tokenizer, prompt[:end])
+        end = rest[limit][0] if len(rest) > limit else end
+        num_cut = sum(span_end > end for _, span_end in spans)
+        caption_start = encoders.prompt_template.index("{}")
+        return len(spans), num_cut, min(max(end - caption_start, 0), len(caption))
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, pooled, _ = encoders.encode_prompt(
+            caption, device=encoders.text_encoder.device, max_sequence_length=TOKENS
+        )
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        length = int(text["text_mask"].sum())
+        return {
+            "prompt_embeds_qwen": text["text_embedding"][:, :length],
+            "prompt_embeds_clip": text["pooled_text_embedding"],
+            "prompt_cu_seqlens": torch.tensor([0, length], dtype=torch.int32),
+        }
+
+
+class Kandinsky5Call(DenoiserCall):
+    """The transformer for videos, here of one frame."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`; one call per sample, because the transformer takes no text mask."""
+        edge = self.family.size_multiple() // self.family.vae_factor
+        grid = (1, noisy.shape[2] // edge, noisy.shape[3] // edge)
+        visual_positions = [torch.arange(count, device=noisy.device) for count in grid]
+
+        predictions: list[Tensor] = []
+        for index, length in enumerate(conditions["text_mask"].sum(dim=1).long().tolist()):
+            sample = slice(index, index + 1)
+            prediction = denoiser(
+                hidden_states=noisy[sample].permute(0, 2, 3, 1)[:, None].contiguous(),
+                encoder_hidden_states=conditions["text_embedding"][sample, :length],
+                pooled_projections=conditions["pooled_text_embedding"][sample],
+                timestep=timesteps[sample],
+                visual_rope_pos=visual_positions,
+                text_rope_pos=torch.arange(length, device=noisy.device),
+                return_dict=False,
+            )
+            predictions.append(prediction[:, 0].permute(0, 3, 1, 2))
+        return torch.cat(predictions)
+
+
+class Kandinsky5Drawing(PipelineDrawing):
+    """The pipeline, which draws only in sizes of its own list."""
+
+    def allow_size(self, pipeline: Any, size: Size) -> None:
+        """Make `size` the only size of the list."""
+        pipeline.resolutions = [(size.width, size.height)]
+
+
+def _token_spans(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """Return (first character, last character + 1) of each token."""
+    return tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]

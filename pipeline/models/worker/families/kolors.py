@@ -1,0 +1,34 @@
+"""Kolors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.models.families.kolors import TOKENS
+from pipeline.models.worker.text import PooledConditioner
+
+
+class ChatGlmConditioner(PooledConditioner):
+    """The hidden states of a ChatGLM."""
+
+    def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, _, pooled, _ = encoders.encode_prompt(
+            caption,
+            device=encoders.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=TOKENS,
+        )
+        return {"text_embedding": embedding, "pooled_text_embedding": pooled}
+
+    def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
+        """Count the pieces of the SentencePiece model, which know their place in the caption."""
+        tokenizer, limit = encoders.tokenizer, self.token_limit(encoders, role)
+        pieces = tokenizer.tokenizer.sp_model.encode(caption, return_type="proto").pieces
+        num_marks = len(tokenizer.get_prefix_tokens())
+        num_tokens = num_marks + len(pieces)
+        if num_tokens <= limit:
+            return num_tokens, 0, None
+        return num_tokens, num_tokens - limit, int(pieces[limit - num_marks].begin)

@@ -1,0 +1,76 @@
+"""Krea 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.functional import fold, unfold
+
+from pipeline.models.families.krea2 import TOKENS, is_distilled, select_layers
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.noise import FlowProcess
+from pipeline.models.worker.text import TextConditioner, own_tokens
+
+_PATCH = 2
+
+_DISTILLED_SHIFT = 1.15
+"""The pipeline's shift for a distilled model, whatever the size."""
+
+
+class Krea2Conditioner(TextConditioner):
+    """Layers of a Qwen3-VL; the part of the template before the caption is dropped."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """Return the prompt up to the end of the caption."""
+        return encoders.prompt_template_encode_prefix + caption
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """Return the hidden states of the caption's tokens and of the template's last ones."""
+        embedding, mask = encoders.encode_prompt(
+            caption, device=encoders.text_encoder.device, max_sequence_length=TOKENS
+        )
+        return {"text_embedding": own_tokens(embedding, mask).flatten(2)}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        layers = len(select_layers(self.family.model))
+        states, mask = _by_layer(text, layers)
+        return {"prompt_embeds": states, "prompt_embeds_mask": mask}
+
+
+class Krea2Call(DenoiserCall):
+    """The single-stream transformer over the latent's patches, channels first."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        text, mask = _by_layer(conditions, len(select_layers(self.family.model)))
+        height, width = noisy.shape[2:]
+        grid = height // _PATCH, width // _PATCH
+        tokens = denoiser(
+            hidden_states=unfold(noisy, _PATCH, stride=_PATCH).transpose(1, 2),
+            encoder_hidden_states=text,
+            timestep=timesteps / self.num_timesteps,
+            position_ids=self.pipeline.prepare_position_ids(text.shape[1], *grid, noisy.device),
+            encoder_attention_mask=mask,
+            return_dict=False,
+        )[0]
+        return fold(tokens.transpose(1, 2), (height, width), _PATCH, stride=_PATCH)
+
+
+class Krea2Process(FlowProcess):
+    """Flow matching; a distilled model has the same shift for every size."""
+
+    def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
+        """See `FlowProcess.size_shift`."""
+        if is_distilled(self.family.model):
+            return _DISTILLED_SHIFT
+        return super().size_shift(scheduler, latent_shape)
+
+
+def _by_layer(text: Mapping[str, Tensor], layers: int) -> tuple[Tensor, Tensor]:
+    """Return hidden states (B, T, layers, D) and the boolean mask, as the transformer takes them."""
+    return text["text_embedding"].unflatten(2, (layers, -1)), text["text_mask"].bool()

@@ -1,0 +1,51 @@
+"""Lumina Image 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.text import TextConditioner, own_tokens
+
+
+class Lumina2Conditioner(TextConditioner):
+    """A Gemma 2 behind the pipeline's system prompt."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """See `TextConditioner.prompt`."""
+        return f"{encoders.system_prompt} <Prompt Start> {caption}"
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`; the empty caption is embedded as the negative prompt."""
+        embedding, mask, negative, negative_mask = encoders.encode_prompt(
+            caption,
+            do_classifier_free_guidance=not caption,
+            device=encoders.text_encoder.device,
+            max_sequence_length=self.family.max_length(),
+        )
+        if not caption:
+            embedding, mask = negative, negative_mask
+        return {"text_embedding": own_tokens(embedding, mask)}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"].long()}
+
+
+class Lumina2Call(DenoiserCall):
+    """The single-stream transformer."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`; the transformer's time and prediction run backwards."""
+        return -denoiser(
+            hidden_states=noisy,
+            timestep=1.0 - timesteps / self.num_timesteps,
+            encoder_hidden_states=conditions["text_embedding"],
+            encoder_attention_mask=conditions["text_mask"].long(),
+            return_dict=False,
+        )[0]

@@ -1,0 +1,73 @@
+"""Sana."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.text import TextConditioner, own_tokens
+
+
+class SanaConditioner(TextConditioner):
+    """A Gemma 2 behind the pipeline's instruction."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """See `TextConditioner.prompt`; the pipeline lower-cases captions."""
+        return _instruction(encoders) + caption.lower()
+
+    def token_limit(self, encoders: Any, role: str) -> int:
+        """Return the limit as the pipeline computes it, instruction included."""
+        return len(encoders.tokenizer.encode(_instruction(encoders))) + self.family.max_length() - 2
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`; the empty caption is embedded as the negative prompt."""
+        embedding, mask, negative, negative_mask = encoders.encode_prompt(
+            caption,
+            do_classifier_free_guidance=not caption,
+            device=encoders.text_encoder.device,
+            max_sequence_length=self.family.max_length(),
+            complex_human_instruction=_instruction_lines(encoders),
+        )
+        if not caption:
+            embedding, mask = negative, negative_mask
+        return {"text_embedding": own_tokens(embedding, mask)}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"]}
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Draw in exactly the requested size, and unset the default negative prompt."""
+        arguments = super().prompt_arguments(pipeline, text, empty_text)
+        return {**arguments, "negative_prompt": None, "use_resolution_binning": False}
+
+
+class SanaCall(DenoiserCall):
+    """The linear transformer."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`."""
+        return denoiser(
+            noisy,
+            encoder_hidden_states=conditions["text_embedding"],
+            encoder_attention_mask=conditions["text_mask"],
+            timestep=timesteps * float(self.config.get("timestep_scale", 1.0)),
+            return_dict=False,
+        )[0]
+
+
+def _instruction_lines(encoders: Any) -> list[str]:
+    """Return the lines that the pipeline puts before a caption by default."""
+    return list(inspect.signature(type(encoders).__call__).parameters["complex_human_instruction"].default)
+
+
+def _instruction(encoders: Any) -> str:
+    return "\n".join(_instruction_lines(encoders))

@@ -1,0 +1,50 @@
+"""Z-Image."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.text import TextConditioner, chat_prompt, unpadded
+
+
+class ZImageConditioner(TextConditioner):
+    """A Qwen3 behind its chat template."""
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """See `TextConditioner.prompt`."""
+        return chat_prompt(encoders.tokenizer, caption, enable_thinking=True)
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embeddings, _ = encoders.encode_prompt(
+            caption,
+            device=encoders.text_encoder.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.family.max_length(),
+        )
+        return {"text_embedding": embeddings[0][None]}
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])}
+
+
+class ZImageCall(DenoiserCall):
+    """The transformer over lists of latents and captions."""
+
+    def predict(
+        self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
+    ) -> Tensor:
+        """See `DenoiserCall.predict`; the transformer's time and prediction run backwards."""
+        predictions = denoiser(
+            list(noisy.unsqueeze(2)),
+            (self.num_timesteps - timesteps) / self.num_timesteps,
+            unpadded(conditions["text_embedding"], conditions["text_mask"]),
+            return_dict=False,
+        )[0]
+        return -torch.stack(list(predictions)).squeeze(2)

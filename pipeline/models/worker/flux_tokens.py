@@ -1,0 +1,39 @@
+"""Tokens of FLUX.1 and Chroma: latents packed by the pipeline class's own functions, and position ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PATCH = 2
+"""Edge, in latent values, of what is packed into one token."""
+
+
+def pack(pipeline: Any, noisy: Tensor) -> dict[str, Tensor]:
+    """Return `hidden_states` and `img_ids` of a noisy latent (B, C, h, w)."""
+    batch, channels, height, width = noisy.shape
+    rows, columns = height // PATCH, width // PATCH
+    return {
+        "hidden_states": pipeline._pack_latents(noisy, batch, channels, height, width),
+        "img_ids": pipeline._prepare_latent_image_ids(batch, rows, columns, noisy.device, torch.float32),
+    }
+
+
+def text_ids(text: Tensor) -> Tensor:
+    """Return the position ids of text tokens (B, T, D), which are zeros (T, 3) in the pipelines."""
+    return text.new_zeros(text.shape[1], 3)
+
+
+def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
+    """Return tokens in the shape of `noisy`.
+
+    Args:
+        pipeline: Pipeline class.
+        tokens: Output of the transformer.
+        noisy: Noisy latent (B, C, h, w).
+        factor: Pixels per latent value along an edge.
+    """
+    height, width = noisy.shape[2] * factor, noisy.shape[3] * factor
+    return pipeline._unpack_latents(tokens, height, width, factor)

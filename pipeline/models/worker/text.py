@@ -1,0 +1,242 @@
+"""Text conditioners: captions to the tensors that the denoiser is conditioned on.
+
+Letters of shapes: B samples, T tokens, D embedding width.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from pipeline.models.families import Family
+from pipeline.models.worker.loading import component_class, empty_components, load_component, pipeline_class
+
+_MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
+"""Stand-in for a caption, to find where the caption begins in a prompt template."""
+
+
+@dataclass(frozen=True)
+class EncodedCaption:
+    """The text embeddings of one caption.
+
+    The counts are those of the encoder that reads furthest into the caption.
+
+    Attributes:
+        tensors: Tensors as an entry stores them, named as in `TextSpec.shapes`, in the encoders' dtype.
+        num_tokens: Number of tokens of the complete caption, with start and end marks but without padding.
+        num_cut: Number of tokens beyond the encoder's limit; 0 if the caption fits.
+        cut_from: Index of the first character that no encoder sees; None if the caption fits.
+    """
+
+    tensors: dict[str, Tensor]
+    num_tokens: int
+    num_cut: int
+    cut_from: int | None
+
+
+class TextConditioner(ABC):
+    """The tokenizers and text encoders of a base model.
+
+    Attributes:
+        family: Family of the base model.
+    """
+
+    embeds_batches: ClassVar[bool] = False
+    """Whether `embed` accepts a list of captions, which then share one forward pass."""
+
+    def __init__(self, family: Family) -> None:
+        """Record the family; encoders are loaded by `load`."""
+        self.family = family
+
+    @abstractmethod
+    def embed(self, encoders: Any, caption: Any) -> dict[str, Tensor]:
+        """Return an entry's tensors with a leading batch dimension, from the pipeline's `encode_prompt`."""
+
+    @abstractmethod
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return the pipeline's arguments that replace a prompt.
+
+        Args:
+            text: Conditions of one caption as a batch of one, on the denoiser's device and in its dtype.
+        """
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Return the pipeline's arguments that replace a prompt and a negative prompt.
+
+        Args:
+            pipeline: Result of `PipelineDrawing.load_pipeline`.
+            text: Conditions of the caption; see `prompt_tensors`.
+            empty_text: Conditions of the empty caption, padded to the same length.
+        """
+        negative = {f"negative_{name}": value for name, value in self.prompt_tensors(empty_text).items()}
+        return {**self.prompt_tensors(text), **negative}
+
+    def load(self, dtype: str, device: str) -> Any:
+        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen."""
+        kind = pipeline_class(self.family)
+        components = empty_components(kind)
+        for role in self.family.text_roles():
+            if role.startswith("tokenizer"):
+                folder = self.family.component_folder(role)
+                components[role] = component_class(self.family, role).from_pretrained(
+                    folder, local_files_only=True
+                )
+            else:
+                components[role] = load_component(self.family, role, dtype, device)
+        return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
+
+    def network(self, encoders: Any, role: str) -> nn.Module:
+        """Return one text encoder of `encoders`, by its component."""
+        return getattr(encoders, role)
+
+    def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
+        """Return what the family's diffusers pipeline makes of one prompt.
+
+        Args:
+            encoders: Result of `load`.
+            caption: Any text; what exceeds the encoders' limits is cut.
+        """
+        counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
+        num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
+        with torch.inference_mode():
+            tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
+        return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
+
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return the conditions of a batch as in `stack`, with their autograd graph.
+
+        They equal those of `encode_caption` up to the arithmetic of a larger batch.
+        """
+        if self.embeds_batches:
+            return self.embed(encoders, list(captions))
+        samples = [self.embed(encoders, caption) for caption in captions]
+        return self.stack([{name: tensor[0] for name, tensor in sample.items()} for sample in samples])
+
+    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return the conditions of a batch, from the tensors of each sample's entry.
+
+        If padding is masked, embeddings are padded with zeros to the batch's longest and `text_mask` (B, T)
+        is 1 at tokens.
+        """
+        names = list(texts[0])
+        masked = self.family.text_padding == "masked"
+        stacked = {
+            name: torch.stack([text[name] for text in texts])
+            for name in names
+            if not (masked and name == "text_embedding")
+        }
+        if masked:
+            embeddings = [text["text_embedding"] for text in texts]
+            tokens = [embedding.new_ones(len(embedding)) for embedding in embeddings]
+            stacked["text_embedding"] = pad_sequence(embeddings, batch_first=True)
+            stacked["text_mask"] = pad_sequence(tokens, batch_first=True)
+        return stacked
+
+    def prompt(self, encoders: Any, caption: str) -> str:
+        """Return the text that the pipeline gives its tokenizer, with the caption in it."""
+        return caption
+
+    def token_limit(self, encoders: Any, role: str) -> int:
+        """Return the number of tokens of `prompt` that a tokenizer's encoder takes."""
+        return self.family.token_limits()[role]
+
+    def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:
+        """Return (number of tokens, number of tokens beyond the limit, index of the first cut character)."""
+        prompt, limit = self.prompt(encoders, caption), self.token_limit(encoders, role)
+        tokens = getattr(encoders, role)(
+            prompt,
+            add_special_tokens=self.family.spec.text.adds_special_tokens,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
+        )
+        num_tokens = len(tokens["input_ids"])
+        if num_tokens <= limit:
+            return num_tokens, 0, None
+
+        # An end mark is never cut; it takes the place of one token.
+        first_cut = limit - tokens["special_tokens_mask"][-1]
+        caption_start = self.prompt(encoders, _MARKER).index(_MARKER)
+        offset = tokens["offset_mapping"][first_cut][0] - caption_start
+        return num_tokens, num_tokens - limit, min(max(offset, 0), len(caption))
+
+
+class CachedPromptConditioner(TextConditioner):
+    """A conditioner for pipelines that accept no embeddings: their `encode_prompt` returns cached tensors."""
+
+    @abstractmethod
+    def encoded_prompt(
+        self,
+        pipeline: Any,
+        text: Mapping[str, Tensor],
+        empty_text: Mapping[str, Tensor],
+        arguments: Mapping[str, Any],
+    ) -> tuple[Any, ...]:
+        """Return what the pipeline's `encode_prompt` would return.
+
+        Args:
+            pipeline: Result of `PipelineDrawing.load_pipeline`, without text encoders.
+            text: Conditions of the caption; see `TextConditioner.prompt_tensors`.
+            empty_text: Conditions of the empty caption, padded to the same length.
+            arguments: Arguments of `encode_prompt`.
+        """
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Return an arbitrary prompt; see `prompt_arguments`."""
+        return {"prompt": ""}
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Replace the pipeline's `encode_prompt` until the next call, and return an arbitrary prompt."""
+        pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, empty_text, given)
+        return self.prompt_tensors(text)
+
+
+class PooledConditioner(TextConditioner):
+    """A conditioner for Stable Diffusion XL's UNet, with an embedding and a pooled embedding."""
+
+    embeds_batches = True
+
+    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See `TextConditioner.prompt_tensors`."""
+        return {
+            "prompt_embeds": text["text_embedding"],
+            "pooled_prompt_embeds": text["pooled_text_embedding"],
+        }
+
+    def prompt_arguments(
+        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """See `TextConditioner.prompt_arguments`; some models replace the negative embeddings by zeros."""
+        if pipeline.config.force_zeros_for_empty_prompt:
+            empty_text = {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
+        return super().prompt_arguments(pipeline, text, empty_text)
+
+
+def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:
+    """Return an embedding (1, T, D) without its padding, which is where the mask (1, T) is 0."""
+    return embedding[:, mask[0].bool()]
+
+
+def unpadded(embedding: Tensor, mask: Tensor) -> list[Tensor]:
+    """Return each sample's own tokens, (T, D) each."""
+    return [sample[keep] for sample, keep in zip(embedding, mask.bool(), strict=True)]
+
+
+def chat_prompt(tokenizer: Any, caption: str | list[dict[str, str]], **template: Any) -> str:
+    """Return the caption, or its parts, as the only message of a conversation in the tokenizer's template."""
+    messages = [{"role": "user", "content": caption}]
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **template)
+
+
+def _reach(cut_from: int | None) -> float:
+    return float("inf") if cut_from is None else cut_from
