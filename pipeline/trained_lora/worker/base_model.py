@@ -25,7 +25,7 @@ _QUANTIZE_KEY = "training.quantize"
 
 
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
-    """Load the denoiser onto `device`, quantised if the recipe says so.
+    """Load the denoiser onto `device`, quantised if the recipe sets `training.quantize`.
 
     Raises:
         TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
@@ -89,7 +89,7 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
 
 
 def enable_memory_savings_and_compile(family: WorkerFamily, denoiser: nn.Module, recipe: Recipe) -> None:
-    """Enable gradient checkpointing and compile the repeated blocks, as the recipe says.
+    """Enable gradient checkpointing and compile the repeated blocks, as the recipe sets them.
 
     Call it after the adapter was added, which replaces modules of the blocks.
 

@@ -44,13 +44,12 @@ def make_accelerator(
         TrainingError: This machine does not support the precision, or the number of launched processes
             differs from the recipe's.
     """
+    project_config = None if logging_dir is None else ProjectConfiguration(logging_dir=str(logging_dir))
     try:
         accelerator = Accelerator(
             mixed_precision=settings.mixed_precision,
             log_with=list(trackers) or None,
-            project_config=ProjectConfiguration(
-                logging_dir=None if logging_dir is None else str(logging_dir)
-            ),
+            project_config=project_config,
             kwargs_handlers=[
                 InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT),
                 DistributedDataParallelKwargs(find_unused_parameters=find_unused_parameters),

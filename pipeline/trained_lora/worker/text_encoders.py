@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from diffusers.utils import logging
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class TextEncoders:
         for role, clip in family.trainable_text_encoders().items():
             network = family.text.network(self._encoders, role)
             seed = hash_bits(32, recipe.training.seed, role)
-            add_lora(cast("Any", network), settings, targets=clip.targets(text_settings.targets), seed=seed)
+            add_lora(network, settings, targets=clip.targets(text_settings.targets), seed=seed)
             self.networks[role] = network
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:

@@ -28,7 +28,7 @@ def describe_networks(family: WorkerFamily, networks: Networks) -> list[LoraModu
     """Return the adapted modules of the denoiser and of the text encoders.
 
     Raises:
-        FamilyError: A module has no name in a layout.
+        FamilyError: A layout does not define a name for a module.
         TrainingError: See `describe_denoiser`.
     """
     # Unless a text encoder is trained, the base model's text encoders may be missing.
@@ -50,7 +50,7 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
     """Return the denoiser's adapted modules.
 
     Raises:
-        FamilyError: A module has no name in a layout.
+        FamilyError: A layout does not define a name for a module.
         TrainingError: kohya's layout fuses modules whose adapters cannot be fused.
     """
     described: list[LoraModule] = []

@@ -22,7 +22,6 @@ from pipeline.processes.launch import LocalLaunch
 from pipeline.recipe import LoraSettings
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
-from pipeline.trained_lora import stage as run
 from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
 from pipeline.trained_lora.fingerprint import run_facts
 from pipeline.trained_lora.job import TrainingJob, read_job
@@ -324,8 +323,12 @@ def test_a_family_without_trainable_text_encoders_is_an_error_before_launch(
     TINY["FLUX.2 klein"](tmp_path / "klein")
     tiny_bases["klein"] = tmp_path / "klein"
     project = project_of(make_project, "klein")
+
+    def launch(module: str, order: Path) -> None:
+        pytest.fail("the training process was launched")
+
     with pytest.raises(TrainingError, match=r"LoRA on the text encoders of FLUX\.2") as caught:
-        run._planned(project.recipe, project.latents, project.text, {})
+        train_lora(project.recipe, project.latents, project.text, launch=launch, log=print)
     assert caught.value.where == "training.lora.text_encoders"
     assert "Stable Diffusion XL" in caught.value.fix
     assert "FLUX.2" not in caught.value.fix
