@@ -1,10 +1,10 @@
-"""Rejected samples: the most frequent reasons, and the most frequent fix of each."""
+"""Rejected samples: conservation, the most frequent reasons, and the most frequent fix of each."""
 
 from __future__ import annotations
 
 import polars as pl
 
-from pipeline.checks.rejections import most_frequent_first, most_frequent_fixes
+from pipeline.checks.rejections import check_conservation, most_frequent_first, most_frequent_fixes
 from pipeline.storage.tables import REJECTED
 
 
@@ -12,6 +12,17 @@ def rejected(*rows: tuple[str, str, str]) -> pl.DataFrame:
     """Return rejected rows from (sample, reason, fix)."""
     parts = [dict(zip(("sample_id", "reason", "fix"), row, strict=True)) for row in rows]
     return pl.DataFrame([{**dict.fromkeys(REJECTED, "x"), **part} for part in parts], schema=REJECTED)
+
+
+def test_conservation_names_lost_duplicate_and_unknown_samples() -> None:
+    outcome = check_conservation(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
+    assert not outcome.passed
+    assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
+        ("c", "lost"),
+        ("b", "kept and rejected"),
+        ("x", "not in the input"),
+    }
+    assert check_conservation(["a", "b"], ["a"], ["b"], "stage").passed
 
 
 def test_the_most_frequent_fix_of_a_reason_is_shown() -> None:

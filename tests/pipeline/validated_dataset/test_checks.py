@@ -11,7 +11,6 @@ import pytest
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.checks.findings import CheckContext, Finding
-from pipeline.checks.rejections import check_conservation
 from pipeline.raw_images import checks as raw_images
 from pipeline.validated_dataset import checks as validated_dataset
 
@@ -266,17 +265,6 @@ def test_B03_sizes_that_differ_from_the_bucket_or_are_not_divisible_close_the_ga
     assert closed(checked(aspect_buckets, folder)) == []
     folder.tables.write("aspect_buckets", table.with_columns(**change))
     assert closed(checked(aspect_buckets, folder)) == ["shape_uniformity"]
-
-
-def test_conservation_lists_lost_duplicated_and_unknown_samples() -> None:
-    outcome = check_conservation(["a", "b", "c"], ["a", "b", "x"], ["b"], "stage")
-    assert not outcome.passed
-    assert {(row["sample_id"], row["problem"]) for row in outcome.rows} == {
-        ("c", "lost"),
-        ("b", "kept and rejected"),
-        ("x", "not in the input"),
-    }
-    assert check_conservation(["a", "b"], ["a"], ["b"], "stage").passed
 
 
 def test_a_closed_gate_lists_the_most_frequent_reasons_with_count_and_fix(folder: Any) -> None:
