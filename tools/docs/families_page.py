@@ -1,6 +1,6 @@
-"""The table in docs/families.md, made of the families themselves: `python -m tools.docs.families_page`.
+"""Generate the tables in docs/families.md: `python -m tools.docs.families_page`.
 
-Shapes are asked of tiny models, which have every class of the real ones.
+Shapes are read from the tiny models, which consist of the same classes as the real ones.
 """
 
 from __future__ import annotations
@@ -23,24 +23,28 @@ Row = tuple[str, Callable[[Family], str]]
 
 
 def table(work: Path) -> str:
-    """The table in Markdown, one section a family; tiny models are made below `work`."""
+    """Return the tables in Markdown, one for each tiny model; the models are written below `work`."""
     return "\n".join(_section(name, work / str(number)) for number, name in enumerate(TINY))
 
 
 def with_table(page: str, table: str) -> str:
-    """The page with what is between its two marks replaced."""
+    """Return the page with everything between its two markers replaced."""
     before, _, rest = page.partition(START)
     _, _, after = rest.partition(END)
     return f"{before}{START}\n\n{table}\n{END}{after}"
 
 
 def proof(family: Family) -> str:
-    """Return the name of the test file that proves a family."""
+    """Return the name of the family's test file."""
     return f"test_{module_of(family.spec)}.py"
 
 
 def module_of(spec: FamilySpec) -> str:
-    """Return the name of the module that declares a family."""
+    """Return the name of the module that declares a family.
+
+    Raises:
+        ValueError: No module of `pipeline.models.families` contains the declaration.
+    """
     for info in pkgutil.iter_modules(families.__path__):
         module = importlib.import_module(f"{families.__name__}.{info.name}")
         if any(value is spec for value in vars(module).values()):
@@ -51,8 +55,8 @@ def module_of(spec: FamilySpec) -> str:
 def _section(name: str, folder: Path) -> str:
     TINY[name](folder)
     family = detect(folder)
-    lines = [f"| **{name}** | |", "|---|---|", *(f"| {head} | {say(family)} |" for head, say in ROWS)]
-    return "\n".join(lines) + "\n"
+    rows = [f"| {heading} | {cell(family)} |" for heading, cell in ROWS]
+    return "\n".join([f"| **{name}** | |", "|---|---|", *rows]) + "\n"
 
 
 def _code(name: str) -> str:
@@ -60,7 +64,7 @@ def _code(name: str) -> str:
 
 
 def _class(path: str) -> str:
-    """The class of a component without its library."""
+    """Return the class name in a path such as `diffusers.AutoencoderKL`."""
     return path.rpartition(".")[2]
 
 
@@ -68,10 +72,11 @@ def _codes(*names: str) -> str:
     return ", ".join(_code(name) for name in names)
 
 
-def _latent(family: Family) -> str:
+def _vae(family: Family) -> str:
     size = Size(8 * family.size_multiple(), 8 * family.size_multiple())
     channels, height, _ = family.latent_shape(size)
-    return f"latents of {channels} channels, {size.height // height} px a value"
+    kind = _code(_class(family.components["vae"]))
+    return f"{kind}, {channels} latent channels, {size.height // height} px per latent value"
 
 
 def _encoders(family: Family) -> str:
@@ -81,46 +86,52 @@ def _encoders(family: Family) -> str:
 
 
 def _prediction(family: Family) -> str:
-    words = {"flow": "flow: noise minus latent", "epsilon": "epsilon or v, as its schedule says"}
-    return f"{words[family.prediction_type()]}; noise levels {family.density.replace('_', '-')}"
+    predictions = {"flow": "flow: noise minus latent", "epsilon": "epsilon or v, from the scheduler config"}
+    density = family.density.replace("_", "-")
+    return f"{predictions[family.prediction_type()]}; {density} noise levels"
 
 
 def _targets(family: Family) -> str:
-    ends = {target.split(".", 1)[1] if target[0].isdigit() else target for target in family.lora_targets()}
-    text = "".join(f", {_code(role)}" for role in family.trainable_text_encoders())
-    return _codes(*sorted(ends)) + (f"; with `training.lora.text_encoders` also{text[1:]}" if text else "")
+    # Targets that start with a block's number differ in nothing else.
+    suffixes = {
+        target.split(".", 1)[1] if target[0].isdigit() else target for target in family.lora_targets()
+    }
+    encoders = _codes(*family.trainable_text_encoders())
+    return _codes(*sorted(suffixes)) + (
+        f"; with `training.lora.text_encoders` also {encoders}" if encoders else ""
+    )
 
 
 def _kohya(family: Family) -> str:
-    return "read back by diffusers" if family.kohya_loads() else "read back by its rule"
+    return "read back by diffusers" if family.kohya_loads() else "read back by the layout's own rules"
 
 
 _PADDING = {
-    "stored": "all of one length: padding's part in the embedding is seen by the denoiser, and stored",
-    "zeros": "each as long as its caption; the denoiser sees zeros for padding",
-    "masked": "each as long as its caption; no padding is seen by the denoiser",
+    "stored": "one length for all; the denoiser sees the encoder's output for padding tokens",
+    "zeros": "as long as the caption; the denoiser sees zeros for padding",
+    "masked": "as long as the caption; padding is masked",
 }
 
 ROWS: tuple[Row, ...] = (
     ("pipeline", lambda family: _codes(*family.pipeline_classes)),
-    ("VAE", lambda family: f"{_code(_class(family.components['vae']))}, {_latent(family)}"),
+    ("VAE", _vae),
     ("text encoders", _encoders),
-    ("captions' entries", lambda family: _PADDING[family.text_padding]),
+    ("caption entries", lambda family: _PADDING[family.text_padding]),
     ("denoiser", lambda family: _code(_class(family.components[family.denoiser_name]))),
     ("predicts", _prediction),
-    ("sizes are multiples of", lambda family: f"{family.size_multiple()} px"),
+    ("size multiple", lambda family: f"{family.size_multiple()} px"),
     ("LoRA on", _targets),
     ("kohya's file", _kohya),
-    ("proved by", lambda family: _code(f"tests/pipeline/models/families/{proof(family)}")),
+    ("tested by", lambda family: _code(f"tests/pipeline/models/families/{proof(family)}")),
 )
-"""Heading and what it says of a family."""
+"""Heading of each row, and the function that returns its cell for a family."""
 
 
 def main() -> None:
-    """Write the table into the page."""
+    """Write the tables into the page."""
     with TemporaryDirectory() as work:
-        made = table(Path(work))
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
+        tables = table(Path(work))
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), tables), encoding="utf-8")
 
 
 if __name__ == "__main__":
