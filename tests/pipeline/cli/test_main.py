@@ -97,7 +97,7 @@ def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
     ("base", "said"),
     [
         ("{root}/photos", "no model_index.json"),
-        ("{root}/none.safetensors", "is a file by its name, and does not exist"),
+        ("{root}/none.safetensors", "has the name of a file and does not exist"),
         ("{root}/flowers.yaml", "is a file"),
         ("./none", "does not exist"),
     ],

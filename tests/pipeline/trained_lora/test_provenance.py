@@ -66,7 +66,7 @@ def call(*arguments: object) -> Result:
     return CliRunner().invoke(latentline, ["provenance", *map(str, arguments)])
 
 
-def test_the_record_names_recipe_model_tables_packages_and_every_hash_and_no_one_s_folders(
+def test_the_record_is_complete_and_contains_no_absolute_paths(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project()
@@ -81,7 +81,7 @@ def test_the_record_names_recipe_model_tables_packages_and_every_hash_and_no_one
     assert record == record_of(project)
 
 
-def test_paths_inside_of_the_project_stay_relative_and_others_are_cut_to_their_name(
+def test_paths_in_the_project_are_relative_and_others_are_cut_to_their_name(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     project = make_project()
@@ -90,7 +90,7 @@ def test_paths_inside_of_the_project_stay_relative_and_others_are_cut_to_their_n
     assert shareable(project.recipe)["datasets"][0]["path"] == f"{tmp_path.name}/photos"
 
 
-def test_of_very_many_samples_only_a_digest_stands_in_the_files(
+def test_large_runs_store_only_a_digest_of_their_samples(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     project = make_project()
@@ -110,7 +110,7 @@ def test_of_very_many_samples_only_a_digest_stands_in_the_files(
         find_in_provenance(many, path, image)
 
 
-def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_folder(lora: Path) -> None:
+def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) -> None:
     done = call(lora)
     assert done.exit_code == 0
     assert call(lora.parent).output == call(lora.parent.parent).output == done.output
@@ -135,7 +135,7 @@ def test_the_command_prints_it_for_a_file_for_its_folder_and_for_the_output_fold
         ("\ufeffoak 2\n", ["one of the training captions", "sample photos/b.png"]),
     ],
 )
-def test_any_image_or_caption_can_be_looked_up(
+def test_an_image_or_caption_is_found_by_its_hash(
     lora: Path, tmp_path: Path, content: str, said: list[str]
 ) -> None:
     wanted = tmp_path / "wanted"
@@ -146,15 +146,15 @@ def test_any_image_or_caption_can_be_looked_up(
 
 
 @pytest.mark.parametrize("content", [b"fern", b"elm", b"\xff\x00"])
-def test_what_was_not_trained_on_is_said_not_to_be_there(lora: Path, tmp_path: Path, content: bytes) -> None:
+def test_a_lookup_without_a_match_exits_with_1(lora: Path, tmp_path: Path, content: bytes) -> None:
     wanted = tmp_path / "wanted"
     wanted.write_bytes(content)
     done = call(lora, "--find", wanted)
     assert done.exit_code == 1
-    assert "is not among what it was trained on" in done.output
+    assert "the LoRA was not trained on" in done.output
 
 
-def test_a_file_of_somebody_else_s_says_so(tmp_path: Path) -> None:
+def test_a_file_without_a_record_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path)
     with pytest.raises(TrainingError, match="has no provenance record"):
