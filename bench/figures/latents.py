@@ -21,7 +21,7 @@ from demo.tiny_models import make_tiny
 from pipeline.cache.entry_format import KINDS
 from pipeline.models.worker.family import load_family
 from pipeline.processes.launch import CPU_THREADS_PER_PROCESS
-from pipeline.text_embeddings.stage import wanted_captions
+from pipeline.text_embeddings.stage import needed_captions
 
 
 def bare_pixels(path: Path, row: dict[str, Any]) -> np.ndarray[Any, Any]:
@@ -85,7 +85,7 @@ def _text(place: Workplace, *, count: int = 100, larger: bool = False) -> Genera
     encoders = family.text.load("float32", "cpu")
     tokens = [
         encoders.tokenizer(text, padding="max_length", truncation=True, return_tensors="pt")
-        for text in wanted_captions(project.recipe, captions)
+        for text in needed_captions(project.recipe, captions)
     ]
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
 

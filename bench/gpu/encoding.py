@@ -45,13 +45,13 @@ class Encoder:
         """Reads, decodes, encodes and writes every image, into an empty store."""
         from pipeline.cache.store import Store
         from pipeline.encoding.jobs import ResultsWriter
-        from pipeline.encoding.worker.run import make_all
+        from pipeline.encoding.worker.run import write_outcomes
 
         store = Store(self._bench.fresh_folder("store"))
         results = ResultsWriter(self._folder / "order.json", 0)
         with results, watch.work(without_bytes=without_bytes):
             outcomes = self._encoder.encoded(self._jobs, store)
-            make_all(outcomes, store, results=results, progress=self._progress)
+            write_outcomes(outcomes, store, results=results, progress=self._progress)
         made = sum(1 for _ in store.root.rglob("*.safetensors"))
         assert made == len(self._jobs), f"{made} latents of {len(self._jobs)} images"
         return {}
@@ -106,11 +106,11 @@ def _overflowing(bench: Bench) -> Generator[Pair]:
 def _batch_sizes(bench: Bench) -> Generator[Pair]:
     import torch
 
-    from pipeline.vae_latents.worker.vae_batches import Passes
+    from pipeline.vae_latents.worker.vae_batches import VaeBatches
 
     rig, size = bench.rig(SDXL, "encoding"), bench.scale.resolution
     rig.prepare()
-    passes = Passes(rig.family, dtype="bfloat16", device=bench.device, say=lambda text: None)
+    passes = VaeBatches(rig.family, dtype="bfloat16", device=bench.device, say=lambda text: None)
     chosen = passes.batch_size(size * size)
     network = bare.vae(rig.family.component_folder("vae"), "bfloat16", bench.device)
     number = bench.scale.images

@@ -205,7 +205,7 @@ class Encoding:
         """The same in another number format, by another VAE."""
         elsewhere = {} if vae is None else {"vae": vae}
         settings = {**self.order.settings, "compute_dtype": dtype}
-        return replace(self, order=replace(self.order, settings=settings, elsewhere=elsewhere))
+        return replace(self, order=replace(self.order, settings=settings, component_folders=elsewhere))
 
 
 class _TakeOrder:
@@ -216,11 +216,11 @@ class _TakeOrder:
         self.jobs: list[Job] = []
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-        from pipeline.encoding.jobs import read_job
+        from pipeline.encoding.jobs import read_order
 
         if meanwhile is not None:
             meanwhile()
-        self.order = read_job(order)
+        self.order = read_order(order)
         self.jobs = list(self.order.jobs)
         import_module(f"{module}.run").run(order, Silent(), rank=0, num_ranks=1)
 

@@ -20,7 +20,7 @@ from pipeline.cache.entry_format import EntrySpec
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext
 from pipeline.reporting.reports import StageResult, write_report
-from pipeline.text_embeddings.stage import wanted_captions
+from pipeline.text_embeddings.stage import needed_captions
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
 
@@ -84,7 +84,7 @@ def _fill_store(project: Project) -> None:
     rows = project.tables.read("aspect_buckets").iter_rows(named=True)
     captions = project.tables.read("validated_dataset")["caption"]
     specs = {spec.key: spec for spec in map(entries.latent_spec, rows)}
-    specs |= {spec.key: spec for spec in map(entries.text_spec, wanted_captions(project.recipe, captions))}
+    specs |= {spec.key: spec for spec in map(entries.text_spec, needed_captions(project.recipe, captions))}
     random = np.random.default_rng(0)
 
     def write(spec: EntrySpec) -> None:

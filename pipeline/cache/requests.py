@@ -1,7 +1,7 @@
 """Cache entries that one recipe requests for its images and captions: their keys, shapes and sizes.
 
 The cache stages, their checks, maintenance and the trainer all use this module, so they cannot disagree about
-a key or a shape. To add a setting that decides the bytes of a latent, add a field to `LatentInputs`, set it in
+a key or a shape. For a setting that decides the bytes of a latent, add a field to `LatentInputs`, set it in
 `RecipeEntries.latent_inputs`, and apply it in `pipeline.vae_latents.worker.encoder`.
 """
 

@@ -1,1 +1,1 @@
-"""Shared by the two cache stages: finding missing entries and having them encoded."""
+"""Encoding of cache entries, shared by both cache stages: missing entries, jobs, prefetching, progress."""

@@ -1,14 +1,14 @@
-"""What is wrong with store entries, and which of the cache checks says so: shared by latents and text.
+"""Checks on cache entries, shared by vae_latents and text_embeddings.
 
-Each entry is looked at once and has at most one problem:
+Each entry is checked once and has at most one problem, which belongs to one check:
 
-    completeness        it is missing, or no file is in its place
-    file_size_outliers  its size is not the one that its shape and dtype ask for
-    shape_uniformity    its header does not state the expected shapes and dtypes
-    finite_values       its content is not what was written: checksum, another entry's, not finite
+    completeness        the entry is missing, or its path is not a file
+    file_size_outliers  its size differs from the size that follows from shape and dtype
+    shape_uniformity    its header states other shapes or dtypes
+    finite_values       its content is wrong: checksum, another entry's key, or values that are not finite
 
-An entry whose stat is as recorded when it was last verified is not read again. With exact sizes known for
-each entry, sizes need no statistics: an outlier in a bucket cannot have the size it should.
+An entry whose stat is as recorded when it was verified is not read again. Since the exact size of each entry
+is known, sizes need no statistics.
 """
 
 from __future__ import annotations
@@ -26,41 +26,39 @@ from pipeline.errors import counted
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
 REPAIR = (
-    "run the cache job, which makes what is missing or damaged: "
+    "run the cache job, which encodes missing and damaged entries: "
     "dagster job execute -m assets.definitions -j <recipe>_cache"
 )
 
-
 AT_ONCE = 5_000
-"""Rows whose keys and stats are in memory at a time."""
+"""Number of rows whose keys and stats are in memory at a time."""
 
 
 class Problems:
-    """The problems of some entries, by check, as rows to show."""
+    """Problems of some entries, grouped by check."""
 
     def __init__(
-        self, store: Store, kind: Kind, wanted: pl.DataFrame, spec_of: Callable[[dict[str, Any]], EntrySpec]
+        self, store: Store, kind: Kind, requests: pl.DataFrame, spec_of: Callable[[dict[str, Any]], EntrySpec]
     ) -> None:
-        """Look at each entry.
+        """Check each entry.
 
         Args:
-            store: Where they are.
-            kind: Of all of them.
-            wanted: A row an entry: `sample_id` (or what else asks for it), `key`, `num_bytes`, the
-                `STAT_COLUMNS` of when it was last verified, null where nothing was recorded, and what
-                `spec_of` needs.
-            spec_of: What the entry of a row must be.
+            store: Store of the entries.
+            kind: Kind of all entries.
+            requests: One row per entry: `sample_id` (or another name), `key`, `num_bytes`, the `STAT_COLUMNS`
+                recorded when it was verified (null if never), and the columns that `spec_of` needs.
+            spec_of: Returns the specification of a row's entry.
 
         Raises:
-            StoreError: An entry may not be read.
+            StoreError: An entry cannot be read.
         """
-        self.num_entries = len(wanted)
+        self.num_entries = len(requests)
         self._rows: dict[Problem, list[dict[str, Any]]] = {}
-        for part in wanted.iter_slices(AT_ONCE):
+        for part in requests.iter_slices(AT_ONCE):
             for row in part.filter(~is_unchanged(store, kind, part)).iter_rows(named=True):
-                self._look(store, row["sample_id"], spec_of(row))
+                self._check(store, row["sample_id"], spec_of(row))
 
-    def _look(self, store: Store, name: str, spec: EntrySpec) -> None:
+    def _check(self, store: Store, name: str, spec: EntrySpec) -> None:
         state = store.check(spec)
         if state.valid:
             return
@@ -71,25 +69,33 @@ class Problems:
             "expected_bytes": spec.file_bytes,
             "path": store.where(spec),
         }
-        self._rows.setdefault(_kind(store, spec, state.stat), []).append(row)
+        self._rows.setdefault(_check_of(store, spec, state.stat), []).append(row)
 
-    def outcome(self, check: Problem, fine: str, *, more: Sequence[Mapping[str, Any]] = ()) -> Outcome:
-        """What `check` has to say: `more`, then these entries' problems; `fine` when there are none."""
+    def outcome(
+        self, check: Problem, passed_summary: str, *, more: Sequence[Mapping[str, Any]] = ()
+    ) -> Outcome:
+        """Return the outcome of a check.
+
+        Args:
+            check: Name of the check.
+            passed_summary: Summary if there are no problems.
+            more: Further problems, which come first.
+        """
         rows = [*more, *self._rows.get(check, [])]
         numbers = {"entries": self.num_entries, "problems": len(rows)}
         if not rows:
-            return Outcome(True, fine, numbers=numbers)
-        summary = f"{counted(len(rows), 'problem')}, the first: {rows[0]['sample_id']}: {rows[0]['problem']}"
-        return Outcome(False, summary, REPAIR, rows, numbers)
+            return Outcome(True, passed_summary, numbers=numbers)
+        first = f"{rows[0]['sample_id']}: {rows[0]['problem']}"
+        return Outcome(False, f"{counted(len(rows), 'problem')}, the first: {first}", REPAIR, rows, numbers)
 
 
-def _kind(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
-    """The check that a missing or wrong entry belongs to."""
+def _check_of(store: Store, spec: EntrySpec, stat: EntryStat | None) -> Problem:
+    """Return the check to which a missing or wrong entry belongs."""
     if stat is None:
         return "completeness"
-    stated = store.read_tensor_specs(spec)
     if not spec.may_have(stat.num_bytes):
         return "file_size_outliers"
+    stated = store.read_tensor_specs(spec)
     if stated is None or not spec.admits(stated):
         return "shape_uniformity"
     return "finite_values" if spec.holding(stated).file_bytes == stat.num_bytes else "file_size_outliers"

@@ -1,4 +1,4 @@
-"""Which entries are missing or damaged, and having them made: what both cache stages have in common."""
+"""Bring a stage's cache entries up to date: find missing entries, launch encoders, collect results."""
 
 from __future__ import annotations
 
@@ -13,18 +13,23 @@ from typing import Any, TypeAlias
 
 import polars as pl
 
-from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
+from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, STATS, RecipeEntries, is_unchanged
 from pipeline.cache.store import NO_STAT, EntrySpec, EntryState, Kind
 from pipeline.cache.users import record_speed, register_user
-from pipeline.encoding.jobs import Beside, Job, Order, Results, read_results, write_jobs, write_order
-from pipeline.encoding.outcome import Failure
-from pipeline.encoding.turn import in_turn
+from pipeline.encoding.jobs import (
+    Failure,
+    Job,
+    Order,
+    PictureJobs,
+    Results,
+    read_results,
+    write_jobs,
+    write_order,
+)
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, Stopwatch
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.columns import with_constant
-from pipeline.storage.tables import only
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -32,46 +37,49 @@ WORKERS: dict[Kind, str] = {
     "latents": "pipeline.vae_latents.worker",
     "text": "pipeline.text_embeddings.worker",
 }
-"""Entry modules of the launched processes."""
+"""Module that is launched for each kind."""
 
 _MAX_NAMED = 10
 _ROWS_AT_A_TIME = 1024
-_ENTRY_SCHEMA = {"key": pl.String, **STATS}
 _SPARE_BYTES = 64 * 2**20
-"""Left free on the disk beyond what the entries need."""
+"""Disk space to keep free beyond the missing entries."""
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The entries that a stage asks for.
+class EntryRequests:
+    """Entries that a stage needs, and how to encode the missing ones.
 
     Attributes:
-        rows: `key`, each once; `num_bytes`, the exact size of its file, null where nobody knows it yet;
-            `about_bytes`, an estimate for these; the `STAT_COLUMNS` and `facts` that the last table recorded,
-            null or no columns where it did not; what `in_turn` asks for, and what the functions need.
-        spec: What the entry of a row must be.
-        job: What has to be done for a row.
-        facts: More columns of `Made.entries`: what they are of an entry that was read whole.
-        beside: As `Order.beside`; nothing is launched for its sake.
+        kind: Kind of all entries.
+        rows: One row per entry: `key` (unique), `num_bytes` (exact size, null if unknown), `about_bytes`
+            (estimated size), `STAT_COLUMNS` and the columns in `facts` as the last table recorded them (null
+            if it did not), `name`, `cost`, and the columns that `spec` and `job` need.
+        settings: Settings for `Order.settings`.
+        spec: Returns the specification of a row's entry.
+        job: Returns the job of a row.
+        facts: Further columns of the result: each returns its value from the state of an entry that was read.
+        pictures: Latents to decode for the report if processes are launched anyway.
     """
 
+    kind: Kind
     rows: pl.DataFrame
+    settings: Mapping[str, Any]
     spec: Callable[[Row], EntrySpec]
     job: Callable[[Row], Job]
     facts: Mapping[str, Callable[[EntryState], int | None]]
-    beside: Beside | None = None
+    pictures: PictureJobs | None = None
 
 
 @dataclass
-class Made:
-    """How the wanted entries came to be there.
+class FillResult:
+    """Entries that are valid after `fill`, and how they came to be.
 
     Attributes:
-        entries: Of each key whose entry is valid now: `key`, the `STAT_COLUMNS`, and the columns of
-            `Wanted.facts`, Int32, as recorded where the entry is as it was.
-        encoded: Keys whose entries this run put in place.
-        damaged: Keys whose entries were there and wrong; part of those that were made again.
-        failed: Keys without an entry, and why.
+        entries: One row per valid entry: `key`, the `STAT_COLUMNS`, and Int32 columns named in
+            `EntryRequests.facts`.
+        encoded: Keys of the entries that this run wrote.
+        damaged: Keys of the entries that were wrong and encoded again.
+        failed: Failures by key.
     """
 
     entries: pl.DataFrame
@@ -80,7 +88,7 @@ class Made:
     failed: dict[str, Failure] = field(default_factory=dict[str, Failure])
 
     def counters(self, removed: int) -> dict[str, int]:
-        """The report's numbers; each counts entries, of which samples may share one."""
+        """Return the report's counters; they count entries, which samples may share."""
         return {
             "entries": len(self.entries),
             "encoded": len(self.encoded),
@@ -91,164 +99,208 @@ class Made:
             "bytes": int(self.entries["entry_bytes"].sum()),
         }
 
-    def found(self, states: Iterable[tuple[Row, EntryState]], wanted: Wanted) -> None:
-        """Add the valid ones of entries that were looked at."""
-        rows = [
-            (row["key"], *astuple(state.stat), *(of(state) for of in wanted.facts.values()))
-            for row, state in states
-            if state.stat is not None and state.valid
-        ]
-        self.entries = self.entries.vstack(pl.DataFrame(rows, schema=self.entries.schema, orient="row"))
 
+def fill(
+    entries: RecipeEntries, requests: EntryRequests, *, launch: Launch, log: Log, watch: Stopwatch
+) -> FillResult:
+    """Check every requested entry, and encode those that are missing or wrong.
 
-class Maker:
-    """Brings the entries of one stage up to date, starting a process only if one is missing.
+    An entry is trusted while its stat is as recorded; any other is read and verified. The output folder is
+    registered as a user of the entries. Nothing is launched if nothing is missing.
 
-    Of what is looked at and made, a part at a time is in memory: beside the rows that the stage brings, a
-    missing entry costs some hundred bytes here.
+    Args:
+        entries: Entries of the recipe.
+        requests: Requested entries.
+        launch: Starts the encoding processes.
+        log: Receives a summary of missing and damaged entries.
+        watch: Receives the time for start-up and for the report's pictures.
+
+    Raises:
+        StoreError: The disk is too small or not writable, or an encoded entry is not valid.
+        LatentlineError: See `Launch`; entries that were encoded before stay in the cache.
     """
+    recipe, store = entries.recipe, entries.store
+    keys = requests.rows["key"]
+    register_user(store.address, recipe.output_dir, recipe=recipe.name, kind=requests.kind, keys=keys)
+    return _Fill(entries, requests, launch, log, watch).run()
+
+
+def encoding_order(rows: pl.DataFrame) -> pl.DataFrame:
+    """Sort jobs: probes first, then by falling cost, with jobs of one shape next to each other.
+
+    The probes are the costliest job, the cheapest and the first by name, as far as these differ. A broken
+    model or a wrong setting shows within seconds. The result does not depend on the order of `rows`.
+
+    Args:
+        rows: One row per job: `cost`, `name`, `key`, and the `LATENT_SHAPE` if shapes differ.
+    """
+    if rows.is_empty():
+        return rows
+    shape = [name for name in LATENT_SHAPE if name in rows.columns]
+    descending = [True, *(False for _ in shape), False]
+    ordered = rows.sort("cost", *shape, "key", descending=descending).with_row_index("position")
+
+    first_by_name = ordered.sort("name", "key")["position"][0]
+    probes = list(dict.fromkeys((0, len(ordered) - 1, first_by_name)))
+    others = ordered.filter(~pl.col("position").is_in(probes))
+    return pl.concat([ordered[probes], others]).drop("position")
+
+
+class _Fill:
+    """One call of `fill`; see there for the arguments."""
 
     def __init__(
-        self, entries: RecipeEntries, kind: Kind, launch: Launch, *, log: Log, watch: Stopwatch
+        self, entries: RecipeEntries, requests: EntryRequests, launch: Launch, log: Log, watch: Stopwatch
     ) -> None:
-        """For entries of one kind, and the stage that `watch` times; what is found and done goes to `log`."""
         self._entries = entries
-        self._kind: Kind = kind
+        self._store = entries.store
+        self._requests = requests
         self._launch = launch
         self._log = log
         self._watch = watch
+        schema = {"key": pl.String, **STATS, **dict.fromkeys(requests.facts, pl.Int32)}
+        self._result = FillResult(pl.DataFrame(schema=schema))
 
-    def make(self, wanted: Wanted, *, settings: Mapping[str, Any]) -> Made:
-        """Look at every entry, and make those that are missing or wrong.
-
-        Args:
-            wanted: The output folder is registered as needing these. An entry is trusted as long as its stat
-                is as recorded.
-            settings: As `Order.settings`.
-
-        Raises:
-            StoreError: The disk is too small or not writable, or an entry that was made is not valid.
-            LatentlineError: As `Launch`; what was made before stays.
-        """
-        store, recipe, keys = self._entries.store, self._entries.recipe, wanted.rows["key"]
-        register_user(store.address, recipe.output_dir, recipe=recipe.name, kind=self._kind, keys=keys)
-        made = Made(pl.DataFrame(schema={**_ENTRY_SCHEMA, **dict.fromkeys(wanted.facts, pl.Int32)}))
-        if self._one_is_missing(wanted):
-            missing, results = self._launched(lambda: self._found(wanted, made), wanted, settings)
+    def run(self) -> FillResult:
+        # Starting processes takes seconds. If an entry is certainly missing, they start before the others
+        # are checked.
+        if self._new_entry_is_missing():
+            missing, results = self._encode(self._find_missing)
         else:
-            missing, results = self._found(wanted, made), Results()
+            missing, results = self._find_missing(), Results()
             if not missing.is_empty():
-                _, results = self._launched(lambda: missing, wanted, settings)
-        for part in self._looked_at(missing, wanted):
-            self._settle(part, wanted, results=results, made=made)
-        return made
+                _, results = self._encode(lambda: missing)
 
-    def _one_is_missing(self, wanted: Wanted) -> bool:
-        """Whether the first entry that no table knows is not there: then processes are started at once."""
-        is_new = wanted.rows[STAT_COLUMNS[0]].is_null()
-        stats = self._entries.store.stats(self._kind, wanted.rows["key"].filter(is_new).head(1))
+        for states in self._check(missing):
+            self._collect(states, results)
+        return self._result
+
+    def _new_entry_is_missing(self) -> bool:
+        """Return whether the first entry that no table has recorded does not exist."""
+        rows = self._requests.rows
+        new_keys = rows.filter(pl.col(STAT_COLUMNS[0]).is_null())["key"]
+        stats = self._store.stats(self._requests.kind, new_keys.head(1))
         return any(tuple(stat) == NO_STAT for stat in stats)
 
-    def _found(self, wanted: Wanted, made: Made) -> pl.DataFrame:
-        """The rows whose entry is missing or wrong; the others are noted in `made`.
+    def _find_missing(self) -> pl.DataFrame:
+        """Return the rows whose entry is missing or wrong; the others are added to the result.
 
         Raises:
-            StoreError: The disk has no room for the missing ones.
+            StoreError: The missing entries do not fit on the disk.
         """
-        store, rows = self._entries.store, wanted.rows
-        same = is_unchanged(store, self._kind, rows)
-        reused = only(rows, same)
-        for name in wanted.facts.keys() - set(rows.columns):
-            reused = with_constant(reused, name, None, pl.Int32)
-        made.entries = reused.select(made.entries.columns)
-        missing = self._missing(rows.filter(~same), wanted, made)
-        damaged = len(made.damaged)
+        rows, result = self._requests.rows, self._result
+        unchanged = is_unchanged(self._store, self._requests.kind, rows)
+        unrecorded = [
+            pl.lit(None, pl.Int32).alias(name) for name in self._requests.facts if name not in rows.columns
+        ]
+        result.entries = rows.filter(unchanged).with_columns(unrecorded).select(result.entries.columns)
+
+        changed = rows.filter(~unchanged)
+        is_missing: list[bool] = []
+        for states in self._check(changed):
+            is_missing += [not state.valid for _, state in states]
+            result.damaged |= {row["key"] for row, state in states if state.status == "wrong"}
+            self._add_valid(states)
+        missing = changed.filter(pl.Series(is_missing, dtype=pl.Boolean))
+
+        num_damaged = len(result.damaged)
         self._log(
-            f"{counted(len(rows), 'entry', 'entries')} wanted: {len(rows) - len(missing):,} there, "
-            f"{len(missing) - damaged:,} missing, {damaged:,} damaged and made again"
+            f"{counted(len(rows), 'entry', 'entries')} needed: {len(rows) - len(missing):,} present, "
+            f"{len(missing) - num_damaged:,} missing, {num_damaged:,} damaged and encoded again"
         )
-        self._name_damaged(missing.filter(pl.col("key").is_in(made.damaged)), wanted)
+        self._log_damaged(missing.filter(pl.col("key").is_in(result.damaged)))
         if not missing.is_empty():
-            _require_space(store.address, int(missing["about_bytes"].sum()))
-        return in_turn(missing)
+            _require_space(self._store.address, int(missing["about_bytes"].sum()))
+        return encoding_order(missing)
 
-    def _missing(self, doubtful: pl.DataFrame, wanted: Wanted, made: Made) -> pl.DataFrame:
-        """Those of the rows whose entry is missing or wrong; the others are noted as found."""
-        lacking: list[bool] = []
-        for part in self._looked_at(doubtful, wanted):
-            lacking += [not state.valid for _, state in part]
-            made.damaged |= {row["key"] for row, state in part if state.status == "wrong"}
-            made.found(part, wanted)
-        return doubtful.filter(pl.Series(lacking, dtype=pl.Boolean))
-
-    def _looked_at(self, rows: pl.DataFrame, wanted: Wanted) -> Iterator[list[tuple[Row, EntryState]]]:
-        """Each row with its entry's state, some rows at a time, on all cores."""
-        store = self._entries.store
-        with ThreadPoolExecutor(store.threads) as pool:
+    def _check(self, rows: pl.DataFrame) -> Iterator[list[tuple[Row, EntryState]]]:
+        """Yield each row with the state of its entry, in slices that are checked on all cores."""
+        with ThreadPoolExecutor(self._store.threads) as pool:
             for part in rows.iter_slices(_ROWS_AT_A_TIME):
-                named = part.to_dicts()
-                states = pool.map(store.check, map(wanted.spec, named))
-                yield list(zip(named, states, strict=True))
+                part_rows = part.to_dicts()
+                states = pool.map(self._store.check, map(self._requests.spec, part_rows))
+                yield list(zip(part_rows, states, strict=True))
 
-    def _launched(
-        self, find: Callable[[], pl.DataFrame], wanted: Wanted, settings: Mapping[str, Any]
-    ) -> tuple[pl.DataFrame, Results]:
-        """The rows that `find` finds, while processes start that make their entries, and what those said."""
-        model, store = self._entries.family, self._entries.store
-        order = Order(self._kind, model.folder, store.address, settings, [], model.replaced, wanted.beside)
-        found: list[pl.DataFrame] = []
-        found_s: list[float] = []
+    def _encode(self, find_missing: Callable[[], pl.DataFrame]) -> tuple[pl.DataFrame, Results]:
+        """Launch processes, and call `find_missing` for their jobs while they start."""
+        kind = self._requests.kind
+        order = Order(
+            kind=kind,
+            model_folder=self._entries.model_folder,
+            store_root=self._store.address,
+            settings=self._requests.settings,
+            jobs=[],
+            component_folders=self._entries.component_folders,
+            pictures=self._requests.pictures,
+        )
+        missing = pl.DataFrame()
+        find_s = 0.0
         with tempfile.TemporaryDirectory(prefix="latentline-") as folder:
 
-            def meanwhile() -> None:
-                begun_s = time.perf_counter()
-                found.append(find())
-                write_jobs(_Jobs(found[0], wanted.job), Path(folder))
-                found_s.append(time.perf_counter() - begun_s)
+            def write_missing_jobs() -> None:
+                nonlocal missing, find_s
+                start_s = time.perf_counter()
+                missing = find_missing()
+                write_jobs(_LazyJobs(missing, self._requests.job), Path(folder))
+                find_s = time.perf_counter() - start_s
 
-            file = write_order(order, Path(folder), jobs_follow=True)
-            started_s = time.perf_counter()
-            self._launch(WORKERS[self._kind], file, meanwhile)
+            order_file = write_order(order, Path(folder), jobs_follow=True)
+            launch_start_s = time.perf_counter()
+            self._launch(WORKERS[kind], order_file, write_missing_jobs)
+            launched_s = time.perf_counter() - launch_start_s
             results = read_results(Path(folder))
-            launched_s = time.perf_counter() - started_s
-        missing = found[0]
-        self._watch.startup_s += max(0.0, launched_s - found_s[0] - results.work_s - results.aside_s)
+
+        self._watch.startup_s += max(0.0, launched_s - find_s - results.work_s - results.aside_s)
         self._watch.aside_s += results.aside_s
         cost = int(missing.filter(pl.col("key").is_in(results.made))["cost"].sum())
         if cost:
-            record_speed(self._entries.machine_state_dir, self._kind, results.work_s / cost)
+            record_speed(self._entries.machine_state_dir, kind, results.work_s / cost)
         return missing, results
 
-    def _name_damaged(self, damaged: pl.DataFrame, wanted: Wanted) -> None:
-        store = self._entries.store
-        for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
-            spec = wanted.spec(row)
-            reason = store.check(spec).reason
-            self._log(f"damaged entry of {wanted.job(row).name}: {reason} ({store.where(spec)})")
+    def _collect(self, states: list[tuple[Row, EntryState]], results: Results) -> None:
+        """Add encoded and failed entries to the result; the store counts, not a process's report.
 
-    def _settle(
-        self, part: list[tuple[Row, EntryState]], wanted: Wanted, *, results: Results, made: Made
-    ) -> None:
-        """Note how some jobs ended; what is in the store counts, and not what a process said."""
-        for row, state in part:
+        Raises:
+            StoreError: An entry is not valid and has no failure.
+        """
+        for row, state in states:
             key = row["key"]
             if state.valid:
                 if key not in results.present:
-                    made.encoded.add(key)
+                    self._result.encoded.add(key)
             elif key in results.failed:
-                made.failed[key] = results.failed[key]
+                self._result.failed[key] = results.failed[key]
             else:
-                problem = f"{state.status}: {state.reason or 'no file'}"
+                problem = f"wrong: {state.reason}" if state.status == "wrong" else "missing"
                 raise StoreError(
-                    f"the entry of {wanted.job(row).name} was to be made and is {problem}",
-                    where=self._entries.store.where(wanted.spec(row)),
-                    fix="see that no other program changes cache_dir and its disk is sound, and start again",
+                    f"the entry of {self._requests.job(row).name} was encoded, but it is {problem}",
+                    where=self._store.where(self._requests.spec(row)),
+                    fix="make sure that no other program changes cache_dir and that its disk works, and "
+                    "start again",
                 )
-        made.found(part, wanted)
+        self._add_valid(states)
+
+    def _add_valid(self, states: Iterable[tuple[Row, EntryState]]) -> None:
+        facts = self._requests.facts.values()
+        rows = [
+            (row["key"], *astuple(state.stat), *(fact(state) for fact in facts))
+            for row, state in states
+            if state.stat is not None and state.valid
+        ]
+        entries = self._result.entries
+        self._result.entries = entries.vstack(pl.DataFrame(rows, schema=entries.schema, orient="row"))
+
+    def _log_damaged(self, damaged: pl.DataFrame) -> None:
+        for row in damaged.head(_MAX_NAMED).iter_rows(named=True):
+            spec = self._requests.spec(row)
+            reason = self._store.check(spec).reason
+            self._log(
+                f"damaged entry of {self._requests.job(row).name}: {reason} ({self._store.where(spec)})"
+            )
 
 
-class _Jobs:
-    """The jobs of some rows, each made when its turn comes."""
+class _LazyJobs:
+    """Jobs of some rows, built one slice at a time."""
 
     def __init__(self, rows: pl.DataFrame, job: Callable[[Row], Job]) -> None:
         self._rows = rows
@@ -263,15 +315,15 @@ class _Jobs:
 
 
 def _require_space(root: Address, needed_bytes: int) -> None:
-    """Nothing where the disk has room, or where nobody can say: elsewhere."""
+    """Raise StoreError if the local disk is too small; the free space of a remote store is unknown."""
     if isinstance(root, Url):
         return
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes + _SPARE_BYTES:
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes + _SPARE_BYTES:
         raise StoreError(
-            f"the missing entries need {needed_bytes:,} bytes and {_SPARE_BYTES:,} are to stay free; "
-            f"the disk has {free:,} free",
+            f"the disk must have {needed_bytes + _SPARE_BYTES:,} bytes free for the missing entries "
+            f"({_SPARE_BYTES:,} of them stay free), got {free_bytes:,}",
             where=str(root),
             fix="free some space there, or set cache_dir to another disk",
         )

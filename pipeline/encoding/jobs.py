@@ -1,9 +1,10 @@
-"""What the cache stages and their child processes tell each other: files in one temporary folder.
+"""Jobs of the cache stages, and the files in which a stage and its child processes exchange them.
 
-order.json              written by the stage: the model, the store, the settings
-jobs.jsonl              beside it, perhaps later: their number, and a line for each, in the order in which
-                        they are taken up
-results-<rank>.jsonl    written by each process: a line for each job as it ends, and a last one for its times
+All files are in one temporary folder:
+
+    order.json              written by the stage: model, store and settings
+    jobs.jsonl              written by the stage, possibly later: the number of jobs, then one job per line
+    results-<rank>.jsonl    written by each process: one line per finished job, and a last line with its times
 """
 
 from __future__ import annotations
@@ -15,31 +16,32 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO, TypeAlias
 
+from pipeline.cache.entry_format import Array
 from pipeline.cache.store import EntrySpec, Kind, TensorSpec
-from pipeline.encoding.outcome import Failure
 from pipeline.storage.addresses import Address, address
 
 ORDER_FILE = "order.json"
 JOBS_FILE = "jobs.jsonl"
 RESULTS_PATTERN = "results-*.jsonl"
 
-_LOOK_INTERVAL_S = 0.01
-"""Between two looks for jobs that are still to be written."""
+NUM_PROBES = 3
+"""Maximum number of jobs that are encoded first to detect a broken model."""
+
+_POLL_INTERVAL_S = 0.01
 
 
 @dataclass(frozen=True)
 class Job:
-    """One entry to make.
+    """One entry to encode.
 
     Attributes:
-        spec: The entry.
-        facts: Its metadata as far as the stage knows them.
-        work: What the encoder needs: `root` and `path` of the image, `geometry` (a table row) and
-            `content_hash`, or `caption`.
-        name: What it is made of, for messages.
-        cost: About proportional to the time it takes; above 0.
+        spec: Specification of the entry.
+        facts: Metadata of the entry that the stage knows.
+        work: Input of the encoder: a row of aspect_buckets with the `root` of its dataset, or a `caption`.
+        name: Name of the image or caption, for messages.
+        cost: Estimated effort, proportional to the time it takes; above 0.
     """
 
     spec: EntrySpec
@@ -49,48 +51,46 @@ class Job:
     cost: int
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """Result of a job: tensors for `Store.write`, and metadata that only the encoder knows."""
+
+    tensors: Mapping[str, Array]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Reason why an entry could not be encoded; becomes a row of the table of rejected samples."""
+
+    reason: str
+    detail: str
+    fix: str
+
+
+Outcome: TypeAlias = Encoded | Failure | Literal["present"]
+"""Outcome of a job; "present" if another process has written the entry since the stage checked."""
+
+
 class Jobs(Protocol):
-    """Jobs that are iterated over as often as one likes, whether or not they are in memory."""
+    """Sized collection of jobs that can be iterated any number of times, in memory or not."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of jobs."""
         ...
 
     def __iter__(self) -> Iterator[Job]:
-        """Each."""
+        """Iterate over the jobs."""
         ...
 
 
 @dataclass(frozen=True)
-class Order:
-    """All that a launch is asked to make, by whichever of its processes.
+class PictureJobs:
+    """Latents that are decoded after encoding and shown in the report.
 
     Attributes:
-        kind: Of all entries in it.
-        model_folder: The base model.
-        store_root: Where the entries go.
-        settings: `compute_dtype`, and for latents `posterior` and `background`.
-        jobs: Each key once, `in_turn`; of an order that was read, as they come from the file.
-        elsewhere: Folders of the model's components that are not taken from `model_folder`.
-        beside: Of latents: which are looked at.
-    """
-
-    kind: Kind
-    model_folder: Path
-    store_root: Address
-    settings: Mapping[str, Any]
-    jobs: Jobs
-    elsewhere: Mapping[str, Path] = field(default_factory=dict[str, Path])
-    beside: Beside | None = None
-
-
-@dataclass(frozen=True)
-class Beside:
-    """Latents that are decoded at the end, in the order or made before, for people to look at.
-
-    Attributes:
-        folder: Where their pictures go, see `pipeline.vae_latents.report`.
-        jobs: What they were made of.
+        folder: Folder of the pictures, see `pipeline.vae_latents.report`.
+        jobs: Jobs of the latents, encoded now or earlier.
     """
 
     folder: Path
@@ -98,69 +98,75 @@ class Beside:
 
     @property
     def keys(self) -> set[str]:
-        """Of all of them."""
+        """Keys of the latents."""
         return {job.spec.key for job in self.jobs}
 
-    def of(self, keys: set[str]) -> Beside:
-        """Those with these keys."""
-        return Beside(self.folder, [job for job in self.jobs if job.spec.key in keys])
+    def select(self, keys: set[str]) -> PictureJobs:
+        """Return the jobs with these keys."""
+        return PictureJobs(self.folder, [job for job in self.jobs if job.spec.key in keys])
 
 
-class Meeting:
-    """Jobs as they come, with a note of which keys have come by; iterated over once."""
+@dataclass(frozen=True)
+class Order:
+    """Everything that the processes of one launch encode together.
 
-    def __init__(self, jobs: Iterable[Job], keys: set[str]) -> None:
-        """Take note of `keys`, and of no others."""
-        self._jobs = jobs
-        self._keys = keys
-        self.met: set[str] = set()
+    Attributes:
+        kind: Kind of all entries.
+        model_folder: Folder of the base model.
+        store_root: Address of the store.
+        settings: `compute_dtype`, and for latents `posterior` and `background`.
+        jobs: Jobs with distinct keys, in the order in which they are encoded.
+        component_folders: Folders of model components that replace those in `model_folder`, by role.
+        pictures: Latents to decode for the report.
+    """
 
-    def __iter__(self) -> Iterator[Job]:
-        """In their order."""
-        for job in self._jobs:
-            if job.spec.key in self._keys:
-                self.met.add(job.spec.key)
-            yield job
+    kind: Kind
+    model_folder: Path
+    store_root: Address
+    settings: Mapping[str, Any]
+    jobs: Jobs
+    component_folders: Mapping[str, Path] = field(default_factory=dict[str, Path])
+    pictures: PictureJobs | None = None
 
 
 class JobsFile:
-    """The jobs of an order, read anew by each iteration: only one is in memory, however many there are.
+    """Jobs of an order, read from the file by each iteration, so that only one is in memory.
 
-    Whoever asks while the stage has not written them yet waits until it has.
+    Waits until the stage has written the file.
     """
 
     def __init__(self, path: Path) -> None:
-        """Nothing is read yet."""
+        """Use the file at `path`, which may not exist yet."""
         self._path = path
 
     def __len__(self) -> int:
-        """How many there are."""
-        with self._written().open(encoding="utf-8") as file:
+        """Return the number of jobs."""
+        with self._wait().open(encoding="utf-8") as file:
             return json.loads(next(file))
 
     def __iter__(self) -> Iterator[Job]:
-        """In the file's order."""
-        with self._written().open(encoding="utf-8") as file:
+        """Iterate in the file's order."""
+        with self._wait().open(encoding="utf-8") as file:
             next(file)
             for line in file:
-                yield _job(json.loads(line))
+                yield _job_from_json(json.loads(line))
 
-    def _written(self) -> Path:
+    def _wait(self) -> Path:
         while not self._path.exists():
-            time.sleep(_LOOK_INTERVAL_S)
+            time.sleep(_POLL_INTERVAL_S)
         return self._path
 
 
 @dataclass
 class Results:
-    """What the processes of one launch have said so far.
+    """Results of all processes of one launch so far.
 
     Attributes:
-        made: Keys of the entries that they put in place.
-        present: Keys that were in place when their turn came: another job made them meanwhile.
-        failed: By key.
-        work_s: Seconds from the first read to the last write, of the process that took longest.
-        aside_s: Seconds for what is looked at, of the process that took longest.
+        made: Keys of the entries that they wrote.
+        present: Keys of entries that another process wrote meanwhile.
+        failed: Failures by key.
+        work_s: Seconds from first read to last write, in the slowest process.
+        aside_s: Seconds for the report's pictures, in the slowest process.
     """
 
     made: set[str] = field(default_factory=set[str])
@@ -171,113 +177,97 @@ class Results:
 
 
 def write_order(order: Order, folder: Path, *, jobs_follow: bool = False) -> Path:
-    """Write the order into `folder`, which must exist.
+    """Write an order into an existing folder that holds no other order.
 
     Args:
-        order: What to write.
-        folder: Of this order alone.
-        jobs_follow: Leave its jobs to a `write_jobs` that comes later.
+        order: Order to write.
+        folder: Folder of the files.
+        jobs_follow: Whether to omit the jobs, for a later `write_jobs`.
 
     Returns:
-        The path of the order file.
+        Path of the order file.
     """
     if not jobs_follow:
         write_jobs(order.jobs, folder)
+
     fields: dict[str, Any] = {
         "kind": order.kind,
         "model_folder": str(order.model_folder),
-        "elsewhere": {role: str(place) for role, place in order.elsewhere.items()},
+        "component_folders": {role: str(path) for role, path in order.component_folders.items()},
         "store_root": str(order.store_root),
         "settings": dict(order.settings),
     }
-    if order.beside is not None:
-        jobs = [_fields(job) for job in order.beside.jobs]
-        fields["beside"] = {"folder": str(order.beside.folder), "jobs": jobs}
+    if order.pictures is not None:
+        jobs = [_job_to_json(job) for job in order.pictures.jobs]
+        fields["pictures"] = {"folder": str(order.pictures.folder), "jobs": jobs}
+
     path = folder / ORDER_FILE
     path.write_text(json.dumps(fields), encoding="utf-8")
     return path
 
 
 def write_jobs(jobs: Jobs, folder: Path) -> None:
-    """Write the jobs of the order in `folder`; processes that wait for them see all at once."""
+    """Write the jobs of the order in `folder`; waiting processes see the complete file."""
     unfinished = folder / f"{JOBS_FILE}.unfinished"
     with unfinished.open("w", encoding="utf-8") as file:
         file.write(f"{len(jobs)}\n")
         for job in jobs:
-            file.write(json.dumps(_fields(job)) + "\n")
+            file.write(json.dumps(_job_to_json(job)) + "\n")
     unfinished.rename(folder / JOBS_FILE)
 
 
 def read_order(path: Path) -> Order:
-    """The order as it was written; its jobs are read when they are iterated over."""
+    """Read an order; its jobs are read from their file by each iteration."""
     fields = json.loads(path.read_text(encoding="utf-8"))
-    looked_at = fields.get("beside")
-    beside = looked_at and Beside(Path(looked_at["folder"]), [_job(job) for job in looked_at["jobs"]])
+    pictures = None
+    if "pictures" in fields:
+        jobs = [_job_from_json(job) for job in fields["pictures"]["jobs"]]
+        pictures = PictureJobs(Path(fields["pictures"]["folder"]), jobs)
+
     return Order(
-        fields["kind"],
-        Path(fields["model_folder"]),
-        address(fields["store_root"]),
-        fields["settings"],
-        JobsFile(path.parent / JOBS_FILE),
-        {role: Path(place) for role, place in fields["elsewhere"].items()},
-        beside,
+        kind=fields["kind"],
+        model_folder=Path(fields["model_folder"]),
+        store_root=address(fields["store_root"]),
+        settings=fields["settings"],
+        jobs=JobsFile(path.parent / JOBS_FILE),
+        component_folders={role: Path(folder) for role, folder in fields["component_folders"].items()},
+        pictures=pictures,
     )
 
 
-def _fields(job: Job) -> dict[str, Any]:
-    """For `_job`; written out, since `asdict` copies for half a millisecond a job."""
-    tensors = {name: (t.dtype, t.shape, t.ragged) for name, t in job.spec.tensors.items()}
-    spec = {"kind": job.spec.kind, "key": job.spec.key, "tensors": tensors}
-    return {"spec": spec, "facts": job.facts, "work": job.work, "name": job.name, "cost": job.cost}
-
-
-def _job(fields: dict[str, Any]) -> Job:
-    spec = fields["spec"]
-    tensors = {
-        name: TensorSpec(dtype, tuple(shape), ragged)
-        for name, (dtype, shape, ragged) in spec["tensors"].items()
-    }
-    made_of = EntrySpec(spec["kind"], spec["key"], tensors)
-    return Job(made_of, fields["facts"], fields["work"], fields["name"], fields["cost"])
-
-
-NUM_PROBES = 3
-"""Most jobs that come before the others, see `pipeline.encoding.turn`."""
-
-
 def share(jobs: Iterable[Job], rank: int, num_ranks: int) -> Iterator[Job]:
-    """The jobs of one process, in their order: each job goes to exactly one, and all take about as long.
+    """Yield the jobs of one rank in order, so that all ranks have about the same cost.
 
-    Each to the process with the least so far. The answer depends on the jobs alone, so processes need not
-    talk.
+    Each job goes to the rank with the lowest cost so far. The result depends on the jobs alone, so ranks need
+    not communicate.
     """
-    loads = [0] * num_ranks
+    costs = [0] * num_ranks
     for job in jobs:
-        lightest = loads.index(min(loads))
-        loads[lightest] += job.cost
-        if lightest == rank:
+        lowest = costs.index(min(costs))
+        costs[lowest] += job.cost
+        if lowest == rank:
             yield job
 
 
 class ResultsWriter:
-    """Appends one process's results, from any thread, each visible to others at once; a context manager."""
+    """Appends the results of one process, from any thread; each line is flushed at once."""
 
     def __init__(self, order_file: Path, rank: int) -> None:
-        """Begin `results-<rank>.jsonl` beside the order."""
+        """Create `results-<rank>.jsonl` in the folder of the order."""
         self._lock = threading.Lock()
         self._file: TextIO = (order_file.parent / f"results-{rank}.jsonl").open("w", encoding="utf-8")
 
     def ended(self, key: str, outcome: Literal["made", "present"] | Failure) -> None:
-        """One job came to its end."""
+        """Write the outcome of one job."""
         failure = asdict(outcome) if isinstance(outcome, Failure) else None
         self._write({"key": key, "outcome": "failed" if failure else outcome, "failure": failure})
 
     def finish(self, work_s: float, *, aside_s: float = 0.0) -> None:
-        """All jobs of this process have ended; `work_s` is without start-up and without `aside_s`."""
+        """Write the times of this process: encoding without start-up, and the report's pictures."""
         self._write({"work_s": work_s, "aside_s": aside_s})
 
     def __enter__(self) -> ResultsWriter:
-        """Itself."""
+        """Return the writer."""
         return self
 
     def __exit__(
@@ -294,16 +284,16 @@ class ResultsWriter:
 
 
 def read_results(folder: Path) -> Results:
-    """What all processes have said; a line that is still being written is left out."""
+    """Read the results of all processes; a line that is still being written is ignored."""
     results = Results()
     for path in sorted(folder.glob(RESULTS_PATTERN)):
         for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
             if text.endswith("\n"):
-                _take(json.loads(text), results)
+                _add_result(json.loads(text), results)
     return results
 
 
-def _take(line: dict[str, Any], results: Results) -> None:
+def _add_result(line: dict[str, Any], results: Results) -> None:
     if "work_s" in line:
         results.work_s = max(results.work_s, line["work_s"])
         results.aside_s = max(results.aside_s, line["aside_s"])
@@ -311,3 +301,19 @@ def _take(line: dict[str, Any], results: Results) -> None:
         results.failed[line["key"]] = Failure(**line["failure"])
     else:
         (results.made if line["outcome"] == "made" else results.present).add(line["key"])
+
+
+def _job_to_json(job: Job) -> dict[str, Any]:
+    # Written out, because `asdict` takes half a millisecond per job.
+    tensors = {name: (t.dtype, t.shape, t.ragged) for name, t in job.spec.tensors.items()}
+    spec = {"kind": job.spec.kind, "key": job.spec.key, "tensors": tensors}
+    return {"spec": spec, "facts": job.facts, "work": job.work, "name": job.name, "cost": job.cost}
+
+
+def _job_from_json(fields: dict[str, Any]) -> Job:
+    tensors = {
+        name: TensorSpec(dtype, tuple(shape), ragged)
+        for name, (dtype, shape, ragged) in fields["spec"]["tensors"].items()
+    }
+    spec = EntrySpec(fields["spec"]["kind"], fields["spec"]["key"], tensors)
+    return Job(spec, fields["facts"], fields["work"], fields["name"], fields["cost"])

@@ -1,4 +1,4 @@
-"""Work done ahead by a few threads, in bounded number: the encoder waits for none it does not need."""
+"""Bounded work in background threads: prefetching inputs before the encoder, writing entries behind it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Result = TypeVar("Result")
 
 
 class StalledError(Exception):
-    """A piece of work was given up, because it went on for too long."""
+    """A piece of work did not finish within the timeout."""
 
 
 def ahead(
@@ -24,105 +24,106 @@ def ahead(
     *,
     threads: int,
     depth: int,
-    patience_s: float | None = None,
+    timeout_s: float | None = None,
 ) -> Generator[tuple[Item, Future[Result]]]:
-    """Each item with its finished work, in the order of `items`.
+    """Yield each item with its finished future, in the order of `items`.
 
-    At most `depth` items are in work or waiting to be taken, so memory does not grow with their number.
+    At most `depth` items are in progress or waiting to be taken, so memory does not grow with their number.
 
     Args:
-        items: Read one at a time, `depth` ahead.
-        work: Runs in a thread; what it raises is in the future that comes with its item.
-        threads: How many work at once.
-        depth: At least 1.
-        patience_s: An item that is waited for so long comes with a `StalledError`, and another thread takes
-            the place of the one that hangs, which nobody can end: it is left behind, and does not keep the
-            process alive. None: no end of patience.
+        items: Items, read one at a time and at most `depth` ahead.
+        work: Function that runs in a thread; its exceptions are stored in the future.
+        threads: Number of threads.
+        depth: Maximum number of unfinished items, at least 1.
+        timeout_s: Time after which an awaited item gets a `StalledError`. A new thread replaces the one that
+            hangs, which cannot be ended but does not keep the process alive. None waits forever.
     """
     source = iter(items)
-    crew = _Crew(work, threads)
-    waiting: deque[tuple[Item, Future[Result]]] = deque()
+    pool = _ReplaceablePool(work, threads)
+    pending: deque[tuple[Item, Future[Result]]] = deque()
     try:
-        waiting.extend((item, crew.take(item)) for item in islice(source, depth))
-        while waiting:
-            item, future = waiting.popleft()
-            yield item, _finished(future, crew, patience_s)
-            waiting.extend((nxt, crew.take(nxt)) for nxt in islice(source, 1))
+        pending.extend((item, pool.submit(item)) for item in islice(source, depth))
+        while pending:
+            item, future = pending.popleft()
+            yield item, _finished(future, pool, timeout_s)
+            pending.extend((following, pool.submit(following)) for following in islice(source, 1))
     finally:
-        for _, future in waiting:
+        for _, future in pending:
             future.cancel()
-        crew.leave()
+        pool.stop()
 
 
-def _finished(future: Future[Result], crew: _Crew[Item, Result], patience_s: float | None) -> Future[Result]:
-    """The future itself once it is done; one with a `StalledError` when it is not in time."""
+def _finished(
+    future: Future[Result], pool: _ReplaceablePool[Item, Result], timeout_s: float | None
+) -> Future[Result]:
+    """Return the finished future, or one with a `StalledError` after the timeout."""
     try:
-        future.exception(timeout=patience_s)
+        future.exception(timeout=timeout_s)
     except TimeoutError:
-        crew.replace_one()
+        pool.replace_thread()
         stalled: Future[Result] = Future()
-        stalled.set_exception(StalledError(f"not finished in {patience_s:.0f} s"))
+        stalled.set_exception(StalledError(f"not finished in {timeout_s:.0f} s"))
         return stalled
     return future
 
 
-class _Crew(Generic[Item, Result]):
-    """Daemon threads that take work from one queue: unlike an executor's they can be left behind.
+class _ReplaceablePool(Generic[Item, Result]):
+    """Daemon threads that share a queue; unlike an executor's, a hanging thread can be abandoned.
 
-    The oldest work is always under way: what is before it is finished, or its thread was replaced.
+    The oldest unfinished item is always in progress: earlier ones are finished or their threads replaced.
     """
 
     def __init__(self, work: Callable[[Item], Result], threads: int) -> None:
         self._work = work
         self._queue: SimpleQueue[tuple[Item, Future[Result]] | None] = SimpleQueue()
-        self._members: list[threading.Thread] = []
-        self._lost = 0
+        self._threads: list[threading.Thread] = []
+        self._num_hung = 0
         for _ in range(threads):
-            self._hire()
+            self._start_thread()
 
-    def take(self, item: Item) -> Future[Result]:
+    def submit(self, item: Item) -> Future[Result]:
         future: Future[Result] = Future()
         self._queue.put((item, future))
         return future
 
-    def replace_one(self) -> None:
-        self._lost += 1
-        self._hire()
+    def replace_thread(self) -> None:
+        self._num_hung += 1
+        self._start_thread()
 
-    def leave(self) -> None:
-        """Send everybody home; waits for those who can come."""
-        for _ in self._members:
+    def stop(self) -> None:
+        """Stop the threads, and join them unless one hangs."""
+        for _ in self._threads:
             self._queue.put(None)
-        for member in [] if self._lost else self._members:
-            member.join()
+        for thread in [] if self._num_hung else self._threads:
+            thread.join()
 
-    def _hire(self) -> None:
-        member = threading.Thread(target=self._serve, name=f"ahead-{len(self._members)}", daemon=True)
-        self._members.append(member)
-        member.start()
+    def _start_thread(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"ahead-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _serve(self) -> None:
         while (task := self._queue.get()) is not None:
-            _end(*task, self._work)
+            _run(*task, self._work)
             del task  # a result may be large
 
 
-def _end(item: Item, future: Future[Result], work: Callable[[Item], Result]) -> None:
-    """As an executor does it: whatever `work` raises belongs to the future."""
+def _run(item: Item, future: Future[Result], work: Callable[[Item], Result]) -> None:
+    """Run `work` and store its result or exception in the future, like an executor."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = work(item)
-    except BaseException as err:
+    except BaseException as err:  # reraised by whoever reads the future
         future.set_exception(err)
     else:
         future.set_result(result)
 
 
 class Behind:
-    """Work done behind by a few threads; handing over waits once `depth` pieces are unfinished.
+    """A few threads that work behind the caller, who waits once `depth` calls are unfinished.
 
-    Pieces are begun in the order in which they came, and end in any order.
+    Calls start in the order in which they were submitted, and finish in any order.
     """
 
     def __init__(self, depth: int, *, threads: int = 1) -> None:
@@ -132,20 +133,20 @@ class Behind:
         self._depth = depth
 
     def put(self, work: Callable[[], None]) -> None:
-        """Hand over a piece of work.
+        """Submit a call.
 
         Raises:
-            Exception: What an earlier piece raised.
+            Exception: An earlier call raised it.
         """
         self._unfinished.append(self._pool.submit(work))
         while len(self._unfinished) > self._depth:
             self._unfinished.popleft().result()
 
     def finish(self) -> None:
-        """Wait for all of it.
+        """Wait for all calls.
 
         Raises:
-            Exception: What a piece raised.
+            Exception: A call raised it.
         """
         try:
             while self._unfinished:

@@ -1,4 +1,4 @@
-"""What an encoding process says while it works: one line for all ranks, and never a long silence."""
+"""Progress of the encoding processes: one line for all ranks, and a heartbeat during slow jobs."""
 
 from __future__ import annotations
 
@@ -13,40 +13,45 @@ from typing import Protocol
 from pipeline.encoding.jobs import RESULTS_PATTERN
 
 HEARTBEAT_S = 5.0
-"""Longest silence."""
+"""Maximum time without a line."""
 
 _LINE_S = 2.0
-"""Least time between two lines; the results of the other ranks are read only for a line."""
+"""Minimum time between two lines; the results of other ranks are read once per line."""
 
 
 class Report(Protocol):
-    """Takes the lines; `pipeline.processes.pipes.Reporter` is one."""
+    """Receiver of progress lines, such as `pipeline.processes.pipes.Reporter`."""
 
     def info(self, text: str) -> None:
-        """Say `text` at once."""
+        """Report a line of text."""
         ...
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Say that `done` of `total` are done."""
+        """Report that `done` of `total` jobs have ended."""
         ...
 
 
 class Progress:
-    """Counts the jobs that have ended, of all processes of a launch; only rank 0 speaks.
+    """Counts the finished jobs of all ranks; only rank 0 reports.
 
-    Used as a context manager, it also speaks from a thread of its own when nothing has ended for a while.
+    As a context manager, it also starts a thread that reports the current job if none ends for a while.
     """
 
     def __init__(self, report: Report, folder: Path, *, jobs: Sized, what: str, rank: int) -> None:
-        """For `jobs`, whose results come into `folder`; `what` says what they are.
+        """Report on the results in `folder`.
 
-        They are counted when something is said of them, and not before.
+        Args:
+            report: Receiver of the lines.
+            folder: Folder of the results files.
+            jobs: Jobs of all ranks; they are counted when a line is reported, and not before.
+            what: Description of the jobs for the line.
+            rank: Rank of this process.
         """
         self._report = report
         self._folder = folder
         self._jobs = jobs
         self._what = what
-        self._speaks = rank == 0
+        self._reports = rank == 0
         self._read_bytes: dict[str, int] = {}
         self._done = 0
         self._failed = 0
@@ -58,32 +63,32 @@ class Progress:
 
     def __enter__(self) -> Progress:
         """Start the heartbeat."""
-        if self._speaks:
+        if self._reports:
             self._thread.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Stop it; say the last number if all went well."""
+        """Stop the heartbeat, and report the final count unless there was an error."""
         self._over.set()
-        if self._speaks:
+        if self._reports:
             self._thread.join()
             if error is None:
                 self._line()
 
     def working_on(self, name: str) -> None:
-        """What a silence is about to be about."""
+        """Set the current job, which the heartbeat names."""
         self._current = name
 
     def ended(self) -> None:
-        """A job of this process has ended."""
-        if self._speaks and time.monotonic() - self._last_s >= _LINE_S:
+        """Report progress after a job of this process, at most every two seconds."""
+        if self._reports and time.monotonic() - self._last_s >= _LINE_S:
             self._line()
 
     def say(self, text: str) -> None:
-        """Something worth a line of its own."""
-        if self._speaks:
+        """Report a line of text."""
+        if self._reports:
             with self._lock:
                 self._report.info(text)
 
@@ -95,20 +100,20 @@ class Progress:
             self._report.progress(self._done, len(self._jobs), f"{self._what}{failed}")
 
     def _count(self) -> None:
-        """Take what each process has added to its results since the last time."""
+        """Count the results that each rank has appended since the last call."""
         for path in self._folder.glob(RESULTS_PATTERN):
             with path.open("rb") as file:
                 file.seek(self._read_bytes.get(path.name, 0))
-                whole_lines = file.read().rpartition(b"\n")[0]
-            if whole_lines:
-                self._read_bytes[path.name] = self._read_bytes.get(path.name, 0) + len(whole_lines) + 1
-            outcomes = [json.loads(line).get("outcome") for line in whole_lines.splitlines()]
+                complete_lines = file.read().rpartition(b"\n")[0]
+            if complete_lines:
+                self._read_bytes[path.name] = self._read_bytes.get(path.name, 0) + len(complete_lines) + 1
+            outcomes = [json.loads(line).get("outcome") for line in complete_lines.splitlines()]
             self._done += len(outcomes) - outcomes.count(None)
             self._failed += outcomes.count("failed")
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
-            silent_s = time.monotonic() - self._last_s
-            if silent_s >= HEARTBEAT_S:
-                self.say(f"still at work on {self._current}, {silent_s:.0f} s")
+            idle_s = time.monotonic() - self._last_s
+            if idle_s >= HEARTBEAT_S:
+                self.say(f"still working on {self._current}, {idle_s:.0f} s")
                 self._last_s = time.monotonic()

@@ -26,7 +26,7 @@ from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables
-from pipeline.text_embeddings.stage import wanted_captions
+from pipeline.text_embeddings.stage import needed_captions
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
 
@@ -234,7 +234,7 @@ def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFram
     """
     captions = caption_variants(valid).select("caption", "sample_id", "variant")
     captions = captions.unique("caption", keep="first", maintain_order=True)
-    requests = entries.text_requests(wanted_captions(entries.recipe, captions["caption"]), known)
+    requests = entries.text_requests(needed_captions(entries.recipe, captions["caption"]), known)
     requests = requests.join(captions, on="caption", how="left", maintain_order="left")
     known_rows = [] if known is None else known.to_dicts()
     earlier_rows = {(row["sample_id"], row["variant"]): row for row in known_rows}

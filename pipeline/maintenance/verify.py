@@ -14,7 +14,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.processes.launch import LocalLaunch
 from pipeline.reporting.reports import Log
-from pipeline.text_embeddings.stage import cache_text, wanted_captions
+from pipeline.text_embeddings.stage import cache_text, needed_captions
 from pipeline.vae_latents.stage import cache_latents
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def needed_entries(recipe: Recipe, tables: Tables) -> list[NeededEntry]:
     lengths = dict(text.select("caption", "text_length").iter_rows())
     first_rows = text.unique("caption", keep="first", maintain_order=True)
     first_samples = dict(first_rows.select("caption", "sample_id").iter_rows())
-    for caption in wanted_captions(recipe, text["caption"]):
+    for caption in needed_captions(recipe, text["caption"]):
         spec = entries.text_spec(caption, lengths.get(caption))
         # Captions without a sample are the empty one and the preview prompts.
         name = f"the preview prompt {caption!r}" if caption else "the empty caption"

@@ -1,4 +1,4 @@
-"""The checks of text_embeddings: every caption there, of the encoders' shapes, of exact size, and finite."""
+"""Checks of text_embeddings: every caption has an entry, of the encoders' shapes, exact size and finite."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pipeline.cache.requests import STAT_COLUMNS, RecipeEntries, caption_variant
 from pipeline.checks.findings import MAX_ROWS, CheckContext, Finding, Outcome, findings
 from pipeline.encoding.checks import AT_ONCE, Problems
 from pipeline.errors import counted, verb
-from pipeline.storage.tables import only
 
 STAGE = "text_embeddings"
 
@@ -20,140 +19,145 @@ _COLUMNS = (
     *("sample_id", "variant", "caption", "num_tokens", "num_cut", "text_length", "key"),
     *STAT_COLUMNS,
 )
+"""Columns of text_embeddings that the checks use."""
 
-_CAPTIONS = ("sample_id", "caption", "more_captions")
-"""Of validated_dataset."""
+_CAPTION_COLUMNS = ("sample_id", "caption", "more_captions")
+"""Columns of validated_dataset that the checks use."""
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """One finding for each check of text_embeddings, from the tables, the store and the base model's files.
+    """Return the findings of all checks, from the tables, the store and the base model's files.
 
     Raises:
-        TableError: There is no table of validated_dataset or text_embeddings.
-        ModelError: The recipe's base model cannot be found, or is of no known family.
-        StoreError: An entry may not be read.
+        TableError: validated_dataset or text_embeddings has no valid table.
+        ModelError: The recipe's base model cannot be found, or its family is not supported.
+        StoreError: An entry cannot be read.
     """
     table = context.tables.read(STAGE, _COLUMNS)
     entries = RecipeEntries(context.recipe)
-    asked = _asked(entries, table)
+    sizes = _sizes(entries, table)
     problems = Problems(
         entries.store,
         "text",
-        _wanted(context, entries, table, asked),
+        _entry_rows(context, entries, table, sizes),
         lambda row: entries.text_spec(row["caption"], row["text_length"]),
     )
-    validated = caption_variants(context.tables.read("validated_dataset", _CAPTIONS))
+    captions = caption_variants(context.tables.read("validated_dataset", _CAPTION_COLUMNS))
+
     count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {counted(len(validated), 'caption')} and the empty one has its entry",
-            more=list(_out_of_step(entries, table, asked, validated)),
+            f"each of {counted(len(captions), 'caption')} and the empty one has its entry",
+            more=list(_table_differences(entries, table, sizes, captions)),
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity",
-            f"{count} of the shapes that the encoders' configurations say",
-            more=list(_other_lengths(entries, table)),
+            f"{count} with the shapes that the encoders' configurations define",
+            more=list(_wrong_lengths(entries, table)),
         ),
-        "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the right bytes"),
-        "finite_values": problems.outcome("finite_values", f"{count} with sound content"),
+        "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the expected size"),
+        "finite_values": problems.outcome("finite_values", f"{count} with valid content"),
         "captions_fit": _captions_fit(entries, table),
     }
     return findings(context, STAGE, outcomes)
 
 
-def _asked(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
-    """For each row of the table `text_length` and `num_bytes`, null where its key is not its caption's."""
+def _sizes(entries: RecipeEntries, table: pl.DataFrame) -> pl.DataFrame:
+    """Return `text_length`, `num_bytes` and `about_bytes` per row; null if the key is not its caption's."""
     names = ["caption", "key"]
     parts = [
-        part.select(names).join(
-            entries.text_requests(part["caption"].unique().to_list(), part),
-            on=names,
-            how="left",
-            maintain_order="left",
+        rows.select(names).join(
+            entries.text_requests(rows["caption"].unique(), rows), on=names, how="left", maintain_order="left"
         )
-        for part in table.iter_slices(AT_ONCE)
+        for rows in table.iter_slices(AT_ONCE)
     ]
     return pl.concat(parts or [entries.text_requests([])]).select("text_length", "num_bytes", "about_bytes")
 
 
-def _wanted(
-    context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, asked: pl.DataFrame
+def _entry_rows(
+    context: CheckContext, entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame
 ) -> pl.DataFrame:
-    """Each distinct entry of the table, and those that belong to no sample."""
+    """Return one row per entry of the table, and per entry that belongs to no sample."""
     columns = ("sample_id", "caption", "key", "text_length", "num_bytes", *STAT_COLUMNS)
-    own = only(table.drop("text_length").hstack(asked), asked["about_bytes"].is_not_null())
-    own = only(own, own["key"].is_first_distinct()).select(columns)
-    extra = entries.text_requests(list(dict.fromkeys(("", *context.recipe.training.sample_prompts))))
-    names = [
-        f"the sample prompt {caption!r}" if caption else "the empty caption" for caption in extra["caption"]
-    ]
+    own = table.drop("text_length").hstack(sizes).filter(pl.col("about_bytes").is_not_null())
+    own = own.unique("key", keep="first", maintain_order=True).select(columns)
+
+    prompts = ("", *context.recipe.training.sample_prompts)
+    extra = entries.text_requests(list(dict.fromkeys(prompts)))
+    names = [f"the sample prompt {text!r}" if text else "the empty caption" for text in extra["caption"]]
     extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
     extra = with_recorded(extra, None).select(columns).cast(own.schema)
     return pl.concat([own, extra.join(own, on="key", how="anti")])
 
 
-def _other_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Rows whose entry cannot be as long as the table says."""
+def _wrong_lengths(entries: RecipeEntries, table: pl.DataFrame) -> Iterator[dict[str, Any]]:
+    """Yield the rows whose length is impossible for the encoders."""
     tensor = entries.text_spec("").tensors[TEXT]
-    most = tensor.shape[0]
-    wrong = (
-        pl.col("text_length").is_between(1, most).not_() if tensor.ragged else pl.col("text_length") != most
-    )
-    limit = f"{'at most ' if tensor.ragged else ''}{most}"
-    for sample_id, length in table.filter(wrong).select("sample_id", "text_length").iter_rows():
-        problem = f"its text embedding has {counted(length, 'token')}, expected: {limit}"
+    max_length = tensor.shape[0]
+    if tensor.ragged:
+        is_wrong, limit = ~pl.col("text_length").is_between(1, max_length), f"at most {max_length}"
+    else:
+        is_wrong, limit = pl.col("text_length") != max_length, f"{max_length}"
+
+    for sample_id, length in table.filter(is_wrong).select("sample_id", "text_length").iter_rows():
+        problem = f"its text embedding must have {limit} tokens, got {length}"
         yield {"sample_id": sample_id, "problem": problem}
 
 
-def _out_of_step(
-    entries: RecipeEntries, table: pl.DataFrame, asked: pl.DataFrame, validated: pl.DataFrame
+def _table_differences(
+    entries: RecipeEntries, table: pl.DataFrame, sizes: pl.DataFrame, captions: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Samples that the table lacks, has too many, or has the entry of something else for."""
+    """Yield samples that are missing, superfluous, or have the entry of another caption or setting."""
     names = ["sample_id", "variant"]
-    same = table.select(*names, "caption").equals(validated.select(*names, "caption"))
-    if same and not asked["about_bytes"].null_count():
+    same_captions = table.select(*names, "caption").equals(captions.select(*names, "caption"))
+    if same_captions and not sizes["about_bytes"].null_count():
         return
-    keys = entries.text_requests(validated["caption"].unique().to_list()).select("caption", wanted="key")
-    expected = validated.join(keys, on="caption").select(*names, "wanted")
+
+    keys = entries.text_requests(captions["caption"].unique()).select("caption", expected_key="key")
+    expected = captions.join(keys, on="caption").select(*names, "expected_key")
     both = table.select(*names, "key").join(expected, on=names, how="full", coalesce=True)
-    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(names)
-    for sample_id, variant, key, wanted in wrong.select(*names, "key", "wanted").iter_rows():
-        it = f"variant {variant} of its caption" if variant else "it"
+    different = both.filter(~pl.col("key").eq_missing(pl.col("expected_key"))).sort(names)
+    for sample_id, variant, key, expected_key in different.select(*names, "key", "expected_key").iter_rows():
+        subject = f"variant {variant} of its caption" if variant else "it"
         if key is None:
-            problem = f"{it} is in validated_dataset and not here"
-        elif wanted is None:
-            problem = f"{it} is not in validated_dataset"
+            problem = f"{subject} is in validated_dataset but not in text_embeddings"
+        elif expected_key is None:
+            problem = f"{subject} is not in validated_dataset"
         else:
-            problem = "its entry was made for another caption, model or setting"
+            problem = "its entry belongs to another caption, model or setting"
         yield {"sample_id": sample_id, "problem": problem}
 
 
 def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
-    """Captions longer than the encoder takes, with what it never sees."""
-    cut = (
-        table.filter(pl.col("num_cut") > 0).sort("num_cut", "sample_id", descending=[True, False]).to_dicts()
-    )
-    numbers = {"samples": len(table), "cut": len(cut), "max_length": entries.family.max_length()}
-    if not cut:
-        return Outcome(True, f"all captions fit into {numbers['max_length']} tokens", numbers=numbers)
-    shown = [
+    """Report captions that exceed the encoder's maximum length, with the part that is cut."""
+    cut = table.filter(pl.col("num_cut") > 0).sort("num_cut", "sample_id", descending=[True, False])
+    max_length = entries.family.max_length()
+    numbers = {"samples": len(table), "cut": len(cut), "max_length": max_length}
+    if cut.is_empty():
+        return Outcome(True, f"all captions fit into {max_length} tokens", numbers=numbers)
+
+    rows = [
         {
             "sample_id": row["sample_id"],
             "num_tokens": row["num_tokens"],
             "num_cut": row["num_cut"],
             "cut_part": _cut_part(entries, row["caption"]) if index < MAX_ROWS else "",
         }
-        for index, row in enumerate(cut)
+        for index, row in enumerate(cut.iter_rows(named=True))
     ]
-    summary = f"{len(cut):,} of {counted(len(table), 'caption')} {verb(len(cut), 'is', 'are')} cut after "
-    summary += f"{numbers['max_length']} tokens; of {cut[0]['sample_id']}, "
-    summary += counted(cut[0]["num_cut"], "token is", "tokens are") + " never seen"
-    fix = "shorten these captions, or put what matters first"
-    return Outcome(False, summary, fix, shown, numbers)
+    num_captions = f"{len(cut):,} of {counted(len(table), 'caption')}"
+    longest = f"{rows[0]['sample_id']} loses {counted(rows[0]['num_cut'], 'token')}"
+    return Outcome(
+        False,
+        f"{num_captions} {verb(len(cut), 'is', 'are')} cut after {max_length} tokens; {longest}",
+        "shorten these captions, or put what matters first",
+        rows,
+        numbers,
+    )
 
 
 def _cut_part(entries: RecipeEntries, caption: str) -> str:
-    """The end of the caption that the encoder never sees, as its entry recorded it."""
+    """Return the end of the caption that the encoder does not see, according to its entry."""
     metadata = entries.store.check(entries.text_spec(caption)).metadata
     return "" if metadata is None or metadata["cut_from"] is None else caption[metadata["cut_from"] :]

@@ -1,4 +1,7 @@
-"""The stage text_embeddings: what the encoders make of each distinct caption. Imports no torch."""
+"""Stage text_embeddings: text embeddings in the cache for each distinct caption.
+
+`needed_captions` -> `text_requests` -> `fill` (missing entries are encoded) -> table.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,11 @@ import polars as pl
 from pipeline.cache.entry_format import TEXT
 from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec, EntryState
-from pipeline.encoding.fill import Maker, Wanted
+from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Job
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage import tables as table_files
-from pipeline.storage.columns import distinct, joined, num_beyond, with_constant
+from pipeline.storage.tables import SCHEMAS, empty, row_names, validated
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -25,97 +27,100 @@ if TYPE_CHECKING:
 
 ASSET = "text_embeddings"
 
+_INPUT_COLUMNS = ("sample_id", "dataset", "path", "caption", "more_captions")
+"""Columns of validated_dataset that this stage uses."""
 
-def wanted_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
-    """Each distinct caption, the empty one for dropout and guidance, and the sample prompts; sorted."""
-    texts = pl.Series("caption", captions, dtype=pl.String)
-    more = pl.Series("caption", [*recipe.training.sample_prompts, ""], dtype=pl.String)
-    return distinct(pl.concat([texts, more]))
+_TOKEN_COUNTS = ("num_tokens", "num_cut")
+"""Columns that an entry's metadata states."""
+
+
+def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
+    """Return the sorted distinct captions: these, the sample prompts, and the empty one.
+
+    Dropout and guidance use the empty caption.
+    """
+    texts = [*captions, *recipe.training.sample_prompts, ""]
+    return pl.Series("caption", texts, dtype=pl.String).unique().sort()
 
 
 def cache_text(
-    recipe: Recipe, validated: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
+    recipe: Recipe, validated_table: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
 ) -> StageResult:
-    """A valid entry for each distinct caption, the empty caption and the sample prompts.
+    """Bring the text embeddings of all captions, the empty one and the sample prompts up to date.
 
-    Nothing is launched when nothing is missing.
+    Nothing is launched if nothing is missing.
 
     Args:
-        recipe: Its `text` settings and base model decide the keys.
-        validated: Table validated_dataset.
-        tables: Where the last table is found: its entries are trusted as long as their stat is unchanged.
-        launch: Starts the encoder.
-        log: Told what is missing and damaged.
+        recipe: Recipe whose `text` settings and base model decide the keys.
+        validated_table: Table validated_dataset.
+        tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
+        launch: Starts the encoding processes.
+        log: Receives a summary of missing and damaged entries.
 
     Returns:
-        Table text_embeddings, a row for each variant of a sample's caption; nothing is ever rejected here;
-        counters of entries.
+        Table text_embeddings with one row per caption of a sample, no rejected samples, and counters of
+        entries.
 
     Raises:
-        ModelError: The base model cannot be found, or its encoder answers with values that are not finite.
+        ModelError: The base model cannot be found, or its encoder returns values that are not finite.
         StoreError: The cache cannot be read or written.
-        LatentlineError: As `Launch`.
+        LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe)
-    asked = caption_variants(validated.select(_ASKED))
-    rows, removed = _to_look_at(entries, wanted_captions(recipe, asked["caption"]), tables)
 
-    wanted = Wanted(
-        rows,
-        spec=lambda row: EntrySpec("text", row["key"], entries.text_tensors()),
-        job=lambda row: _job(entries, row["caption"]),
-        facts={**{name: partial(_stated, name) for name in _COUNTS}, "text_length": _length},
-    )
-    maker = Maker(entries, "text", launch, log=log, watch=watch)
-    made = maker.make(wanted, settings={"compute_dtype": recipe.text.compute_dtype})
-    entry_of = joined(rows.select("caption", "key"), made.entries, on="key")
-    found = with_constant(joined(asked, entry_of, on="caption"), "dtype", recipe.text.dtype, pl.String)
-    table = table_files.validated(
-        ASSET, found.select(*table_files.SCHEMAS[ASSET]), "what text_embeddings made"
-    )
+    # One row per (sample, caption); samples with equal captions share an entry.
+    captions = caption_variants(validated_table.select(_INPUT_COLUMNS))
+    previous = tables.read_previous(ASSET, ("key", "text_length", *_TOKEN_COUNTS, *STAT_COLUMNS))
+    requests = _entry_requests(entries, needed_captions(recipe, captions["caption"]), previous)
+    result = fill(entries, requests, launch=launch, log=log, watch=watch)
+
+    entry_of_caption = requests.rows.select("caption", "key").join(result.entries, on="key")
+    table = captions.join(entry_of_caption, on="caption", maintain_order="left")
+    table = table.with_columns(dtype=pl.lit(recipe.text.dtype)).select(*SCHEMAS[ASSET])
+    table = validated(ASSET, table, "result of text_embeddings").sort(row_names(ASSET))
+
+    removed = 0
+    if previous is not None:
+        removed = len(previous.select("key").unique().join(requests.rows, on="key", how="anti"))
     report = {
-        **made.counters(removed),
-        "samples": len(validated),
-        "in": len(validated),
-        "kept": len(validated),
+        **result.counters(removed),
+        "samples": len(validated_table),
+        "in": len(validated_table),
+        "kept": len(validated_table),
         "rejected": 0,
         "captions_cut": int((table["num_cut"] > 0).sum()),
         **watch.numbers(),
     }
-    ordered = table_files.in_order(table, ["sample_id", "variant"])
-    return StageResult(ordered, table_files.empty("rejected"), report)
+    return StageResult(table, empty("rejected"), report)
 
 
-_ASKED = ("sample_id", "dataset", "path", "caption", "more_captions")
-"""Columns of validated_dataset that are looked at."""
-
-_COUNTS = ("num_tokens", "num_cut")
-
-
-def _to_look_at(entries: RecipeEntries, captions: pl.Series, tables: Tables) -> tuple[pl.DataFrame, int]:
-    """What `Wanted` and `_job` need, a row a caption.
-
-    Beside it: how many entries of the last table are not wanted any more.
-    """
-    known = tables.read_previous(ASSET, ("key", "text_length", *_COUNTS, *STAT_COLUMNS))
-    rows = entries.text_requests(captions, known, STATS | dict.fromkeys(_COUNTS, pl.Int32))
-    rows = rows.with_columns(name="caption")
-    unwanted = 0 if known is None else num_beyond(known["key"], rows["key"])
-    return with_constant(rows, "cost", 1, pl.Int32), unwanted
+def _entry_requests(
+    entries: RecipeEntries, captions: pl.Series, previous: pl.DataFrame | None
+) -> EntryRequests:
+    rows = entries.text_requests(captions, previous, STATS | dict.fromkeys(_TOKEN_COUNTS, pl.Int32))
+    token_counts = {name: partial(_stated_count, name) for name in _TOKEN_COUNTS}
+    return EntryRequests(
+        kind="text",
+        rows=rows.with_columns(name="caption", cost=pl.lit(1, pl.Int32)),
+        settings={"compute_dtype": entries.recipe.text.compute_dtype},
+        spec=lambda row: EntrySpec("text", row["key"], entries.text_tensors()),
+        job=lambda row: _job(entries, row["caption"]),
+        facts={**token_counts, "text_length": _text_length},
+    )
 
 
-def _stated(name: str, state: EntryState) -> int | None:
+def _stated_count(name: str, state: EntryState) -> int | None:
     return (state.metadata or {}).get(name)
 
 
-def _length(state: EntryState) -> int | None:
+def _text_length(state: EntryState) -> int | None:
     return state.shapes[TEXT][0] if state.shapes else None
 
 
 def _job(entries: RecipeEntries, caption: str) -> Job:
+    # A caption may be longer than an entry's header, so the header states its hash.
     inputs = dict(vars(entries.text_inputs(caption)))
-    # A caption may be longer than an entry's header; its hash says which it was.
-    inputs["caption"] = hashlib.sha256(inputs["caption"].encode("utf-8")).hexdigest()
+    inputs["caption"] = hashlib.sha256(caption.encode("utf-8")).hexdigest()
     name = f"the caption {caption[:60]!r}" if caption else "the empty caption"
     return Job(entries.text_spec(caption), {"inputs": inputs}, {"caption": caption}, name, 1)

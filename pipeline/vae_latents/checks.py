@@ -1,4 +1,4 @@
-"""The checks of vae_latents: every latent there, of the geometry's shape, of exact size, and finite."""
+"""Checks of vae_latents: every latent exists, with the geometry's shape, exact size and finite values."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipeline.checks.rejections import (
 from pipeline.encoding.checks import AT_ONCE, REPAIR, Problems
 from pipeline.errors import counted, verb
 from pipeline.images.geometry import Placement, placement_of
-from pipeline.storage.tables import in_order, not_asked_for, only
+from pipeline.storage.tables.schemas import has_defect
 
 STAGE = "vae_latents"
 
@@ -29,135 +29,141 @@ _GEOMETRY = (
     *("crop_top", "crop_left", "target_height", "target_width"),
 )
 
-_ASKED_FOR = ("sample_id", "bucket", "content_hash", *_GEOMETRY)
-"""Of aspect_buckets: what names a latent, and what decides its key."""
+_BUCKET_COLUMNS = ("sample_id", "bucket", "content_hash", *_GEOMETRY)
+"""Columns of aspect_buckets that identify a latent and decide its key."""
 
-_COLUMNS = (*_ASKED_FOR, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS)
-"""Of vae_latents."""
+_COLUMNS = (*_BUCKET_COLUMNS, "flipped", *LATENT_SHAPE, "key", *STAT_COLUMNS)
+"""Columns of vae_latents that the checks use."""
 
 
 def run(context: CheckContext) -> list[Finding]:
-    """One finding for each check of vae_latents, from the tables, the store and the base model's files.
+    """Return the findings of all checks, from the tables, the store and the base model's files.
 
     Raises:
-        TableError: There is no table of aspect_buckets or vae_latents.
-        ModelError: The recipe's base model cannot be found, or is of no known family.
-        StoreError: An entry may not be read.
+        TableError: aspect_buckets or vae_latents has no valid table.
+        ModelError: The recipe's base model cannot be found, or its family is not supported.
+        StoreError: An entry cannot be read.
     """
     table = context.tables.read(STAGE, _COLUMNS)
     entries = RecipeEntries(context.recipe)
-    asked = entries.latent_keys(table)
-    own = only(table, table["key"] == asked)
-    own = only(own, own["key"].is_first_distinct())
+    expected_keys = entries.latent_keys(table)
+
+    # Rows with another key are reported by completeness; their entries belong to something else.
+    own = table.filter(table["key"] == expected_keys).unique("key", keep="first", maintain_order=True)
     sizes = entries.latent_shapes(own).select(*TARGET, "num_bytes")
-    num_bytes = own.select(TARGET).join(sizes, on=TARGET, how="left", maintain_order="left")["num_bytes"]
-    problems = Problems(entries.store, "latents", own.with_columns(num_bytes), entries.latent_spec)
-    del own
-    count = counted(problems.num_entries, "entry", "entries")
-    buckets = context.tables.read("aspect_buckets", _ASKED_FOR)
+    entry_rows = own.join(sizes, on=TARGET, how="left", maintain_order="left")
+    problems = Problems(entries.store, "latents", entry_rows, entries.latent_spec)
+
+    buckets = context.tables.read("aspect_buckets", _BUCKET_COLUMNS)
     rejected = context.tables.read_rejected(STAGE)
+    expected = entries.with_mirrored(buckets.join(rejected, on="sample_id", how="anti")).sort(_NAMES)
+
+    num_samples = counted(buckets["sample_id"].n_unique(), "sample")
+    count = counted(problems.num_entries, "entry", "entries")
     outcomes = {
         "completeness": problems.outcome(
             "completeness",
-            f"each of {counted(buckets['sample_id'].n_unique(), 'sample')} has its entry or was rejected",
-            more=list(_out_of_step(entries, table, asked, _expected(entries, buckets, rejected))),
+            f"each of {num_samples} has its entry or was rejected",
+            more=list(_table_differences(entries, table, expected_keys, expected)),
         ),
         "shape_uniformity": problems.outcome(
             "shape_uniformity",
-            f"{count} of the geometry's shapes, one in each bucket",
-            more=[*_other_shapes(context, entries, table), *_mixed_buckets(table)],
+            f"{count} with the geometry's shapes, one per bucket",
+            more=[*_wrong_shapes(context, entries, table), *_mixed_buckets(table)],
         ),
-        "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the right bytes"),
-        "finite_values": problems.outcome("finite_values", f"{count} with sound content"),
+        "file_size_outliers": problems.outcome("file_size_outliers", f"{count} of exactly the expected size"),
+        "finite_values": problems.outcome("finite_values", f"{count} with valid content"),
         "rejected_fraction": _rejected_fraction(context, table["sample_id"].n_unique()),
     }
     return findings(context, STAGE, outcomes)
 
 
-def _expected(entries: RecipeEntries, buckets: pl.DataFrame, rejected: pl.DataFrame) -> pl.DataFrame:
-    """The rows of aspect_buckets as those of vae_latents should be, but for what that rejected."""
-    flips = (False, True) if entries.recipe.latents.flip else (False,)
-    left = buckets.join(rejected, on="sample_id", how="anti") if len(rejected) else buckets
-    rows = pl.concat([left.with_columns(flipped=pl.lit(flip)) for flip in flips])
-    return in_order(rows, list(_NAMES))
-
-
-def _out_of_step(
-    entries: RecipeEntries, table: pl.DataFrame, asked: pl.Series, expected: pl.DataFrame
+def _table_differences(
+    entries: RecipeEntries, table: pl.DataFrame, expected_keys: pl.Series, expected: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Samples that the table lacks, has too many, or has the entry of something else for."""
-    if table.select(expected.columns).equals(expected) and table["key"].equals(asked):
+    """Yield samples that are missing, superfluous, or have the entry of something else."""
+    if table.select(expected.columns).equals(expected) and table["key"].equals(expected_keys):
         return
-    wanted = expected.select(*_NAMES, wanted=entries.latent_keys(expected))
-    both = table.select(*_NAMES, "key").join(wanted, on=_NAMES, how="full", coalesce=True)
-    wrong = both.filter(~pl.col("key").eq_missing(pl.col("wanted"))).sort(_NAMES)
-    here = set(table["sample_id"])
-    for sample_id, bucket, flipped, key, other in wrong.select(*_NAMES, "key", "wanted").iter_rows():
+
+    expected_rows = expected.select(*_NAMES, expected_key=entries.latent_keys(expected))
+    both = table.select(*_NAMES, "key").join(expected_rows, on=_NAMES, how="full", coalesce=True)
+    different = both.filter(~pl.col("key").eq_missing(pl.col("expected_key"))).sort(_NAMES)
+    samples = set(table["sample_id"])
+    columns = (*_NAMES, "key", "expected_key")
+    for sample_id, bucket, mirrored, key, expected_key in different.select(columns).iter_rows():
         if key is None:
-            what = f"its latent of {bucket}" if sample_id in here else "it"
-            what = "its mirrored latent" if flipped and sample_id in here else what
-            problem = f"{what} is in aspect_buckets and not here"
-        elif other is None:
+            subject = "it"
+            if sample_id in samples:
+                subject = "its mirrored latent" if mirrored else f"its latent of {bucket}"
+            problem = f"{subject} is in aspect_buckets but not in vae_latents"
+        elif expected_key is None:
             problem = f"it is not in aspect_buckets as {bucket}"
-            problem = "its mirrored latent is not asked for" if flipped else problem
+            problem = "the recipe does not need its mirrored latent" if mirrored else problem
         else:
-            problem = "its entry was made for another content, geometry, model or setting"
+            problem = "its entry belongs to another content, geometry, model or setting"
         yield {"sample_id": sample_id, "problem": problem}
 
 
-def _other_shapes(
+def _wrong_shapes(
     context: CheckContext, entries: RecipeEntries, table: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
-    """Rows whose latent is of no shape that the geometry, asked anew, gives for the original size."""
+    """Yield rows whose latent has none of the shapes that the geometry gives for the original size."""
     placement = placement_of(context.recipe.buckets)
     for rows in table.iter_slices(AT_ONCE):
-        yield from _shapes_beside(placement, entries, rows)
+        yield from _wrong_shapes_of(placement, entries, rows)
 
 
-def _shapes_beside(
+def _wrong_shapes_of(
     placement: Placement, entries: RecipeEntries, rows: pl.DataFrame
 ) -> Iterator[dict[str, Any]]:
+    # The geometry is computed again from the original size; an image may have several buckets.
     names = rows["sample_id"] if placement.crop == "random" else None
-    anew = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names)
-    columns = anew.columns
-    sizes = pl.DataFrame({"target_height": columns.target_height, "target_width": columns.target_width})
-    asked = sizes.cast(pl.Int32).join(entries.latent_shapes(sizes), on=TARGET, maintain_order="left")
-    both = rows.select("sample_id", *LATENT_SHAPE)[anew.image].hstack(
-        asked.select(pl.col(LATENT_SHAPE).name.prefix("asked_"))
+    assigned = placement.assign_many(rows["height"].to_numpy(), rows["width"].to_numpy(), names)
+    sizes = pl.DataFrame(
+        {
+            "target_height": assigned.columns.target_height,
+            "target_width": assigned.columns.target_width,
+        }
     )
-    same = pl.all_horizontal(pl.col(name) == pl.col(f"asked_{name}") for name in LATENT_SHAPE)
-    found = both.with_columns(row=pl.Series(anew.image), same=same)
-    wrong = found.filter(~pl.col("same").any().over("row")).unique("row", keep="last", maintain_order=True)
-    for sample_id, *shapes in wrong.drop("row", "same").iter_rows():
-        problem = f"its latent is {tuple(shapes[:3])}, the geometry asks for {tuple(shapes[3:])}"
+    shapes = sizes.cast(pl.Int32).join(entries.latent_shapes(sizes), on=TARGET, maintain_order="left")
+    expected = shapes.select(pl.col(LATENT_SHAPE).name.prefix("expected_"))
+    both = rows.select("sample_id", *LATENT_SHAPE)[assigned.image].hstack(expected)
+
+    same = pl.all_horizontal(pl.col(name) == pl.col(f"expected_{name}") for name in LATENT_SHAPE)
+    both = both.with_columns(row=pl.Series(assigned.image), same=same)
+    wrong = both.filter(~pl.col("same").any().over("row")).unique("row", keep="last", maintain_order=True)
+    for sample_id, *values in wrong.drop("row", "same").iter_rows():
+        problem = f"its latent must have the shape {tuple(values[3:])}, got {tuple(values[:3])}"
         yield {"sample_id": sample_id, "problem": problem}
 
 
 def _mixed_buckets(table: pl.DataFrame) -> Iterator[dict[str, Any]]:
-    """Buckets whose latents have several shapes."""
-    kinds = table.group_by("bucket", *LATENT_SHAPE).len().group_by("bucket").agg(shapes=pl.len())
-    for bucket, shapes in kinds.filter(pl.col("shapes") > 1).sort("bucket").iter_rows():
-        yield {"sample_id": f"bucket {bucket}", "problem": f"it holds latents of {shapes} shapes"}
+    """Yield buckets whose latents have several shapes."""
+    shapes = table.group_by("bucket", *LATENT_SHAPE).len().group_by("bucket").agg(shapes=pl.len())
+    for bucket, num_shapes in shapes.filter(pl.col("shapes") > 1).sort("bucket").iter_rows():
+        yield {"sample_id": f"bucket {bucket}", "problem": f"it has latents of {num_shapes} shapes"}
 
 
-def _rejected_fraction(context: CheckContext, kept: int) -> Outcome:
-    """Of all images that were found, the share that the stages up to here rejected."""
-    left_out = context.tables.read_rejected()
-    if not kept:
-        return no_samples_left(left_out, REPAIR)
-    # aspect_buckets rejects only what it was asked to
-    everything = left_out.filter(not_asked_for() & (pl.col("stage") != "aspect_buckets"))
-    here = everything.filter(pl.col("stage") == STAGE)
-    total, limit = kept + len(everything), context.recipe.checks.max_rejected_fraction
-    fraction = len(everything) / total if total else 0.0
-    numbers = {"rejected": len(everything), "rejected_here": len(here), "of": total, "limit": limit}
+def _rejected_fraction(context: CheckContext, num_kept: int) -> Outcome:
+    """Compare the fraction of images rejected by the stages up to this one with the recipe's limit."""
+    all_rejected = context.tables.read_rejected()
+    if not num_kept:
+        return no_samples_left(all_rejected, REPAIR)
+
+    # The recipe's bucket settings decide what aspect_buckets rejects, as its filters do.
+    rejected = all_rejected.filter(has_defect() & (pl.col("stage") != "aspect_buckets"))
+    rejected_here = rejected.filter(pl.col("stage") == STAGE)
+    total, limit = num_kept + len(rejected), context.recipe.checks.max_rejected_fraction
+    fraction = len(rejected) / total if total else 0.0
+    numbers = {"rejected": len(rejected), "rejected_here": len(rejected_here), "of": total, "limit": limit}
     numbers |= {"fraction": round(fraction, 6)}
+
     summary = (
-        f"{len(everything):,} of {counted(total, 'image')} {verb(len(everything), 'is', 'are')} rejected, "
-        f"{len(here):,} of them here ({fraction:.1%}, the limit is {limit:.1%})"
+        f"{len(rejected):,} of {counted(total, 'image')} {verb(len(rejected), 'is', 'are')} rejected, "
+        f"{len(rejected_here):,} of them by vae_latents ({fraction:.1%}, the limit is {limit:.1%})"
     )
-    rows = most_frequent_first(everything).select(REJECTED_COLUMNS).rows(named=True)
     if fraction <= limit:
         return Outcome(True, summary, numbers=numbers)
-    fix = most_frequent_fixes(everything, otherwise="or raise checks.max_rejected_fraction")
+    fix = most_frequent_fixes(rejected, otherwise="or raise checks.max_rejected_fraction")
+    rows = most_frequent_first(rejected).select(REJECTED_COLUMNS).rows(named=True)
     return Outcome(False, summary, fix, rows, numbers)

@@ -1,11 +1,11 @@
-"""A few latents beside the images they were made of: which ones, and what was seen. Imports no torch.
+"""Report of vae_latents: some decoded latents next to their images, and statistics of stored latents.
 
-    reports/vae_latents/<start of key>.jpg     an image as the VAE saw it, and what its latent decodes to
-    reports/vae_latents/<start of key>.json    how near the two are: `Seen`
-    reports/vae_latents/statistics.json        `statistics` of some of the stored latents, and of which
+    reports/vae_latents/<start of key>.jpg     image as the VAE saw it, and its decoded latent
+    reports/vae_latents/<start of key>.json    similarity of the two, see `DecodedLatent`
+    reports/vae_latents/statistics.json        `statistics` of some stored latents, with their keys
 
-The encoding processes draw them when they have encoded all else; a run that encodes nothing shows what is
-there. Which images are looked at follows from their contents alone.
+The encoding processes draw the pictures after encoding. A run that encodes nothing shows the existing ones.
+The selection of images depends on their contents alone.
 """
 
 from __future__ import annotations
@@ -30,33 +30,35 @@ if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
 
 NUM_DECODED = 8
-"""Latents that are decoded."""
+"""Number of latents that are decoded."""
 
 NUM_SHOWN = 4
-"""Of those, in the UI: the one that is least like its image among them."""
+"""Number of pictures in the UI, including the one with the lowest PSNR."""
 
 NUM_IN_STATISTICS = 64
+"""Number of latents in the statistics."""
 
 MAX_PICTURE_BYTES = 48_000
-"""Of one pair; `NUM_SHOWN` of them stay below 200 KB."""
+"""Maximum size of one picture; `NUM_SHOWN` of them stay below 200 KB."""
 
 _EDGE_PX = 288
 _STATISTICS_FILE = "statistics.json"
-_LIKELY_ENOUGH = 8
+_OVERSAMPLING = 8
+"""Factor by which the preselection exceeds the sample, so that it contains the sample almost surely."""
 
 Pixels = npt.NDArray[np.uint8]
-"""Of one image, (H, W, 3)."""
+"""Pixels of one image, (H, W, 3)."""
 
 
 @dataclass(frozen=True)
-class Seen:
-    """How near a decoded latent is to its image; both numbers as `psnr_db`.
+class DecodedLatent:
+    """Similarity of a decoded latent and its image, as `psnr_db`.
 
     Attributes:
-        key: Of the latent's entry.
-        psnr_db: Of the decoded picture.
-        plain_psnr_db: Of a picture of one colour, the image's mean.
-        seconds: That the decoding took.
+        key: Key of the latent's entry.
+        psnr_db: PSNR of the decoded latent.
+        plain_psnr_db: PSNR of an image of one colour, the mean of the original.
+        seconds: Time that decoding took.
     """
 
     key: str
@@ -66,38 +68,39 @@ class Seen:
 
     @property
     def is_like(self) -> bool:
-        """Whether the latent says more of its image than its mean colour does."""
+        """Whether the decoded latent is closer to the image than its mean colour."""
         return self.psnr_db > self.plain_psnr_db
 
 
 def sample_of(rows: pl.DataFrame, number: int) -> pl.DataFrame:
-    """At most `number` rows with different contents, none mirrored, the same ones wherever the files lie.
+    """Return at most `number` rows with distinct contents, not mirrored, independent of file names.
 
     Args:
-        rows: Columns `content_hash`, `key` and `flipped`. Hashes are spread evenly, so that of a large table
-            the smallest ones are found without sorting it.
-        number: At least 1.
+        rows: Rows with the columns `content_hash`, `key` and `flipped`.
+        number: Maximum number of rows, at least 1.
     """
-    import polars as pl  # only here: an encoding process has no use for it
+    import polars as pl  # encoding processes import this module but have no use for Polars
 
-    share = _LIKELY_ENOUGH * number / max(1, len(rows))
-    below = "g" if share >= 1 else f"{int(share * 2**32):08x}"
-    few = rows.filter((pl.col("content_hash") < below) & ~pl.col("flipped")).sort("content_hash", "key")
-    return few.unique("content_hash", keep="first", maintain_order=True).head(number)
+    # Hashes are spread evenly, so a threshold preselects the smallest ones without sorting a large table.
+    fraction = _OVERSAMPLING * number / max(1, len(rows))
+    threshold = "g" if fraction >= 1 else f"{int(fraction * 2**32):08x}"
+    smallest = rows.filter((pl.col("content_hash") < threshold) & ~pl.col("flipped"))
+    smallest = smallest.sort("content_hash", "key")
+    return smallest.unique("content_hash", keep="first", maintain_order=True).head(number)
 
 
 def psnr_db(image: Pixels, other: Pixels) -> float:
-    """Peak signal-to-noise ratio of two images of one size, in decibels: 10 log10(255^2 / MSE).
+    """Return the peak signal-to-noise ratio of two images of equal size, in decibels.
 
-    As in Huynh-Thu and Ghanbari (2008), https://doi.org/10.1049/el:20080522, over all pixels and channels.
-    Equal images are given the ratio of images in which a single value is off by one.
+    10 log10(255^2 / MSE) over all pixels and channels, as in Huynh-Thu and Ghanbari (2008),
+    https://doi.org/10.1049/el:20080522. For equal images, the ratio as if one value differed by one.
     """
     error = float(((image.astype(np.float64) - other) ** 2).mean())
     return 10 * math.log10(255**2 / max(error, 1 / image.size))
 
 
-def keep(folder: Path, key: str, image: Pixels, decoded: Pixels, *, seconds: float) -> Seen:
-    """Write the picture and the numbers of one latent below `folder`.
+def save(folder: Path, key: str, image: Pixels, decoded: Pixels, *, seconds: float) -> DecodedLatent:
+    """Write the picture and the similarity of one latent into `folder`.
 
     Raises:
         OSError: The folder cannot be written.
@@ -106,40 +109,41 @@ def keep(folder: Path, key: str, image: Pixels, decoded: Pixels, *, seconds: flo
 
     mean = np.broadcast_to(image.mean(axis=(0, 1)).round().astype(np.uint8), image.shape)
     ratios = (round(psnr_db(image, other), 3) for other in (decoded, mean))
-    seen = Seen(key, *ratios, seconds=round(seconds, 3))
+    similarity = DecodedLatent(key, *ratios, seconds=round(seconds, 3))
     pair = side_by_side(Image.fromarray(image), Image.fromarray(decoded), edge_px=_EDGE_PX)
     write_bytes(_file(folder, key, ".jpg"), jpeg(pair, MAX_PICTURE_BYTES))
-    write_text(_file(folder, key, ".json"), json.dumps(asdict(seen)))
-    return seen
+    write_text(_file(folder, key, ".json"), json.dumps(asdict(similarity)))
+    return similarity
 
 
-def read(folder: Path, keys: Sequence[str]) -> list[Seen]:
-    """What was seen of the latents with these keys, in their order, as far as they were decoded."""
-    found: list[Seen] = []
+def read(folder: Path, keys: Sequence[str]) -> list[DecodedLatent]:
+    """Read the similarities of these latents, in their order; latents that were not decoded are omitted."""
+    similarities: list[DecodedLatent] = []
     for key in keys:
         try:
-            seen = Seen(**json.loads(_file(folder, key, ".json").read_text(encoding="utf-8")))
+            similarity = DecodedLatent(**json.loads(_file(folder, key, ".json").read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
-        if seen.key == key:
-            found.append(seen)
-    return found
+        if similarity.key == key:
+            similarities.append(similarity)
+    return similarities
 
 
-def report(folder: Path, looked_at: pl.DataFrame) -> dict[str, Any]:
-    """The numbers of what was seen, and a row for each decoded latent; forgets those of other latents.
+def report(folder: Path, picture_rows: pl.DataFrame) -> dict[str, Any]:
+    """Return the numbers of the decoded latents, and delete the pictures of other latents.
 
     Args:
-        folder: Where the pictures are.
-        looked_at: Columns `key` and `sample_id`.
+        folder: Folder of the pictures.
+        picture_rows: Selected rows with the columns `key` and `sample_id`.
     """
-    keys = looked_at["key"].to_list()
-    _forget_others(folder, keys)
-    seen = read(folder, keys)
-    if not seen:
-        return {"decoded_note": "no latent was decoded for this output folder: that is done with encoding"}
-    names = dict(looked_at.select("key", "sample_id").rows())
-    ratios = [each.psnr_db for each in seen]
+    keys = picture_rows["key"].to_list()
+    _delete_others(folder, keys)
+    decoded = read(folder, keys)
+    if not decoded:
+        return {"decoded_note": "no latent has been decoded: a run that encodes latents decodes some of them"}
+
+    names = dict(picture_rows.select("key", "sample_id").rows())
+    ratios = [each.psnr_db for each in decoded]
     numbers: dict[str, Any] = {
         "psnr_db": round(sum(ratios) / len(ratios), 3),
         "psnr_lowest_db": min(ratios),
@@ -150,20 +154,21 @@ def report(folder: Path, looked_at: pl.DataFrame) -> dict[str, Any]:
                 "mean_colour_db": each.plain_psnr_db,
                 "picture": _file(folder, each.key, ".jpg").name,
             }
-            for each in seen
+            for each in decoded
         ],
     }
-    unlike = sum(not each.is_like for each in seen)
-    if unlike * 2 > len(seen):
+
+    num_unlike = sum(not each.is_like for each in decoded)
+    if num_unlike * 2 > len(decoded):
         numbers["decoded_note"] = (
-            f"{unlike} of {len(seen)} decoded latents are less like their images than a plain picture of the "
-            "mean colour: the VAE's weights are random, as in the demo's toy, or damaged"
+            f"{num_unlike} of {len(decoded)} decoded latents are less similar to their images than an image "
+            "of the mean colour: the VAE's weights are random, as in the demo's tiny model, or damaged"
         )
     return numbers
 
 
 def shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the report's `decoded` rows the first few, and last the one with the lowest ratio of all."""
+    """Return the first few of the report's `decoded` rows, and last the one with the lowest PSNR."""
     if not rows:
         return []
     lowest = min(rows, key=lambda row: row["psnr_db"])
@@ -171,18 +176,18 @@ def shown(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict[str, Any]:
-    """Mean and deviation of the values of a sample of stored latents, over all and for each channel.
+    """Return mean and standard deviation of some stored latents, over all values and per channel.
 
-    They should be near 0 and 1: that is what a VAE's shift and scaling are for. Read anew only when the
-    sample has changed.
+    They should be near 0 and 1, which is the purpose of a VAE's shift and scaling. Entries are read again
+    only if the selection has changed.
 
     Args:
-        entries: Of the recipe.
+        entries: Entries of the recipe.
         rows: Table vae_latents, with valid entries.
-        folder: Where the last answer is kept.
+        folder: Folder of the file with the last statistics.
 
     Returns:
-        `latent_mean`, `latent_std` and `channels`, a row each; nothing where there are no latents.
+        `latent_mean`, `latent_std` and `channels` with one row each; nothing without latents.
 
     Raises:
         StoreError: An entry cannot be read.
@@ -191,12 +196,14 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
     keys, file = sample["key"].to_list(), folder / _STATISTICS_FILE
     if not keys:
         return {}
+
     try:
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        if kept["keys"] == keys:
-            return kept["numbers"]
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if saved["keys"] == keys:
+            return saved["numbers"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass
+        pass  # computed below
+
     latents: list[npt.NDArray[np.float64]] = []
     for row in sample.iter_rows(named=True):
         tensors = entries.store.read(entries.latent_spec(row))
@@ -205,13 +212,14 @@ def statistics(entries: RecipeEntries, rows: pl.DataFrame, folder: Path) -> dict
         if values.dtype == np.uint16:  # bfloat16: the upper half of a float32
             values = (values.astype(np.uint32) << 16).view(np.float32)
         latents.append(values.astype(np.float64).reshape(len(values), -1))
+
     numbers = _numbers(np.concatenate(latents, axis=1))
     write_text(file, json.dumps({"keys": keys, "numbers": numbers}))
     return numbers
 
 
 def _numbers(channels: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Of values (C, N)."""
+    """Return the statistics of values (C, N)."""
     rows = [
         {
             "channel": number,
@@ -235,7 +243,7 @@ def _file(folder: Path, key: str, suffix: str) -> Path:
     return folder / f"{key[:16]}{suffix}"
 
 
-def _forget_others(folder: Path, keys: Sequence[str]) -> None:
+def _delete_others(folder: Path, keys: Sequence[str]) -> None:
     kept = {_file(folder, key, suffix).name for key in keys for suffix in (".jpg", ".json")}
     for path in folder.glob("*") if folder.is_dir() else ():
         if path.suffix in {".jpg", ".json"} and path.name not in {*kept, _STATISTICS_FILE}:

@@ -1,4 +1,7 @@
-"""The stage vae_latents: a latent in the store for each image of aspect_buckets. Imports no torch."""
+"""Stage vae_latents: a latent in the cache for each row of aspect_buckets.
+
+`latent_requests` -> `fill` (missing entries are encoded) -> rejected samples and table.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,13 @@ import polars as pl
 
 from pipeline.cache.requests import LATENT_SHAPE, STAT_COLUMNS, TARGET, RecipeEntries, with_recorded
 from pipeline.cache.store import EntrySpec
-from pipeline.encoding.fill import Made, Maker, Wanted
-from pipeline.encoding.jobs import Beside, Job
+from pipeline.encoding.fill import EntryRequests, FillResult, fill
+from pipeline.encoding.jobs import Job, PictureJobs
 from pipeline.images.geometry import Geometry, Size
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
-from pipeline.storage import tables as table_files
-from pipeline.storage.columns import first_of_each, joined, num_beyond, num_distinct, with_one_of
-from pipeline.vae_latents import report as decoded
+from pipeline.storage.tables import REJECTED, SCHEMAS, frame, row_names, validated
+from pipeline.vae_latents import report as pictures
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -27,123 +29,142 @@ ASSET = "vae_latents"
 
 Row = Mapping[str, Any]
 
+_WORK = (
+    *("height", "width", "resized_height", "resized_width", "crop_top", "crop_left"),
+    *("target_height", "target_width", "content_hash", "flipped"),
+)
+"""Columns of a row that the encoder receives."""
+
 
 def cache_latents(
     recipe: Recipe, buckets: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
 ) -> StageResult:
-    """A valid latent for each row of `buckets`, and its mirrored one if the recipe says so; or a rejection.
+    """Bring the latents of all rows of `buckets` up to date, mirrored ones included if the recipe says so.
 
-    Images of the same content and geometry share one entry. Nothing is launched when nothing is missing.
+    Images of equal content and geometry share an entry. A sample is rejected if one of its entries cannot be
+    encoded. Nothing is launched if nothing is missing.
 
     Args:
-        recipe: Its `latents` settings and base model decide the keys.
+        recipe: Recipe whose `latents` settings and base model decide the keys.
         buckets: Table aspect_buckets.
-        tables: Where the last table is found: its entries are trusted as long as their stat is unchanged.
-        launch: Starts the encoder.
-        log: Told what is missing and damaged.
+        tables: Tables of earlier runs; entries whose stat is as recorded there are trusted.
+        launch: Starts the encoding processes.
+        log: Receives a summary of missing and damaged entries.
 
     Returns:
-        Table vae_latents; the images that could not be encoded; counters of entries.
+        Table vae_latents, the rejected samples, and counters of entries.
 
     Raises:
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read or written.
-        LatentlineError: As `Launch`.
+        LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe)
-    rows = entries.latent_requests(buckets)
+
+    # One row per (sample, bucket, mirrored); several rows may share an entry.
+    requests = entries.latent_requests(buckets)
+    previous = tables.read_previous(ASSET, ("key", *STAT_COLUMNS))
+    entry_rows = _entry_rows(requests, previous)
+    picture_rows = pictures.sample_of(entry_rows, pictures.NUM_DECODED)
+    folder = recipe.output_dir / "reports" / ASSET
+
+    result = fill(
+        entries,
+        _entry_requests(entries, entry_rows, picture_rows),
+        launch=launch,
+        log=log,
+        watch=watch,
+    )
+
+    # A failed entry rejects every sample that needs it.
+    failed = requests.filter(pl.col("key").is_in(list(result.failed)))
+    failed = failed.unique("sample_id", keep="first", maintain_order=True)
+    kept = requests.join(failed, on="sample_id", how="anti", maintain_order="left")
+    table = kept.join(result.entries, on="key", maintain_order="left").select(*SCHEMAS[ASSET])
+    table = validated(ASSET, table, "result of vae_latents").sort(row_names(ASSET))
+    rejected = frame("rejected", [_rejected_row(row, result) for row in failed.iter_rows(named=True)])
+
+    report = {
+        **_counters(result, table, removed=_num_removed(previous, table)),
+        "in": buckets["sample_id"].n_unique(),
+        "rejected": len(rejected),
+        **watch.numbers(),
+        "pictures_seconds": round(watch.aside_s, 3),
+        **pictures.report(folder, picture_rows),
+        **pictures.statistics(entries, table, folder),
+    }
+    return StageResult(table, rejected, report)
+
+
+def _entry_rows(requests: pl.DataFrame, previous: pl.DataFrame | None) -> pl.DataFrame:
+    """Return the first row of each key, with the columns of `EntryRequests.rows`."""
+    area = pl.col("target_height").cast(pl.Int64) * pl.col("target_width")
+    rows = requests.unique("key", keep="first", maintain_order=True).select(
+        *("key", "num_bytes", "sample_id", "dataset", "path"),
+        *_WORK,
+        *LATENT_SHAPE,
+        about_bytes="num_bytes",
+        name="sample_id",
+        cost=area,
+    )
+    return with_recorded(rows, previous)
+
+
+def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl.DataFrame) -> EntryRequests:
+    recipe = entries.recipe
     roots = {dataset.name: str(dataset.root) for dataset in recipe.datasets}
 
     def job(row: Row) -> Job:
         return _job(entries, roots[row["dataset"]], row)
 
-    asked, unwanted = _to_look_at(rows, tables)
-    looked_at = decoded.sample_of(asked, decoded.NUM_DECODED)
-    pictures = recipe.output_dir / "reports" / ASSET
-    wanted = Wanted(
-        asked,
-        spec=lambda row: EntrySpec("latents", row["key"], entries.latent_tensors(_target(row))),
+    def spec(row: Row) -> EntrySpec:
+        target_size = Size(*(row[name] for name in TARGET))
+        return EntrySpec("latents", row["key"], entries.latent_tensors(target_size))
+
+    return EntryRequests(
+        kind="latents",
+        rows=rows,
+        settings={
+            "compute_dtype": recipe.latents.compute_dtype,
+            "posterior": recipe.latents.posterior,
+            "background": list(recipe.latents.background),
+        },
+        spec=spec,
         job=job,
         facts={"tile_px": lambda state: (state.metadata or {}).get("tile_px")},
-        beside=Beside(pictures, [job(row) for row in looked_at.iter_rows(named=True)]),
+        pictures=PictureJobs(
+            recipe.output_dir / "reports" / ASSET, [job(row) for row in picture_rows.iter_rows(named=True)]
+        ),
     )
-    maker = Maker(entries, "latents", launch, log=log, watch=watch)
-    made = maker.make(wanted, settings=_settings(recipe))
-    failed = with_one_of(rows, made.failed, on="key").unique("sample_id", keep="first")
-    kept = joined(table_files.without(rows, failed), made.entries, on="key")
-    lost = [_lost(row, made) for row in failed.iter_rows(named=True)]
-    table = table_files.validated(ASSET, kept.select(*table_files.SCHEMAS[ASSET]), "what vae_latents made")
-    recorded = asked["key"].filter(asked[STAT_COLUMNS[0]].is_not_null())
-    report = {
-        **_counters(made, table, removed=unwanted + num_beyond(recorded, table["key"])),
-        "in": num_distinct(buckets["sample_id"]),
-        "rejected": len(lost),
-        **watch.numbers(),
-        "pictures_seconds": round(watch.aside_s, 3),
-        **decoded.report(pictures, looked_at),
-        **decoded.statistics(entries, table, pictures),
-    }
-    ordered = table_files.in_order(table, ["sample_id", "bucket", "flipped"])
-    return StageResult(ordered, table_files.frame("rejected", lost), report)
-
-
-def _counters(made: Made, table: pl.DataFrame, removed: int) -> dict[str, int]:
-    """The report's numbers of entries, and of the samples in the new table."""
-    samples = num_distinct(table["sample_id"])
-    tiled = with_one_of(made.entries.drop_nulls("tile_px"), made.encoded, on="key")
-    return {**made.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
-
-
-_WORK = ("height", "width", "resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
-"""Columns of a row that the encoder is told, with `content_hash` and `flipped`."""
-
-
-def _to_look_at(rows: pl.DataFrame, tables: Tables) -> tuple[pl.DataFrame, int]:
-    """Of each key the first row, with what `Wanted` and `_job` need.
-
-    Beside it: how many entries of the last table are not wanted any more.
-    """
-    named = ("key", "num_bytes", "sample_id", "dataset", "path", "content_hash", "flipped")
-    known = tables.read_previous(ASSET, ("key", *STAT_COLUMNS))
-    asked = first_of_each(rows, on="key").select(
-        *named,
-        *_WORK,
-        *LATENT_SHAPE,
-        about_bytes="num_bytes",
-        name="sample_id",
-        cost=pl.col(TARGET[0]).cast(pl.Int64) * pl.col(TARGET[1]),
-    )
-    unwanted = 0 if known is None else num_beyond(known["key"], asked["key"])
-    return with_recorded(asked, known), unwanted
-
-
-def _target(row: Row) -> Size:
-    return Size(*(row[name] for name in TARGET))
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    latents = recipe.latents
-    return {
-        "compute_dtype": latents.compute_dtype,
-        "posterior": latents.posterior,
-        "background": list(latents.background),
-    }
 
 
 def _job(entries: RecipeEntries, root: str, row: Row) -> Job:
-    geometry, spec = Geometry.from_row(row), entries.latent_spec(row)
+    geometry = Geometry.from_row(row)
     facts = {
         "inputs": dict(vars(entries.latent_inputs(row))),
         "original_size": list(geometry.original_size),
         "resized_size": list(geometry.resized_size),
         "crop": list(geometry.crop),
     }
-    columns = (*_WORK, "content_hash", "flipped")
-    work = {"root": root, "path": row["path"], **{name: row[name] for name in columns}}
-    return Job(spec, facts, work, row["sample_id"], row["cost"])
+    work = {"root": root, "path": row["path"], **{name: row[name] for name in _WORK}}
+    return Job(entries.latent_spec(row), facts, work, row["sample_id"], row["cost"])
 
 
-def _lost(row: Row, made: Made) -> dict[str, Any]:
-    added = {"stage": ASSET, **asdict(made.failed[row["key"]])}
-    return {name: {**row, **added}[name] for name in table_files.REJECTED}
+def _num_removed(previous: pl.DataFrame | None, table: pl.DataFrame) -> int:
+    """Count the keys of the previous table that the new one lacks."""
+    if previous is None:
+        return 0
+    keys = previous.select("key").unique()
+    return len(keys.join(table, on="key", how="anti"))
+
+
+def _counters(result: FillResult, table: pl.DataFrame, removed: int) -> dict[str, int]:
+    samples = table["sample_id"].n_unique()
+    tiled = result.entries.drop_nulls("tile_px").filter(pl.col("key").is_in(list(result.encoded)))
+    return {**result.counters(removed), "samples": samples, "kept": samples, "tiled": len(tiled)}
+
+
+def _rejected_row(row: Row, result: FillResult) -> dict[str, Any]:
+    values = {**row, "stage": ASSET, **asdict(result.failed[row["key"]])}
+    return {name: values[name] for name in REJECTED}

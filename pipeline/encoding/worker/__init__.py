@@ -1,1 +1,1 @@
-"""The launched process of both cache stages; imports torch."""
+"""Encoding process shared by both cache stages; imports torch."""

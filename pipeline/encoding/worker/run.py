@@ -1,4 +1,4 @@
-"""What each launched process does: makes its share of an order's entries. Imports torch."""
+"""Main function of an encoding process: encode its share of an order's entries."""
 
 from __future__ import annotations
 
@@ -12,30 +12,52 @@ import torch
 
 from pipeline.cache.remote_store import store_at
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Beside, Job, Meeting, Order, ResultsWriter, read_order, share
-from pipeline.encoding.outcome import Encoded, Outcome
+from pipeline.encoding.jobs import (
+    Encoded,
+    Job,
+    Order,
+    Outcome,
+    PictureJobs,
+    ResultsWriter,
+    read_order,
+    share,
+)
 from pipeline.encoding.prefetch import Behind
 from pipeline.encoding.progress import Progress, Report
 from pipeline.processes.launch import cpu_threads
 from pipeline.processes.worker.devices import own_device, why_no_gpu
 
 WRITES_BEHIND = 16
-"""Entries that may wait to be written while the next are encoded."""
+"""Maximum number of entries that wait to be written while the next are encoded."""
 
 WRITING_THREADS = 4
-"""Each mostly waits for the disk to say that an entry is safe; one after the other that takes 1 to 3 ms an
-entry, which is more than a small model needs to make one."""
+"""Number of writing threads. Syncing an entry takes 1 to 3 ms, more than a small model needs to encode it."""
 
 
 class Encoder(Protocol):
     """Encodes the entries of one stage on one device."""
 
     def encoded(self, jobs: Iterable[Job], store: Store, /) -> Iterator[tuple[Job, Outcome]]:
-        """Yield each job with its tensors or the reason for its failure."""
+        """Yield each job with its outcome."""
         ...
 
 
 AnyEncoder = TypeVar("AnyEncoder", bound=Encoder)
+
+
+class _RecordKeys:
+    """Iterates over jobs, and records which of some keys have come by."""
+
+    def __init__(self, jobs: Iterable[Job], keys: set[str]) -> None:
+        self._jobs = jobs
+        self._keys = keys
+        self.seen: set[str] = set()
+
+    def __iter__(self) -> Iterator[Job]:
+        for job in self._jobs:
+            if job.spec.key in self._keys:
+                self.seen.add(job.spec.key)
+            yield job
 
 
 def run(
@@ -45,17 +67,17 @@ def run(
     rank: int,
     num_ranks: int,
     open_encoder: Callable[[Order, str, Progress], AnyEncoder],
-    show: Callable[[Beside, AnyEncoder, Store, Progress], None] | None = None,
+    draw: Callable[[PictureJobs, AnyEncoder, Store, Progress], None] | None = None,
 ) -> None:
-    """Encode this process's share of the order; results go next to the order file, entries into its store.
+    """Encode this rank's share of the order; results go to the order's folder, entries to its store.
 
     Args:
-        order_file: JSON file written by `pipeline.encoding.fill`.
+        order_file: File written by `pipeline.encoding.fill`.
         report: Receives progress and warnings.
         rank: Index of this process, from 0.
         num_ranks: Number of processes that share the order.
         open_encoder: Loads the model for an order onto a device.
-        show: Called after encoding with the jobs whose result the report shows.
+        draw: Draws the report's pictures after encoding.
 
     Raises:
         StoreError: An entry could not be written.
@@ -64,35 +86,43 @@ def run(
     """
     torch.set_num_threads(cpu_threads())
     order = read_order(order_file)
-    looked_at = set[str]() if order.beside is None else order.beside.keys
-    ordered = Meeting(order.jobs, looked_at)
-    store, jobs = store_at(order.store_root), Meeting(share(ordered, rank, num_ranks), looked_at)
-    what = "latents" if order.kind == "latents" else "text embeddings"
+    store = store_at(order.store_root)
+
+    picture_keys = set[str]() if order.pictures is None else order.pictures.keys
+    all_jobs = _RecordKeys(order.jobs, picture_keys)
+    own_jobs = _RecordKeys(share(all_jobs, rank, num_ranks), picture_keys)
+
+    what = "latents encoded" if order.kind == "latents" else "text embeddings encoded"
     with (
         ResultsWriter(order_file, rank) as results,
-        Progress(report, order_file.parent, jobs=order.jobs, what=f"{what} encoded", rank=rank) as progress,
+        Progress(report, order_file.parent, jobs=order.jobs, what=what, rank=rank) as progress,
     ):
         device = own_device()
         if device != "cpu":
-            torch.cuda.set_device(device)  # else pinned memory makes each process a context on the first GPU
+            # Without this, pinning memory would create a context of each process on the first GPU.
+            torch.cuda.set_device(device)
         if (reason := why_no_gpu()) is not None:
             progress.say(f"warning: {reason}")
+
         encoder = open_encoder(order, device, progress)
-        progress.working_on("waiting for the list of what is missing")
+        progress.working_on("waiting for the list of missing entries")
         len(order.jobs)
-        started_s = time.perf_counter()
-        make_all(encoder.encoded(jobs, store), store, results=results, progress=progress)
-        made_s = time.perf_counter()
-        if order.beside is not None and show is not None:
-            mine = jobs.met if rank else jobs.met | (order.beside.keys - ordered.met)
-            show(order.beside.of(mine), encoder, store, progress)
-        results.finish(made_s - started_s, aside_s=time.perf_counter() - made_s)
+
+        start_s = time.perf_counter()
+        write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
+        encoded_s = time.perf_counter()
+
+        if order.pictures is not None and draw is not None:
+            # Each rank draws the latents that it encoded, and rank 0 also those of earlier runs.
+            own_keys = own_jobs.seen if rank else own_jobs.seen | (picture_keys - all_jobs.seen)
+            draw(order.pictures.select(own_keys), encoder, store, progress)
+        results.finish(encoded_s - start_s, aside_s=time.perf_counter() - encoded_s)
 
 
-def make_all(
+def write_outcomes(
     outcomes: Iterator[tuple[Job, Outcome]], store: Store, *, results: ResultsWriter, progress: Progress
 ) -> None:
-    """Write each entry as it comes, beside the encoding of the next.
+    """Write each entry in the background while the next is encoded.
 
     Raises:
         StoreError: An entry could not be written.
@@ -100,15 +130,15 @@ def make_all(
     writes = Behind(WRITES_BEHIND, threads=WRITING_THREADS)
     try:
         for job, outcome in outcomes:
-            writes.put(partial(_end, job, outcome, store=store, results=results, progress=progress))
+            writes.put(partial(_write, job, outcome, store=store, results=results, progress=progress))
     finally:
         writes.finish()
 
 
-def _end(job: Job, outcome: Outcome, *, store: Store, results: ResultsWriter, progress: Progress) -> None:
+def _write(job: Job, outcome: Outcome, *, store: Store, results: ResultsWriter, progress: Progress) -> None:
     if isinstance(outcome, Encoded):
-        won = store.write(job.spec, outcome.tensors, {**job.facts, **outcome.facts})
-        results.ended(job.spec.key, "made" if won else "present")
+        written = store.write(job.spec, outcome.tensors, {**job.facts, **outcome.facts})
+        results.ended(job.spec.key, "made" if written else "present")
     else:
         results.ended(job.spec.key, outcome)
     progress.ended()

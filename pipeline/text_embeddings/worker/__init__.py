@@ -1,1 +1,1 @@
-"""The launched process of text_embeddings; imports torch."""
+"""Encoding process of text_embeddings; imports torch."""

@@ -1,4 +1,4 @@
-"""Captions to text embeddings on one device, one at a time. Imports torch."""
+"""Encode captions to text embeddings on one device, one at a time."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import as_stored
-from pipeline.encoding.jobs import Job, Order
-from pipeline.encoding.outcome import Encoded, Outcome
+from pipeline.encoding.jobs import Encoded, Job, Order, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.family import load_family
@@ -20,27 +19,27 @@ from pipeline.processes.worker.devices import out_of_memory_as
 
 
 class TextEncoder:
-    """All text encoders of a model, on one device."""
+    """All text encoders of a model on one device."""
 
     def __init__(self, order: Order, device: str, progress: Progress) -> None:
-        """Load them.
+        """Load the text encoders of the order's model.
 
         Raises:
-            LaunchError: Memory does not suffice.
+            LaunchError: They do not fit into memory.
         """
-        self._family = load_family(order.model_folder, order.elsewhere)
+        self._family = load_family(order.model_folder, order.component_folders)
         self._device = device
         self._progress = progress
         self._dtype: str = order.settings["compute_dtype"]
-        with out_of_memory_as(self._too_large):
+        with out_of_memory_as(self._memory_error):
             self._encoders = self._family.text.load(self._dtype, device)
         self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
-        """Each job with its embeddings.
+        """Yield each job with its embeddings.
 
         Raises:
-            ModelError: An encoder answers with values that are not finite, or do not fit the stored dtype.
+            ModelError: An encoder returns values that are not finite or do not fit the stored dtype.
             LaunchError: Memory ran out.
         """
         for job in jobs:
@@ -48,33 +47,40 @@ class TextEncoder:
             if store.check(job.spec).valid:
                 yield job, "present"
                 continue
-            with out_of_memory_as(self._too_large):
+
+            with out_of_memory_as(self._memory_error):
                 caption = self._encode(job)
             facts = {
                 "num_tokens": caption.num_tokens,
                 "num_cut": caption.num_cut,
                 "cut_from": caption.cut_from,
             }
-            yield job, Encoded({name: as_stored(t) for name, t in self._stored(job, caption).items()}, facts)
+            tensors = {name: as_stored(tensor) for name, tensor in self._stored(job, caption).items()}
+            yield job, Encoded(tensors, facts)
 
     def _encode(self, job: Job) -> EncodedCaption:
-        """In the compute dtype, and again in float32 when that overflowed."""
+        """Encode in the compute dtype, and again in float32 if that overflows."""
         encoded = self._family.text.encode_caption(self._encoders, job.work["caption"])
         if _all_finite(encoded.tensors) or self._dtype == "float32":
             return encoded
-        self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
+        self._progress.say(f"{job.name}: not finite in {self._dtype}, encoding again in float32")
         if self._exact_encoders is None:
             self._exact_encoders = self._family.text.load("float32", self._device)
         return self._family.text.encode_caption(self._exact_encoders, job.work["caption"])
 
-    def _too_large(self, seen: str) -> LaunchError:
+    def _memory_error(self, detail: str) -> LaunchError:
         fix = "free the device, or encode captions on the CPU (see the README)"
         if self._dtype == "float32":
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
-        what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({seen})" if seen else "")
+        what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({detail})" if detail else "")
         return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)
 
     def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:
+        """Return the tensors in their stored dtype.
+
+        Raises:
+            ModelError: A value is not finite.
+        """
         stored = {
             name: caption.tensors[name].to(getattr(torch, spec.dtype))
             for name, spec in job.spec.tensors.items()

@@ -1,4 +1,4 @@
-"""Encode one process's share of the missing text embeddings."""
+"""Encode one rank's share of the missing text embeddings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pipeline.text_embeddings.worker.encoder import TextEncoder
 
 
 def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
-    """Encode this process's share of the order, as `pipeline.encoding.worker.run`."""
+    """See `pipeline.encoding.worker.run.run`."""
     encoding.run(
         order_file,
         report,

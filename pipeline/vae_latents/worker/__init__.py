@@ -1,1 +1,1 @@
-"""The launched process of vae_latents; imports torch."""
+"""Encoding process of vae_latents; imports torch."""

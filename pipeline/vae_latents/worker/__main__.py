@@ -1,6 +1,6 @@
-"""`python -m pipeline.vae_latents.worker <order.json>`: one process of the stage vae_latents.
+"""Main of an encoding process: `python -m pipeline.vae_latents.worker <order.json>`.
 
-With several processes accelerate launches it and sets the rank; a single process is started directly.
+Accelerate launches several of them and sets the rank; a single process is started directly.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pipeline.processes.pipes import rank, reporter
 
 
 def main(order_file: Path) -> None:
-    """Encode this process's share of the entries in the order."""
+    """Encode this rank's share of the order."""
     watch_parent()
     with reporter() as report:
         from pipeline.models.worker.loading import keep_quiet

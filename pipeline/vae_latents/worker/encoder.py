@@ -1,4 +1,4 @@
-"""Images to latents on one device: decoding ahead, one shape a batch, all values finite. Imports torch."""
+"""Encode images to latents on one device: prefetched, batched by shape, and checked for finite values."""
 
 from __future__ import annotations
 
@@ -17,11 +17,9 @@ from torch import Tensor
 from pipeline.cache.entry_format import LATENT, MEAN, STD
 from pipeline.cache.store import Store, TensorSpec
 from pipeline.cache.worker.tensors import as_stored
-from pipeline.encoding.jobs import NUM_PROBES, Job, Order
-from pipeline.encoding.outcome import Encoded, Failure, Outcome
+from pipeline.encoding.jobs import NUM_PROBES, Encoded, Failure, Job, Order, Outcome
 from pipeline.encoding.prefetch import StalledError, ahead
 from pipeline.encoding.progress import Progress
-from pipeline.encoding.sanity import suspicious, wrong_model
 from pipeline.errors import LatentlineError, ModelError
 from pipeline.images.decode import File, load_pixels
 from pipeline.images.formats import ImageError
@@ -31,106 +29,134 @@ from pipeline.models.worker.vae import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
 from pipeline.storage.source import Source, source_at
-from pipeline.vae_latents.worker.vae_batches import Answer, Begun, Passes, Pixels
+from pipeline.vae_latents.worker.vae_batches import EncodedImage, PendingBatch, Pixels, VaeBatches
 
-PATIENCE_S = 300.0
-"""How long one image may be read and decoded before it is given up; far beyond a slow disk's worst."""
+TIMEOUT_S = 300.0
+"""Time after which reading and decoding one image is given up; far beyond the worst case of a slow disk."""
+
+VALUE_REASONS = ("latent_not_finite", "latent_overflow")
+"""Reasons of failures that the VAE or the stored dtype may cause, and not the image."""
 
 _Decoded: TypeAlias = Iterable[tuple[Job, Future[Pixels | None]]]
 _Batch: TypeAlias = Sequence[tuple[Job, Pixels]]
-_UnderWay: TypeAlias = deque[tuple[_Batch, Begun | None]]
-"""Passes that were begun, oldest first."""
+_Pending: TypeAlias = deque[tuple[_Batch, PendingBatch | None]]
+"""Batches on the device, oldest first."""
 
 
 class LatentEncoder:
-    """A VAE on one device, fed by threads that decode; see `Passes` for what comes together in one pass."""
+    """A VAE on one device, and threads that read and decode images ahead of it."""
 
     def __init__(self, order: Order, device: str, progress: Progress, *, threads: int | None = None) -> None:
-        """Load the VAE of the order's model; `threads` decode, by default `decode_threads()`."""
-        self._family = load_family(order.model_folder, order.elsewhere)
+        """Load the VAE of the order's model.
+
+        Args:
+            order: Order with the model and its settings.
+            device: Device of the VAE.
+            progress: Receives the current job and warnings.
+            threads: Number of decoding threads, by default `decode_threads()`.
+        """
+        self._family = load_family(order.model_folder, order.component_folders)
         self._settings = order.settings
         self._progress = progress
         self._sources: dict[str, Source] = {}
-        self._opening = threading.Lock()
+        self._sources_lock = threading.Lock()
         self._dtype: str = order.settings["compute_dtype"]
-        self._passes = Passes(self._family, dtype=self._dtype, device=device, say=progress.say)
+        self._batches = VaeBatches(self._family, dtype=self._dtype, device=device, say=progress.say)
         self._threads = threads or decode_threads()
         self.device = device
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
-        """Each job with its latent or the reason why there is none; jobs of one shape should be neighbours.
+        """Yield each job with its latent, or with the reason for its failure.
 
-        The first few are probes, each encoded alone.
+        The first few jobs are probes and are encoded alone. Later jobs of equal shape should follow each
+        other, because they share batches.
 
         Raises:
-            ModelError: The VAE gives latents of another shape than its configuration says, or none that is
-                finite and fits the stored dtype.
-            LaunchError: Memory does not suffice for one image, in tiles either.
+            ModelError: The VAE's latents have another shape than its configuration states, or no probe gives
+                a finite latent that fits the stored dtype.
+            LaunchError: One image does not fit into memory, not even in tiles.
         """
         source = iter(jobs)
         first = next(source, None)
         if first is None:
             return
-        threads = self._threads
-        depth = threads + 2 * self._passes.batch_size(first.cost)
+
+        # Deep enough to fill the next batch while one is on the device.
+        depth = self._threads + 2 * self._batches.batch_size(first.cost)
         decoded = ahead(
             chain([first], source),
-            lambda job: self._pixels(job, store),
-            threads=threads,
+            lambda job: self._missing_pixels(job, store),
+            threads=self._threads,
             depth=depth,
-            patience_s=PATIENCE_S,
+            timeout_s=TIMEOUT_S,
         )
-        yield from self._probed(islice(decoded, NUM_PROBES))
-        under_way: _UnderWay = deque()
+
+        yield from self._encode_probes(islice(decoded, NUM_PROBES))
+        pending: _Pending = deque()
         for _, group in groupby(decoded, key=lambda pair: _tensor(pair[0]).shape):
-            yield from self._of_one_shape(group, under_way)
-        yield from self._ended(under_way, keep=0)
+            yield from self._encode_one_shape(group, pending)
+        yield from self._finish(pending, keep=0)
 
-    def _probed(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
-        """The probes' outcomes, if any is of use; otherwise a plain picture shows who is to blame."""
-        under_way: _UnderWay = deque()
-        found = [end for pair in decoded for end in self._of_one_shape([pair], under_way)]
-        found += self._ended(under_way, keep=0)
-        probes = [job for job, _ in found]
-        if suspicious([outcome for _, outcome in found]):
-            smallest = min(probes, key=lambda job: job.cost)
-            size = Geometry.from_row(smallest.work).target_size
-            plain = np.full((size.height, size.width, 3), 127, dtype=np.uint8)
-            (answer,) = self._passes.answers([("a plain picture", plain)])
-            outcome = self._finished(smallest, plain, answer)
-            if isinstance(outcome, Failure):
-                raise wrong_model(probes, outcome, str(self._family.component_folder("vae")))
-        return found
+    def _encode_probes(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
+        """Encode the probes; if all fail, encode a grey image to tell a broken model from broken images."""
+        pending: _Pending = deque()
+        outcomes = [each for pair in decoded for each in self._encode_one_shape([pair], pending)]
+        outcomes += self._finish(pending, keep=0)
+        if _model_may_be_broken([outcome for _, outcome in outcomes]):
+            self._require_working_model([job for job, _ in outcomes])
+        return outcomes
 
-    def _of_one_shape(self, decoded: _Decoded, under_way: _UnderWay) -> Iterator[tuple[Job, Outcome]]:
-        """The outcomes of these but for the passes that are left `under_way`, and of those left there."""
+    def _require_working_model(self, probes: Sequence[Job]) -> None:
+        """Raise ModelError unless a grey image gives a valid latent."""
+        smallest = min(probes, key=lambda job: job.cost)
+        size = Geometry.from_row(smallest.work).target_size
+        grey = np.full((size.height, size.width, 3), 127, dtype=np.uint8)
+        (image,) = self._batches.encode([("a grey image", grey)])
+        outcome = self._outcome(smallest, grey, image)
+        if not isinstance(outcome, Failure):
+            return
+
+        fix = "the VAE's weights are damaged or do not belong to its config.json: fetch the base model again"
+        if outcome.reason == "latent_overflow":
+            fix = outcome.fix
+        names = ", ".join(job.name for job in probes)
+        raise ModelError(
+            f"the VAE gives no valid latent, not even for a grey image: {outcome.detail} (first: {names})",
+            where=str(self._family.component_folder("vae")),
+            fix=fix,
+        )
+
+    def _encode_one_shape(self, decoded: _Decoded, pending: _Pending) -> Iterator[tuple[Job, Outcome]]:
+        """Yield the outcomes of finished batches; the latest ones stay in `pending`."""
         batch: list[tuple[Job, Pixels]] = []
         for job, future in decoded:
             self._progress.working_on(job.name)
-            pixels = _outcome(future)
+            pixels = _pixels_or_outcome(future)
             if not isinstance(pixels, np.ndarray):
                 yield job, pixels
                 continue
-            batch.append((job, pixels))
-            if len(batch) >= self._passes.batch_size(job.cost):
-                self._begin(batch, under_way)
-                batch = []
-                yield from self._ended(under_way, keep=self._passes.overlap)
-        if batch:
-            self._begin(batch, under_way)
-            yield from self._ended(under_way, keep=self._passes.overlap)
 
-    def _pixels(self, job: Job, store: Store) -> Pixels | None:
-        """As `image`; None when another process has made its entry meanwhile."""
+            batch.append((job, pixels))
+            if len(batch) >= self._batches.batch_size(job.cost):
+                self._start(batch, pending)
+                batch = []
+                yield from self._finish(pending, keep=self._batches.overlap)
+
+        if batch:
+            self._start(batch, pending)
+            yield from self._finish(pending, keep=self._batches.overlap)
+
+    def _missing_pixels(self, job: Job, store: Store) -> Pixels | None:
+        """Return `image`, or None if another process has written the entry meanwhile."""
         if store.check(job.spec).valid:
             return None
         return self.image(job)
 
     def image(self, job: Job) -> Pixels:
-        """What the VAE sees of one image.
+        """Return an image as the VAE sees it.
 
         Raises:
-            ImageError: The file is gone, has changed, or cannot be decoded.
+            ImageError: The file is missing, has changed, or cannot be decoded.
         """
         red, green, blue = self._settings["background"]
         pixels = load_pixels(
@@ -142,48 +168,50 @@ class LatentEncoder:
         return np.ascontiguousarray(pixels[:, ::-1]) if job.work["flipped"] else pixels
 
     def _file(self, root: str, path: str) -> File:
-        """Of a dataset that is opened once for all its images."""
-        with self._opening:
+        """Return a file of a dataset, which is opened once for all its images."""
+        with self._sources_lock:
             if root not in self._sources:
                 self._sources[root] = source_at(address(root))
         return self._sources[root].file(path)
 
     def picture(self, latent: Tensor) -> Tensor | None:
-        """What a latent decodes to, as `Passes.picture`."""
-        return self._passes.picture(latent)
+        """See `VaeBatches.decode`."""
+        return self._batches.decode(latent)
 
-    def _begin(self, batch: _Batch, under_way: _UnderWay) -> None:
-        under_way.append((batch, self._passes.begun([(job.name, pixels) for job, pixels in batch])))
+    def _start(self, batch: _Batch, pending: _Pending) -> None:
+        pending.append((batch, self._batches.start([(job.name, pixels) for job, pixels in batch])))
 
-    def _ended(self, under_way: _UnderWay, *, keep: int) -> Iterator[tuple[Job, Outcome]]:
-        """The outcomes of all passes but the last `keep`, which are left."""
-        while len(under_way) > keep:
-            batch, begun = under_way.popleft()
-            answers = self._passes.ended([(job.name, pixels) for job, pixels in batch], begun)
-            for (job, pixels), answer in zip(batch, answers, strict=True):
-                yield job, self._finished(job, pixels, answer)
+    def _finish(self, pending: _Pending, *, keep: int) -> Iterator[tuple[Job, Outcome]]:
+        """Yield the outcomes of all pending batches but the last `keep`."""
+        while len(pending) > keep:
+            batch, started = pending.popleft()
+            images = self._batches.finish([(job.name, pixels) for job, pixels in batch], started)
+            for (job, pixels), image in zip(batch, images, strict=True):
+                yield job, self._outcome(job, pixels, image)
 
-    def _finished(self, job: Job, pixels: Pixels, answer: Answer) -> Outcome:
-        """The entry of one image; half precision that overflowed is repeated in float32."""
-        values = self._values(job, answer.posterior)
-        if not _finite(values) and self._dtype != "float32":
-            self._progress.say(f"{job.name}: not finite in {self._dtype}, encoded again in float32")
-            answer = self._passes.exact(job.name, pixels)
-            values = self._values(job, answer.posterior)
+    def _outcome(self, job: Job, pixels: Pixels, image: EncodedImage) -> Outcome:
+        """Return the entry of one image; if half precision overflowed, encode it again in float32."""
+        values = self._tensors(job, image.posterior)
+        if not _all_finite(values) and self._dtype != "float32":
+            self._progress.say(f"{job.name}: not finite in {self._dtype}, encoding again in float32")
+            image = self._batches.encode_exact(job.name, pixels)
+            values = self._tensors(job, image.posterior)
         self._require_shape(job, values)
-        dtype = _tensor(job).dtype
-        stored = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
-        if not _finite(values):
+        if not _all_finite(values):
             return Failure(
                 "latent_not_finite",
-                "the VAE's answer holds NaN or infinite values, also in float32",
-                "look at the image, or remove it; if many are concerned, the base model's VAE is damaged",
+                "the latent contains NaN or infinite values, also in float32",
+                "inspect or remove the image; if many images are affected, the base model's VAE is damaged",
             )
-        if not _finite(stored):
+
+        dtype = _tensor(job).dtype
+        stored = {name: value.to(getattr(torch, dtype)) for name, value in values.items()}
+        if not _all_finite(stored):
             largest = max(float(value.abs().max()) for value in values.values())
             detail = f"a value of {largest:.4g} does not fit into {dtype}"
             return Failure("latent_overflow", detail, "set latents.dtype to bfloat16 or float32")
-        facts = {"tile_px": answer.tile_px} if answer.tile_px else {}
+
+        facts = {"tile_px": image.tile_px} if image.tile_px else {}
         return Encoded({name: as_stored(value) for name, value in stored.items()}, facts)
 
     def _require_shape(self, job: Job, values: Mapping[str, Tensor]) -> None:
@@ -191,54 +219,64 @@ class LatentEncoder:
         wrong = {tuple(value.shape) for value in values.values()} - {expected}
         if wrong:
             raise ModelError(
-                f"the VAE makes a latent of shape {wrong.pop()} of {job.name}, not of {expected} as its "
-                "configuration promises",
+                f"the VAE's latent of {job.name} must have the shape {expected}, got {wrong.pop()}",
                 where=str(self._family.component_folder("vae")),
                 fix="fetch the base model again: its weights and its config.json do not belong together",
             )
 
-    def _values(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
-        """Float32 (C, h, w) each: the mean; one draw whose noise the entry's key decides; or both moments.
+    def _tensors(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:
+        """Return float32 tensors (C, h, w): the mean, a draw seeded by the entry's key, or both moments.
 
         A family's normalisation is affine, so a standard deviation is normalised without its shift.
         """
-        raw, normalise = posterior.mean, self._family.vae.normalise
+        raw_latent, normalise = posterior.mean, self._family.vae.normalise
         if self._settings["posterior"] == "moments":
             std = normalise(posterior.std) - normalise(torch.zeros_like(posterior.std))
-            return {MEAN: normalise(raw)[0], STD: std[0]}
+            return {MEAN: normalise(raw_latent)[0], STD: std[0]}
         if self._settings["posterior"] == "sample":
-            raw = raw + posterior.std * posterior_noise(job.spec.key, tuple(raw.shape))
-        return {LATENT: normalise(raw)[0]}
+            noise = posterior_noise(job.spec.key, tuple(raw_latent.shape))
+            raw_latent = raw_latent + posterior.std * noise
+        return {LATENT: normalise(raw_latent)[0]}
 
 
 def decode_threads() -> int:
-    """This process's share of the cores that it may use, among the processes launched with it."""
+    """Return this process's share of the available cores, among the processes launched with it."""
     return max(1, num_threads() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def _tensor(job: Job) -> TensorSpec:
-    """Of the job's entry; where there are several, all are alike."""
-    return next(iter(job.spec.tensors.values()))
-
-
-def _finite(values: Mapping[str, Tensor]) -> bool:
-    return all(bool(torch.isfinite(value).all()) for value in values.values())
-
-
 def posterior_noise(key: str, shape: tuple[int, ...]) -> Tensor:
-    """Standard normal float32 of `shape`; the same for the same key on every machine of one torch version."""
+    """Return standard normal float32 noise; equal keys give equal noise with the same version of torch."""
     generator = torch.Generator("cpu").manual_seed(int(key[:15], 16))
     return torch.randn(shape, generator=generator)
 
 
-def _outcome(future: Future[Pixels | None]) -> Pixels | Outcome:
-    """Pixels, "present", or why this one image fails while the others go on."""
+def _tensor(job: Job) -> TensorSpec:
+    """Return the shape and dtype of the job's tensors, which are all equal."""
+    return next(iter(job.spec.tensors.values()))
+
+
+def _all_finite(values: Mapping[str, Tensor]) -> bool:
+    return all(bool(torch.isfinite(value).all()) for value in values.values())
+
+
+def _model_may_be_broken(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether the VAE has encoded images and all of their latents are invalid."""
+    values = [
+        outcome
+        for outcome in outcomes
+        if isinstance(outcome, Encoded) or (isinstance(outcome, Failure) and outcome.reason in VALUE_REASONS)
+    ]
+    return bool(values) and all(isinstance(outcome, Failure) for outcome in values)
+
+
+def _pixels_or_outcome(future: Future[Pixels | None]) -> Pixels | Outcome:
+    """Return the pixels, "present", or the failure of this one image."""
     error = future.exception()
     if isinstance(error, ImageError):
         return Failure(error.reason, error.detail, error.fix)
     if isinstance(error, StalledError):
-        fix = "see whether its disk answers and the file is an ordinary one; then start the job again"
-        return Failure("stalled", f"reading and decoding it was {error}, and was given up", fix)
+        fix = "make sure that its disk responds and that it is a regular file, then start the job again"
+        return Failure("stalled", f"reading and decoding it was given up: {error}", fix)
     if isinstance(error, Exception) and not isinstance(error, LatentlineError):
         fix = "export the image again, or remove it"
         return Failure("undecodable", f"{type(error).__name__}: {error}", fix)

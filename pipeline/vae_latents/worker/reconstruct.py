@@ -1,4 +1,4 @@
-"""Latents of the store back to pictures, by the process that has just encoded. Imports torch."""
+"""Decode stored latents for the report, in the process that has just encoded."""
 
 from __future__ import annotations
 
@@ -10,62 +10,67 @@ import torch
 from pipeline.cache.entry_format import LATENT, MEAN
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import read_torch
-from pipeline.encoding.jobs import Beside, Job
+from pipeline.encoding.jobs import Job, PictureJobs
 from pipeline.encoding.progress import Progress
 from pipeline.errors import counted
-from pipeline.vae_latents import report as decoded
+from pipeline.vae_latents import report
 from pipeline.vae_latents.worker.encoder import LatentEncoder
 
 CPU_WINDOW_PX = 512
-"""Of a larger image, the middle so many pixels are decoded on a CPU: a decoder takes about twice an encoder's
-memory, and the system's answer to too much of it would be to kill a process whose work is done."""
+"""Edge of the central window that is decoded on a CPU. A decoder takes about twice an encoder's memory, and
+the system might kill a process whose work is done."""
 
 
-def decode_beside(beside: Beside, encoder: LatentEncoder, store: Store, progress: Progress) -> None:
-    """Draw the latents that are in the store, each beside its image, with the VAE that has encoded.
+def draw_pictures(pictures: PictureJobs, encoder: LatentEncoder, store: Store, progress: Progress) -> None:
+    """Draw latents of the store next to their images; existing pictures stay.
 
-    They are for people to look at: what cannot be drawn is said, and is no reason to fail. Those that were
-    drawn before are left alone.
+    Pictures are for people, so one that cannot be drawn is reported and is not an error.
     """
-    drawn = {seen.key for seen in decoded.read(beside.folder, list(beside.keys))}
+    drawn = {each.key for each in report.read(pictures.folder, list(pictures.keys))}
     ratios: list[float] = []
-    for job in beside.jobs:
+    for job in pictures.jobs:
         key = job.spec.key
         if key in drawn or not store.check(job.spec).valid:
             continue
+
         progress.working_on(f"the picture of {job.name}")
         start_s = time.perf_counter()
         try:
-            pair = _pair(encoder, job, store)
+            pair = _image_and_decoded(encoder, job, store)
             if pair is None:
-                progress.say(f"no picture of the latent of {job.name}: memory ran out as it was decoded")
+                progress.say(f"no picture of the latent of {job.name}: memory ran out while decoding")
                 continue
             seconds = time.perf_counter() - start_s
-            ratios.append(decoded.keep(beside.folder, key, *pair, seconds=seconds).psnr_db)
-        except Exception as err:  # the entry is made and sound, whatever becomes of its picture
+            ratios.append(report.save(pictures.folder, key, *pair, seconds=seconds).psnr_db)
+        except Exception as err:  # the entry is valid, whatever happens to its picture
             progress.say(f"no picture of the latent of {job.name}: {type(err).__name__}: {err}")
+
     if ratios:
         mean = sum(ratios) / len(ratios)
-        progress.say(f"{counted(len(ratios), 'latent')} decoded again, PSNR {mean:.1f} dB on average")
+        progress.say(f"{counted(len(ratios), 'latent')} decoded for the report, mean PSNR {mean:.1f} dB")
 
 
-def _pair(encoder: LatentEncoder, job: Job, store: Store) -> tuple[decoded.Pixels, decoded.Pixels] | None:
-    """The image as the VAE saw it and its decoded latent, of one size; None when memory runs out."""
+def _image_and_decoded(
+    encoder: LatentEncoder, job: Job, store: Store
+) -> tuple[report.Pixels, report.Pixels] | None:
+    """Return the image as the VAE saw it and its decoded latent, of equal size; None if memory runs out."""
     tensors = read_torch(store, job.spec)
     latent = (tensors[LATENT] if LATENT in tensors else tensors[MEAN]).float()
     image = encoder.image(job)
+
     factor = image.shape[0] // latent.shape[1]
     if encoder.device == "cpu":
         longest = max(1, CPU_WINDOW_PX // factor)
-        tops = [max(0, (edge - longest) // 2) for edge in latent.shape[1:]]
-        rows, columns = (slice(top, top + longest) for top in tops)
+        starts = [max(0, (edge - longest) // 2) for edge in latent.shape[1:]]
+        rows, columns = (slice(start, start + longest) for start in starts)
         latent = latent[:, rows, columns]
-        top, left = (edge * factor for edge in tops)
+        top, left = (start * factor for start in starts)
         image = image[top : top + latent.shape[1] * factor, left : left + latent.shape[2] * factor]
-    picture = encoder.picture(latent.unsqueeze(0))
-    if picture is None:
+
+    decoded = encoder.picture(latent.unsqueeze(0))
+    if decoded is None:
         return None
-    if not torch.isfinite(picture).all():
-        raise ValueError("the decoder's answer holds NaN or infinite values, also in float32")
-    levels = (picture / 2 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
+    if not torch.isfinite(decoded).all():
+        raise ValueError("the decoded image contains NaN or infinite values, also in float32")
+    levels = (decoded / 2 + 0.5).clamp(0, 1).permute(1, 2, 0) * 255
     return np.ascontiguousarray(image), levels.round().to(torch.uint8).numpy()

@@ -1,4 +1,4 @@
-"""Encode one process's share of the missing latents."""
+"""Encode one rank's share of the missing latents."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 from pipeline.encoding.progress import Report
 from pipeline.encoding.worker import run as encoding
 from pipeline.vae_latents.worker.encoder import LatentEncoder
-from pipeline.vae_latents.worker.reconstruct import decode_beside
+from pipeline.vae_latents.worker.reconstruct import draw_pictures
 
 
 def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
-    """Encode this process's share of the order, as `pipeline.encoding.worker.run`."""
+    """See `pipeline.encoding.worker.run.run`."""
     encoding.run(
         order_file,
         report,
         rank=rank,
         num_ranks=num_ranks,
         open_encoder=LatentEncoder,
-        show=decode_beside,
+        draw=draw_pictures,
     )

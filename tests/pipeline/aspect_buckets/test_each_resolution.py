@@ -75,7 +75,7 @@ def test_gates_and_commands_handle_each_latent_of_an_image(job: Job) -> None:
     missing = latents[0]
     job.tables.write("vae_latents", latents[1:])
     problems = job.failing("vae_latents")["completeness"].rows
-    what = f"its latent of {missing['bucket'][0]} is in aspect_buckets and not here"
+    what = f"its latent of {missing['bucket'][0]} is in aspect_buckets but not in vae_latents"
     assert [(row["sample_id"], row["problem"]) for row in problems] == [(missing["sample_id"][0], what)]
     job.tables.write("vae_latents", latents)
 

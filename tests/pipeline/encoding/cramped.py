@@ -32,8 +32,8 @@ def main(order: Path, allowance: int) -> None:
 
     def limited(self: latent_encoder.LatentEncoder, *arguments: object) -> None:
         loaded(self, *arguments)  # type: ignore[arg-type]
-        encoder_passes = self._passes
-        encoder_passes._family.vae.posterior(encoder_passes._vae, torch.zeros((1, 3, SETTLED_PX, SETTLED_PX)))
+        batches = self._batches
+        batches._family.vae.posterior(batches._vae, torch.zeros((1, 3, SETTLED_PX, SETTLED_PX)))
         now = psutil.Process().memory_info().vms
         resource.setrlimit(resource.RLIMIT_AS, (now + allowance, resource.RLIM_INFINITY))
 

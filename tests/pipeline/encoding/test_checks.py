@@ -126,7 +126,7 @@ def test_L04_T01_a_recipe_that_changed_since_the_tables_were_made_closes_the_gat
 def test_L03_other_bucket_settings_are_found_by_asking_the_geometry_anew(job: Job) -> None:
     failing = job.failing("vae_latents", job.changed(buckets={"resolution": 128, "step": 16}))
     assert set(failing) == {"shape_uniformity"}
-    assert "the geometry asks for" in failing["shape_uniformity"].summary
+    assert "must have the shape" in failing["shape_uniformity"].summary
 
 
 def test_L08_a_row_that_a_table_lost_or_kept_too_long_is_named_by_completeness(job: Job) -> None:
@@ -209,8 +209,8 @@ def test_an_entry_is_read_only_if_its_stat_has_changed(job: Job, monkeypatch: py
     from pipeline.cache import store
 
     read: list[Path] = []
-    whole = store._read_whole
-    monkeypatch.setattr(store, "_read_whole", lambda path: read.append(path) or whole(path))
+    whole = store._read_file
+    monkeypatch.setattr(store, "_read_file", lambda path: read.append(path) or whole(path))
     assert job.failing("vae_latents") == {}
     assert read == []
     path = job.entry("vae_latents")
@@ -223,10 +223,10 @@ def test_L08_a_mirrored_latent_that_is_asked_for_and_missing_closes_the_gate(job
     flipped = job.changed(latents={"flip": True})
     finding = job.failing("vae_latents", flipped)["completeness"]
     assert len(finding.rows) == 5
-    assert finding.rows[0]["problem"] == "its mirrored latent is in aspect_buckets and not here"
+    assert finding.rows[0]["problem"] == "its mirrored latent is in aspect_buckets but not in vae_latents"
     job.recipe = flipped
     job.cache()
     assert job.failing("vae_latents") == {}
     assert job.failing("vae_latents", job.changed())["completeness"].rows[0]["problem"] == (
-        "its mirrored latent is not asked for"
+        "the recipe does not need its mirrored latent"
     )

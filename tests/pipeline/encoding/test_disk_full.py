@@ -27,7 +27,7 @@ def test_L14_a_disk_that_fills_up_meanwhile_loses_nothing_and_the_next_run_goes_
     assert [Path(name).suffix for name in filled["files"]] == [".safetensors"] * 2, "no temporary file stays"
 
     assert "the missing entries need " in full["error"]
-    assert "67,108,864 are to stay free; the disk has 0 free" in full["error"]
+    assert "(67,108,864 of them stay free), got 0" in full["error"]
     assert full["launched"] == filled["launched"] == 1, "the estimate comes before any model is loaded"
     assert full["files"] == filled["files"]
     assert "the cache cannot be written: the disk is full" in seen["text"]["error"]

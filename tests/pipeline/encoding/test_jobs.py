@@ -15,8 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.cache.store import EntrySpec, TensorSpec
+from pipeline.encoding.fill import encoding_order
 from pipeline.encoding.jobs import (
     NUM_PROBES,
+    Failure,
     Job,
     Order,
     ResultsWriter,
@@ -26,9 +28,7 @@ from pipeline.encoding.jobs import (
     write_jobs,
     write_order,
 )
-from pipeline.encoding.outcome import Failure
 from pipeline.encoding.progress import Progress
-from pipeline.encoding.turn import in_turn
 
 
 def job(number: int, cost: int = 1) -> Job:
@@ -36,7 +36,7 @@ def job(number: int, cost: int = 1) -> Job:
     return Job(spec, {"inputs": {"n": number}}, {"path": f"/x/{number} 日\n.png"}, f"photos/{number}", cost)
 
 
-def turned(jobs: list[Job]) -> list[Job]:
+def in_encoding_order(jobs: list[Job]) -> list[Job]:
     """The jobs in turn, as the stages have them: rows first."""
     rows = [
         {
@@ -49,7 +49,7 @@ def turned(jobs: list[Job]) -> list[Job]:
     ]
     schema = {"key": pl.String, "name": pl.String, "cost": pl.Int64, "latent_height": pl.Int32}
     by_key = {j.spec.key: j for j in jobs}
-    return [by_key[key] for key in in_turn(pl.DataFrame(rows, schema=schema))["key"]]
+    return [by_key[key] for key in encoding_order(pl.DataFrame(rows, schema=schema))["key"]]
 
 
 def test_an_order_reads_back_as_it_was_written(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_the_costliest_the_cheapest_and_the_first_by_name_come_first_whatever_th
     jobs = [job(number, cost) for number, cost in ((5, 4), (6, 9), (3, 4), (4, 4), (7, 1), (8, 9))]
     for seed in range(5):
         mixed = random.Random(seed).sample(jobs, len(jobs))
-        assert [each.name for each in turned(mixed)] == [f"photos/{n}" for n in (6, 7, 3, 8, 4, 5)]
-    assert turned([]) == []
-    assert turned(jobs[:1]) == jobs[:1]
+        assert [each.name for each in in_encoding_order(mixed)] == [f"photos/{n}" for n in (6, 7, 3, 8, 4, 5)]
+    assert in_encoding_order([]) == []
+    assert in_encoding_order(jobs[:1]) == jobs[:1]
 
 
 @given(costs=st.lists(st.integers(1, 50), max_size=40), num_ranks=st.integers(1, 9))
@@ -99,11 +99,13 @@ def test_each_job_goes_to_exactly_one_rank_and_all_take_about_as_long(
     costs: list[int], num_ranks: int
 ) -> None:
     jobs = [job(number, cost) for number, cost in enumerate(costs)]
-    shares = [list(share(turned(jobs), rank, num_ranks)) for rank in range(num_ranks)]
+    shares = [list(share(in_encoding_order(jobs), rank, num_ranks)) for rank in range(num_ranks)]
     assert Counter(j.spec.key for part in shares for j in part) == Counter(j.spec.key for j in jobs)
     loads = [sum(j.cost for j in part) for part in shares]
     assert max(loads) - min(loads) <= max(costs, default=0)
-    assert shares == [list(share(turned(jobs[::-1]), rank, num_ranks)) for rank in range(num_ranks)]
+    assert shares == [
+        list(share(in_encoding_order(jobs[::-1]), rank, num_ranks)) for rank in range(num_ranks)
+    ]
     for part in shares:
         shapes = [j.spec.tensors["latent"].shape for j in part]
         assert len([1 for a, b in pairwise(shapes) if a != b]) <= len(set(shapes)) + NUM_PROBES

@@ -86,7 +86,7 @@ def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
             never.wait(60)
         return item * item
 
-    ends = list(ahead(range(8), work, threads=2, depth=4, patience_s=0.5))
+    ends = list(ahead(range(8), work, threads=2, depth=4, timeout_s=0.5))
     never.set()
     stalled = [item for item, future in ends if isinstance(future.exception(), StalledError)]
     assert stalled == [1, 2, 3]

@@ -71,7 +71,7 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
     vae = AutoencoderKL.from_pretrained(other / "vae")
-    family = load_family(order.base, order.elsewhere)
+    family = load_family(order.base, order.component_folders)
     with torch.no_grad():
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
     torch.testing.assert_close(family.vae.decode(family.vae.load("float32", "cpu"), latent[None]), expected)
@@ -82,7 +82,7 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
 
 def test_the_encoding_job_names_the_folders_of_replaced_components(tmp_path: Path) -> None:
     order = Order("latents", Path("/m"), Path("/s"), {}, [], {"vae": Path("/elsewhere/vae")})
-    assert read_order(write_order(order, tmp_path)).elsewhere == order.elsewhere
+    assert read_order(write_order(order, tmp_path)).component_folders == order.component_folders
 
 
 @pytest.mark.parametrize(

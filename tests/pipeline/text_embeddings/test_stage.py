@@ -15,7 +15,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import LaunchError, ModelError
 from pipeline.reporting.reports import StageResult
-from pipeline.text_embeddings.stage import cache_text, wanted_captions
+from pipeline.text_embeddings.stage import cache_text, needed_captions
 
 
 def cached(cache, launch) -> StageResult:
@@ -85,7 +85,7 @@ def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_siz
     assert len(result.table) == 1000
     assert result.table["key"].n_unique() == 5
     files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
-    foreseen = RecipeEntries(cache.recipe).text_requests(wanted_captions(cache.recipe, rows["caption"]))[
+    foreseen = RecipeEntries(cache.recipe).text_requests(needed_captions(cache.recipe, rows["caption"]))[
         "num_bytes"
     ]
     assert len(files) == len(foreseen) == 6
@@ -102,9 +102,9 @@ def test_a_second_run_encodes_nothing_and_an_edited_caption_one(cache, launch_he
 
 def test_the_wanted_captions_do_not_depend_on_the_order_of_the_rows(cache) -> None:
     captions = cache.captions()["caption"].to_list()
-    wanted = wanted_captions(cache.recipe, captions).to_list()
+    wanted = needed_captions(cache.recipe, captions).to_list()
     assert wanted == sorted({*captions, ""})
-    assert wanted == wanted_captions(cache.recipe, captions[::-1]).to_list()
+    assert wanted == needed_captions(cache.recipe, captions[::-1]).to_list()
 
 
 def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(cache, launch_here) -> None:

@@ -27,7 +27,7 @@ from pipeline.reporting.reports import StageResult
 from pipeline.vae_latents import report as decoded
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.vae_latents.worker.encoder import LatentEncoder
-from pipeline.vae_latents.worker.reconstruct import decode_beside
+from pipeline.vae_latents.worker.reconstruct import draw_pictures
 from tests.worker_runs import run
 
 WHITE = (255, 255, 255)
@@ -119,7 +119,7 @@ def test_a_run_that_encodes_nothing_shows_the_last_pictures(
     assert again.report["pictures_seconds"] == 0
     shutil.rmtree(folder_of(cache))
     without = cached(cache, forbidden_launch).report
-    assert "no latent was decoded" in without["decoded_note"]
+    assert "no latent has been decoded" in without["decoded_note"]
     assert "psnr_db" not in without
     assert without["latent_std"] == first.report["latent_std"]
 
@@ -181,8 +181,8 @@ class Drawing:
         orders = [read_order(self._order(cache, launch_here))]
         progress = Progress(launch_here, cache.photos, jobs=range(5), what="latents", rank=0)
         self.encoder = LatentEncoder(orders[0], "cpu", progress)
-        assert orders[0].beside is not None
-        self.beside, self.store, self.progress = orders[0].beside, entries.store, progress
+        assert orders[0].pictures is not None
+        self.pictures, self.store, self.progress = orders[0].pictures, entries.store, progress
         shutil.rmtree(folder_of(cache))
         self.said.clear()
 
@@ -197,9 +197,9 @@ class Drawing:
         cached(cache, launch)
         return kept[0]
 
-    def draw(self) -> list[decoded.Seen]:
-        decode_beside(self.beside, self.encoder, self.store, self.progress)
-        return decoded.read(self.beside.folder, [job.spec.key for job in self.beside.jobs])
+    def draw(self) -> list[decoded.DecodedLatent]:
+        draw_pictures(self.pictures, self.encoder, self.store, self.progress)
+        return decoded.read(self.pictures.folder, [job.spec.key for job in self.pictures.jobs])
 
 
 def test_what_memory_does_not_suffice_for_or_cannot_be_read_is_said_and_the_rest_is_drawn(
@@ -264,7 +264,7 @@ def keep(folder: Path, number: int, noise: int) -> str:
     image = generator.integers(0, 256, (300, 600, 3), dtype=np.uint8)
     other = np.clip(image + generator.integers(-noise, noise + 1, image.shape), 0, 255).astype(np.uint8)
     key = hashlib.sha256(b"%d" % number).hexdigest()
-    decoded.keep(folder, key, image, other, seconds=0.1)
+    decoded.save(folder, key, image, other, seconds=0.1)
     return key
 
 

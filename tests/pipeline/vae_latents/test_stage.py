@@ -121,8 +121,8 @@ def test_a_warm_run_opens_no_entry_and_one_without_its_table_opens_all(
 
     cached(cache, launch_here)
     read: list[Path] = []
-    whole = store._read_whole
-    monkeypatch.setattr(store, "_read_whole", lambda path: read.append(path) or whole(path))
+    whole = store._read_file
+    monkeypatch.setattr(store, "_read_file", lambda path: read.append(path) or whole(path))
     cached(cache, forbidden_launch)
     assert read == []
     cache.tables.path("vae_latents").unlink()
@@ -305,7 +305,7 @@ def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None
             "\n".join([*lines, '{"work_s": 0.1, "aside_s": 0.0}', ""])
         )
 
-    with pytest.raises(StoreError, match="was to be made and is missing"):
+    with pytest.raises(StoreError, match="was encoded, but it is missing"):
         cached(cache, liar)
 
 

@@ -15,8 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
-from pipeline.encoding.jobs import Job, Order, write_order
-from pipeline.encoding.outcome import Encoded, Failure
+from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.vae import Posterior
@@ -100,7 +99,7 @@ def test_a_batch_gives_the_latents_of_single_images_to_the_last_digits(
 ) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._passes._max_px = 10**9
+    encoder._batches._max_px = 10**9
     sizes = sizes_of_passes(encoder)
     together = encode(encoder, order)
     assert max(sizes) >= 2
@@ -112,7 +111,7 @@ def test_a_batch_gives_the_latents_of_single_images_to_the_last_digits(
 def test_L09_out_of_memory_halves_the_batch_and_loses_nothing(order: Order, listener: Listener) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._passes._max_px = 10**9
+    encoder._batches._max_px = 10**9
     sizes = sizes_of_passes(encoder, limit=1)
     together = encode(encoder, order)
     assert together.keys() == single.keys()
@@ -127,7 +126,7 @@ def test_a_pass_is_begun_before_the_last_ones_answers_are_waited_for_where_that_
     """As on a GPU; the latents are the same, and come in the same order."""
     plain = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
-    encoder._passes.overlap = 1
+    encoder._batches.overlap = 1
     sizes = sizes_of_passes(encoder)
     begun: list[int] = []
     found: dict[str, np.ndarray] = {}
@@ -144,7 +143,7 @@ def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
     order: Order, listener: Listener
 ) -> None:
     encoder = encoder_of(order, listener)
-    encoder._passes.overlap = 1
+    encoder._batches.overlap = 1
     inner = encoder._family.vae.posterior
     passes: list[int] = []
 
@@ -225,7 +224,7 @@ def test_L16_a_file_that_never_answers_is_rejected_by_name_and_the_others_go_on(
     order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pipe that nobody writes to is in a picture's place: reading it hangs, as on a dead disk."""
-    monkeypatch.setattr(latent_encoder, "PATIENCE_S", 2.0)
+    monkeypatch.setattr(latent_encoder, "TIMEOUT_S", 2.0)
     pipe = next(Path(job.work["root"], job.work["path"]) for job in order.jobs if job.name == "coffee.png")
     pipe.unlink()
     os.mkfifo(pipe)
@@ -240,9 +239,9 @@ def test_L05_probes_stop_a_damaged_vae_before_the_long_pass(cache, tmp_path, lis
     order = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
     encoder = encoder_of(order, listener)
     sizes = sizes_of_passes(encoder)
-    with pytest.raises(ModelError, match=r"(?s)not even of a plain picture: .*NaN.*\(first: .*fetch"):
+    with pytest.raises(ModelError, match=r"(?s)not even for a grey image: .*NaN.*\(first: .*fetch"):
         encode(encoder, order)
-    assert len(sizes) <= 4, "three probes and the plain picture"
+    assert len(sizes) <= 4, "three probes and the grey image"
 
 
 def test_L05_one_image_that_does_not_fit_the_stored_dtype_is_rejected_alone(
@@ -293,7 +292,9 @@ def test_L03_a_vae_of_another_shape_than_its_configuration_says_is_an_error_at_o
         return Posterior(answer.mean[..., ::2], answer.std[..., ::2])
 
     encoder._family.vae.posterior = halved  # type: ignore[method-assign]
-    with pytest.raises(ModelError, match=r"shape \(4, \d+, \d+\) of \S+\.png, not of \(4, "):
+    with pytest.raises(
+        ModelError, match=r"latent of \S+\.png must have the shape \(4, \d+, \d+\), got \(4, "
+    ):
         encode(encoder, order)
 
 
