@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from pipeline.errors import RecipeError, counted
 from pipeline.recipe.other_trainers import term_of
 from pipeline.recipe.schema import RecipeFile, all_keys, field_at, keys_of, section_at
-from pipeline.recipe.settings import VIOLATION, Violation, one_of
+from pipeline.recipe.settings import MAX_COUNT, VIOLATION, Violation, one_of
 from pipeline.recipe.yaml_document import KeyPath, dotted
 
 MAX_SHOWN_CHARACTERS = 80
@@ -226,7 +226,11 @@ def _example(path: KeyPath) -> bool | int | float | str | None:
 
 
 def _out_of_range(path: KeyPath, value: Any, context: dict[str, Any]) -> WhatAndFix:
-    required = _range(_declared_limits(path) or context)
+    limits = _declared_limits(path) or context
+    # A user who wrote 0 steps need not know the limit that catches typing errors.
+    if "ge" in context and limits.get("le") == MAX_COUNT:
+        limits = context
+    required = _range(limits)
     return f"{_name(path)} must be {required}, got {_shown(value)}", f"use a value {required}"
 
 

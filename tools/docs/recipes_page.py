@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.recipe.load import project_root
+from pipeline.recipe.settings import MAX_COUNT
 from pipeline.storage.atomic import write_text
 from tools.docs.recipe_schema import recipe_schema
 
@@ -104,9 +105,18 @@ def _value(schema: Node, info: Node) -> str:
 
 
 def _bounds(info: Node) -> str:
-    words = {"minimum": "from", "exclusiveMinimum": "above", "maximum": "to", "exclusiveMaximum": "below"}
-    bounds = [f"{word} {info[name]:,}" for name, word in words.items() if name in info]
-    return f" {' '.join(bounds)}" if bounds else ""
+    """Return the range in words, without upper bounds that only catch typing errors."""
+    words = {
+        "minimum": "of at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "exclusiveMaximum": "below",
+    }
+    bounds = {name: info[name] for name in words if name in info and abs(info[name]) < MAX_COUNT}
+    if "minimum" in bounds and "maximum" in bounds:
+        return f" from {bounds['minimum']:,g} to {bounds['maximum']:,g}"
+    text = " and ".join(f"{words[name]} {limit:,g}" for name, limit in bounds.items())
+    return f" {text}" if text else ""
 
 
 def _default(info: Node, required: bool, *, is_section: bool) -> str:

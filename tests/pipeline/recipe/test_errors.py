@@ -163,7 +163,12 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "put a dash before its first key, - name: ...",
     ),
     (dataset(name="a b"), "datasets[0].name", 'only letters, digits, _ and -, got "a b"', "A-Z"),
-    (dataset(repeats=0), "datasets[0].repeats", "datasets[0].repeats must be between 1 and", "between 1"),
+    (
+        dataset(repeats=0),
+        "datasets[0].repeats",
+        "datasets[0].repeats must be at least 1, got 0",
+        "at least 1",
+    ),
     (dataset(path=""), "datasets[0].path", "the path must not be empty", "name a folder"),
     (dataset(path=3), "datasets[0].path", "datasets[0].path must be text, got 3", 'quotes: "3"'),
     (dataset(path="a\0b"), "datasets[0].path", "NUL", "remove the character"),
@@ -242,7 +247,7 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "filters.min_width must be at most max_width (8), got 9",
         "at most 8",
     ),
-    (dataset(limit=0), "datasets[0].limit", "must be between 1 and 1000000000, got 0", "between 1"),
+    (dataset(limit=0), "datasets[0].limit", "must be at least 1, got 0", "at least 1"),
     (
         dataset(captions={"from": "fixed"}),
         "datasets[0].captions.text",
