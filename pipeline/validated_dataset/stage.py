@@ -61,7 +61,7 @@ index."""
 
 @dataclass(frozen=True)
 class _CaptionReader:
-    """Reads captions and focus points; every attribute maps a dataset's name to its part."""
+    """A reader of captions and focus points. Every attribute maps a dataset's name to its part."""
 
     settings: Mapping[str, DatasetSettings]
     sources: Mapping[str, Source]
@@ -146,25 +146,29 @@ def validate(
     manifests = {settings.name: table for settings, table in manifests_with_columns(recipe.datasets)}
     chosen, filtered = select(recipe, raw.select(NEEDED[STAGE]["raw_images"]), manifests, stage=STAGE)
     if len(filtered):
-        log(counted(len(filtered), "image is", "images are") + " excluded by filters and limits")
+        log(f"{counted(len(filtered), 'image')} excluded by filters and limits")
 
+    # Each content without a known result is decoded once, from any of its files.
     index = ScanIndex(tables)
     known = current_results(index.decoded)
     log(f"{counted(len(chosen), 'image')} to check; earlier runs decoded {counted(len(known), 'content')}")
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
+    # Samples with an unchanged file and caption are taken from the index; only the others are read.
     with_rule = _with_caption_rule(recipe, chosen)
     unchanged = _unchanged_samples(sources, with_rule, decoded, index.captions, log=log)
     others = with_rule.join(unchanged, on="sample_id", how="anti", maintain_order="left")
     captions = _CaptionReader.create(recipe, sources, manifests)
     fresh, unusable = _read_samples(others, decoded, captions, log)
 
+    # Similar images are searched last, because only kept samples may connect them.
     samples = pl.concat([unchanged, fresh]).sort("sample_id")
     distinct, copies = _without_copies(recipe, samples)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits)
     table = distinct.join(features, on="content_hash", how="left", maintain_order="left")
     table = table.select(SCHEMAS[STAGE].keys())
     rejected = pl.concat([filtered, unusable, copies]).sort("sample_id")
+
     if remember:
         index.write(
             decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash"),
@@ -172,14 +176,14 @@ def validate(
         )
 
     funnel = _funnel(recipe, tables, len(table), rejected)
-    num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     report = {
         **_report(raw, table, rejected),
         "decoded": decoded.num_decoded,
-        "known": num_known,
+        "known": chosen["content_hash"].n_unique() - decoded.num_decoded,
         "funnel": funnel.rows(),
         **stopwatch.numbers(),
     }
+
     # A plan does not store its scan, so its funnel would mix the numbers of two scans.
     for line in funnel.lines() if remember else ():
         log(line)

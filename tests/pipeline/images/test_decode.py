@@ -87,10 +87,10 @@ def test_I09_header_and_pixels_agree_for_all_orientations(
 def test_I09_header_and_pixels_of_a_heic_photograph_are_upright(orientation: int) -> None:
     heif = pytest.importorskip("pillow_heif")
     stored = np.kron(pattern(), np.ones((4, 4, 1), np.uint8))
-    made = heif.from_pillow(Image.fromarray(stored))
-    made.info["exif"] = with_orientation(orientation)
+    heic = heif.from_pillow(Image.fromarray(stored))
+    heic.info["exif"] = with_orientation(orientation)
     file = io.BytesIO()
-    made.save(file, quality=95, chroma=444)
+    heic.save(file, quality=95, chroma=444)
     wanted = upright(stored, orientation)
     header, pixels = read_header(file.getvalue()), decoded(file.getvalue())
     assert (header.format, header.size) == ("HEIF", Size(*wanted.shape[:2]))
@@ -200,9 +200,9 @@ def test_I02_random_damage_raises_only_image_errors() -> None:
     random = np.random.default_rng(3)
     small = Image.fromarray(pattern())
     for kind in ("JPEG", "PNG", "WEBP", "TIFF", "GIF", "BMP", "AVIF"):
-        whole = np.frombuffer(saved(small, kind, exif=with_orientation(6)), np.uint8)
+        complete = np.frombuffer(saved(small, kind, exif=with_orientation(6)), np.uint8)
         for _ in range(60):
-            data = whole.copy()
+            data = complete.copy()
             data[random.integers(0, len(data), 4)] = random.integers(0, 256, 4)
             with suppress(ImageError):
                 header = read_header(data.tobytes())
@@ -263,9 +263,9 @@ def test_B04_resizing_the_cropped_source_equals_cropping_the_resized_image(
     photo: str, resolution: int, step: int
 ) -> None:
     path = PHOTOS / photo
-    whole = decode(path, WHITE)
-    geometry = place(ladder(resolution, step, 3.0), Size(whole.height, whole.width))
-    resized = whole.resize(
+    complete = decode(path, WHITE)
+    geometry = place(ladder(resolution, step, 3.0), Size(complete.height, complete.width))
+    resized = complete.resize(
         (geometry.resized_size.width, geometry.resized_size.height), Image.Resampling.BICUBIC
     )
     top, left, height, width = geometry.crop

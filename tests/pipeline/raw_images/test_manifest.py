@@ -279,8 +279,8 @@ def test_absolute_paths_below_the_datasets_folder_are_accepted(folder: Path) -> 
     rows = [{**row, "path": str(folder / str(row["path"]))} for row in ROWS]
     kept, _ = run(recipe(write(folder, "csv", rows)))
     assert kept["sample_id"].to_list() == ["d/a.png", "d/sub/b.png"]
-    beside = [{"path": f"{folder}-other/a.png", "caption": "x"}]
-    _, reasons = run(recipe(write(folder, "csv", beside)))
+    sibling = [{"path": f"{folder}-other/a.png", "caption": "x"}]
+    _, reasons = run(recipe(write(folder, "csv", sibling)))
     assert list(reasons.values()) == ["outside_dataset"]
 
 
@@ -315,10 +315,10 @@ def test_the_manifests_focus_point_decides_the_crop(folder: Path) -> None:
     focuses = [(0.0, 0.0), (1.0, None), (None, None)]
     rows = [row | {"x": x, "y": y} for row, (x, y) in zip(ROWS, focuses, strict=True)]
     manifest = write(folder, "parquet", rows)
-    made = focused(manifest, ("x", "y"))
-    kept, rejected = run(made)
+    used = focused(manifest, ("x", "y"))
+    kept, rejected = run(used)
     assert rejected == {}
-    table = assign_buckets(made, kept, log=str).table
+    table = assign_buckets(used, kept, log=str).table
     over = {row["path"]: (row["resized_width"] - 48, row["crop_left"]) for row in table.to_dicts()}
     assert all(more > 1 for more, _ in over.values()), "each overlaps its bucket to the right"
     assert {path: left for path, (_, left) in over.items()} == {
@@ -384,10 +384,10 @@ def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
     ):
         place = folder.parent / f"out-{number}"
         there = recipe(here, path=path, images=images, **settings).model_copy(update={"output_dir": place})
-        found, refused = run(there)
+        found, rejected = run(there)
         columns = ["sample_id", "content_hash", "caption", "more_captions"]
         assert found.select(columns).equals(kept.select(columns))
-        assert refused == reasons
+        assert rejected == reasons
 
 
 def test_full_addresses_below_the_dataset_are_accepted_and_others_rejected(folder: Path, s3: str) -> None:

@@ -66,7 +66,7 @@ def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> It
 @pytest.fixture
 def moved(filled: Folder, remote: Elsewhere, tmp_path: Path) -> Folder:
     """The same dataset, read from a remote address."""
-    return Folder(remote.address, tmp_path / "elsewhere")
+    return Folder(remote.address, tmp_path / "moved")
 
 
 def outcome(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def test_files_at_a_new_address_are_read_even_if_names_sizes_and_times_are_equal
         path = folder.add("a.bmp", folder.picture(seed, kind="BMP"), caption=f"of {seed}")
         for file in (path, path.with_suffix(".txt")):
             os.utime(file, ns=(10**18, 10**18))
-    moved = Folder(f"dir://one::{tmp_path}", tmp_path / "elsewhere")
+    moved = Folder(f"dir://one::{tmp_path}", tmp_path / "moved")
     before = moved.ingest().table
     assert moved.scan().report["read"] == 0
     moved.root = f"dir://two::{tmp_path}"

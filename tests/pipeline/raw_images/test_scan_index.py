@@ -111,7 +111,7 @@ def test_a_deleted_caption_is_missing_and_a_renamed_one_belongs_to_its_new_image
 @pytest.mark.usefixtures("settled")
 def test_the_captions_of_a_moved_dataset_are_read_again(filled: Folder, read: list[str]) -> None:
     before = captions(filled)
-    moved = filled.root.rename(filled.root.with_name("elsewhere"))
+    moved = filled.root.rename(filled.root.with_name("moved"))
     filled.root = moved
     assert captions(filled) == before
     assert len(read) == 6

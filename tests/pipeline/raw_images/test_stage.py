@@ -113,7 +113,7 @@ def test_I18_files_dated_far_in_the_future_are_kept_and_recognised_as_unchanged(
     """From 2262 on, nanoseconds do not fit into a to_int64 64-bit column."""
     named = {"a.png": folder.add("a.png"), "é.png": folder.add("é.png"), "sub/b": folder.add("sub/b")}
     link = folder.root / "link.png"
-    link.symlink_to(folder.add("../beside.png"))
+    link.symlink_to(folder.add("../outside.png"))
     link.with_suffix(".txt").write_text("a caption")
     date_ns = 10_500_000_000 * 10**9  # September 2302
     for path in (*named.values(), *folder.root.rglob("*.txt"), link):

@@ -146,7 +146,7 @@ def png(photo: Image.Image, **changes: Any) -> bytes:
 
 
 @pytest.fixture
-def alike(folder: Folder) -> Folder:
+def similar(folder: Folder) -> Folder:
     """A photograph, its copy, a smaller version, another photograph and a white image."""
     folder.add("photo.png", png(PHOTOS[0]))
     folder.add("sub/copy.png", png(PHOTOS[0]))
@@ -156,8 +156,8 @@ def alike(folder: Folder) -> Folder:
     return folder
 
 
-def test_I24_the_first_of_several_copies_with_the_same_caption_is_kept(alike: Folder) -> None:
-    result = alike.ingest()
+def test_I24_the_first_of_several_copies_with_the_same_caption_is_kept(similar: Folder) -> None:
+    result = similar.ingest()
     assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "duplicate")]
     assert "as d/photo.png, which is kept" in result.rejected["detail"][0]
     groups = dict(result.table.select("path", "duplicate_group").rows())
@@ -167,34 +167,34 @@ def test_I24_the_first_of_several_copies_with_the_same_caption_is_kept(alike: Fo
     assert dict(result.table.select("path", "one_colour").rows()) == dict.fromkeys(groups, False) | {
         "white.png": True
     }
-    again = alike.ingest()
+    again = similar.ingest()
     assert again.table.equals(result.table)
     assert again.report["decoded"] == 0
 
 
-def test_copies_with_another_caption_are_kept_and_keep_all_keeps_every_copy(alike: Folder) -> None:
-    alike.duplicates = "keep_all"
-    assert len(alike.ingest().table) == 5
-    alike.duplicates = "keep_first"
-    (alike.root / "sub" / "copy.txt").write_text("another caption")
-    result = alike.ingest()
+def test_copies_with_another_caption_are_kept_and_keep_all_keeps_every_copy(similar: Folder) -> None:
+    similar.duplicates = "keep_all"
+    assert len(similar.ingest().table) == 5
+    similar.duplicates = "keep_first"
+    (similar.root / "sub" / "copy.txt").write_text("another caption")
+    result = similar.ingest()
     assert len(result.table) == 5
     assert result.rejected.is_empty()
 
 
-def test_I24_a_limit_is_reached_despite_copies(alike: Folder) -> None:
-    alike.dataset = {"limit": 4}
-    result = alike.ingest()
+def test_I24_a_limit_is_reached_despite_copies(similar: Folder) -> None:
+    similar.dataset = {"limit": 4}
+    result = similar.ingest()
     assert result.table["path"].to_list() == ["other.png", "photo.png", "small.png", "white.png"]
     assert result.rejected.select("path", "reason").rows() == [("sub/copy.png", "filter_limit")]
 
 
-def test_a_smaller_distance_gives_more_groups(alike: Folder) -> None:
-    alike.add("bright.png", png(ImageEnhance.Contrast(PHOTOS[0]).enhance(3.0)))
+def test_a_smaller_distance_gives_more_groups(similar: Folder) -> None:
+    similar.add("bright.png", png(ImageEnhance.Contrast(PHOTOS[0]).enhance(3.0)))
     groups = {}
     for bits in (0, 16):
-        alike.checks = {"near_duplicate_bits": bits}
-        groups[bits] = alike.ingest().table["duplicate_group"].n_unique()
+        similar.checks = {"near_duplicate_bits": bits}
+        groups[bits] = similar.ingest().table["duplicate_group"].n_unique()
     assert groups[16] < groups[0]
 
 

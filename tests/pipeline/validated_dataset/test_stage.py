@@ -249,7 +249,7 @@ def test_C06_deleting_an_image_does_not_shift_other_captions(folder: Any, gone: 
         folder.add(f"{name}.png", folder.picture(ord(name)), caption=f"this is {name}")
     folder.ingest()
     (folder.root / gone).unlink()
-    for _ in range(2):  # with what the run before knew, and with all of it known
+    for _ in range(2):  # with indexes from before and from after the deletion
         captions = dict(folder.ingest().table.select("path", "caption").rows())
         assert captions == {f"{name}.png": f"this is {name}" for name in "abcde" if f"{name}.png" != gone}
     (folder.root / gone).with_suffix(".txt").unlink()
