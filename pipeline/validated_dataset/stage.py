@@ -165,30 +165,23 @@ def validate(
     samples = pl.concat([unchanged, fresh]).sort("sample_id")
     distinct, copies = _without_copies(recipe, samples)
     features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits)
-    table = distinct.join(features, on="content_hash", how="left", maintain_order="left")
-    table = table.select(SCHEMAS[STAGE].keys())
+    table = distinct.join(features, on="content_hash", maintain_order="left").select(*SCHEMAS[STAGE])
     rejected = pl.concat([filtered, unusable, copies]).sort("sample_id")
-
-    if remember:
-        index.write(
-            decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash"),
-            samples.filter(pl.col("rule") != "").select(*CAPTIONS),
-        )
-
     funnel = _funnel(recipe, tables, len(table), rejected)
-    report = {
-        **_report(raw, table, rejected),
-        "decoded": decoded.num_decoded,
-        "known": chosen["content_hash"].n_unique() - decoded.num_decoded,
-        "funnel": funnel.rows(),
-        **stopwatch.numbers(),
-    }
 
     # A plan does not store its scan, so its funnel would mix the numbers of two scans.
-    for line in funnel.lines() if remember else ():
-        log(line)
+    if remember:
+        checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
+        index.write(checked, samples.filter(pl.col("rule") != "").select(*CAPTIONS))
+        for line in funnel.lines():
+            log(line)
+
+    num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
+    counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel.rows()}
     return StageResult(
-        validated(STAGE, table, "valid samples"), validated("rejected", rejected, "invalid samples"), report
+        validated(STAGE, table, "valid samples"),
+        validated("rejected", rejected, "invalid samples"),
+        {**_report(raw, table, rejected), **counts, **stopwatch.numbers()},
     )
 
 
