@@ -1,6 +1,6 @@
-"""Models of every family with few random weights, made offline: for the demo and the tests.
+"""Tiny models of every family with random weights, created offline for the demo and the tests.
 
-Every class is the one of the real model; only the sizes are small. Their pictures mean nothing.
+They consist of the same classes as the real models and differ only in size. Their pictures are noise.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TINY: dict[str, Callable[[Path], None]] = {
     "Kandinsky 5 (image)": make_tiny_kandinsky5,
     "Bria FIBO": make_tiny_bria_fibo,
 }
-"""A kind of model to what writes a tiny one into a folder; at least one of each family."""
+"""Functions that write a tiny model into a folder, by kind of model; at least one for each family."""
 
 __all__ = [
     "TINY",

@@ -1,4 +1,4 @@
-"""A tiny AuraFlow of random weights."""
+"""A tiny AuraFlow with random weights."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from demo.tiny_models.parts import assemble, flow_schedule, vae
 
 _TEXT_WIDTH = 48
 _GATE_GAIN = 8.0
-"""Of the layers that open attention: untrained ones let next to nothing through."""
+"""Factor for the weights of the gates: untrained gates pass almost nothing."""
 
 
 def make_tiny_aura_flow(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `AuraFlowPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `AuraFlowPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,

@@ -1,4 +1,4 @@
-"""A tiny Bria FIBO of random weights."""
+"""A tiny Bria FIBO with random weights."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _TEXT_WIDTH = 16
 _TEXT_LAYERS = 2
 _MARKS = ("<|end_of_text|>", "<|pad|>")
 _NUM_TOKENS = 128_001
-"""The pipeline gives an empty prompt the last of them, by its number."""
+"""Vocabulary size; the pipeline encodes an empty prompt as the last token, by its number."""
 
 _MEAN_GAIN = 8.0
 _LOGVAR_BIAS = -8.0
 
 
 def make_tiny_bria_fibo(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `BriaFiboPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `BriaFiboPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -45,7 +45,7 @@ def make_tiny_bria_fibo(folder: Path, *, seed: int = 0) -> None:
 
 
 def _write_tokenizer(folder: Path) -> str:
-    """A `PreTrainedTokenizerFast` without marks around a text."""
+    """Write a `PreTrainedTokenizerFast` that adds no marks to a text, and return its class name."""
     write_text(folder / "tokenizer.json", byte_level(_MARKS).to_str(pretty=True))
     config = {
         "eos_token": _MARKS[0],
@@ -58,7 +58,7 @@ def _write_tokenizer(folder: Path) -> str:
 
 
 def _smollm3() -> Any:
-    """A `SmolLM3ForCausalLM` for the tokenizer's tokens and one far behind them."""
+    """Return a `SmolLM3ForCausalLM` for the tokenizer's tokens and the token of an empty prompt."""
     from transformers import SmolLM3Config, SmolLM3ForCausalLM
 
     ids = vocabulary(_MARKS)[0]
@@ -79,7 +79,7 @@ def _smollm3() -> Any:
 
 
 def _vae() -> Any:
-    """An `AutoencoderKLWan` of 48 channels and factor 16, 2 of it by patches, with residual blocks."""
+    """Return an `AutoencoderKLWan` with 48 channels, residual blocks and factor 16, 2 of it from patches."""
     import torch
     from diffusers import AutoencoderKLWan
 
@@ -104,7 +104,7 @@ def _vae() -> Any:
 
 
 def _transformer() -> Any:
-    """One with more blocks than the language model has layers, as the real one."""
+    """Return a transformer with more blocks than the language model has layers, as in the real model."""
     from diffusers import BriaFiboTransformer2DModel
 
     return BriaFiboTransformer2DModel(

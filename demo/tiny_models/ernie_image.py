@@ -1,4 +1,4 @@
-"""A tiny ERNIE-Image of random weights."""
+"""A tiny ERNIE-Image with random weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from demo.tiny_models.parts import assemble, flow_schedule
 
 _TEXT_WIDTH = 48
 _CHANNELS = 32
-"""Of the patched latent."""
+"""Number of channels of the patched latent."""
 
 
 def make_tiny_ernie_image(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `ErnieImagePipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `ErnieImagePipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     tokenizer = partial(write_mistral_tokenizer, max_length=256)
     assemble(

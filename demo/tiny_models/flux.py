@@ -1,4 +1,4 @@
-"""A FLUX.1 of about a million random weights."""
+"""A FLUX.1 with about a million random weights."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _T5_WIDTH = 48
 
 
 def make_tiny_flux(folder: Path, *, schnell: bool = False, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `FluxPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `FluxPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        schnell: Without guidance and with the fixed shift of FLUX.1 schnell; else as FLUX.1 dev.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        schnell: Whether to write FLUX.1 schnell, without guidance and with a fixed shift, instead of dev.
+        seed: Seed of the random weights.
     """
     shift: dict[str, Any] = {"shift": 1.0} if schnell else {"shift": 3.0, "use_dynamic_shifting": True}
     assemble(

@@ -1,4 +1,4 @@
-"""A tiny FLUX.2 klein and dev of random weights."""
+"""A tiny FLUX.2 klein and dev with random weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from demo.tiny_models.parts import assemble, flow_schedule
 
 _TEXT_WIDTH = 16
 _KLEIN_LAYERS, _DEV_LAYERS = 27, 30
-"""Of the language model: klein's pipeline takes hidden states 9, 18 and 27, dev's 10, 20 and 30."""
+"""Layers of the language model: klein's pipeline uses hidden states 9, 18 and 27, dev's 10, 20 and 30."""
 
 _CHANNELS = 8
 _MEAN_GAIN = 32.0
@@ -20,13 +20,13 @@ _LOGVAR_BIAS = -8.0
 
 
 def make_tiny_flux2_klein(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Flux2KleinPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `Flux2KleinPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -44,14 +44,14 @@ def make_tiny_flux2_klein(folder: Path, *, seed: int = 0) -> None:
 
 
 def make_tiny_flux2_dev(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Flux2Pipeline.from_pretrained(folder)` where torchvision is there for the processor's half
-    that is for images, and draws pictures of 64x64 pixels.
+    `Flux2Pipeline.from_pretrained(folder)` loads it if torchvision is installed, which the image processor
+    requires. It draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -68,7 +68,7 @@ def make_tiny_flux2_dev(folder: Path, *, seed: int = 0) -> None:
 
 
 def flux2_vae() -> Any:
-    """An `AutoencoderKLFlux2` of 8 channels and factor 8, 16 a value of its patched latent."""
+    """Return an `AutoencoderKLFlux2` with 8 channels and factor 8, or 16 per value of its patched latent."""
     import torch
     from diffusers import AutoencoderKLFlux2
 

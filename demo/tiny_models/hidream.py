@@ -1,4 +1,4 @@
-"""A tiny HiDream of random weights, the Llama that users bring included."""
+"""A tiny HiDream with random weights, including the Llama that users provide."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _T5_WIDTH = 48
 _LLAMA_WIDTH = 24
 _LLAMA_LAYERS = 3
 _TOKENS = 128
-"""Of each encoder, CLIP's too."""
+"""Number of tokens that each encoder takes, CLIP included."""
 
 
 def make_tiny_hidream(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `HiDreamImagePipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels where the
+    `HiDreamImagePipeline.from_pretrained(folder)` loads it. It draws pictures of 64x64 pixels if the
     pipeline's `default_sample_size` is 8.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     from diffusers import UniPCMultistepScheduler
 

@@ -1,4 +1,4 @@
-"""A tiny Ideogram 4 of random weights."""
+"""A tiny Ideogram 4 with random weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from demo.tiny_models.parts import assemble, flow_schedule
 
 _TEXT_WIDTH = 16
 _TEXT_LAYERS = 36
-"""Of the last the pipeline takes the answer, and of twelve before it."""
+"""Layers of the language model; the pipeline uses the last hidden state and twelve before it."""
 
 
 def make_tiny_ideogram4(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Ideogram4Pipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `Ideogram4Pipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -40,7 +40,7 @@ def make_tiny_ideogram4(folder: Path, *, seed: int = 0) -> None:
 
 
 def _transformer(*, draws: int = 0) -> Any:
-    """One of the two, the same but for the random numbers that are passed over."""
+    """Return one of the two transformers, which differ only in their random weights."""
     import torch
     from diffusers import Ideogram4Transformer2DModel
 

@@ -1,4 +1,4 @@
-"""A tiny Kandinsky 5 for images, of random weights."""
+"""A tiny Kandinsky 5 for images, with random weights."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PATCH_PX = 14
 
 
 def make_tiny_kandinsky5(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Kandinsky5T2IPipeline.from_pretrained(folder)` where torchvision is there for the
-    processor's half that is for images, and its transformer takes pictures of 64x64 pixels.
+    `Kandinsky5T2IPipeline.from_pretrained(folder)` loads it if torchvision is installed, which the image
+    processor requires. Its transformer takes pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -47,7 +47,7 @@ def make_tiny_kandinsky5(folder: Path, *, seed: int = 0) -> None:
 
 
 def _write_processor(folder: Path) -> str:
-    """A `Qwen2VLProcessor`: the tokenizer, and how images are read."""
+    """Write a `Qwen2VLProcessor`, a tokenizer and an image processor, and return its class name."""
     write_qwen_tokenizer(folder)
     reading = {
         "image_processor_type": "Qwen2VLImageProcessor",

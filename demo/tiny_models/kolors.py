@@ -1,4 +1,4 @@
-"""A tiny Kolors of random weights."""
+"""A tiny Kolors with random weights."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pipeline.storage.atomic import write_bytes
 _TEXT_WIDTH = 32
 _UNET_TEXT_WIDTH = 48
 _NUM_MARKS = 64
-"""Room for the tokenizer's own marks behind its pieces."""
+"""Number of token ids reserved for the tokenizer's marks, behind its pieces."""
 
 
 def make_tiny_kolors(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `KolorsPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `KolorsPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     from diffusers import EulerDiscreteScheduler
 
@@ -65,7 +65,7 @@ def make_tiny_kolors(folder: Path, *, seed: int = 0) -> None:
 
 
 def _sentencepiece_model() -> bytes:
-    """Pieces are `WORDS` and the printable characters of ASCII."""
+    """Train a SentencePiece model whose pieces are `WORDS` and the printable ASCII characters."""
     from sentencepiece import SentencePieceTrainer
 
     model = io.BytesIO()
@@ -81,7 +81,7 @@ def _sentencepiece_model() -> bytes:
 
 
 def _write_tokenizer(folder: Path) -> str:
-    """A `ChatGLMTokenizer` that spells unknown words."""
+    """Write a `ChatGLMTokenizer` that spells unknown words, and return its class name."""
     write_bytes(folder / "tokenizer.model", _sentencepiece_model())
     config = {"model_max_length": 4096, "padding_side": "left", "tokenizer_class": "ChatGLMTokenizer"}
     write_json(folder / "tokenizer_config.json", config)

@@ -1,4 +1,4 @@
-"""A tiny Krea 2 of random weights."""
+"""A tiny Krea 2 with random weights."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from demo.tiny_models.qwen_image import qwen_vae
 _TEXT_WIDTH = 32
 _LAYERS = (1, 2, 3)
 _MARKS = (*QWEN_MARKS, "assistant")
-"""With the word behind captions in the template, of which the pipeline knows how many tokens it takes."""
+"""Marks, and the last word of the template, whose number of tokens the pipeline hard-codes."""
 
 
 def make_tiny_krea2(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Krea2Pipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `Krea2Pipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,

@@ -1,4 +1,4 @@
-"""Small language models as text encoders, and their tokenizer."""
+"""Small language models as text encoders, and their tokenizers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-"""In the manner of Qwen3's: who thinks not is told so."""
+"""Chat template in the style of Qwen3's; without thinking, the answer starts with an empty thought."""
 
 PARTS_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% for part in message.content %}{{ part.text }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""In the manner of Qwen3-VL's: a message has parts."""
+"""Chat template in the style of Qwen3-VL's, in which a message consists of parts."""
 
 
 def vocabulary(
     marks: Sequence[str] = QWEN_MARKS,
 ) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token to id, merges in order) of a byte-level BPE: a space before a word is a part of it."""
+    """Return (token to id, ordered merges) of a byte-level BPE whose words include the space before them."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     tokens = sorted(ByteLevel.alphabet())
@@ -47,7 +47,7 @@ def vocabulary(
 
 
 def byte_level(marks: Sequence[str]) -> Any:
-    """A `tokenizers.Tokenizer` of `vocabulary(marks)`."""
+    """Return a `tokenizers.Tokenizer` with the tokens of `vocabulary(marks)`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     ids, merges = vocabulary(marks)
@@ -61,7 +61,7 @@ def byte_level(marks: Sequence[str]) -> Any:
 def write_qwen_tokenizer(
     folder: Path, *, marks: Sequence[str] = QWEN_MARKS, template: str = _TEMPLATE
 ) -> str:
-    """A `Qwen2TokenizerFast` with a chat template."""
+    """Write a `Qwen2TokenizerFast` with a chat template, and return its class name."""
     tokenizer = byte_level(marks)
     write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
@@ -92,7 +92,7 @@ def _sizes(width: int, layers: int) -> dict[str, Any]:
 
 
 def _spelled(marks: dict[str, str]) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """(token to id, merges in order) of a BPE that can spell with bytes; "▁" begins a word."""
+    """Return (token to id, ordered merges) of a BPE with byte fallback, in which "▁" starts a word."""
     letters = ["▁", *(chr(code) for code in range(33, 127)), "\n"]
     tokens = [*marks.values(), *(f"<0x{byte:02X}>" for byte in range(256)), *letters]
     merges: list[tuple[str, str]] = []
@@ -133,25 +133,25 @@ def _write_spelled(folder: Path, kind: str, marks: dict[str, str]) -> None:
 
 
 def write_gemma_tokenizer(folder: Path) -> str:
-    """A `GemmaTokenizerFast` that spells unknown words."""
+    """Write a `GemmaTokenizerFast` that spells unknown words, and return its class name."""
     _write_spelled(folder, "GemmaTokenizer", GEMMA_MARKS)
     return "GemmaTokenizerFast"
 
 
 def write_llama_tokenizer(folder: Path) -> str:
-    """A `LlamaTokenizerFast` that spells unknown words."""
+    """Write a `LlamaTokenizerFast` that spells unknown words, and return its class name."""
     _write_spelled(folder, "LlamaTokenizer", LLAMA_MARKS)
     return "LlamaTokenizerFast"
 
 
 def write_glm_tokenizer(folder: Path) -> str:
-    """A `PreTrainedTokenizerFast` that spells unknown words, in the manner of GLM's."""
+    """Write a `PreTrainedTokenizerFast` like GLM's that spells unknown words, and return its class name."""
     _write_spelled(folder, "PreTrainedTokenizerFast", LLAMA_MARKS)
     return "PreTrainedTokenizerFast"
 
 
 def glm(*, width: int = 32) -> Any:
-    """A `GlmModel` for `write_glm_tokenizer`'s tokens."""
+    """Return a `GlmModel` for `write_glm_tokenizer`'s tokens."""
     from transformers import GlmConfig, GlmModel
 
     ids = _spelled(LLAMA_MARKS)[0]
@@ -161,7 +161,7 @@ def glm(*, width: int = 32) -> Any:
 
 
 def gemma2(*, width: int = 32) -> Any:
-    """A `Gemma2Model` for `write_gemma_tokenizer`'s tokens."""
+    """Return a `Gemma2Model` for `write_gemma_tokenizer`'s tokens."""
     from transformers import Gemma2Config, Gemma2Model
 
     ids = _spelled(GEMMA_MARKS)[0]
@@ -171,7 +171,7 @@ def gemma2(*, width: int = 32) -> Any:
 
 
 def umt5(*, width: int = 32) -> Any:
-    """A `UMT5EncoderModel` for `write_llama_tokenizer`'s tokens."""
+    """Return a `UMT5EncoderModel` for `write_llama_tokenizer`'s tokens."""
     from transformers import UMT5Config, UMT5EncoderModel
 
     sizes: dict[str, Any] = {
@@ -187,7 +187,7 @@ def umt5(*, width: int = 32) -> Any:
 
 
 def qwen3(kind: str = "Qwen3Model", *, width: int = 32, layers: int = 3) -> Any:
-    """A Qwen3 for `write_qwen_tokenizer`'s tokens."""
+    """Return a Qwen3 for `write_qwen_tokenizer`'s tokens."""
     import transformers
 
     config = transformers.Qwen3Config(**_sizes(width, layers), head_dim=width // 2)
@@ -195,7 +195,7 @@ def qwen3(kind: str = "Qwen3Model", *, width: int = 32, layers: int = 3) -> Any:
 
 
 def qwen2_5_vl(*, width: int = 32, layers: int = 2) -> Any:
-    """A `Qwen2_5_VLForConditionalGeneration` for `write_qwen_tokenizer`'s tokens, eye included."""
+    """Return a `Qwen2_5_VLForConditionalGeneration` for `write_qwen_tokenizer`'s tokens."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     ids = vocabulary()[0]
@@ -220,7 +220,7 @@ def qwen2_5_vl(*, width: int = 32, layers: int = 2) -> Any:
 
 
 def qwen3_vl(*, width: int = 32, layers: int = 3, marks: Sequence[str] = QWEN_MARKS) -> Any:
-    """A `Qwen3VLModel` for `write_qwen_tokenizer`'s tokens, eye included."""
+    """Return a `Qwen3VLModel` for `write_qwen_tokenizer`'s tokens, with its vision encoder."""
     from transformers import Qwen3VLConfig, Qwen3VLModel
 
     ids = vocabulary(marks)[0]

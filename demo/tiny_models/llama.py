@@ -1,4 +1,4 @@
-"""A small Llama, and its tokenizer."""
+"""A small Llama and its tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _START, _END = "<|begin_of_text|>", "<|eot_id|>"
 
 
 def write_llama3_tokenizer(folder: Path) -> str:
-    """A `PreTrainedTokenizerFast` that begins with a mark and ends with none, in the manner of Llama 3's."""
+    """Write a `PreTrainedTokenizerFast` that adds a start mark but no end mark, as Llama 3's does."""
     from tokenizers import processors
 
     tokenizer = byte_level((_START, _END))
@@ -34,7 +34,7 @@ def write_llama3_tokenizer(folder: Path) -> str:
 
 
 def llama(*, width: int = 32, layers: int = 2) -> Any:
-    """A `LlamaForCausalLM` for `write_llama3_tokenizer`'s tokens."""
+    """Return a `LlamaForCausalLM` for `write_llama3_tokenizer`'s tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     ids = vocabulary((_START, _END))[0]

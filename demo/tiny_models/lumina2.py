@@ -1,4 +1,4 @@
-"""A tiny Lumina Image 2 of random weights."""
+"""A tiny Lumina Image 2 with random weights."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _TEXT_WIDTH = 48
 
 
 def make_tiny_lumina2(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `Lumina2Pipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `Lumina2Pipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,

@@ -1,4 +1,4 @@
-"""A small Mistral 3, eye included, and the files of its processor."""
+"""A small Mistral 3 with its vision encoder, and the files of its processor."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TEMPLATE = (
     "[{{ mark }}]{% for part in message.content %}"
     "{{ '[IMG]' if part.type == 'image' else part.text }}{% endfor %}[/{{ mark }}]{% endfor %}"
 )
-"""In the manner of Mistral's."""
+"""Chat template in the style of Mistral's."""
 
 _PATCH_PX = 14
 
 
 def write_mistral_tokenizer(folder: Path, *, max_length: int = 4096) -> str:
-    """A tokenizer that begins with `<s>` and pads on the left, as Mistral's."""
+    """Write a tokenizer like Mistral's, with a start mark and padding on the left; return its class name."""
     from tokenizers import processors
 
     tokenizer = byte_level((*_MARKS, *_IMAGE_MARKS))
@@ -46,7 +46,7 @@ def write_mistral_tokenizer(folder: Path, *, max_length: int = 4096) -> str:
 
 
 def write_pixtral_processor(folder: Path) -> str:
-    """A `PixtralProcessor`: the tokenizer, a chat template, and how images are read."""
+    """Write a `PixtralProcessor` with tokenizer, chat template and image processor; return its class name."""
     write_mistral_tokenizer(folder)
     write_text(folder / "chat_template.jinja", _TEMPLATE)
     marks = dict(zip(("image_token", "image_break_token", "image_end_token"), _IMAGE_MARKS, strict=True))
@@ -63,7 +63,7 @@ def write_pixtral_processor(folder: Path) -> str:
 
 
 def ministral3(*, width: int = 16, layers: int = 1) -> Any:
-    """A `Ministral3ForCausalLM` for `write_mistral_tokenizer`'s tokens."""
+    """Return a `Ministral3ForCausalLM` for `write_mistral_tokenizer`'s tokens."""
     from transformers import Ministral3Config, Ministral3ForCausalLM
 
     return Ministral3ForCausalLM(Ministral3Config(**_sizes(width, layers)))
@@ -88,7 +88,7 @@ def _sizes(width: int, layers: int) -> dict[str, Any]:
 
 
 def mistral3(kind: str = "Mistral3ForConditionalGeneration", *, width: int = 32, layers: int = 3) -> Any:
-    """A Mistral 3 for `write_mistral_tokenizer`'s tokens."""
+    """Return a Mistral 3 for `write_mistral_tokenizer`'s tokens."""
     import transformers
 
     ids = vocabulary((*_MARKS, *_IMAGE_MARKS))[0]

@@ -1,4 +1,4 @@
-"""What tiny models are put together from: a VAE, text encoders, tokenizers, and the folder around them."""
+"""Parts of tiny models: a VAE, text encoders, tokenizers, and the diffusers folder that holds them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pipeline.storage.atomic import write_text
 
 MAX_LENGTH = 77
-"""Tokens that a tiny CLIP takes, as a real one."""
+"""Number of tokens that a tiny CLIP takes, as many as a real one."""
 
 TEXT_WIDTH = 32
 START, END = "<|startoftext|>", "<|endoftext|>"
@@ -19,18 +19,18 @@ WORDS = (
     "landscape white red green blue yellow small large old cat coffee cup astronaut rocket camera moon "
     "surface brick wall gravel coins page text clock eye cell field sky water flower woman man"
 )
-"""Become one token each; any other word is spelled."""
+"""Words that become one token each; any other word is spelled."""
 
 _MEAN_GAIN = 32.0
 _LOGVAR_BIAS = -8.0
-"""Of the VAE's last layer: an untrained one answers with a mean near 0 and a deviation near 1, which would
-make every latent the same noise."""
+"""Changes of the VAE's last layer: an untrained VAE returns a mean near 0 and a deviation near 1, so that
+every latent would be the same noise."""
 
 Makers = Mapping[str, Callable[[], Any]]
-"""Network or scheduler to what makes it, from torch's random state."""
+"""Functions that create each network or scheduler from torch's random state, by component."""
 
 Tokenizers = Mapping[str, Callable[[Path], str]]
-"""Component to what writes it into a folder and gives its class's name."""
+"""Functions that write each tokenizer into a folder and return its class name, by component."""
 
 
 def assemble(
@@ -42,15 +42,15 @@ def assemble(
     seed: int,
     index: Mapping[str, object] | None = None,
 ) -> None:
-    """Write a diffusers folder; the same bytes for the same arguments, and the random state as it was.
+    """Write a diffusers folder; equal arguments give equal bytes, and the random state does not change.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        pipeline_class: Of diffusers.
-        makers: What each makes from `seed` is saved.
-        tokenizers: Each is written.
-        seed: Of the random weights.
-        index: Further entries of `model_index.json`, and those of classes that lie elsewhere than others.
+        folder: Destination, created with its parents; existing files are replaced.
+        pipeline_class: Name of the pipeline class in diffusers.
+        makers: Networks and scheduler, each created from `seed` and saved.
+        tokenizers: Tokenizers to write.
+        seed: Seed of the random weights.
+        index: Additional entries of `model_index.json`, which replace those of the components.
     """
     import diffusers
     import torch
@@ -76,7 +76,7 @@ def vae(
     shift_factor: float | None = None,
     quant: bool = True,
 ) -> Any:
-    """An `AutoencoderKL` of factor 8, with convolutions beside its latent where `quant` asks for them."""
+    """Return an `AutoencoderKL` of factor 8; `quant` adds convolutions around its latent."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -110,7 +110,7 @@ def clip(
     max_length: int = MAX_LENGTH,
     **config: Any,
 ) -> Any:
-    """A CLIP text encoder for `write_clip_tokenizer`'s tokens."""
+    """Return a CLIP text encoder for `write_clip_tokenizer`'s tokens."""
     import transformers
 
     ids = clip_vocabulary()[0]
@@ -131,7 +131,7 @@ def clip(
 
 
 def t5(*, width: int = TEXT_WIDTH) -> Any:
-    """A `T5EncoderModel` for `write_t5_tokenizer`'s tokens."""
+    """Return a `T5EncoderModel` for `write_t5_tokenizer`'s tokens."""
     from transformers import T5Config, T5EncoderModel
 
     sizes: dict[str, Any] = {
@@ -148,16 +148,16 @@ def t5(*, width: int = TEXT_WIDTH) -> Any:
 
 
 def flow_schedule(**config: Any) -> Any:
-    """A `FlowMatchEulerDiscreteScheduler`."""
+    """Return a `FlowMatchEulerDiscreteScheduler`."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
 def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
-    """(token to id, merges in order) of a byte-level BPE, as CLIP's: `</w>` ends each word.
+    """Return (token to id, ordered merges) of a byte-level BPE like CLIP's, in which `</w>` ends each word.
 
-    Merges of long words come first, or the ends of short ones would break them up.
+    Merges of long words come first; otherwise the ends of short words would split them.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -175,7 +175,7 @@ def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
 
 
 def write_clip_tokenizer(folder: Path) -> str:
-    """A `CLIPTokenizer` that takes `MAX_LENGTH` tokens and spells unknown words with bytes."""
+    """Write a `CLIPTokenizer` with `MAX_LENGTH` tokens that spells unknown words; return its class name."""
     ids, merges = clip_vocabulary()
     write_json(folder / "vocab.json", ids)
     write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
@@ -187,7 +187,7 @@ def write_clip_tokenizer(folder: Path) -> str:
 
 
 def write_t5_tokenizer(folder: Path) -> str:
-    """A `T5TokenizerFast` whose unigrams are `WORDS` and the printable characters of ASCII."""
+    """Write a `T5TokenizerFast` of `WORDS` and the printable ASCII characters; return its class name."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
     tokenizer: Any = Tokenizer(models.Unigram(_t5_pieces(), unk_id=2, byte_fallback=False))
@@ -216,5 +216,5 @@ def _t5_pieces() -> list[tuple[str, float]]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """`value` as indented JSON in `path`."""
+    """Write `value` as indented JSON."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

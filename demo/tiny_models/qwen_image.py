@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image of random weights."""
+"""A tiny Qwen-Image with random weights."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LOGVAR_BIAS = -8.0
 
 
 def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `QwenImagePipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `QwenImagePipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     assemble(
         folder,
@@ -44,7 +44,7 @@ def make_tiny_qwen_image(folder: Path, *, seed: int = 0) -> None:
 
 
 def qwen_vae() -> Any:
-    """An `AutoencoderKLQwenImage` of 16 channels and factor 8."""
+    """Return an `AutoencoderKLQwenImage` with 16 channels and factor 8."""
     import torch
     from diffusers import AutoencoderKLQwenImage
 

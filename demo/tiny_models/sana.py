@@ -1,4 +1,4 @@
-"""A tiny Sana of random weights."""
+"""A tiny Sana with random weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from demo.tiny_models.parts import assemble
 _TEXT_WIDTH = 48
 _CHANNELS = 32
 _GAIN = 8.0
-"""Of the autoencoder's last layer: an untrained one answers with almost nothing."""
+"""Factor for the autoencoder's last layer: an untrained one returns almost zero."""
 
 
 def make_tiny_sana(folder: Path, *, seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `SanaPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `SanaPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        seed: Seed of the random weights.
     """
     from diffusers import DPMSolverMultistepScheduler
 

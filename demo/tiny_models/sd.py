@@ -1,4 +1,4 @@
-"""A Stable Diffusion of about a million random weights."""
+"""A Stable Diffusion with about a million random weights."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pipeline.models.families import BetaPrediction
 
 
 def make_tiny(folder: Path, *, prediction_type: BetaPrediction = "epsilon", seed: int = 0) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `StableDiffusionPipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels. The
-    caller's random state is left as it was.
+    `StableDiffusionPipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels. The
+    caller's random state does not change.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        prediction_type: What the scheduler's configuration says.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        prediction_type: Prediction type in the scheduler's configuration.
+        seed: Seed of the random weights.
     """
     from diffusers import DDPMScheduler
 

@@ -1,4 +1,4 @@
-"""A Stable Diffusion 3 of about a million random weights."""
+"""A Stable Diffusion 3 with about a million random weights."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from demo.tiny_models.parts import (
 _PROJECTIONS = (24, 40)
 _WIDTHS = (32, 48)
 _T5_WIDTH = 96
-"""Wider than both CLIPs side by side, as the real one: they are padded to it."""
+"""Width of the text embedding; as in the real model, both CLIPs together are narrower and get padded."""
 
 
 def make_tiny_sd3(
     folder: Path, *, t5_encoder: bool = True, dual_attention: bool = False, seed: int = 0
 ) -> None:
-    """Write the model as a diffusers folder; the same bytes for the same arguments.
+    """Write the model as a diffusers folder; equal arguments give equal bytes.
 
-    It is read by `StableDiffusion3Pipeline.from_pretrained(folder)` and draws pictures of 64x64 pixels.
+    `StableDiffusion3Pipeline.from_pretrained(folder)` loads it, and it draws pictures of 64x64 pixels.
 
     Args:
-        folder: Made with its parents; files that are there already are replaced.
-        t5_encoder: Whether it has its third text encoder.
-        dual_attention: Whether the first block attends twice and norms queries and keys, as SD 3.5 medium's.
-        seed: Of the random weights.
+        folder: Destination, created with its parents; existing files are replaced.
+        t5_encoder: Whether to write the third text encoder.
+        dual_attention: Whether the first block has two attentions with normed queries and keys, as in
+            SD 3.5 medium.
+        seed: Seed of the random weights.
     """
     with_projection = "CLIPTextModelWithProjection"
     networks: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""A tiny UNet that is told of sizes, crop and a pooled text embedding, as Stable Diffusion XL's."""
+"""A tiny UNet conditioned on sizes, crop and a pooled text embedding, as in Stable Diffusion XL."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _NUM_TIME_IDS = 6
 
 
 def sized_unet(*, text_width: int, pooled_width: int, **more: Any) -> Any:
-    """A `UNet2DConditionModel` of random weights, whose first level has no attention.
+    """Return a `UNet2DConditionModel` with random weights and no attention in its first level.
 
     Args:
-        text_width: Of the text embedding that its attention sees.
-        pooled_width: Of the pooled one.
-        more: Further arguments of the class.
+        text_width: Width of the text embedding.
+        pooled_width: Width of the pooled text embedding.
+        **more: Further arguments of the class.
     """
     from diffusers import UNet2DConditionModel
 

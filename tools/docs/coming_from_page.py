@@ -58,7 +58,7 @@ used by other trainers, is converted into a folder once. The file is not modifie
 
     latentline convert-checkpoint juggernaut.safetensors models/juggernaut
 
-[families.md](families.md#a-model-in-one-file) lists the supported models.
+[families.md](families.md#converting-a-single-file) lists the supported models.
 
 ## An existing LoRA
 
