@@ -2,27 +2,24 @@
 
 from pipeline.storage.tables.parquet import Tables, content_digest, write_rows
 from pipeline.storage.tables.schemas import (
-    ASKED_FOR,
     ASSETS,
     DUPLICATE,
+    FILTER_PREFIX,
     REJECTED,
     SCHEMAS,
     Columns,
     empty,
     frame,
-    in_order,
-    not_asked_for,
-    only,
+    has_defect,
     pandera_schema,
     row_names,
     validated,
-    without,
 )
 
 __all__ = [
-    "ASKED_FOR",
     "ASSETS",
     "DUPLICATE",
+    "FILTER_PREFIX",
     "REJECTED",
     "SCHEMAS",
     "Columns",
@@ -30,12 +27,9 @@ __all__ = [
     "content_digest",
     "empty",
     "frame",
-    "in_order",
-    "not_asked_for",
-    "only",
+    "has_defect",
     "pandera_schema",
     "row_names",
     "validated",
-    "without",
     "write_rows",
 ]

@@ -23,7 +23,7 @@ _ROWS_AT_ONCE = 8_192
 """Number of rows encoded in memory at a time; about a third of a kilobyte each."""
 
 _COMPRESSION_LEVEL = 1
-"""Lowest level of Zstandard; a table of 10,000 rows takes two thirds of the default's time and 2% more space."""
+"""Lowest level of Zstandard; writing takes two thirds of the default's time and files are 2% larger."""
 
 
 class Tables:

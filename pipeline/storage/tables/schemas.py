@@ -26,7 +26,7 @@ Columns = dict[str, Any]
 
 _PanderaColumns = dict[str, pa.Column]
 
-FILTER_PREFIX = ASKED_FOR = "filter_"
+FILTER_PREFIX = "filter_"
 """Prefix of the reasons given by a recipe's filters and limit; such a sample has no defect."""
 
 DUPLICATE = "duplicate"
@@ -214,9 +214,6 @@ def has_defect() -> pl.Expr:
     return ~pl.col("reason").str.starts_with(FILTER_PREFIX) & (pl.col("reason") != DUPLICATE)
 
 
-not_asked_for = has_defect
-
-
 def empty(asset: str) -> pl.DataFrame:
     """Return a table of `asset` (or "rejected") without rows."""
     return pl.DataFrame(schema=_types(asset))
@@ -251,21 +248,6 @@ def validated(asset: str, table: pl.DataFrame, where: str) -> pl.DataFrame:
         return pandera_schema(asset).validate(table, lazy=True)
     except pandera.errors.SchemaErrors as err:
         raise _schema_error(asset, where, _failures(err)) from err
-
-
-def only(table: pl.DataFrame, which: pl.Series) -> pl.DataFrame:
-    """Return the rows for which `which` is true."""
-    return table.filter(which)
-
-
-def without(table: pl.DataFrame, others: pl.DataFrame) -> pl.DataFrame:
-    """Return the rows whose sample is not in `others`."""
-    return table.join(others, on="sample_id", how="anti", maintain_order="left")
-
-
-def in_order(table: pl.DataFrame, names: list[str]) -> pl.DataFrame:
-    """Return the table sorted by `names`."""
-    return table.sort(names)
 
 
 def _types(asset: str) -> Columns:

@@ -10,8 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import polars as pl
 
-from pipeline.storage.tables import in_order
-
 Ints = npt.NDArray[np.int32]
 
 _IDS_AT_ONCE = 1_000
@@ -70,9 +68,7 @@ class PlanSamples(Sequence[PlanSample]):
 
     def __init__(self, table: pl.DataFrame) -> None:
         """Of a table with a column for each attribute of `PlanSample`, in any order."""
-        table = in_order(
-            table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()), ["variant_id"]
-        )
+        table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).sort("variant_id")
         self._ids = table["variant_id"]
         self.repeats: Ints = table["repeats"].to_numpy()
         self.variants: Ints = table["variants"].to_numpy()
