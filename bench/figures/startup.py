@@ -1,4 +1,4 @@
-"""What a command costs before it works: definitions, and a job that finds nothing to do."""
+"""Start-up: loading definitions, and a job with nothing to do, against an empty Dagster project."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def nothing() -> None:
 
 defs = Definitions([nothing], jobs=[define_asset_job("job", [nothing])], executor=in_process_executor)
 """
-"""A Dagster project that does nothing: below its start-up no Dagster project comes."""
+"""Smallest Dagster project, whose start-up is the minimum for any project."""
 
 NUM_RECIPES = 50
 
@@ -105,7 +105,7 @@ def _one_job_of_many(place: Workplace) -> Generator[Sides]:
 
 
 def _with_many(place: Workplace) -> Callable[..., None]:
-    """Runs a command where `NUM_RECIPES` recipes are, the one of `_prepared` among them."""
+    """Return a function that runs a command with `NUM_RECIPES` recipes, including that of `_prepared`."""
     folder = place.folder / "many"
     shutil.copytree(place.folder / "configs", folder)
     for number in range(1, NUM_RECIPES):
@@ -128,15 +128,15 @@ FIGURES = [
         "commands",
         f"definitions validate with {NUM_RECIPES} recipes",
         "the same with one recipe",
-        1.5,
+        3.0,
         _many_recipes,
     ),
     Figure(
         "start: one of many",
         "commands",
-        f"a cache job with nothing to do, where {NUM_RECIPES} recipes are",
-        "the same where one recipe is",
-        1.5,
+        f"a cache job with nothing to do, with {NUM_RECIPES} recipes",
+        "the same with one recipe",
+        3.0,
         _one_job_of_many,
     ),
     Figure(

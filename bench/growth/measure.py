@@ -1,4 +1,4 @@
-"""Each stage at several numbers of samples, in turns, and the growth that follows."""
+"""Time and memory of each stage at several numbers of samples, measured in turns."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from bench.growth.stages import STAGES, Stage, prepare
 COUNTS = (1_000, 10_000, 30_000)
 FULL_COUNTS = (1_000, 10_000, 100_000)
 
-MOST_BYTES = 1_000
-"""Of memory a sample, that we want to stay below."""
+MOST_BYTES = 3_000
+"""Maximum memory per sample, in bytes."""
 
 LINEAR = 1.1
-"""An exponent up to here is called linear: three points on a shared machine say no more."""
+"""Largest exponent that counts as linear; three points on a shared machine are not more precise."""
 
 
 @dataclass(frozen=True)
 class Once:
-    """One stage, run once: seconds of work, and the peak of its process's memory before it and with it."""
+    """One run of a stage: seconds of work, and peak memory of its process before the work and with it."""
 
     seconds: float
     base_bytes: int
@@ -35,7 +35,7 @@ class Once:
 
 @dataclass(frozen=True)
 class Growth:
-    """One stage at several numbers of samples, ascending; `rounds[i]` are those of `counts[i]`."""
+    """One stage at several numbers of samples in ascending order; `rounds[i]` belongs to `counts[i]`."""
 
     stage: Stage
     counts: tuple[int, ...]
@@ -43,37 +43,37 @@ class Growth:
 
     @property
     def seconds(self) -> list[float]:
-        """Median of the rounds, for each number of samples."""
+        """Median seconds for each number of samples."""
         return [statistics.median(once.seconds for once in each) for each in self.rounds]
 
     @property
     def peak_bytes(self) -> list[float]:
-        """Median of the rounds' peaks, for each number of samples."""
+        """Median peak memory for each number of samples."""
         return [statistics.median(once.peak_bytes for once in each) for each in self.rounds]
 
     @property
     def exponent(self) -> float:
-        """Of the seconds from the second largest to the largest number; fixed costs weigh least there."""
+        """Exponent of the seconds between the two largest numbers, where fixed costs matter least."""
         return math.log(self.seconds[-1] / self.seconds[-2]) / math.log(self.counts[-1] / self.counts[-2])
 
     @property
     def us_a_sample(self) -> float:
-        """Microseconds that a sample adds, between the two largest numbers."""
+        """Microseconds added per sample between the two largest numbers."""
         return self._slope(self.seconds) * 1e6
 
     @property
     def us_in_all(self) -> float:
-        """Microseconds at the largest number, divided by it: with all that is done once."""
+        """Microseconds per sample at the largest number, including fixed costs."""
         return self.seconds[-1] / self.counts[-1] * 1e6
 
     @property
     def bytes_a_sample(self) -> float:
-        """What a sample adds to the peak of memory, between the two largest numbers."""
+        """Peak memory added per sample between the two largest numbers, in bytes."""
         return self._slope(self.peak_bytes)
 
     @property
     def bytes_in_all(self) -> float:
-        """What the work adds to memory at the largest number, divided by it: with all that is there once."""
+        """Memory per sample at the largest number, including fixed costs, in bytes."""
         added = [once.peak_bytes - once.base_bytes for once in self.rounds[-1]]
         return statistics.median(added) / self.counts[-1]
 
@@ -82,7 +82,7 @@ class Growth:
 
     @property
     def excesses(self) -> list[str]:
-        """Which of "time", "growth" and "memory" are above what we want of a sample."""
+        """Those of "time", "growth" and "memory" that exceed their bound."""
         too_slow = self.stage.most_us is not None and self.us_a_sample > self.stage.most_us
         above = {
             "time": too_slow,
@@ -93,13 +93,13 @@ class Growth:
 
 
 def measure(stages: Sequence[Stage], folder: Path, counts: Sequence[int], *, rounds: int) -> list[Growth]:
-    """Every stage at every number of samples, `rounds` times; a round goes through all of them.
+    """Measure every stage at every number of samples, `rounds` times in turns.
 
     Args:
         stages: Some of `STAGES`, in their order.
-        folder: Empty; holds a project for each number of samples.
-        counts: Numbers of samples, ascending, two at least.
-        rounds: At least 1, after one that is thrown away.
+        folder: Empty folder for the projects.
+        counts: At least two numbers of samples, ascending.
+        rounds: Number of rounds, at least 1, after a discarded one.
     """
     places = {count: folder / str(count) for count in counts}
     print(f"growth: preparing {', '.join(f'{count:,}' for count in counts)} samples", flush=True)
@@ -121,7 +121,7 @@ def measure(stages: Sequence[Stage], folder: Path, counts: Sequence[int], *, rou
 
 
 def run_once(stage: Stage, place: Path) -> Once:
-    """The stage in a fresh process."""
+    """Run a stage once in a new process."""
     command = [sys.executable, "-m", "bench.growth.once", stage.name, str(place)]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
@@ -131,12 +131,12 @@ def run_once(stage: Stage, place: Path) -> Once:
 
 
 def chosen_stages(names: Sequence[str]) -> list[Stage]:
-    """Those whose name, behind "growth: ", begins with one of `names`; all of them when there are none."""
+    """Return the stages whose name after "growth: " starts with one of `names`; all without names."""
     return [stage for stage in STAGES if not names or f"growth: {stage.name}".startswith(tuple(names))]
 
 
 def as_json(grown: Sequence[Growth]) -> dict[str, Any]:
-    """Everything that was measured, by stage; what follows from it, `table` works out."""
+    """Return the measurements by stage; `table` derives the rest from them."""
     return {
         each.stage.name: {
             "work": each.stage.work,
@@ -151,7 +151,7 @@ def as_json(grown: Sequence[Growth]) -> dict[str, Any]:
 
 
 def from_json(growth: dict[str, Any]) -> list[Growth]:
-    """The inverse of `as_json`; nothing can be run again."""
+    """Return the measurements of `as_json`; their stages cannot run."""
     return [_grown(name, each) for name, each in growth.items()]
 
 
@@ -163,7 +163,7 @@ def _grown(name: str, each: dict[str, Any]) -> Growth:
 
 
 def table(growth: dict[str, Any]) -> str:
-    """What `as_json` gave as aligned columns; seconds are medians."""
+    """Return the measurements of `as_json` as aligned columns; seconds are medians."""
     grown = from_json(growth)
     heads = "".join(f"{f'{count:,}':>11}" for count in grown[0].counts)
     lines = [

@@ -1,4 +1,4 @@
-"""The stages whose growth is measured, and the project that each number of samples has of its own."""
+"""Stages whose growth is measured, and the projects with different numbers of samples."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from pipeline.trained_lora.samples import training_inputs
 
 CHECKED = ("raw_images", "validated_dataset", "aspect_buckets", "vae_latents", "text_embeddings")
 
-WARM_US = 10.0
-"""Most microseconds a sample of a stage that finds nothing new."""
+WARM_US = 30.0
+"""Maximum time per unchanged sample, in microseconds."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,11 @@ class Stage:
     """One line of the growth table.
 
     Attributes:
-        name: Short, unique, stable.
-        work: What is done.
-        most_us: Microseconds a sample that we want to stay below; None where only the growth is of interest.
-        run: The work; raises if it was other work than `work` says.
-        before: What has to be taken away first; not measured.
+        name: Short, unique and stable name.
+        work: Description of the work.
+        most_us: Maximum time per sample in microseconds; None if only the growth is of interest.
+        run: Does the work, and raises if the stage did anything else.
+        before: Prepares the project; not measured.
     """
 
     name: str
@@ -50,16 +50,15 @@ class Stage:
 
 
 def project_in(folder: Path) -> Project:
-    """The project that `prepare` fills in `folder`."""
+    """Return the project that `prepare` created in `folder`."""
     return Project.at(folder / "project", folder / "photos", base=folder / "tiny", resolution=64)
 
 
 def prepare(counts: Mapping[Path, int]) -> None:
-    """In each folder, that many samples: tiny files with captions, all tables, and both entries of each.
+    """Create a project in each folder: small images with captions, all tables, and both entries of each.
 
-    The files stay in the page cache, so a cold scan is one that has not been done, not one from a cold disk.
-    Entries hold random values and are put into the store as encoders do, but no encoder has made them: a warm
-    stage looks at files, never at what their values mean.
+    The files stay in the page cache: a cold scan is a first scan, not a scan of a cold disk. Entries contain
+    random values instead of encoded ones, because warm stages do not depend on them.
     """
     for folder, count in counts.items():
         make_tiny(folder / "tiny")
@@ -100,7 +99,7 @@ def _fill_store(project: Project) -> None:
 
 def _warm(result: StageResult) -> StageResult:
     if result.report["encoded"] or result.report["failed"]:
-        raise RuntimeError(f"a warm stage was to be measured and this one encoded: {result.report}")
+        raise RuntimeError(f"a warm stage must encode nothing, got {result.report}")
     return result
 
 
@@ -115,7 +114,7 @@ def _forget(asset: str) -> Callable[[Project], None]:
 def _checks(project: Project) -> None:
     context = CheckContext(project.recipe, project.tables)
     for asset in CHECKED:
-        for finding in import_module(f"pipeline.checks.{asset}").run(context):
+        for finding in import_module(f"pipeline.{asset}.checks").run(context):
             if finding.closes:
                 raise RuntimeError(f"{asset}: the gate {finding.name} is closed: {finding.summary}")
 

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what the kept runs say."""
+"""docs/benchmarks.md shows the stored runs."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ FIGURE = {
 }
 
 
-def test_the_page_is_fresh() -> None:
-    assert page.PAGE.read_text(encoding="utf-8") == page.page_text(), "write it anew: python -m bench.page"
+def test_the_page_is_up_to_date() -> None:
+    assert page.PAGE.read_text(encoding="utf-8") == page.page_text(), "generate it: python -m bench.page"
 
 
-def test_each_kept_run_is_on_the_page_with_its_machine() -> None:
+def test_each_stored_run_is_on_the_page_with_its_machine() -> None:
     text = page.page_text()
     kept = sorted(page.RESULTS.glob("*.json"))
-    assert kept, "there is no run to quote"
+    assert kept, "bench/results has no runs"
     for file in kept:
         assert f"## {file.name}" in text
         assert results.load(file)["machine"]["processor"] in text
 
 
-def test_a_figure_above_its_limit_is_named(tmp_path: Path) -> None:
+def test_a_figure_above_its_bound_is_named(tmp_path: Path) -> None:
     run = {"machine": results.machine(), "commit": "abc", "full": False, "figures": {"latents cold": FIGURE}}
     results.save(run, tmp_path / "one.json")
     text = page.page_text(tmp_path)
-    assert "Above what is asked: latents cold (1.30, at most 1.10)." in text
+    assert "Above the bound: latents cold (1.30, at most 1.10)." in text
     assert re.search(r"latents cold +10 +130 ms +100 ms +1\.30 +1\.20-1\.40 +1\.10", text)
     results.save(run | {"figures": {"latents cold": FIGURE | {"most": None}}}, tmp_path / "one.json")
-    assert "Above what is asked: nothing." in page.page_text(tmp_path)
+    assert "Above the bound: nothing." in page.page_text(tmp_path)
 
 
-def test_a_gpus_run_has_its_notes_and_what_could_not_be_measured_on_the_page(tmp_path: Path) -> None:
+def test_a_run_on_a_gpu_shows_its_notes_and_unmeasured_experiments(tmp_path: Path) -> None:
     run = {"machine": results.machine(), "commit": "abc", "full": True, "figures": {"SDXL VAE": FIGURE}}
     results.save(run, tmp_path / "cpu.json")
-    assert "no such machine was at hand" in page.page_text(tmp_path)
+    assert "contains no run on a GPU yet" in page.page_text(tmp_path)
     run["machine"] = {**run["machine"], "gpu": "NVIDIA H200"}
     run["notes"] = {"SDXL VAE": {"chosen": 4, "images_per_s": {"4": [40.0, 44.0, 42.0]}, "took_s": 9.5}}
     run["missing"] = {"SDXL LoRA step, nf4": "TrainingError: nf4 needs bitsandbytes"}
     results.save(run, tmp_path / "gpu.json")
     text = page.page_text(tmp_path)
-    assert "no such machine was at hand" not in text
+    assert "contains no run on a GPU yet" not in text
     assert "NVIDIA H200" in text
     assert "- SDXL VAE: chosen 4; images_per_s (4: 42)\n" in text
     assert "- SDXL LoRA step, nf4: not measured, TrainingError: nf4 needs bitsandbytes" in text

@@ -1,4 +1,4 @@
-"""What is said about growth: exponent, time and memory a sample, and what is above the limits."""
+"""Growth has an exponent, time and memory per sample, and a list of exceeded bounds."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ BASE_BYTES = 40_000_000
 
 
 def growth(seconds: list[float], peak_bytes: list[int]) -> Growth:
-    """Of 1,000, 10,000 and 100,000 samples; a round that is slower and one that is faster beside each."""
+    """Return the growth at 1,000, 10,000 and 100,000 samples, each with a slower and a faster round."""
     rounds = [
         tuple(Once(time, BASE_BYTES, peak) for time in (each * 3, each, each / 3))
         for each, peak in zip(seconds, peak_bytes, strict=True)
@@ -23,7 +23,7 @@ def growth(seconds: list[float], peak_bytes: list[int]) -> Growth:
     return Growth(STAGE, (1_000, 10_000, 100_000), tuple(rounds))
 
 
-def test_quadratic_time_has_exponent_two_and_linear_time_one_whatever_a_start_costs() -> None:
+def test_quadratic_time_has_exponent_two_and_linear_time_one_despite_fixed_costs() -> None:
     assert growth([0.01, 1.0, 100.0], [0, 0, 0]).exponent == pytest.approx(2)
     assert growth([0.5, 0.05, 0.5], [0, 0, 0]).exponent == pytest.approx(1)
 
@@ -32,26 +32,26 @@ def test_medians_of_the_rounds_decide() -> None:
     assert growth([0.1, 0.2, 0.3], [1, 2, 3]).seconds == [0.1, 0.2, 0.3]
 
 
-def test_a_sample_is_what_one_more_adds_between_the_two_largest_numbers() -> None:
+def test_a_sample_is_the_increase_between_the_two_largest_numbers() -> None:
     grown = growth([0.5, 0.6, 1.5], [90_000_000, 91_000_000, 181_000_000])
     assert grown.us_a_sample == pytest.approx(10)
     assert grown.bytes_a_sample == 1000
 
 
-def test_in_all_is_the_whole_divided_by_the_largest_number() -> None:
+def test_in_all_is_the_total_divided_by_the_largest_number() -> None:
     grown = growth([0.5, 0.6, 1.5], [90_000_000, 91_000_000, 181_000_000])
     assert grown.us_in_all == pytest.approx(15)
     assert grown.bytes_in_all == 1410
 
 
-def test_time_growth_and_memory_are_told_apart() -> None:
+def test_excesses_of_time_growth_and_memory_are_separate() -> None:
     assert growth([0.01, 0.1, 0.9], [0, 0, 1000]).excesses == []
     assert growth([0.1, 1.0, 2.0], [0, 0, 0]).excesses == ["time"]
     assert growth([0.001, 0.01, 0.2], [0, 0, 0]).excesses == ["growth"]
     assert growth([0.01, 0.1, 0.9], [0, 0, 10**9]).excesses == ["memory"]
 
 
-def test_what_is_kept_is_read_back_as_it_was_measured() -> None:
+def test_stored_measurements_are_read_back_unchanged() -> None:
     before = growth([0.3, 0.6, 21.0], [0, 0, 198_000_000])
     after = from_json(json.loads(json.dumps(as_json([before]))))[0]
     assert after.counts == before.counts
@@ -61,12 +61,12 @@ def test_what_is_kept_is_read_back_as_it_was_measured() -> None:
     assert (after.stage.name, after.stage.work, after.stage.most_us) == ("stage", "works", 10.0)
 
 
-def test_the_table_shows_what_the_json_holds() -> None:
-    kept = json.loads(json.dumps(as_json([growth([0.1, 1.0, 19.0], [0, 0, 180_000_000])])))
+def test_the_table_shows_the_stored_measurements() -> None:
+    kept = json.loads(json.dumps(as_json([growth([0.1, 1.0, 19.0], [0, 0, 360_000_000])])))
     lines = table(kept).splitlines()
     assert lines[0].split()[:4] == ["growth", "1,000", "10,000", "100,000"]
-    said = "stage 0.100 s 1.000 s 19.000 s 1.28 200.0 us 190.0 us 10 us 2,000 B 1,400 B 1,000 B"
-    assert " ".join(lines[1].split()) == f"{said} time, growth, memory"
+    expected = "stage 0.100 s 1.000 s 19.000 s 1.28 200.0 us 190.0 us 10 us 4,000 B 3,200 B 3,000 B"
+    assert " ".join(lines[1].split()) == f"{expected} time, growth, memory"
 
 
 def test_stages_are_chosen_by_the_beginnings_of_their_names() -> None:
