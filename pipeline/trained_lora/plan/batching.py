@@ -1,7 +1,4 @@
-"""The micro-batches of an epoch: which draws are together in one, and when it has its turn.
-
-A draw is known by its place in a bucket's draws, a micro-batch by its place in the epoch, bucket by bucket.
-"""
+"""The micro-batches of an epoch: which draws share one, and in which order they run."""
 
 from __future__ import annotations
 
@@ -18,8 +15,11 @@ from pipeline.trained_lora.plan.samples import Ints
 from pipeline.trained_lora.plan.seeding import hash_bits
 
 Underfilled = Literal["partial", "repeat", "drop"]
-"""What becomes of the samples that do not fill a bucket's last micro-batch: a smaller one; one filled up with
-others of the bucket, from the epoch's order; or none in this epoch, and others in the next."""
+"""Treatment of draws that do not fill a bucket's last micro-batch.
+
+"partial" makes a smaller one, "repeat" fills it with the bucket's first draws of the epoch, and "drop" omits
+these draws from the epoch, and others from the next.
+"""
 
 Places = npt.NDArray[np.int64]
 
@@ -29,9 +29,9 @@ class Epoch:
     """The micro-batches of one epoch.
 
     Attributes:
-        draws: Of all, those of one micro-batch together.
-        ends: Of each micro-batch where its draws end.
-        order: In which the micro-batches come.
+        draws: All draws, grouped by micro-batch.
+        ends: Index in `draws` at which each micro-batch ends.
+        order: Indices of the micro-batches in the order in which they run.
     """
 
     draws: Draws
@@ -39,20 +39,20 @@ class Epoch:
     order: Places
 
     def micro_batches(self, first: int, stop: int) -> list[Draws]:
-        """The draws of each micro-batch from number `first` on, up to `stop` or the last one."""
+        """Return the draws of each micro-batch from number `first` up to, but not including, `stop`."""
         chosen: list[int] = self.order[first:stop].tolist()
         return [self.draws.take(slice(self.ends[at - 1] if at else 0, self.ends[at])) for at in chosen]
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """Makes them; a pure function of its attributes.
+    """Builds the micro-batches of each epoch as a pure function of its attributes.
 
     Attributes:
-        mix: Gives the draws.
-        seed: Of the turns.
-        capacity: Draws of a full micro-batch.
-        underfilled: What becomes of a bucket's remainder.
+        mix: Source of the draws.
+        seed: Seed of the order of micro-batches.
+        capacity: Number of draws in a full micro-batch.
+        underfilled: Treatment of draws that do not fill a micro-batch.
     """
 
     mix: Mix
@@ -61,11 +61,11 @@ class Epochs:
     underfilled: Underfilled
 
     def shuffled(self, epoch: int) -> Epoch:
-        """An epoch's micro-batches.
+        """Build an epoch's micro-batches.
 
-        Samples are shuffled inside their bucket, which also rotates who is in the partial micro-batch; then
-        the turns of the buckets are shuffled, each bucket giving its micro-batches in its own order. Where
-        datasets are mixed by weights, a micro-batch's turn is when its samples are due on average.
+        Samples are shuffled within their bucket, so that other samples are in the partial micro-batch each
+        epoch. Then the turns of the buckets are shuffled; each bucket keeps the order of its micro-batches.
+        If datasets are mixed by weights, a micro-batch runs when its samples are due on average.
         """
         parts: list[Draws] = []
         sizes: list[Places] = []
@@ -82,13 +82,13 @@ class Epochs:
         order[np.argsort(in_turn, kind="stable")] = np.arange(len(in_turn))
         return Epoch(Draws.joined(parts), np.cumsum(np.concatenate(sizes)), order)
 
-    def left_out(self, epoch: int) -> Ints:
-        """The samples of the draws that do not fill a micro-batch, by their places among the plan's."""
+    def dropped(self, epoch: int) -> Ints:
+        """Return the samples, by index, of the draws that do not fill a micro-batch."""
         mixed = self.mix.draws(epoch).items()
-        return np.concatenate([draws.places[self._left_out(bucket, draws, epoch)] for bucket, draws in mixed])
+        return np.concatenate([draws.places[self._dropped(bucket, draws, epoch)] for bucket, draws in mixed])
 
     def _turns(self, bucket: str, epoch: int, draws: Draws, starts: Sequence[int]) -> npt.NDArray[Any]:
-        """When each of a bucket's micro-batches has its turn, by their starts among its draws."""
+        """Return the turn of each of a bucket's micro-batches, which start at these draws."""
         if draws.due is None:
             turns = (hash_bits(64, self.seed, "turn", bucket, epoch, number) for number in range(len(starts)))
             return np.fromiter(turns, dtype=np.uint64, count=len(starts))
@@ -96,12 +96,12 @@ class Epochs:
         return np.array([sum(each) / len(each) for each in due])
 
     def _in_batches(self, bucket: str, draws: Draws, epoch: int) -> Draws:
-        """The bucket's draws, cut or filled up to whole micro-batches where the recipe asks for it.
+        """Return the bucket's draws, cut or filled to full micro-batches if the recipe requires it.
 
-        What fills up is a further occurrence, so that its dropout is drawn anew.
+        A filling draw is a further occurrence of its sample, so that its caption dropout is independent.
         """
         if self.underfilled == "drop":
-            return draws.take(np.delete(np.arange(len(draws)), self._left_out(bucket, draws, epoch)))
+            return draws.take(np.delete(np.arange(len(draws)), self._dropped(bucket, draws, epoch)))
         missing = -len(draws) % self.capacity
         if self.underfilled == "partial" or missing == 0:
             return draws
@@ -112,11 +112,11 @@ class Epochs:
         due = None if draws.due is None else np.repeat(draws.due[-1:], missing)
         return Draws.joined([draws, Draws(filling.places, further, due)])
 
-    def _left_out(self, bucket: str, draws: Draws, epoch: int) -> Places:
-        """Which of the draws the epoch leaves out: a window that moves on by its own length each epoch.
+    def _dropped(self, bucket: str, draws: Draws, epoch: int) -> Places:
+        """Return the draws that the epoch omits: a window that advances by its length each epoch.
 
-        So no draw is left out twice before every other was left out once (FAILURES B02). Where epochs differ
-        in their draws it is the last ones.
+        No draw is omitted twice before all others were omitted once (FAILURES B02). If epochs differ in
+        their draws, the last ones are omitted.
         """
         size = len(draws)
         remainder = size % self.capacity

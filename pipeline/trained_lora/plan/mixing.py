@@ -1,6 +1,6 @@
-"""Which samples an epoch shows, and in which order: datasets mixed by repeats, or by sampling weights.
+"""The samples of an epoch and their order, with datasets mixed by repeats or by sampling weights.
 
-Without weights an epoch is every sample as often as its `repeats` say, shuffled.
+Without weights, an epoch shows every sample `repeats` times, shuffled.
 
 With weights w (their sum is 1) each dataset is a queue, shuffled anew whenever it has gone round, and the
 queues are drawn from in proportion to w, evenly spread: the j-th draw of a dataset is due at (j + 1/2) / w.
@@ -31,17 +31,17 @@ from pipeline.trained_lora.plan.samples import Ints, PlanSamples
 from pipeline.trained_lora.plan.seeding import hash_bits
 
 Exhausted = Literal["leave", "end_epoch", "repeat"]
-"""What becomes of the mix when a dataset has been drawn from once round."""
+"""Treatment of a dataset whose samples have all been drawn."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Draws:
-    """Appearances of samples in an epoch, in order.
+    """Appearances of samples in an epoch, in order; N is their number.
 
     Attributes:
-        places: (N,): which samples.
-        occurrences: (N,): which of the sample's appearances in this epoch, from 0.
-        due: (N,): when each is wanted in an epoch that mixes by weights, from 0; None otherwise.
+        places: Indices of the samples, (N,).
+        occurrences: Number of the sample's appearance in this epoch, from 0, (N,).
+        due: Time from 0 at which each draw is due, (N,); None without weights.
     """
 
     places: Ints
@@ -49,17 +49,17 @@ class Draws:
     due: npt.NDArray[np.float64] | None = None
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of draws."""
         return len(self.places)
 
     def take(self, which: npt.NDArray[np.integer[Any]] | slice) -> Draws:
-        """Some of them, by their place among these."""
+        """Return the draws at these indices."""
         due = None if self.due is None else self.due[which]
         return Draws(self.places[which], self.occurrences[which], due)
 
     @staticmethod
     def joined(parts: Sequence[Draws]) -> Draws:
-        """One after the other; at least one part, all with `due` or none."""
+        """Concatenate at least one part; either all parts have `due`, or none."""
         due = [part.due for part in parts if part.due is not None]
         return Draws(
             np.concatenate([part.places for part in parts]),
@@ -69,18 +69,18 @@ class Draws:
 
 
 class Mix:
-    """The draws of each epoch, by bucket; a pure function of what it is made with."""
+    """The draws of each epoch by bucket, a pure function of the constructor's arguments."""
 
     def __init__(
         self, samples: PlanSamples, seed: int, weights: Mapping[str, float], exhausted: Exhausted
     ) -> None:
-        """Nothing is shuffled yet.
+        """Prepare the mix; epochs are shuffled on first use.
 
         Args:
             samples: At least one.
-            seed: Of every shuffle.
-            weights: Of each dataset that has samples, above 0, of any sum; empty to mix by repeats alone.
-            exhausted: What happens when a dataset runs out; of no meaning without weights.
+            seed: Seed of every shuffle.
+            weights: Positive weight of each dataset with samples, of any sum; empty to mix by repeats.
+            exhausted: Treatment of an exhausted dataset; ignored without weights.
         """
         self._seed = seed
         self._samples = samples
@@ -95,7 +95,7 @@ class Mix:
         self._kept: dict[str, tuple[int, Ints]] = {}
 
     def sizes(self, epoch: int) -> dict[str, int]:
-        """The number of draws in each bucket that has any, by bucket."""
+        """Return the number of draws of each non-empty bucket."""
         buckets = self._samples.buckets
         if self.constant:
             sizes = np.bincount(buckets.codes, weights=self._samples.repeats, minlength=len(buckets.names))
@@ -105,7 +105,7 @@ class Mix:
         return {name: int(size) for name, size in zip(buckets.names, sizes, strict=True) if size}
 
     def draws(self, epoch: int) -> dict[str, Draws]:
-        """Every draw of the epoch, by bucket, each bucket's in the order in which they are taken."""
+        """Return the draws of the epoch by bucket, in the order in which they are used."""
         buckets = self._samples.buckets
         if not self._weights:
             return {bucket: self.shuffled(bucket, epoch) for bucket in buckets.names}
@@ -117,13 +117,13 @@ class Mix:
         return {name: mixed.take(which) for name, which in of_bucket.items() if len(which)}
 
     def shuffled(self, bucket: str, epoch: int) -> Draws:
-        """Each of the bucket's samples as often as its repeats say, shuffled; epochs may be negative."""
+        """Return each of the bucket's samples `repeats` times, shuffled; `epoch` may be negative."""
         return self._shuffled(self._samples.buckets.members(bucket), "sample", epoch)
 
     def _shuffled(self, members: Ints, purpose: str, turn: int) -> Draws:
-        """These samples, in ascending places, as often as their repeats say, shuffled for this turn.
+        """Return these samples `repeats` times each, sorted by a hash of purpose, sample, turn and repeat.
 
-        They are sorted by a hash; those of one hash stand as before.
+        `members` is ascending, and equal hashes keep its order.
         """
         repeats = self._samples.repeats[members]
         numbers = np.arange(repeats.sum()) - np.repeat(np.cumsum(repeats) - repeats, repeats)
@@ -136,13 +136,13 @@ class Mix:
         return Draws(np.repeat(members, repeats)[order], numbers[order].astype(np.int32))
 
     def _due(self, dataset: str, epoch: int) -> Draws:
-        """What the dataset gives to the epoch, in order."""
+        """Return the dataset's draws in the epoch, in order, with their due times."""
         queued, weight = self._queued(dataset, epoch), self._weights[dataset]
         due = (float((place + Fraction(1, 2)) / weight) for place in range(len(queued)))
         return Draws(queued, _times_before(queued), np.fromiter(due, dtype=np.float64, count=len(queued)))
 
     def _queued(self, dataset: str, epoch: int) -> Ints:
-        """The places of what the dataset gives to the epoch, in order."""
+        """Return the indices of the samples that the dataset contributes to the epoch, in order."""
         if self.constant:
             return self._once_round(dataset, epoch)
         length = self._length * self._weights[dataset]
@@ -156,7 +156,7 @@ class Mix:
         return np.concatenate(taken)
 
     def _once_round(self, dataset: str, turn: int) -> Ints:
-        """The dataset's samples, each as often as its repeats say, shuffled; the last turn is kept."""
+        """Return one shuffled round of the dataset's samples; the last round is cached."""
         kept = self._kept.get(dataset)
         if kept is None or kept[0] != turn:
             members = self._samples.datasets.members(dataset)
@@ -165,7 +165,7 @@ class Mix:
 
 
 def _times_before(values: Ints) -> Ints:
-    """For each value how often it stands further ahead."""
+    """Return for each value how often it occurs before its position."""
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     starts = np.flatnonzero(np.r_[True, ordered[1:] != ordered[:-1]])

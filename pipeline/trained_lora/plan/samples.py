@@ -1,4 +1,4 @@
-"""The samples as a plan sees them, kept as columns: as objects they take ten times the memory."""
+"""The samples of a plan, stored as columns because objects take ten times the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IDS_AT_ONCE = 1_000
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
-    """One sample as the plan sees it: `bucket` decides who may share a micro-batch, counts are >= 1."""
+    """One training input. Only inputs of the same `bucket` share a micro-batch; counts are at least 1."""
 
     variant_id: str
     bucket: str
@@ -38,36 +38,36 @@ _COLUMNS = {
 
 
 class Groups:
-    """What divides the samples, such as their buckets.
+    """A partition of the samples, such as by bucket.
 
     Attributes:
-        names: Of the groups that have samples, sorted.
-        codes: Of each sample the place of its group's name.
+        names: Names of the non-empty groups, sorted.
+        codes: Index into `names` for each sample.
     """
 
     def __init__(self, of_each: pl.Series) -> None:
-        """By the name of each sample's group."""
+        """Build the partition from the group name of each sample."""
         self.names: list[str] = of_each.unique().sort().to_list()
         self.codes: Ints = of_each.cast(pl.Enum(self.names)).to_physical().to_numpy().astype(np.int32)
 
     def members(self, name: str) -> Ints:
-        """The places of the group's samples, ascending."""
+        """Return the indices of the group's samples in ascending order."""
         return np.flatnonzero(self.codes == self.names.index(name)).astype(np.int32)
 
 
 class PlanSamples(Sequence[PlanSample]):
-    """The samples, sorted by variant_id; a place is an index into them.
+    """The samples, sorted by variant_id; a `place` is an index into them.
 
     Attributes:
-        repeats: Of each, as `PlanSample`.
-        variants: Likewise.
-        views: Likewise.
-        buckets: Which samples are in which.
-        datasets: Likewise.
+        repeats: Repeats of each sample.
+        variants: Number of captions of each sample.
+        views: Number of latents of each sample.
+        buckets: Partition of the samples by bucket.
+        datasets: Partition of the samples by dataset.
     """
 
     def __init__(self, table: pl.DataFrame) -> None:
-        """Of a table with a column for each attribute of `PlanSample`, in any order."""
+        """Take a table with one column per attribute of `PlanSample`, in any row order."""
         table = table.select(pl.col(name).cast(kind) for name, kind in _COLUMNS.items()).sort("variant_id")
         self._ids = table["variant_id"]
         self.repeats: Ints = table["repeats"].to_numpy()
@@ -78,11 +78,11 @@ class PlanSamples(Sequence[PlanSample]):
 
     @classmethod
     def of(cls, samples: Iterable[PlanSample]) -> PlanSamples:
-        """Of single samples, in any order."""
+        """Build from single samples in any order."""
         return cls(pl.DataFrame(map(astuple, samples), schema=_COLUMNS, orient="row"))
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of samples."""
         return len(self._ids)
 
     @overload
@@ -90,7 +90,7 @@ class PlanSamples(Sequence[PlanSample]):
     @overload
     def __getitem__(self, place: slice) -> list[PlanSample]: ...
     def __getitem__(self, place: int | slice) -> PlanSample | list[PlanSample]:
-        """One sample, or those of a slice."""
+        """Return one sample, or those of a slice."""
         if isinstance(place, slice):
             return [self[each] for each in range(*place.indices(len(self)))]
         return PlanSample(
@@ -103,11 +103,11 @@ class PlanSamples(Sequence[PlanSample]):
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:
-        """The variant_ids at these places, in their order."""
+        """Yield the variant_ids at these indices, in their order."""
         for start in range(0, len(places), _IDS_AT_ONCE):
             yield from self._ids.gather(places[start : start + _IDS_AT_ONCE])
 
-    def twice(self) -> list[str]:
-        """The variant_ids that stand there more than once, each once."""
+    def duplicates(self) -> list[str]:
+        """Return each variant_id that occurs more than once."""
         later = self._ids[1:]
         return later.filter(later == self._ids[:-1]).unique(maintain_order=True).to_list()

@@ -1,7 +1,7 @@
-"""Random numbers that depend on what they are for, never on what was drawn before them.
+"""Random numbers that depend on their purpose, never on earlier draws.
 
-Each draw has a stream of its own, named by the parts that decide it: (seed, "noise", step, slot). So a
-resumed run, or one on another number of processes, draws what the uninterrupted one did, in any order.
+Each draw has its own stream, named by the parts that decide it, such as (seed, "noise", step, slot). A
+resumed run, or a run on another number of processes, therefore draws the same numbers in any order.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ if TYPE_CHECKING:
 
 
 def hash_bits(num_bits: int, *parts: int | str) -> int:
-    """`num_bits` (a multiple of 8, up to 512) that depend on each part and its place; equal everywhere."""
+    """Hash the parts, in order, to `num_bits` bits (a multiple of 8, up to 512), equal on every machine."""
     text = "\0".join(map(str, parts))
     digest = hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=num_bits // 8).digest()
     return int.from_bytes(digest, "big")
 
 
 def stream(*parts: int | str) -> np.random.Generator:
-    """The random numbers named by `parts`: counter-based, so that two streams are as far apart as any two.
+    """Return the counter-based random generator that is named by `parts`.
 
-    A 128-bit key keeps the streams of a whole run distinct, which the 32 bits that torch's CPU generator
-    keeps of its seed would not.
+    Its 128-bit key keeps all streams of a run distinct. Torch's CPU generator uses only 32 bits of its seed.
     """
     import numpy as np
 

@@ -1,17 +1,15 @@
-"""The training plan: which samples meet in which optimizer step, as an ordinary sequence of exact length.
+"""The optimizer steps of a run, as a sequence of exact length.
 
-A plan is a pure function of (samples, seed, batch size, accumulation, world size). It knows neither tensors
-nor time, so it is computed on the CPU before anything is launched, is equal in every process, and a resume is
-an index into it.
+A plan is a pure function of (samples, seed, batch size, accumulation, world size). Every process computes the
+same plan on the CPU, and a run resumes by index into it.
 
-The words used here, from the inside out:
+Terms, from the inside out:
 
-    slot          one sample in its place of a step's global batch; seeds the noise
+    slot          one sample at an index of a step's global batch; seeds the noise
     share         the slots of one rank in one micro-step, at most `batch_size`
     micro-batch   the shares of all ranks: one forward and backward on each rank; one bucket
     step          up to `gradient_accumulation` micro-batches, then the optimizer
-    epoch         each sample as often as its `repeats` say, or what `mix` makes of weights; never shares a
-                  step with the next epoch
+    epoch         each sample `repeats` times, or a mix by weights (see `mixing`); steps never span two epochs
 """
 
 from __future__ import annotations
@@ -33,18 +31,18 @@ from pipeline.trained_lora.plan.seeding import hash_bits
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What decides a plan beside the samples.
+    """Everything but the samples that decides a plan.
 
     Attributes:
-        steps: Optimizer steps in all, >= 1.
-        batch_size: Samples a process in one micro-step, >= 1.
-        gradient_accumulation: Micro-steps in a full step, >= 1.
-        num_processes: The world size, >= 1.
-        caption_dropout: Share of the slots that see the empty caption, in [0, 1].
-        seed: Of shuffle, dropout, variants and views.
-        underfilled: What becomes of a bucket's remainder.
-        weights: Of the datasets, as `Mix` takes them.
-        exhausted: What happens when a dataset runs out, where there are weights.
+        steps: Number of optimizer steps, at least 1.
+        batch_size: Samples per process in one micro-step, at least 1.
+        gradient_accumulation: Micro-steps in a full step, at least 1.
+        num_processes: World size, at least 1.
+        caption_dropout: Fraction of the slots that use the empty caption, in [0, 1].
+        seed: Seed of shuffling, dropout, variants and views.
+        underfilled: Treatment of draws that do not fill a micro-batch.
+        weights: Sampling weight per dataset, or empty, as in `Mix`.
+        exhausted: Treatment of an exhausted dataset; used only with weights.
     """
 
     steps: int
@@ -60,18 +58,18 @@ class PlanSettings:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One sample in its place of a step.
+    """One sample at an index of a step's global batch.
 
     Attributes:
-        variant_id: Which sample.
-        index: Place in the step's global batch, counted over micro-batches and ranks; it does not depend on
+        variant_id: The training input.
+        index: Index in the step's global batch, counted over micro-batches and ranks. It does not depend on
             how the batch is split over them.
-        epoch: From 0.
-        occurrence: Which of the sample's repeats in this epoch, from 0.
-        drop_caption: Whether the empty caption stands in for its own.
-        variant: Which of its captions, from 0.
-        view: Which of its latents, from 0.
-        weight: 1.0, or 0.0 for the stand-in of a rank that has no sample in this micro-step.
+        epoch: Number of the epoch, from 0.
+        occurrence: Number of the sample's repeat in this epoch, from 0.
+        drop_caption: Whether the empty caption replaces the sample's own.
+        variant: Index of the caption, from 0.
+        view: Index of the latent, from 0.
+        weight: 1.0, or 0.0 for the placeholder of a rank without a sample in this micro-step.
     """
 
     variant_id: str
@@ -85,7 +83,7 @@ class Slot:
 
 
 MicroBatch = tuple[tuple[Slot, ...], ...]
-"""One share a rank, in rank order; none is empty, all from one bucket."""
+"""One share per rank, in rank order. No share is empty, and all samples are from one bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +91,10 @@ class StepPlan:
     """One optimizer step.
 
     Attributes:
-        step: From 0.
-        epoch: From 0.
-        micro_batches: 1 to `gradient_accumulation` of them.
-        num_samples: Slots of weight 1 over all micro-batches and ranks; the step's loss is a mean over them.
+        step: Number of the step, from 0.
+        epoch: Number of the epoch, from 0.
+        micro_batches: Micro-batches, 1 to `gradient_accumulation`.
+        num_samples: Number of slots of weight 1; the step's loss is their mean.
     """
 
     step: int
@@ -105,18 +103,18 @@ class StepPlan:
     num_samples: int
 
     def slots(self) -> list[Slot]:
-        """The slots of weight 1, by index."""
+        """Return the slots of weight 1, in the order of their indices."""
         return [slot for micro in self.micro_batches for share in micro for slot in share if slot.weight > 0]
 
 
 class TrainingPlan(Sequence[StepPlan]):
-    """All optimizer steps of a run; `plan[i]` costs one epoch's shuffle at most, and the last one is kept."""
+    """All optimizer steps of a run. `plan[i]` shuffles at most one epoch, which is cached."""
 
     def __init__(self, samples: PlanSamples, settings: PlanSettings) -> None:
-        """Check the inputs; nothing is shuffled yet.
+        """Validate the inputs; epochs are shuffled on first use.
 
         Raises:
-            TrainingError: There is no sample, a variant_id stands there twice, or a setting is out of range.
+            TrainingError: There are no samples, a variant_id is duplicated, or a setting is out of range.
         """
         self.settings = settings
         self.samples = samples
@@ -129,14 +127,14 @@ class TrainingPlan(Sequence[StepPlan]):
         self._starts = [0, self.steps_per_epoch]
         while not self._mix.constant and self._starts[-1] < settings.steps:
             self._starts.append(self._starts[-1] + self._steps_of(len(self._starts) - 1))
-        self._kept: tuple[int, Epoch] | None = None
+        self._cached_epoch: tuple[int, Epoch] | None = None
 
     @staticmethod
     def steps_in(samples: PlanSamples, settings: PlanSettings, epochs: int) -> int:
-        """The optimizer steps of so many whole epochs; the `steps` of the settings are not looked at.
+        """Return the number of optimizer steps in `epochs` epochs; ignores `settings.steps`.
 
         Raises:
-            TrainingError: As the plan itself.
+            TrainingError: As `TrainingPlan`.
         """
         plan = TrainingPlan(samples, replace(settings, steps=1))
         if plan._mix.constant:
@@ -144,7 +142,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return sum(plan._steps_of(epoch) for epoch in range(epochs))
 
     def __len__(self) -> int:
-        """The number of optimizer steps, exactly."""
+        """Return the exact number of optimizer steps."""
         return self.settings.steps
 
     @overload
@@ -152,7 +150,7 @@ class TrainingPlan(Sequence[StepPlan]):
     @overload
     def __getitem__(self, index: slice) -> list[StepPlan]: ...
     def __getitem__(self, index: int | slice) -> StepPlan | list[StepPlan]:
-        """The step of that number, or those of a slice."""
+        """Return one step, or those of a slice."""
         if isinstance(index, slice):
             return [self._step(number) for number in range(*index.indices(len(self)))]
         number = index + len(self) if index < 0 else index
@@ -161,12 +159,12 @@ class TrainingPlan(Sequence[StepPlan]):
         return self._step(number)
 
     def iterate(self, start: int = 0) -> Iterator[tuple[int, StepPlan]]:
-        """(step, batch) from `start` to the end; nothing when `start` is the length."""
+        """Yield (number, step) from `start` to the end of the plan."""
         for number in range(start, len(self)):
             yield number, self._step(number)
 
     def times_seen(self) -> npt.NDArray[np.int64]:
-        """How often each of `samples` is trained on over the whole plan; 0 for never."""
+        """Return how often the complete plan trains on each of `samples`."""
         whole, rest = divmod(len(self), self.steps_per_epoch)
         even = self._mix.constant and (self.settings.underfilled == "partial" or self._remainder() == 0)
         seen = self.samples.repeats.astype(np.int64) * (whole if even else 0)
@@ -176,7 +174,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return seen
 
     def numbers(self) -> dict[str, int | float | str]:
-        """Facts for the log and the report, all of the first epoch but `epochs` and `steps`."""
+        """Return numbers for log and report; all but `epochs` and `steps` describe the first epoch."""
         capacity = self._capacity
         micro_batches = sum(self._micro_batches(size) for size in self._bucket_sizes.values())
         remainder = self._remainder()
@@ -197,15 +195,15 @@ class TrainingPlan(Sequence[StepPlan]):
         }
 
     def dropped(self, epoch: int) -> dict[str, int]:
-        """How many draws of which samples an epoch leaves out, by variant_id; only `drop` leaves out any."""
+        """Return the number of draws that the policy `drop` omits from an epoch, by variant_id."""
         if self.settings.underfilled != "drop":
             return {}
-        places, times = np.unique(self._epochs.left_out(epoch), return_counts=True)
+        places, times = np.unique(self._epochs.dropped(epoch), return_counts=True)
         return dict(zip(self.samples.ids_at(places), times.tolist(), strict=True))
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs there are, the last one perhaps cut short."""
+        """Number of epochs that have begun when the plan ends."""
         return self._place(len(self) - 1)[0] + 1
 
     def _num_epochs(self) -> float:
@@ -215,7 +213,7 @@ class TrainingPlan(Sequence[StepPlan]):
         return epoch + (place + 1) / (self._starts[epoch + 1] - self._starts[epoch])
 
     def _place(self, number: int) -> tuple[int, int]:
-        """The epoch of a step, and which of its steps it is."""
+        """Return the epoch of a step, and the step's number in that epoch."""
         if self._mix.constant:
             return divmod(number, self.steps_per_epoch)
         epoch = bisect_right(self._starts, number) - 1
@@ -233,16 +231,16 @@ class TrainingPlan(Sequence[StepPlan]):
         return -(-bucket_size // self._capacity)
 
     def _remainder(self) -> int:
-        """Draws of an epoch that fill no micro-batch of their bucket."""
+        """Return the number of draws in an epoch that do not fill a micro-batch of their bucket."""
         return sum(size % self._capacity for size in self._bucket_sizes.values())
 
     def _drawn_in(self, number: int) -> list[Draws]:
-        """The draws of each micro-batch of a step."""
+        """Return the draws of each micro-batch of a step."""
         epoch, place = self._place(number)
-        if self._kept is None or self._kept[0] != epoch:
-            self._kept = (epoch, self._epochs.shuffled(epoch))
+        if self._cached_epoch is None or self._cached_epoch[0] != epoch:
+            self._cached_epoch = (epoch, self._epochs.shuffled(epoch))
         window = self.settings.gradient_accumulation
-        return self._kept[1].micro_batches(place * window, (place + 1) * window)
+        return self._cached_epoch[1].micro_batches(place * window, (place + 1) * window)
 
     def _step(self, number: int) -> StepPlan:
         epoch = self._place(number)[0]
@@ -259,7 +257,7 @@ class TrainingPlan(Sequence[StepPlan]):
         sample = self.samples[place]
 
         def drawn(purpose: str) -> int:
-            """64 bits that depend on nothing but seed, sample, epoch, and which of its repeats it is."""
+            """Return 64 bits that depend only on seed, purpose, sample, epoch and repeat."""
             return hash_bits(64, self.settings.seed, purpose, sample.variant_id, epoch, occurrence)
 
         return Slot(
@@ -274,22 +272,22 @@ class TrainingPlan(Sequence[StepPlan]):
 
 
 def _shares(slots: list[Slot], num_ranks: int) -> MicroBatch:
-    """The slots split over the ranks, in order, sizes differing by one at most.
+    """Split the slots over the ranks, in order, into shares whose sizes differ by at most one.
 
-    A rank without a slot gets the first one with weight 0: it takes part in forward, backward and the
-    exchange of gradients, and changes nothing.
+    A rank without a slot gets the first one with weight 0. It takes part in forward, backward and gradient
+    exchange, but does not change the result.
     """
     small, larger = divmod(len(slots), num_ranks)
     shares: list[tuple[Slot, ...]] = []
     start = 0
     for rank in range(num_ranks):
         stop = start + small + (rank < larger)
-        shares.append(tuple(slots[start:stop]) or (_stand_in(slots[0]),))
+        shares.append(tuple(slots[start:stop]) or (_placeholder(slots[0]),))
         start = stop
     return tuple(shares)
 
 
-def _stand_in(slot: Slot) -> Slot:
+def _placeholder(slot: Slot) -> Slot:
     return replace(slot, weight=0.0)
 
 
@@ -300,17 +298,21 @@ def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
             where="the tables of vae_latents and text_embeddings",
             fix="see tables/rejected.parquet for why all of them were rejected",
         )
-    if twice := samples.twice():
+    if duplicates := samples.duplicates():
         fix = "materialize vae_latents again; if it comes back, report it as a defect"
-        raise TrainingError(f"{len(twice)} sample ids stand there twice", where=twice[0], fix=fix)
+        raise TrainingError(
+            f"{counted(len(duplicates), 'sample id is', 'sample ids are')} listed twice",
+            where=duplicates[0],
+            fix=fix,
+        )
     counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
     of_samples = (samples.repeats, samples.variants, samples.views)
     if min(counts) < 1 or min(int(each.min()) for each in of_samples) < 1:
         fix = "let steps, batch_size, gradient_accumulation, num_processes and repeats be at least 1"
         raise TrainingError(f"a count below 1 in {settings}", where="training", fix=fix)
     if not 0.0 <= settings.caption_dropout <= 1.0:
-        what = f"caption dropout {settings.caption_dropout} is no share"
-        raise TrainingError(what, where="text.caption_dropout", fix="use a number from 0 to 1")
+        what = f"text.caption_dropout must be between 0 and 1, got {settings.caption_dropout}"
+        raise TrainingError(what, where="text.caption_dropout", fix="use a number between 0 and 1")
 
 
 def _require_batches(micro_batches: int, sizes: Mapping[str, int], capacity: int) -> None:
