@@ -89,7 +89,9 @@ class Plan:
     @property
     def num_bytes(self) -> int:
         """Approximate number of bytes to write."""
-        files = [path for role in self.copied for path in local_component_files(self.family.component_folder(role))]
+        files = [
+            path for role in self.copied for path in local_component_files(self.family.component_folder(role))
+        ]
         return self.contents.header.file.stat().st_size + sum(path.stat().st_size for path in files)
 
 
