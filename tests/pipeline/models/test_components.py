@@ -22,7 +22,7 @@ from pipeline.recipe import recipe_from_mapping
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora.provenance import shareable
 from tests.pipeline.model_recipe import recipe
-from tests.pipeline.models.families.whole_job import Here, settings, whole_job
+from tests.pipeline.models.families.complete_job import Here, complete_job, settings
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     values["model"]["components"] = {"vae": str(other)}
     asked = recipe_from_mapping("demo", values)
     tables, launch = Tables(asked.output_dir), Here(launch_here)
-    entries, order = whole_job(asked, tables, launch)
+    entries, order = complete_job(asked, tables, launch)
     assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]

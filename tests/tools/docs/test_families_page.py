@@ -20,12 +20,12 @@ pytestmark = [
 ]
 
 
-def test_the_page_says_what_the_families_say(tmp_path: Path) -> None:
+def test_the_page_is_generated_from_the_families(tmp_path: Path) -> None:
     page = (project_root() / PAGE).read_text(encoding="utf-8")
     assert page == with_table(page, table(tmp_path)), "run python -m tools.docs.families_page"
 
 
-def test_every_family_has_a_tiny_model_and_a_file_that_proves_it(tmp_path: Path) -> None:
+def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tmp_path: Path) -> None:
     seen: set[str] = set()
     for number, make in enumerate(TINY.values()):
         make(tmp_path / str(number))
@@ -33,10 +33,10 @@ def test_every_family_has_a_tiny_model_and_a_file_that_proves_it(tmp_path: Path)
         seen.add(family.name)
         text = (FAMILY_TESTS / proof(family)).read_text(encoding="utf-8")
         assert family.pipeline_classes[0] in text
-        assert "the_whole_" in text
+        assert "the_complete_job" in text
     assert seen == {spec.name for spec in FAMILIES}
 
 
-def test_what_keeps_prx_from_being_trained_is_as_the_page_says() -> None:
+def test_prx_still_accepts_no_adapters_as_the_page_says() -> None:
     transformer = PRXTransformer2DModel(hidden_size=32, num_heads=2, depth=1, axes_dim=[8, 8])
-    assert not hasattr(transformer, "load_lora_adapter"), "PRX takes LoRA now: give it a family"
+    assert not hasattr(transformer, "load_lora_adapter"), "PRX accepts adapters now: add a family"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipeline.models.families.whole_job import Case, prove_case
+from tests.pipeline.models.families.complete_job import Case, prove_case
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,5 +20,5 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def prove(tmp_path: Path, photos: Path, launch_here: Any) -> Callable[[Case], None]:
-    """Takes a case through cache, training, files and back, and compares each step with diffusers."""
+    """Return a function that runs a case's complete job and compares each step with diffusers."""
     return lambda case: prove_case(case, tmp_path, photos, launch_here)

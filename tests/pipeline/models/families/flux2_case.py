@@ -1,4 +1,4 @@
-"""What FLUX.2 klein and dev should come to."""
+"""The expected results of FLUX.2 klein and dev."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
 DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
@@ -20,7 +20,7 @@ class Flux2Case(Case):
     )
 
     guidance: ClassVar[float | None]
-    """Told to the transformer, if it takes one."""
+    """Guidance scale of the transformer, or None if it takes none."""
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         return {"text_embedding": pipe.encode_prompt(caption)[0]}

@@ -1,4 +1,4 @@
-"""What Stable Diffusion XL and Kolors should come to: UNets that are told of sizes and a pooled text."""
+"""The expected results of Stable Diffusion XL and Kolors, whose UNets are conditioned on sizes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ATTENTIONS = {
     "down_blocks.1.attentions.0": "input_blocks.4.1",
@@ -18,7 +18,7 @@ ATTENTIONS = {
     "up_blocks.0.attentions.1": "output_blocks.1.1",
     "up_blocks.0.attentions.2": "output_blocks.2.1",
 }
-"""As in Stability AI's sd_xl_base.yaml, whose first levels are these."""
+"""Attention blocks by their names in Stability AI's sd_xl_base.yaml, of which these are the first levels."""
 
 LAYERS = [
     f"transformer_blocks.{block}.{attention}.{layer}"
@@ -33,7 +33,7 @@ class SizedUNetCase(Case):
 
     @abstractmethod
     def pooled_width(self, pipe: Any) -> int:
-        """Of the pooled text, which the pipeline's function for time ids asks for."""
+        """Return the width of the pooled text, an argument of the pipeline's function for time ids."""
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         embedding, _, pooled, _ = pipe.encode_prompt(caption, do_classifier_free_guidance=False)
@@ -46,7 +46,7 @@ class SizedUNetCase(Case):
         return micro.noise
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """With time ids by the pipeline's own function, of each sample for itself."""
+        """Compute time ids with the pipeline's own function, one sample at a time."""
         names = ("original_size_hw", "crop_top_left", "target_size_hw")
         told = {"dtype": torch.float32, "text_encoder_projection_dim": self.pooled_width(pipe)}
         sizes = zip(*(micro.conditions[name].tolist() for name in names), strict=True)

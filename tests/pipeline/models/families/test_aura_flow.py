@@ -15,7 +15,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 SINGLE = ("to_q", "to_k", "to_v", "to_out.0")
 JOINT = (*SINGLE, "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
@@ -44,20 +44,20 @@ class AuraFlowCase(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in joint | single}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(AuraFlowCase())
 
 
-def test_a_size_beyond_the_table_of_positions_is_an_error(tmp_path: Path) -> None:
+def test_a_size_beyond_the_position_table_is_an_error(tmp_path: Path) -> None:
     make_tiny_aura_flow(tmp_path)
     assert load_family(tmp_path).latent_shape(Size(192, 64)) == (4, 24, 8)
     with pytest.raises(BucketError, match="64x208"):
         load_family(tmp_path).latent_shape(Size(64, 208))
 
 
-def test_the_tokenizer_that_is_used_decides_on_which_side_captions_are_filled_up(tmp_path: Path) -> None:
+def test_the_tokenizer_decides_on_which_side_captions_are_padded(tmp_path: Path) -> None:
     base, other = tmp_path / "base", tmp_path / "other"
     make_tiny_aura_flow(base)
     make_tiny_aura_flow(other)

@@ -9,7 +9,7 @@ from diffusers import BriaFiboPipeline
 
 from demo.tiny_models import make_tiny_bria_fibo
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 DOUBLE = tuple(f"attn.{layer}" for layer in ATTENTION)
@@ -65,7 +65,7 @@ class FiboCase(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in double | single}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(FiboCase())

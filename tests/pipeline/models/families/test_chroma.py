@@ -16,7 +16,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case, drawn
+from tests.pipeline.models.families.complete_job import Case, drawn
 
 # diffusers' Chroma imports a class from where diffusers no longer wants it to be.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -64,13 +64,13 @@ class ChromaCase(Case):
         return double | single
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(ChromaCase())
 
 
-def test_the_first_padding_token_is_seen_and_no_other(tmp_path: Path) -> None:
+def test_the_mask_passes_one_padding_token(tmp_path: Path) -> None:
     make_tiny_chroma(tmp_path)
     family = load_family(tmp_path)
     encoded = family.text.encode_caption(family.text.load("float32", "cpu"), "a cat")
@@ -78,7 +78,7 @@ def test_the_first_padding_token_is_seen_and_no_other(tmp_path: Path) -> None:
     assert encoded.tensors["text_mask"].tolist() == [1.0] * 4 + [0.0] * 508
 
 
-def test_a_schedule_of_beta_sigmas_is_read_and_drawn_with_by_what_is_installed_anyway(tmp_path: Path) -> None:
+def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path) -> None:
     make_tiny_chroma(tmp_path)
     path = tmp_path / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "use_beta_sigmas": True}))

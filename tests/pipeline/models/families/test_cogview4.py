@@ -11,7 +11,7 @@ from diffusers import CogView4Pipeline
 from demo.tiny_models import make_tiny_cogview4
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
 
@@ -53,13 +53,13 @@ class CogView4Case(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(CogView4Case())
 
 
-def test_the_shift_grows_with_the_root_of_the_number_of_tokens(tmp_path: Path) -> None:
+def test_the_shift_grows_with_the_square_root_of_the_number_of_tokens(tmp_path: Path) -> None:
     make_tiny_cogview4(tmp_path)
     family = load_family(tmp_path)
     scheduler = family.noise.load_scheduler()

@@ -13,7 +13,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 # diffusers' pipeline gives its scheduler a tensor; NumPy 2 warns of how torch makes an array of it.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -59,13 +59,13 @@ class ErnieImageCase(Case):
         return {f"diffusion_model.{module}" for module in modules}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(ErnieImageCase())
 
 
-def test_a_tokenizer_that_takes_any_number_of_tokens_is_given_a_limit(tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_limit_gets_one(tmp_path: Path) -> None:
     make_tiny_ernie_image(tmp_path)
     assert load_family(tmp_path).max_length() == 256
     path = tmp_path / "tokenizer" / "tokenizer_config.json"

@@ -15,7 +15,7 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
 DOUBLE += tuple(layer.replace("img", "txt") for layer in DOUBLE)
@@ -72,13 +72,13 @@ class SchnellCase(DevCase):
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
 
-def test_the_whole_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(DevCase())
 
 
-def test_the_whole_job_of_schnell_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_of_schnell_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(SchnellCase())
@@ -91,7 +91,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> WorkerFamily:
     return load_family(folder)
 
 
-def test_what_the_configurations_say(family: WorkerFamily, tmp_path: Path) -> None:
+def test_size_multiple_length_and_architecture_follow_the_configuration(
+    family: WorkerFamily, tmp_path: Path
+) -> None:
     make_tiny_flux(tmp_path, schnell=True)
     schnell = load_family(tmp_path)
     assert family.size_multiple() == 16
@@ -102,7 +104,7 @@ def test_what_the_configurations_say(family: WorkerFamily, tmp_path: Path) -> No
     )
 
 
-def test_a_larger_picture_gets_more_noise_from_dev_and_not_from_schnell(
+def test_dev_shifts_larger_pictures_to_more_noise_and_schnell_does_not(
     family: WorkerFamily, tmp_path: Path
 ) -> None:
     make_tiny_flux(tmp_path, schnell=True)
@@ -113,10 +115,8 @@ def test_a_larger_picture_gets_more_noise_from_dev_and_not_from_schnell(
         assert got == pytest.approx(expected, abs=0.01)
 
 
-def test_kohyas_layout_of_the_published_width_is_read_by_diffusers(
-    family: WorkerFamily, tmp_path: Path
-) -> None:
-    """Its converter knows only that width, which no tiny model has: here without base weights."""
+def test_diffusers_reads_kohyas_layout_of_the_published_width(family: WorkerFamily, tmp_path: Path) -> None:
+    """diffusers' converter supports only that width; the transformer here has no base weights."""
     with torch.device("meta"):
         sizes = {"num_layers": 1, "num_single_layers": 1}
         real: Any = FluxTransformer2DModel(**sizes)

@@ -9,8 +9,8 @@ from diffusers import Flux2KleinPipeline
 
 from demo.tiny_models import make_tiny_flux2_klein
 from pipeline.models.worker.family import load_family
+from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.flux2_case import Flux2Case
-from tests.pipeline.models.families.whole_job import Case
 
 
 class KleinCase(Flux2Case):
@@ -21,13 +21,13 @@ class KleinCase(Flux2Case):
         make_tiny_flux2_klein(folder)
 
 
-def test_the_whole_job_of_klein_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(KleinCase())
 
 
-def test_the_shift_is_the_one_of_the_pipelines_pictures(tmp_path: Path) -> None:
+def test_the_shift_equals_the_pipelines(tmp_path: Path) -> None:
     make_tiny_flux2_klein(tmp_path)
     family = load_family(tmp_path)
     scheduler = family.noise.load_scheduler()

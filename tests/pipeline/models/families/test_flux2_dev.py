@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from demo.tiny_models import make_tiny_flux2_dev
 from pipeline.models.worker.family import load_family
+from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.flux2_case import Flux2Case
-from tests.pipeline.models.families.whole_job import Case
 
 
 class DevCase(Flux2Case):
@@ -27,13 +27,13 @@ class DevCase(Flux2Case):
         return pipe
 
 
-def test_the_whole_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(DevCase())
 
 
-def test_what_a_caption_loses_is_counted_behind_the_system_message(tmp_path: Path) -> None:
+def test_cut_tokens_are_counted_after_the_system_message(tmp_path: Path) -> None:
     make_tiny_flux2_dev(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")

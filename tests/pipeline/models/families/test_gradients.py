@@ -1,4 +1,4 @@
-"""Of every family: what is adapted by default learns."""
+"""The default adapters of every family learn."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ pytestmark = [
 ]
 
 SILENT = {"Stable Diffusion 3 and 3.5": {"transformer_blocks.2.attn.add_q_proj"}}
-"""The query of the last block's text, whose answer is dropped: its gradient is there, and zero. In kohya's
-files it is of one layer with key and value, which do learn, and DoRA needs all of a layer."""
+"""Adapters with a gradient of zero: the text query of the last block, because its text output is unused. In
+kohya's layout it shares a layer with key and value, which learn, and DoRA needs the complete layer."""
 
 CAPTIONS = ("a cat", "a white cat on a brick wall")
 
 
 @pytest.mark.parametrize("kind", TINY)
-def test_every_adapter_of_the_default_targets_gets_a_gradient_from_one_backward_pass(
-    tmp_path: Path, kind: str
-) -> None:
+def test_every_default_adapter_gets_a_gradient_in_one_backward_pass(tmp_path: Path, kind: str) -> None:
     TINY[kind](tmp_path)
     family = load_family(tmp_path)
     denoiser = family.denoiser.load("float32", "cpu")
@@ -45,7 +43,7 @@ def test_every_adapter_of_the_default_targets_gets_a_gradient_from_one_backward_
 
 
 def backward(family: WorkerFamily, denoiser: torch.nn.Module) -> None:
-    """The gradient of the family's loss on two samples of noise."""
+    """Compute the gradient of the family's loss on two samples of noise."""
     encoders = family.text.load("float32", "cpu")
     texts = [family.text.encode_caption(encoders, caption).tensors for caption in CAPTIONS]
     size, count = Size(64, 64), len(CAPTIONS)

@@ -17,14 +17,14 @@ from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 BROUGHT = ("tokenizer_4", "text_encoder_4")
 LAYERS = ("to_q", "to_k", "to_v", "to_out")
 
 
 class Sized(HiDreamImagePipeline):
-    """Draws what is asked for, not the like of it with the pipeline's default area."""
+    """A pipeline that draws the requested size instead of scaling it to its default area."""
 
     def __call__(self, *args: Any, height: int, width: int, **options: Any) -> Any:
         self.default_sample_size = math.sqrt(height * width) / 8 * 1.000001
@@ -70,7 +70,7 @@ class HiDreamCase(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(HiDreamCase())
@@ -84,9 +84,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("size", [(64, 64), (32, 96)])
-def test_while_it_trains_the_transformer_answers_the_same_and_its_experts_pass_gradients_on(
-    tiny: Path, size: tuple[int, int]
-) -> None:
+def test_training_mode_predicts_the_same_and_experts_get_gradients(tiny: Path, size: tuple[int, int]) -> None:
     family = load_family(tiny)
     denoiser = family.denoiser.load("float32", "cpu")
     random = torch.Generator().manual_seed(1)
@@ -106,7 +104,7 @@ def test_while_it_trains_the_transformer_answers_the_same_and_its_experts_pass_g
     assert all(any(w.grad is not None for w in module.parameters()) for module in experts)
 
 
-def test_a_published_model_lacks_its_llama_and_takes_one_from_elsewhere(tiny: Path, tmp_path: Path) -> None:
+def test_a_published_model_requires_a_user_provided_llama(tiny: Path, tmp_path: Path) -> None:
     base, llama = shutil.copytree(tiny, tmp_path / "base"), tmp_path / "llama"
     index = read_json(base / "model_index.json")
     for role in BROUGHT:
@@ -127,7 +125,7 @@ def test_a_published_model_lacks_its_llama_and_takes_one_from_elsewhere(tiny: Pa
     assert all(torch.equal(own[name], whole[name]) for name in whole)
 
 
-def test_what_is_no_square_has_as_many_patches_as_the_transformer_fills_up_to(tiny: Path) -> None:
+def test_images_that_are_not_square_must_fit_the_padded_sequence(tiny: Path) -> None:
     family = load_family(tiny)
     assert family.latent_shape(Size(256, 256)) == (16, 32, 32)
     assert family.latent_shape(Size(64, 256)) == (16, 8, 32)

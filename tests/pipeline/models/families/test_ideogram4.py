@@ -12,7 +12,7 @@ from demo.tiny_models import make_tiny_ideogram4
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ORIGINAL = ("attention.qkv", "attention.o", "feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 LAYERS = tuple(f"attention.{end}" for end in ("to_q", "to_k", "to_v", "to_out.0")) + ORIGINAL[2:]
@@ -77,13 +77,13 @@ def originals() -> set[str]:
     return {f"layers.{block}.{layer}" for block in range(2) for layer in ORIGINAL}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(Ideogram4Case())
 
 
-def test_its_layers_in_the_original_code_are_those_that_diffusers_reads(tmp_path: Path) -> None:
+def test_original_layer_names_match_diffusers_converter(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
     family = load_family(tmp_path)
     for path in originals():
@@ -99,7 +99,7 @@ def test_its_layers_in_the_original_code_are_those_that_diffusers_reads(tmp_path
         assert len(modules) == (3 if path.endswith("qkv") else 1)
 
 
-def test_noise_levels_lie_where_the_pipelines_steps_do(tmp_path: Path) -> None:
+def test_noise_levels_have_the_density_of_the_pipelines_steps(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
     family = load_family(tmp_path)
     shares = torch.linspace(0, 1, 9, dtype=torch.float64)[1:].flip(0)
@@ -110,7 +110,7 @@ def test_noise_levels_lie_where_the_pipelines_steps_do(tmp_path: Path) -> None:
         torch.testing.assert_close(got, 1000 * expected, rtol=0, atol=1e-3)
 
 
-def test_a_caption_that_the_pipeline_refuses_is_cut_and_its_template_is_not(tmp_path: Path) -> None:
+def test_a_caption_that_the_pipeline_rejects_is_cut_and_the_template_is_kept(tmp_path: Path) -> None:
     make_tiny_ideogram4(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")

@@ -14,7 +14,7 @@ from pipeline.errors import BucketError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ENDS = ("to_query", "to_key", "to_value", "out_layer")
 FEED_FORWARD = ("feed_forward.in_layer", "feed_forward.out_layer")
@@ -73,17 +73,15 @@ class Kandinsky5Case(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in text | visual}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(Kandinsky5Case())
 
 
 @pytest.mark.parametrize(("word", "last"), [("cat", "cat"), ("astronaut", "a")])
-def test_a_caption_is_cut_where_the_language_model_is_given_no_more_of_it(
-    word: str, last: str, tmp_path: Path
-) -> None:
-    """Where long words stand at the limit and a short one ends it, more is taken off than is beyond."""
+def test_a_caption_is_cut_where_the_language_models_input_ends(word: str, last: str, tmp_path: Path) -> None:
+    """With long words at the limit and a short last one, the pipeline removes more than the excess."""
     make_tiny_kandinsky5(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")
@@ -105,7 +103,7 @@ def test_a_caption_is_cut_where_the_language_model_is_given_no_more_of_it(
         assert cut == len(caption) or seen == before + caption[:cut]
 
 
-def test_a_size_beyond_the_tables_of_positions_is_an_error(tmp_path: Path) -> None:
+def test_a_size_beyond_the_position_tables_is_an_error(tmp_path: Path) -> None:
     make_tiny_kandinsky5(tmp_path)
     assert load_family(tmp_path).latent_shape(Size(2048, 64)) == (16, 256, 8)
     with pytest.raises(BucketError, match="64x2064"):

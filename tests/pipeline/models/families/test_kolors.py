@@ -11,8 +11,8 @@ from diffusers import DDPMScheduler
 from demo.tiny_models import make_tiny_kolors
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
-from tests.pipeline.models.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old; its ChatGLM, which is
 # imported no earlier than a test needs it, compiles a function in a way that torch calls old.
@@ -45,14 +45,13 @@ class KolorsCase(SizedUNetCase):
         return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(KolorsCase())
 
 
-def test_what_a_caption_loses_is_told_in_characters_not_bytes(tmp_path: Path) -> None:
-    """FAILURES C05."""
+def test_C05_the_cut_is_reported_in_characters_not_bytes(tmp_path: Path) -> None:
     make_tiny_kolors(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")

@@ -13,7 +13,7 @@ from demo.tiny_models.parts import write_json
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ATTENTION = {"to_q": "wq", "to_k": "wk", "to_v": "wv", "to_out.0": "wo", "to_gate": "gate"}
 LAYERS = {f"attn.{name}": f"attn.{original}" for name, original in ATTENTION.items()}
@@ -73,13 +73,13 @@ def originals() -> set[str]:
     return {f"{block}.{layer}" for block in BLOCKS for layer in LAYERS.values()}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(Krea2Case())
 
 
-def test_its_names_in_the_original_code_are_those_that_diffusers_reads(tmp_path: Path) -> None:
+def test_original_layer_names_match_diffusers_converter(tmp_path: Path) -> None:
     make_tiny_krea2(tmp_path)
     family = load_family(tmp_path)
     blocks = ("transformer_blocks.1", "text_fusion.layerwise_blocks.0", "text_fusion.refiner_blocks.0")

@@ -14,7 +14,7 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ORIGINAL = ("attention_qkv", "attention_out", "feed_forward_w1", "feed_forward_w2", "feed_forward_w3")
 BLOCKS = ("layers_0", "layers_1", "noise_refiner_0", "context_refiner_0")
@@ -53,14 +53,14 @@ class Lumina2Case(Case):
         return self.kohya_keys()
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(Lumina2Case())
 
 
-def test_its_fused_layers_of_the_published_width_are_read_by_diffusers(tmp_path: Path) -> None:
-    """Its converter knows only that width, and not kohya's names: those are put into the original's."""
+def test_diffusers_reads_stacked_layers_of_the_published_width(tmp_path: Path) -> None:
+    """diffusers' converter supports only that width, and original names instead of kohya's."""
     make_tiny_lumina2(tmp_path)
     family = load_family(tmp_path)
     with torch.device("meta"):

@@ -9,7 +9,7 @@ from diffusers import QwenImagePipeline
 
 from demo.tiny_models import make_tiny_qwen_image
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_k_proj", "attn.add_v_proj")
 IMAGE += ("img_mlp.net.0.proj", "img_mlp.net.2")
@@ -68,7 +68,7 @@ class QwenImageCase(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in LAYERS}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(QwenImageCase())

@@ -11,7 +11,7 @@ from diffusers import SanaPipeline
 from demo.tiny_models import make_tiny_sana
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 # diffusers' solver makes an array of a tensor in a way that numpy 2 calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -65,13 +65,13 @@ class SanaCase(Case):
         return {f"lora_unet_{module.replace('.', '_')}" for module in modules}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(SanaCase())
 
 
-def test_the_shift_is_the_one_of_the_base_models_solver(tmp_path: Path) -> None:
+def test_the_shift_comes_from_the_base_models_solver(tmp_path: Path) -> None:
     make_tiny_sana(tmp_path)
     family = load_family(tmp_path)
     half = torch.tensor([0.5], dtype=torch.float64)
@@ -79,7 +79,7 @@ def test_the_shift_is_the_one_of_the_base_models_solver(tmp_path: Path) -> None:
     assert family.timestep_facts()["flow_shift"] == 3.0
 
 
-def test_what_a_caption_loses_is_counted_behind_the_instruction(tmp_path: Path) -> None:
+def test_cut_tokens_are_counted_after_the_instruction(tmp_path: Path) -> None:
     make_tiny_sana(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")

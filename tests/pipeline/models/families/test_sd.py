@@ -19,7 +19,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 ATTENTIONS = {
     "down_blocks.0.attentions.0": "input_blocks.1.1",
@@ -27,7 +27,7 @@ ATTENTIONS = {
     "up_blocks.1.attentions.0": "output_blocks.2.1",
     "up_blocks.1.attentions.1": "output_blocks.3.1",
 }
-"""The tiny UNet's, by CompVis's numbers."""
+"""Attention blocks of the tiny UNet by their CompVis names."""
 
 LAYERS = [
     f"transformer_blocks.0.{attention}.{layer}"
@@ -72,7 +72,7 @@ class StableDiffusionCase(Case):
 
 
 class VPredictionCase(StableDiffusionCase):
-    """As Stable Diffusion 2.1 at 768 pixels."""
+    """v-prediction, as in Stable Diffusion 2.1 at 768 pixels."""
 
     def make(self, folder: Path) -> None:
         make_tiny(folder, prediction_type="v_prediction")
@@ -84,7 +84,7 @@ class VPredictionCase(StableDiffusionCase):
 
 
 @pytest.mark.parametrize("case", [StableDiffusionCase, VPredictionCase])
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None], case: type[Case]
 ) -> None:
     prove(case())
@@ -103,7 +103,7 @@ def v_family(tiny_sd: Path, tmp_path: Path) -> WorkerFamily:
     return load_family(folder)
 
 
-def test_what_the_configurations_say_is_known_without_torch(tiny_sd: Path) -> None:
+def test_facts_from_configurations_need_no_torch(tiny_sd: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from pipeline.models.families import detect\n"
         "from pipeline.images.geometry import Size\n"
@@ -127,7 +127,7 @@ def test_B03_a_size_the_vae_cannot_divide_is_an_error(family: WorkerFamily) -> N
         family.latent_shape(Size(60, 64))
 
 
-def test_posterior_and_scaling_are_those_of_diffusers(family: WorkerFamily, tiny_sd: Path) -> None:
+def test_posterior_and_scaling_equal_diffusers(family: WorkerFamily, tiny_sd: Path) -> None:
     from diffusers import AutoencoderKL
 
     pixels = torch.rand(2, 3, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
@@ -141,7 +141,7 @@ def test_posterior_and_scaling_are_those_of_diffusers(family: WorkerFamily, tiny
     assert torch.equal(family.vae.normalise(posterior.mean), posterior.mean * 0.18215)
 
 
-def test_a_shift_is_taken_off_before_the_scaling(tiny_sd: Path, tmp_path: Path) -> None:
+def test_the_shift_is_subtracted_before_scaling(tiny_sd: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(tiny_sd, tmp_path / "shifted")
     path = folder / "vae" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "shift_factor": 0.5, "scaling_factor": 2.0}))
@@ -149,7 +149,7 @@ def test_a_shift_is_taken_off_before_the_scaling(tiny_sd: Path, tmp_path: Path) 
 
 
 def _formula(family: WorkerFamily, latent, noise, timestep: int):
-    """Signal and noise rates of the scaled linear schedule, in float64, by hand."""
+    """Return signal and noise rates of the scaled linear schedule, in float64."""
     betas = np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2
     signal = np.cumprod(1 - betas)[timestep]
     return signal**0.5, (1 - signal) ** 0.5
@@ -173,7 +173,7 @@ def test_noise_and_target_follow_the_formulas(kind: str, request: pytest.Fixture
         )
 
 
-def test_uniform_numbers_become_each_timestep_equally(family: WorkerFamily) -> None:
+def test_uniform_levels_give_each_timestep_equally_often(family: WorkerFamily) -> None:
     scheduler = family.noise.load_scheduler()
     uniform = torch.arange(4000, dtype=torch.float64) / 4000
     timesteps = family.noise.timesteps(scheduler, uniform, (4, 8, 8))
@@ -181,7 +181,7 @@ def test_uniform_numbers_become_each_timestep_equally(family: WorkerFamily) -> N
     assert torch.equal(torch.bincount(timesteps), torch.full((1000,), 4))
 
 
-def test_a_prediction_is_the_unet_called_by_hand(family: WorkerFamily) -> None:
+def test_a_prediction_equals_a_direct_call_of_the_unet(family: WorkerFamily) -> None:
     unet = family.denoiser.load("float32", "cpu")
     noisy, text = torch.ones(2, 4, 8, 8), torch.ones(2, 77, 32)
     times = torch.tensor([5, 900])
@@ -192,7 +192,7 @@ def test_a_prediction_is_the_unet_called_by_hand(family: WorkerFamily) -> None:
     assert not any(parameter.requires_grad for parameter in unet.parameters())
 
 
-def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, tiny_sd: Path) -> None:
+def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, tiny_sd: Path) -> None:
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
@@ -206,7 +206,7 @@ def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, tiny_sd: 
     assert np.asarray(drawn).std() > 1
 
 
-def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: WorkerFamily) -> None:
+def test_lora_targets_exist_and_have_names_in_both_layouts(family: WorkerFamily) -> None:
     unet = family.denoiser.load("float32", "cpu")
     modules = [name for name, _ in unet.named_modules() if name.endswith(tuple(family.lora_targets()))]
     assert len(modules) == 4 * 8
@@ -231,10 +231,10 @@ def test_lora_targets_exist_and_have_a_name_in_both_layouts(family: WorkerFamily
         ("up_blocks.3.attentions.2", "output_blocks.11.1"),
     ],
 )
-def test_comfyui_keys_are_the_blocks_of_the_published_unet(
+def test_comfyui_keys_number_the_blocks_as_the_published_unet_does(
     tiny_sd: Path, tmp_path: Path, module: str, original: str
 ) -> None:
-    """The published models have two layers a level; the pairs are those of CompVis's v1-inference.yaml."""
+    """The published models have two layers per level; the pairs are from CompVis's v1-inference.yaml."""
     folder = shutil.copytree(tiny_sd, tmp_path / "wide")
     path = folder / "unet" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "layers_per_block": 2}))

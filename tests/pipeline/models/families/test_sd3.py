@@ -14,7 +14,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 JOINT = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
 
@@ -49,7 +49,7 @@ class StableDiffusion3Case(Case):
 
 
 class WithoutT5(StableDiffusion3Case):
-    """As SD 3.5 medium, and without its third encoder."""
+    """SD 3.5 medium without its third text encoder."""
 
     targets: ClassVar[list[str]] = [*StableDiffusion3Case.targets, *(f"attn2.{end}" for end in JOINT[:4])]
 
@@ -64,13 +64,13 @@ class WithoutT5(StableDiffusion3Case):
         return super().kohya_keys() | second
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(StableDiffusion3Case())
 
 
-def test_the_whole_job_equals_diffusers_without_t5_and_with_dual_attention(
+def test_the_complete_job_equals_diffusers_without_t5_and_with_dual_attention(
     prove: Callable[[Case], None],
 ) -> None:
     prove(WithoutT5())
@@ -83,7 +83,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> WorkerFamily:
     return load_family(folder)
 
 
-def test_without_t5_its_tokens_are_zeros_as_diffusers_has_them(tmp_path: Path) -> None:
+def test_without_t5_its_tokens_are_zeros_as_in_diffusers(tmp_path: Path) -> None:
     make_tiny_sd3(tmp_path, t5_encoder=False)
     family = load_family(tmp_path)
     assert family.max_length() == 77
@@ -99,7 +99,7 @@ def test_without_t5_its_tokens_are_zeros_as_diffusers_has_them(tmp_path: Path) -
     assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (82, 5, 4 * 75)
 
 
-def test_a_caption_is_cut_only_where_t5_ends_too(family: WorkerFamily) -> None:
+def test_a_caption_is_cut_only_where_t5_ends(family: WorkerFamily) -> None:
     encoders = family.text.load("float32", "cpu")
     short = family.text.encode_caption(encoders, "cat " * 80)
     assert (short.num_cut, short.cut_from) == (0, None)
@@ -107,13 +107,13 @@ def test_a_caption_is_cut_only_where_t5_ends_too(family: WorkerFamily) -> None:
     assert (long.num_tokens, long.num_cut, long.cut_from) == (301, 45, 4 * 255)
 
 
-def test_a_size_beyond_the_table_of_positions_is_an_error(family: WorkerFamily) -> None:
+def test_a_size_beyond_the_position_table_is_an_error(family: WorkerFamily) -> None:
     assert family.latent_shape(Size(192, 64)) == (16, 24, 8)
     with pytest.raises(BucketError, match="208x64"):
         family.latent_shape(Size(208, 64))
 
 
-def test_query_key_and_value_are_one_layer_of_kohyas(family: WorkerFamily) -> None:
+def test_query_key_and_value_share_one_layer_in_kohyas_layout(family: WorkerFamily) -> None:
     names = ("to_q", "to_k", "to_v")
     modules = tuple(f"transformer_blocks.1.attn.{name}" for name in names)
     assert family.kohya_layer(modules[1]) == Layer("lora_unet_joint_blocks_1_x_block_attn_qkv", modules)

@@ -22,8 +22,8 @@ from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.loader import MicroInput
+from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
-from tests.pipeline.models.families.whole_job import Case
 
 # diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -66,14 +66,14 @@ class StableDiffusionXLCase(SizedUNetCase):
         return {f"lora_unet_{name.replace('.', '_')}" for name in originals}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(StableDiffusionXLCase())
 
 
 class HalfCase(StableDiffusionXLCase):
-    """As many models are published: of each component there are weights named fp16 and no others."""
+    """A model with only fp16 weights, as many are published."""
 
     def make(self, folder: Path) -> None:
         make_tiny_sdxl(folder.parent / "whole")
@@ -88,13 +88,13 @@ class HalfCase(StableDiffusionXLCase):
 
 
 @pytest.mark.slow
-def test_the_whole_job_equals_diffusers_where_all_weights_are_of_a_variant(
+def test_the_complete_job_equals_diffusers_if_all_weights_have_a_variant(
     prove: Callable[[Case], None],
 ) -> None:
     prove(HalfCase())
 
 
-def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprint_under_either_name(
+def test_shards_of_a_variant_load_and_have_the_same_fingerprint(
     family: WorkerFamily, tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     other = shutil.copytree(tiny_sdxl, tmp_path / "other")
@@ -116,7 +116,7 @@ def test_shards_of_a_variant_are_loaded_and_the_same_weights_have_one_fingerprin
 
 
 class ChannelCase(StableDiffusionXLCase):
-    """With a VAE as Playground 2.5's: each channel of its latents has a mean and a deviation."""
+    """A VAE with channel statistics, like Playground 2.5's."""
 
     known: ClassVar[dict[str, Any]] = {
         "latents_mean": [-1.6, 0.8, 0.2, -0.4],
@@ -137,13 +137,13 @@ class ChannelCase(StableDiffusionXLCase):
 
 
 @pytest.mark.slow
-def test_the_whole_job_equals_diffusers_where_each_channel_has_a_mean_and_a_deviation(
+def test_the_complete_job_equals_diffusers_if_each_channel_has_a_mean_and_a_deviation(
     prove: Callable[[Case], None],
 ) -> None:
     prove(ChannelCase())
 
 
-def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_give_other_keys(
+def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
     family: WorkerFamily, tmp_path: Path
 ) -> None:
     ChannelCase().make(tmp_path)
@@ -167,7 +167,7 @@ def test_l04_means_and_deviations_of_channels_are_used_as_diffusers_does_and_giv
     torch.testing.assert_close(decoded, picture, rtol=0, atol=1e-5)
 
 
-def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, whole: Any) -> None:
+def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, whole: Any) -> None:
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
@@ -175,7 +175,7 @@ def test_a_picture_is_that_of_the_whole_pipeline(family: WorkerFamily, whole: An
     np.testing.assert_allclose(np.asarray(own) / 255, drawn(whole), atol=0.6 / 255)
 
 
-def test_what_a_caption_loses_is_counted(family: WorkerFamily) -> None:
+def test_cut_tokens_are_counted(family: WorkerFamily) -> None:
     encoders = family.text.load("float32", "cpu")
     encoded = family.text.encode_caption(encoders, "cat " * 80)
     assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (82, 5, 4 * 75)
@@ -195,12 +195,12 @@ def test_a_schedule_that_cannot_be_trained_is_an_error(
         load_family(folder).prediction_type()
 
 
-def test_a_module_that_kohya_has_no_name_for_is_an_error(family: WorkerFamily) -> None:
+def test_a_module_without_a_name_in_kohyas_layout_is_an_error(family: WorkerFamily) -> None:
     with pytest.raises(FamilyError, match="no name in the original"):
         family.kohya_layer("add_embedding.linear_1")
 
 
-def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
+def test_diffusers_reads_the_kohya_names_of_convolutions(
     family: WorkerFamily, tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     unet: Any = family.denoiser.load("float32", "cpu")
@@ -222,7 +222,7 @@ def test_names_of_convolutions_are_those_that_diffusers_reads_in_kohyas_layout(
     } <= keys
 
 
-def test_a_large_size_is_told_exactly_in_half_precision(family: WorkerFamily) -> None:
+def test_large_sizes_stay_exact_in_half_precision(family: WorkerFamily) -> None:
     told: list[torch.Tensor] = []
 
     class Listening(torch.nn.Module):
@@ -241,7 +241,7 @@ def test_a_large_size_is_told_exactly_in_half_precision(family: WorkerFamily) ->
     assert told[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
 
 
-def test_detection_goes_by_the_pipeline_class_and_an_unknown_one_lists_the_families(
+def test_the_pipeline_class_decides_and_an_unknown_one_lists_the_families(
     tiny_sdxl: Path, tmp_path: Path
 ) -> None:
     assert load_family(tiny_sdxl).name == "Stable Diffusion XL"

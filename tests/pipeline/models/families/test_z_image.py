@@ -11,7 +11,7 @@ from diffusers import ZImagePipeline
 from demo.tiny_models import make_tiny_z_image
 from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.whole_job import Case
+from tests.pipeline.models.families.complete_job import Case
 
 LAYERS = ("attention.to_q", "attention.to_k", "attention.to_v", "attention.to_out.0")
 LAYERS += tuple(f"feed_forward.w{number}" for number in (1, 2, 3))
@@ -46,14 +46,14 @@ class ZImageCase(Case):
         return {f"lora_unet_{block}_{layer}".replace(".", "_") for block in BLOCKS for layer in LAYERS}
 
 
-def test_the_whole_job_equals_diffusers_and_its_files_change_the_picture(
+def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
     prove: Callable[[Case], None],
 ) -> None:
     prove(ZImageCase())
 
 
 @pytest.mark.parametrize("words", [3, 600])
-def test_what_a_caption_loses_is_counted_inside_of_the_template(tmp_path: Path, words: int) -> None:
+def test_cut_tokens_are_counted_inside_the_template(tmp_path: Path, words: int) -> None:
     make_tiny_z_image(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")

@@ -1,6 +1,6 @@
-"""The whole job of one family, compared with diffusers at each step.
+"""The complete job of one family, compared with diffusers at each step.
 
-A family's test file gives a `Case`: what diffusers' pipeline makes of the same things, called by hand.
+A family's test file defines a `Case`, which computes the expected values with diffusers alone.
 """
 
 from __future__ import annotations
@@ -38,61 +38,61 @@ TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 
 
 class Case(ABC):
-    """What a family should come to."""
+    """The expected results of a family."""
 
     pipeline_class: ClassVar[Any]
-    """Of diffusers."""
+    """Pipeline class of diffusers."""
 
     targets: ClassVar[list[str] | str]
-    """Modules to adapt, as peft takes them."""
+    """Modules to adapt, in the form that peft accepts."""
 
     drawing: ClassVar[dict[str, Any]] = {}
-    """Arguments of the pipeline that a plain picture takes beside its prompt."""
+    """Arguments of the pipeline, besides the prompt, that drawing a picture requires."""
 
     previewing: ClassVar[dict[str, Any]] = {}
-    """Arguments that its preview takes beside the family's guidance."""
+    """Arguments of the pipeline, besides the guidance scale, that equal those of a preview."""
 
     @abstractmethod
     def make(self, folder: Path) -> None:
         """Write the tiny model."""
 
     def pipeline(self, folder: Path, **parts: Any) -> Any:
-        """The whole of it, as anyone would load it."""
+        """Load the complete pipeline."""
         return self.pipeline_class.from_pretrained(folder, **parts)
 
     @abstractmethod
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        """What the pipeline tells its denoiser of a caption, by the names of the entries."""
+        """Return the conditions that the pipeline gives its denoiser, named as in the entries."""
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """What the pipeline's image-to-image twin makes of pixels (1, 3, H, W) in [-1, 1]."""
+        """Return the latent of pixels (1, 3, H, W) in [-1, 1], as in the image-to-image pipeline."""
         config = pipe.vae.config
         return (pipe.vae.encode(pixels).latent_dist.mean - config.shift_factor) * config.scaling_factor
 
     def noisy(self, pipe: Any, micro: MicroInput) -> torch.Tensor:
-        """By the paper's formula."""
+        """Apply the paper's formula."""
         sigma = (micro.timesteps / 1000)[:, None, None, None]
         return sigma * micro.noise + (1 - sigma) * micro.latent
 
     def target(self, micro: MicroInput) -> torch.Tensor:
-        """By the paper's formula."""
+        """Apply the paper's formula."""
         return micro.noise - micro.latent
 
     @abstractmethod
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """The pipeline's denoiser called by hand, packed and unpacked without its own functions."""
+        """Call the pipeline's denoiser, packing and unpacking without its own functions."""
 
     @abstractmethod
     def kohya_keys(self) -> set[str]:
-        """Keys of kohya's layers, without their endings."""
+        """Return the keys of kohya's layers, without suffixes."""
 
     def comfyui_keys(self, modules: set[str]) -> set[str]:
-        """Keys of ComfyUI's layers for the denoiser's modules; it translates diffusers' names itself."""
+        """Return ComfyUI's keys of the denoiser's modules; by default it translates diffusers' names."""
         return {f"transformer.{module}" for module in modules}
 
 
 class Here:
-    """Runs both kinds of worker in this process."""
+    """Run every kind of worker in this process."""
 
     def __init__(self, encode: Any) -> None:
         self.encode = encode
@@ -112,12 +112,12 @@ class Here:
 
 
 def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
-    """The whole job in `folder`; raises where it differs from diffusers."""
+    """Run the complete job in `folder`, and fail where it differs from diffusers."""
     base = folder / "base"
     case.make(base)
     recipe = recipe_from_mapping("demo", settings(folder, photos, base))
     tables, launch = Tables(recipe.output_dir), Here(encode)
-    entries, order = whole_job(recipe, tables, launch)
+    entries, order = complete_job(recipe, tables, launch)
     family = load_family(base)
     pipe = case.pipeline(base)
     pipe.set_progress_bar_config(disable=True)
@@ -157,7 +157,7 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
     }
 
 
-def whole_job(recipe: Any, tables: Tables, launch: Here) -> tuple[RecipeEntries, Any]:
+def complete_job(recipe: Any, tables: Tables, launch: Here) -> tuple[RecipeEntries, Any]:
     def kept(asset: str, result: Any) -> Any:
         tables.write(asset, result.table)
         tables.write_rejected(asset, result.rejected)
@@ -189,7 +189,7 @@ def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeE
 def check_decoding(
     case: Case, row: dict[str, Any], entries: RecipeEntries, family: WorkerFamily, pipe: Any
 ) -> None:
-    """A latent of the store becomes the picture that the pipeline draws where its last step ends in it."""
+    """A stored latent decodes to the picture of a pipeline whose last step ends in that latent."""
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"][None]
     height, width = Geometry.from_row(row).target_size
 
@@ -228,7 +228,7 @@ def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerF
 
 
 def check_cut(family: WorkerFamily) -> None:
-    """What a caption is said to lose makes no difference, and the word before it does."""
+    """Changing the part reported as cut changes nothing; changing the word before it does."""
     encoders = family.text.load("float32", "cpu")
     caption = "cat " * (family.max_length() + 20)
     encoded = family.text.encode_caption(encoders, caption)
@@ -245,7 +245,7 @@ def check_cut(family: WorkerFamily) -> None:
 
 
 def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
-    """A preview is the picture that the whole pipeline draws of the same words."""
+    """A preview equals the picture of the complete pipeline."""
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
@@ -255,7 +255,7 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
 
 
 def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
-    """With a fresh adapter, whose delta weights are zero, the base model itself is the oracle."""
+    """A fresh adapter has delta weights of zero, so the base model is the oracle."""
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
     micro = maker.make(0, next(iter(order.plan())).micro_batches[0][0])
@@ -273,7 +273,7 @@ def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
 
 
 def check_lengths(order: Any, family: WorkerFamily) -> None:
-    """A short caption, a long one and none in one batch get the answers that each gets alone."""
+    """Captions of different lengths in one batch get the predictions that each gets alone."""
     engine = Engine(order, family)
     maker = MicroBatchMaker(order, family, engine.scheduler)
     one = next(iter(order.plan())).micro_batches[0][0][0]
@@ -295,7 +295,7 @@ def check_lengths(order: Any, family: WorkerFamily) -> None:
 
 
 def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput) -> None:
-    """Activations computed a second time give the same gradients, to the bit."""
+    """Recomputed activations give bit-identical gradients."""
     found: list[list[torch.Tensor]] = []
     for again in (False, True):
         if again:
@@ -331,7 +331,7 @@ def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None
 
 
 def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
-    """Keys of diffusers' layout as peft and diffusers' own saving name them."""
+    """Return the keys of diffusers' layout from peft's and diffusers' own saving functions."""
     from peft import LoraConfig, get_peft_model_state_dict
     from peft.tuners.lora import LoraLayer
 
