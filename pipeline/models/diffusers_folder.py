@@ -86,7 +86,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as err:
-        raise ModelError(f"the base model has no {path.name}", where=str(path), fix=fix) from err
+        raise ModelError(f"the base model lacks {path.name}", where=str(path), fix=fix) from err
     except (OSError, ValueError) as err:
         raise ModelError(f"a file of the base model is unreadable: {err}", where=str(path), fix=fix) from err
     if not isinstance(value, dict):
@@ -102,7 +102,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     (see `weight_variant`) are used only if there are no others.
 
     Raises:
-        ModelError: There are no weights, or a shard that the index names is missing.
+        ModelError: The weights are missing, or a shard that the index names is missing.
     """
     return _find_weights(folder)[1]
 
@@ -129,7 +129,7 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
     plain = ", ".join(f"{name}.safetensors" for name in _WEIGHT_NAMES)
     variants = ", ".join(_with_variant("*.safetensors", variant) for variant in WEIGHT_VARIANTS)
     raise ModelError(
-        "a component of the base model has no weights",
+        "a component of the base model lacks weights",
         where=str(folder),
         fix=f"add one of {plain} (or .bin, or shards with their index), or of {variants}; rename files that "
         "have another variant in their name",
@@ -146,7 +146,7 @@ def require_whole(path: Path) -> None:
     """Raise ModelError unless a safetensors file has the size that its header implies; reads no tensor.
 
     Raises:
-        ModelError: The file is truncated or has no valid header.
+        ModelError: The file is truncated or its header is invalid.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
@@ -168,14 +168,14 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Return the existing (configurations, vocabularies) of the tokenizer in `folder`.
 
     Raises:
-        ModelError: There is no vocabulary.
+        ModelError: The vocabulary is missing.
     """
     configs = tuple(folder / name for name in _TOKENIZER_CONFIGS if (folder / name).is_file())
     contents = tuple(folder / name for name in _TOKENIZER_CONTENTS if (folder / name).is_file())
     template = folder / _CHAT_TEMPLATE
     if not contents:
         raise ModelError(
-            "the base model's tokenizer has no vocabulary",
+            "the base model's tokenizer lacks a vocabulary",
             where=str(folder),
             fix=f"add at least one of {', '.join(_TOKENIZER_CONTENTS)}",
         )

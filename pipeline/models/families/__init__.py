@@ -76,7 +76,7 @@ def family_spec(folder: Path) -> FamilySpec:
 
     Raises:
         FamilyError: No family has this pipeline class; the message lists those that exist.
-        ModelError: There is no readable `model_index.json`.
+        ModelError: `model_index.json` is missing or unreadable.
     """
     index = folder / "model_index.json"
     pipeline_class = read_json(index).get("_class_name")
@@ -100,6 +100,6 @@ def detect(folder: Path, replaced: Mapping[str, Path] | None = None) -> Family:
 
     Raises:
         FamilyError: See `family_spec`.
-        ModelError: There is no readable `model_index.json`.
+        ModelError: `model_index.json` is missing or unreadable.
     """
     return Family(family_spec(folder), ModelFolder(folder, replaced))

@@ -17,7 +17,7 @@ from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
 from pipeline.models.fingerprints import ModelPart
 
 Use = Literal["latents", "text", "denoiser"]
-"""What a part of the base model decides: latents, text embeddings, or the training."""
+"""Artifact that a part of the base model decides: latents, text embeddings, or the trained LoRA."""
 
 Denoiser = Literal["unet", "transformer"]
 """Component of the diffusers pipeline that training adapts."""

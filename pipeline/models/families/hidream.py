@@ -61,7 +61,7 @@ class FourEncoderText(TextSpec):
         for role in _USER_PROVIDED:
             if not model.has(role):
                 raise FamilyError(
-                    f"HiDream's published models have no {role}: you provide a Llama 3.1",
+                    f"HiDream's published models lack {role}: you provide a Llama 3.1",
                     where=f"model.components.{role}",
                     fix="set model.components.tokenizer_4 and model.components.text_encoder_4 to "
                     "meta-llama/Llama-3.1-8B-Instruct, or to a folder with a downloaded copy",

@@ -82,7 +82,7 @@ class Krea2Keys(LoraKeys):
         match = _BLOCK.fullmatch(module)
         if not match or match[3] not in _ORIGINAL:
             raise FamilyError(
-                f"the module {module} has no name in the original code's layout",
+                f"the original code's layout does not include the module {module}",
                 where=str(model.config_file("transformer")),
                 fix="adapt only attention and feed-forward layers inside blocks",
             )

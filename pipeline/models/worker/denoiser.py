@@ -53,7 +53,7 @@ class DenoiserCall(ABC):
         """Return the network, frozen and in evaluation mode.
 
         Args:
-            dtype: Number format of the weights, and of what is multiplied with quantized ones.
+            dtype: Number format of the weights, and of the activations they are multiplied with.
             device: Anything that `torch.device` accepts.
             quantization: Quantization config of diffusers; None leaves the weights unquantized.
         """

@@ -44,7 +44,7 @@ class PipelineDrawing:
 
         Args:
             denoiser: Network to draw with, including its adapter; None loads the base model's own.
-            dtype: Number format of what is loaded.
+            dtype: Number format of the loaded networks.
             device: Device to draw on.
         """
         kind = pipeline_class(self.family)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 PATCH = 2
-"""Edge, in latent values, of what is packed into one token."""
+"""Edge, in latent values, of the patch that is packed into one token."""
 
 
 def pack(pipeline: Any, noisy: Tensor) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
         device: Anything that `torch.device` accepts.
 
     Raises:
-        ModelError: The component has no weights.
+        ModelError: The component's weights are missing.
     """
     return read_component(family, role, dtype).to(device)
 

@@ -1,4 +1,4 @@
-"""Noise processes: what the noisy latent and the target are at a timestep.
+"""Noise processes: noisy latents and targets at a timestep.
 
 Letters of shapes: B samples, C latent channels, h and w latent edges.
 """
@@ -51,7 +51,7 @@ class NoiseProcess(ABC):
 
     @abstractmethod
     def target(self, scheduler: Any, latent: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
-        """Return what the denoiser should predict, (B, C, h, w)."""
+        """Return the target of the denoiser's prediction, (B, C, h, w)."""
 
 
 class BetaProcess(NoiseProcess):

@@ -98,11 +98,11 @@ class TextConditioner(ABC):
         return getattr(encoders, role)
 
     def encode_caption(self, encoders: Any, caption: str) -> EncodedCaption:
-        """Return what the family's diffusers pipeline makes of one prompt.
+        """Return the text embeddings of one prompt, as in the family's diffusers pipeline.
 
         Args:
             encoders: Result of `load`.
-            caption: Any text; what exceeds the encoders' limits is cut.
+            caption: Any text; tokens beyond the encoders' limits are cut.
         """
         counts = [self.count_tokens(encoders, role, caption) for role in self.family.token_limits()]
         num_tokens, num_cut, cut_from = max(counts, key=lambda count: _reach(count[2]))
@@ -180,7 +180,7 @@ class CachedPromptConditioner(TextConditioner):
         empty_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
-        """Return what the pipeline's `encode_prompt` would return.
+        """Return the result of the pipeline's `encode_prompt`.
 
         Args:
             pipeline: Result of `PipelineDrawing.load_pipeline`, without text encoders.

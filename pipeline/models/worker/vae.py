@@ -141,7 +141,7 @@ class ChannelScaledCodec(KLCodec):
 
 
 class DeepCompressionCodec(KLCodec):
-    """`AutoencoderDC`, whose output has no deviation."""
+    """`AutoencoderDC`, a deterministic encoder: the deviation is 0."""
 
     def _encode(self, vae: Any, pixels: Tensor) -> Posterior:
         latent = vae.encode(pixels).latent.float()
@@ -196,7 +196,7 @@ class PatchedCodec(VaeCodec):
                     statistics |= {name: file.get_tensor(name).float() for name in names & set(file.keys())}
         if len(statistics) != len(names):
             raise ModelError(
-                "the VAE has no running mean and variance, which latents are normalised by",
+                "the VAE lacks the running mean and variance that latents are normalised with",
                 where=str(folder),
                 fix="download the model again, with its VAE as safetensors",
             )

@@ -62,7 +62,7 @@ def test_shards_come_with_their_index_and_each_must_be_there(tmp_path: Path) -> 
 
 
 def test_a_component_without_weights_and_a_tokenizer_without_vocabulary_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="lacks weights"):
         weight_files(tmp_path)
     touch(tmp_path, "tokenizer_config.json")
     with pytest.raises(ModelError, match="vocabulary"):

@@ -66,7 +66,7 @@ class ClipLora:
         path = module.removeprefix(_CLIP_PREFIX)
         if not path.startswith("encoder.layers."):
             raise FamilyError(
-                f"the module {module} of {role} has no name in LoRA files",
+                f"LoRA files cannot name the module {module} of {role}",
                 where=role,
                 fix="report this as a defect: only encoder layers get adapters",
             )
@@ -106,7 +106,7 @@ class LoraKeys:
             module: Dotted path in the diffusers denoiser, such as `mid_block.attentions.0.proj_in`.
 
         Raises:
-            FamilyError: The module has no name in kohya's layout.
+            FamilyError: Kohya's layout does not include the module.
         """
         return Layer(underscored(module), (module,))
 
@@ -114,7 +114,7 @@ class LoraKeys:
         """Return the module's key in ComfyUI's layout, without `.lora_down.weight` and the like.
 
         Raises:
-            FamilyError: The module has no such name.
+            FamilyError: ComfyUI's layout does not include the module.
         """
         return self.comfyui_prefix + module
 
@@ -170,7 +170,7 @@ class StackedKeys(LoraKeys):
             if layer := names.layer(module):
                 return layer
         raise FamilyError(
-            f"the module {module} has no name in kohya's layout",
+            f"kohya's layout does not include the module {module}",
             where=str(model.config_file("transformer")),
             fix="adapt only attention and feed-forward layers of transformer blocks, not their modulations",
         )

@@ -13,7 +13,7 @@ BetaPrediction = Literal["epsilon", "v_prediction"]
 """Target of a model with a table of betas: the noise, or the velocity of https://arxiv.org/abs/2202.00512."""
 
 Prediction = Literal[BetaPrediction, "flow"]
-"""What the denoiser predicts; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
+"""Output of the denoiser; a flow is noise minus latent: https://arxiv.org/abs/2210.02747."""
 
 Density = Literal["uniform", "logit_normal", "mode"]
 """Distribution of the noise levels drawn in training, from 0 (no noise) to 1 (only noise)."""
@@ -44,7 +44,7 @@ class NoiseSpec(ABC):
 
     @abstractmethod
     def prediction_type(self, model: ModelFolder) -> Prediction:
-        """Return what the denoiser predicts, according to the scheduler's configuration."""
+        """Return the denoiser's prediction type, according to the scheduler's configuration."""
 
     @abstractmethod
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Shapes: TypeAlias = dict[str, tuple[int, ...]]
 """Shapes of one sample's tensors, by tensor name."""
 
 TextPadding = Literal["stored", "zeros", "masked"]
-"""What the denoiser sees in place of padding:
+"""The denoiser's view of padding:
 
 "stored": the encoders' hidden states of padding tokens; entries contain them and all have one length.
 "zeros": zeros; an entry contains only the caption's own tokens.
@@ -38,7 +38,7 @@ class TextSpec(ABC):
         method: Name of the way from captions to embeddings, part of each text key. Change it when the
             embeddings change.
         conditioner: Import path of the text conditioner below `pipeline.models.worker`.
-        padding: What the denoiser sees in place of padding.
+        padding: The denoiser's view of padding; see `TextPadding`.
         adds_special_tokens: Whether the tokenizer adds start and end marks to the prompt; False if the
             prompt template contains them.
     """

@@ -64,7 +64,7 @@ def _original_path(model: ModelFolder, module: str) -> str:
     path = _path_in_blocks(model, module, layers) if isinstance(layers, int) else None
     if path is None:
         raise FamilyError(
-            f"the module {module} has no name in the original code's layout",
+            f"the original code's layout does not include the module {module}",
             where=str(model.config_file("unet")),
             fix="adapt only modules inside blocks, on a UNet with one layers_per_block for all levels",
         )
@@ -91,5 +91,5 @@ def _path_in_blocks(model: ModelFolder, module: str, layers: int) -> str | None:
 
 
 def _inner(kind: str, path: str) -> str | None:
-    """Return CompVis's path inside an attention or residual block, or None if it has no such layer."""
+    """Return CompVis's path inside an attention or residual block, or None if it lacks the layer."""
     return path if kind == "attentions" else _RESIDUAL.get(path)

@@ -14,7 +14,7 @@ from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
 from pipeline.models.worker.text import TextConditioner
 
 _TRAINING_GUIDANCE = 1.0
-"""Guidance scale in training: dev's guidance is distilled, and at 1 the adapter learns none of its own."""
+"""Guidance scale in training: dev's guidance is distilled, and at 1 the adapter does not learn guidance."""
 
 
 class T5AndClipConditioner(TextConditioner):

@@ -12,7 +12,7 @@ from pipeline.models.worker.families.flux2 import Flux2Call
 from pipeline.models.worker.text import TextConditioner
 
 _TRAINING_GUIDANCE = 1.0
-"""Guidance scale in training: guidance is distilled, and at 1 the adapter learns none of its own."""
+"""Guidance scale in training: guidance is distilled, and at 1 the adapter does not learn guidance."""
 
 
 class DevConditioner(TextConditioner):

@@ -17,7 +17,7 @@ from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import CachedPromptConditioner, chat_prompt
 
 _BASE_PX = 512
-"""Edge of the picture for which the pipeline's schedule has no shift."""
+"""Edge of the picture for which the pipeline's schedule has a shift of zero."""
 
 _SPREAD = 1.5
 """`std` of the pipeline's schedule."""

@@ -92,7 +92,7 @@ class Kandinsky5Call(DenoiserCall):
 
 
 class Kandinsky5Drawing(PipelineDrawing):
-    """The pipeline, which draws only in sizes of its own list."""
+    """The pipeline, which draws only in the sizes of a list."""
 
     def allow_size(self, pipeline: Any, size: Size) -> None:
         """Make `size` the only size of the list."""

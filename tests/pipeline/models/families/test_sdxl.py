@@ -196,7 +196,7 @@ def test_a_schedule_that_cannot_be_trained_is_an_error(
 
 
 def test_a_module_without_a_name_in_kohyas_layout_is_an_error(family: WorkerFamily) -> None:
-    with pytest.raises(FamilyError, match="no name in the original"):
+    with pytest.raises(FamilyError, match="original code's layout does not include"):
         family.kohya_layer("add_embedding.linear_1")
 
 
