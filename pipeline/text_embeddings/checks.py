@@ -137,7 +137,7 @@ def _captions_fit(entries: RecipeEntries, table: pl.DataFrame) -> Outcome:
     if cut.is_empty():
         return Outcome(True, f"all captions fit into {max_length} tokens", numbers=numbers)
 
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "sample_id": row["sample_id"],
             "num_tokens": row["num_tokens"],

@@ -186,7 +186,11 @@ def _schema(asset: str, columns: _PanderaColumns) -> pa.DataFrameSchema:
 
 
 def _polars_types(columns: _PanderaColumns) -> Columns:
-    return {name: column.dtype.type for name, column in columns.items()}
+    types: Columns = {}
+    for name, column in columns.items():
+        assert column.dtype is not None, f"column {name} has no type"
+        types[name] = column.dtype.type
+    return types
 
 
 _PANDERA_SCHEMAS = {

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from accelerate.utils import broadcast_object_list
 
-from pipeline.errors import TrainingError, counted
+from pipeline.errors import LatentlineError, TrainingError, counted
 from pipeline.models.worker.family import load_family
 from pipeline.processes.worker.devices import out_of_memory_as, why_no_gpu
 from pipeline.storage.atomic import write_text
@@ -272,7 +272,8 @@ class _TrainingRun:
             with self.engine.result_weights():
                 self._export(self.paths.last_good)
         except Exception as failure:  # the error that stopped the run matters more than any error here
-            outcome = f"could not be saved: {failure}"
+            reason = failure.what if isinstance(failure, LatentlineError) else str(failure)
+            outcome = f"could not be saved: {reason}"
         else:
             outcome = f"is in {self.paths.last_good}"
         what = f"{err.what}; the LoRA after {counted(steps_done, 'step')} {outcome}"

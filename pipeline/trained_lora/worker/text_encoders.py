@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from diffusers.utils import logging
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe
 
@@ -51,7 +53,7 @@ class TextEncoders:
         self._encoders = family.text.load(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
         self.networks: dict[str, nn.Module] = {}
         for role, clip in family.trainable_text_encoders().items():
-            network = family.text.network(self._encoders, role)
+            network = cast("PreTrainedModel", family.text.network(self._encoders, role))
             seed = hash_bits(32, recipe.training.seed, role)
             add_lora(network, settings, targets=clip.targets(text_settings.targets), seed=seed)
             self.networks[role] = network

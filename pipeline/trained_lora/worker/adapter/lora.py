@@ -23,6 +23,7 @@ from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_m
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
+    from transformers import PreTrainedModel
 
     from pipeline.recipe import LoraSettings
 
@@ -49,14 +50,16 @@ The prefix is "" for the denoiser, which comes first, and "<component>." for a t
 """
 
 
-def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str], seed: int) -> AdapterConfig:
+def add_lora(
+    network: ModelMixin | PreTrainedModel, settings: LoraSettings, *, targets: list[str], seed: int
+) -> AdapterConfig:
     """Freeze the network and add a fresh adapter to the modules that the settings select.
 
     The new weights are float32 for any base dtype (FAILURES R10) and depend only on `seed`; the delta weights
     are zero. The global random state does not change.
 
     Args:
-        denoiser: Network of diffusers or transformers; changed in place.
+        network: Network of diffusers or transformers; changed in place.
         settings: Kind, rank and modules.
         targets: Endings of module paths that `targets: family` selects.
         seed: Seed of the initial weights.
@@ -67,18 +70,18 @@ def add_lora(denoiser: ModelMixin, settings: LoraSettings, *, targets: list[str]
     Raises:
         TrainingError: No module is selected, or a pattern matches none.
     """
-    denoiser.requires_grad_(False)
-    selected = target_modules(denoiser, settings, targets)
-    ranks, alphas = rank_patterns(denoiser, selected, settings)
+    network.requires_grad_(False)
+    selected = target_modules(network, settings, targets)
+    ranks, alphas = rank_patterns(network, selected, settings)
     config_targets = targets if settings.family_modules else selected
     config = _config(settings, config_targets, ranks, cast("dict[str, int]", alphas))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(hash_bits(32, seed, "lora"))
-        denoiser.add_adapter(config, adapter_name=ADAPTER)
+        network.add_adapter(config, adapter_name=ADAPTER)
 
-    adapted = [name for name, _ in lora_modules(denoiser)]
+    adapted = [name for name, _ in lora_modules(network)]
     assert adapted == selected, f"peft adapted other modules: {sorted({*adapted} ^ {*selected})}"
-    for weight in trainable_weights(denoiser):
+    for weight in trainable_weights(network):
         weight.data = weight.data.float()
     return config
 
