@@ -1,4 +1,4 @@
-"""A cache in a bucket, or in memory: every stage, gate and command as on a disk."""
+"""Every stage, gate and command on a remote cache, in an object store and in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.pipeline.cached_job import ASSETS, Job, recipe_of
 
 @pytest.fixture(params=["memory", "s3"])
 def address(request: pytest.FixtureRequest) -> str:
-    """Of an empty cache."""
+    """Return the address of an empty cache."""
     name = f"cache-{uuid.uuid4().hex[:8]}"
     if request.param == "memory":
         return f"memory://{name}"
@@ -41,9 +41,9 @@ def address(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def job(address: str, tiny_sd: Path, photos: Path, launch_here: Any) -> Job:
-    made = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), launch_here)
-    made.run()
-    return made
+    cached_job = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), launch_here)
+    cached_job.run()
+    return cached_job
 
 
 def files(job: Job) -> Any:
@@ -56,34 +56,36 @@ def spec_of(job: Job, asset: str, sample: str = "photos/cat.png") -> Any:
     return entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
 
 
-def test_entries_and_tables_are_those_of_a_local_cache_and_a_warm_run_makes_none(
+def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_run_encodes_nothing(
     job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any, forbidden_launch: Any
 ) -> None:
-    here = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-here")), launch_here)
-    here.run()
+    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), launch_here)
+    local_job.run()
     warm = Job(job.recipe, forbidden_launch)
     for asset in ASSETS:
-        assert job.tables.read(asset).drop(STAT_COLUMNS).equals(here.tables.read(asset).drop(STAT_COLUMNS))
+        local_table = local_job.tables.read(asset).drop(STAT_COLUMNS)
+        assert job.tables.read(asset).drop(STAT_COLUMNS).equals(local_table)
         assert job.failing(asset) == {}
     warm.cache()
     assert forecast(job.recipe, job.tables, log=lambda _: None).latents.to_make == 0
-    local = sorted(here.recipe.cache_dir.rglob("*.safetensors"))
-    found = {
+
+    local_paths = sorted(local_job.recipe.cache_dir.rglob("*.safetensors"))
+    remote_names = {
         name.rpartition("/")[2]: name for name in files(job).list_files() if name.endswith(".safetensors")
     }
-    assert sorted(found) == sorted(path.name for path in local)
-    assert all(files(job).read(found[path.name]) == path.read_bytes() for path in local)
+    assert sorted(remote_names) == sorted(path.name for path in local_paths)
+    assert all(files(job).read(remote_names[path.name]) == path.read_bytes() for path in local_paths)
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L06_L07_damage_is_named_with_its_address_and_the_next_run_mends_it(
+def test_L06_L07_a_damaged_entry_is_reported_with_its_address_and_the_next_run_repairs_it(
     job: Job, address: str, asset: str
 ) -> None:
     store, spec = RecipeEntries(job.recipe).store, spec_of(job, asset)
     name = store.path(spec).as_posix()
     sound = files(job).read(name)
-    for wrong in (sound[:-1], sound[:-1] + bytes([sound[-1] ^ 1]), b""):
-        files(job).put(name, wrong)
+    for damaged in (sound[:-1], sound[:-1] + bytes([sound[-1] ^ 1]), b""):
+        files(job).put(name, damaged)
         (finding,) = job.failing(asset).values()
         assert finding.rows[0]["path"] == f"{address}/{name}"
         (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), lambda states: states)
@@ -98,8 +100,8 @@ def test_L06_L07_damage_is_named_with_its_address_and_the_next_run_mends_it(
     assert caught.value.where == f"{address}/{name}"
 
 
-def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) -> None:
-    gone = {RecipeEntries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
+def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> None:
+    orphan_paths = {RecipeEntries(job.recipe).store.path(spec_of(job, asset)).as_posix() for asset in ASSETS}
     for suffix in (".png", ".txt"):
         (Path(job.recipe.datasets[0].path) / f"cat{suffix}").unlink()
     job.run()
@@ -107,29 +109,29 @@ def test_L13_orphans_are_found_and_deleted_and_what_is_needed_stays(job: Job) ->
     assert [user.output_dir for user in read_users(cache)] == [job.recipe.output_dir]
     files(job).put("notes.txt", b"mine")
     assert survey(cache).young == 2
-    found = survey(cache, grace_s=-60)
-    assert set(found.orphans) == gone
-    assert found.foreign == ["notes.txt"]
+    orphan_survey = survey(cache, grace_s=-60)
+    assert set(orphan_survey.orphans) == orphan_paths
+    assert orphan_survey.foreign == ["notes.txt"]
     before = set(files(job).list_files())
-    assert delete(cache, found) == (2, sum(found.orphans.values()))
-    assert set(files(job).list_files()) == before - gone
+    assert delete(cache, orphan_survey) == (2, sum(orphan_survey.orphans.values()))
+    assert set(files(job).list_files()) == before - orphan_paths
     assert all(job.failing(asset) == {} for asset in ASSETS)
     assert unregister_user(cache, job.recipe.output_dir)
     assert list(read_users(cache)) == []
 
 
-def test_what_is_known_of_a_sample_has_the_address_of_its_entries(job: Job, address: str) -> None:
-    known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
+def test_explain_shows_the_addresses_of_a_samples_entries(job: Job, address: str) -> None:
+    facts_by_stage = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
     for stage in ("latents entry", "text entry"):
-        assert known[stage]["state"] == "valid"
-        assert known[stage]["path"].startswith(f"{address}/")
+        assert facts_by_stage[stage]["state"] == "valid"
+        assert facts_by_stage[stage]["path"].startswith(f"{address}/")
 
 
-def test_training_reads_the_same_tensors_as_from_a_local_cache(
+def test_training_reads_the_same_tensors_from_a_remote_cache_as_from_a_local_one(
     job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any
 ) -> None:
-    here = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-here")), launch_here)
-    here.run()
+    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), launch_here)
+    local_job.run()
     family = load_family(tiny_sd)
 
     def read(job: Job) -> list[Any]:
@@ -137,20 +139,18 @@ def test_training_reads_the_same_tensors_as_from_a_local_cache(
         inputs = training_inputs(job.recipe, entries, *(job.tables.read(asset) for asset in ASSETS))
         order = TrainingJob(job.recipe, entries.model_folder, "0" * 16, inputs, entries.text_spec(""), ())
         maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
-        found = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
-        read = [next(found)[1] for _ in range(6)]
-        found.close()
-        return read
+        batches = micro_inputs(order.plan(), maker, rank=0, start=0, pin=False)
+        first_batches = [next(batches)[1] for _ in range(6)]
+        batches.close()
+        return first_batches
 
-    for elsewhere, local in zip(read(job), read(here), strict=True):
-        assert elsewhere.variant_ids == local.variant_ids
-        assert torch.equal(elsewhere.latent, local.latent)
-        assert all(
-            torch.equal(elsewhere.conditions[name], local.conditions[name]) for name in local.conditions
-        )
+    for remote, local in zip(read(job), read(local_job), strict=True):
+        assert remote.variant_ids == local.variant_ids
+        assert torch.equal(remote.latent, local.latent)
+        assert all(torch.equal(remote.conditions[name], local.conditions[name]) for name in local.conditions)
 
 
-def test_L01_a_cache_within_a_datasets_bucket_is_refused_by_any_spelling(
+def test_L01_a_cache_inside_a_dataset_is_refused_however_its_address_is_spelled(
     tmp_path: Path, tiny_sd: Path
 ) -> None:
     photos: Callable[[str], list[Any]] = lambda path: [{"name": "photos", "path": path}]  # noqa: E731

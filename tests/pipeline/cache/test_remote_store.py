@@ -1,4 +1,4 @@
-"""What every store promises, on a local disk and on file systems that fsspec knows."""
+"""The store contract, tested on a local disk and on several fsspec file systems."""
 
 from __future__ import annotations
 
@@ -29,38 +29,38 @@ FACTS = {"inputs": {"content_hash": "12"}, "original_size": [512, 384]}
 
 
 class Backend:
-    """A store, and the file system below it; names are those of the file system."""
+    """A store with direct access to its file system, to inspect and damage stored files."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
-        elsewhere = isinstance(store, FsspecStore)
-        self.files: Any = store.folder.files if elsewhere else fsspec.filesystem("file")
-        self.base = store.folder.base if elsewhere else store.root.as_posix()
+        is_remote = isinstance(store, FsspecStore)
+        self.files: Any = store.folder.files if is_remote else fsspec.filesystem("file")
+        self.base = store.folder.base if is_remote else store.root.as_posix()
 
-    def place(self, spec: EntrySpec = SPEC) -> str:
+    def name_of(self, spec: EntrySpec = SPEC) -> str:
         path = self.store.path(spec).as_posix()
         return f"{self.base}/{path}" if isinstance(self.store, FsspecStore) else path
 
     def bytes_of(self, spec: EntrySpec = SPEC) -> bytes:
-        return self.files.cat_file(self.place(spec))
+        return self.files.cat_file(self.name_of(spec))
 
     def put(self, raw: bytes) -> None:
-        self.files.pipe_file(self.place(), raw)
+        self.files.pipe_file(self.name_of(), raw)
 
     def names(self) -> list[str]:
         return sorted(name.rsplit("/", 1)[1] for name in self.files.find(self.base))
 
-    def made(self) -> bytes:
+    def write_entry(self) -> bytes:
         assert self.store.write(SPEC, VALUES, FACTS)
         return self.bytes_of()
 
 
-@pytest.fixture(params=["folder", "memory", "file system of the disk", "folder of the memory", "s3"])
+@pytest.fixture(params=["folder", "memory", "local via fsspec", "folder in memory", "s3"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]:
     name = uuid.uuid4().hex
     if request.param == "folder":
         yield Backend(Store(tmp_path / "cache"))
-    elif request.param == "file system of the disk":
+    elif request.param == "local via fsspec":
         yield Backend(FsspecStore(Url((tmp_path / "cache").as_uri())))
     elif request.param == "s3":
         request.getfixturevalue("s3")
@@ -68,15 +68,14 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Backend]
         yield Backend(store_at(Url(f"s3://{name}/cache")))
     else:
         address = f"memory://{name}" if request.param == "memory" else f"dir://cache::memory://{name}"
-        made = Backend(store_at(Url(address)))
-        yield made
+        yield Backend(store_at(Url(address)))
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{name}"):
             memory.rm(f"/{name}", recursive=True)
 
 
-def test_an_entry_is_the_same_bytes_everywhere_and_reads_back(backend: Backend) -> None:
-    assert backend.made() == serialise(SPEC, VALUES, FACTS)
+def test_an_entry_has_the_same_bytes_on_every_backend_and_reads_back(backend: Backend) -> None:
+    assert backend.write_entry() == serialise(SPEC, VALUES, FACTS)
     assert np.array_equal(backend.store.read(SPEC)["latent"], VALUES["latent"])
     assert backend.store.read_tensor_specs(SPEC) == SPEC.tensors
     facts = backend.store.read_metadata("latents", SPEC.key)
@@ -85,7 +84,7 @@ def test_an_entry_is_the_same_bytes_everywhere_and_reads_back(backend: Backend) 
     assert backend.names() == [f"{SPEC.key}.safetensors"]
 
 
-def test_a_missing_entry_is_missing_and_a_read_says_what_to_do(backend: Backend) -> None:
+def test_reading_a_missing_entry_raises_an_error_with_a_fix(backend: Backend) -> None:
     assert backend.store.check(SPEC).status == "missing"
     assert backend.store.read_tensor_specs(SPEC) is None
     assert backend.store.read_metadata("latents", SPEC.key) is None
@@ -94,7 +93,7 @@ def test_a_missing_entry_is_missing_and_a_read_says_what_to_do(backend: Backend)
 
 
 def test_a_valid_entry_is_never_replaced(backend: Backend) -> None:
-    before = backend.made()
+    before = backend.write_entry()
     assert not backend.store.write(SPEC, {"latent": VALUES["latent"] + 1}, FACTS)
     assert backend.bytes_of() == before
     assert backend.names() == [f"{SPEC.key}.safetensors"]
@@ -109,13 +108,13 @@ DAMAGES = {
     "emptied": lambda raw: b"",
     "grown": lambda raw: raw + b"\0",
     "a flipped bit": _flipped,
-    "the neighbour's": lambda raw: serialise(OTHER, VALUES, FACTS),
+    "another entry": lambda raw: serialise(OTHER, VALUES, FACTS),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_L06_L07_damage_is_found_and_the_next_write_mends_it(backend: Backend, damage: str) -> None:
-    sound = backend.made()
+def test_L06_L07_damage_is_detected_and_the_next_write_repairs_it(backend: Backend, damage: str) -> None:
+    sound = backend.write_entry()
     trusted = backend.store.check(SPEC).stat
     backend.put(DAMAGES[damage](sound))
     assert backend.store.check(SPEC, trusted).status == "wrong"
@@ -124,8 +123,8 @@ def test_L06_L07_damage_is_found_and_the_next_write_mends_it(backend: Backend, d
     assert backend.names() == [f"{SPEC.key}.safetensors"]
 
 
-def test_what_is_as_recorded_is_not_read_again_and_what_was_put_anew_is(backend: Backend) -> None:
-    sound = backend.made()
+def test_an_entry_is_read_again_only_if_its_stat_differs_from_the_recorded_one(backend: Backend) -> None:
+    sound = backend.write_entry()
     trusted = backend.store.check(SPEC).stat
     assert trusted is not None
     assert backend.store.check(SPEC, trusted).metadata is None
@@ -134,23 +133,24 @@ def test_what_is_as_recorded_is_not_read_again_and_what_was_put_anew_is(backend:
     assert backend.store.stats("latents", [OTHER.key]).tolist() == [[0, 0, 0, 0]]
     time.sleep(0.01)
     backend.put(sound)
-    by_content = "s3" in backend.files.protocol  # the same bytes are the same version there
+    # An S3 ETag depends on the content alone, so rewritten identical bytes look unchanged.
+    by_content = "s3" in backend.files.protocol
     assert (backend.store.check(SPEC, trusted).metadata is None) == by_content
 
 
-def test_a_folder_in_an_entrys_place_is_moved_aside_with_what_it_holds(backend: Backend) -> None:
-    place = backend.place()
-    backend.files.makedirs(place)
-    backend.files.pipe_file(f"{place}/kept.txt", b"x")
+def test_a_folder_at_an_entrys_path_is_moved_aside_with_its_contents(backend: Backend) -> None:
+    entry_name = backend.name_of()
+    backend.files.makedirs(entry_name)
+    backend.files.pipe_file(f"{entry_name}/kept.txt", b"x")
     assert "folder" in backend.store.check(SPEC).reason
-    backend.made()
+    backend.write_entry()
     kept = [name for name in backend.files.find(backend.base) if name.endswith("/kept.txt")]
     assert len(kept) == 1
-    assert ".displaced/" in kept[0] or "s3" in backend.files.protocol  # there, both have their place
+    assert ".displaced/" in kept[0] or "s3" in backend.files.protocol  # S3 can hold both names
     assert backend.files.cat_file(kept[0]) == b"x"
 
 
-def test_L10_many_writers_at_once_leave_one_valid_entry(backend: Backend) -> None:
+def test_L10_concurrent_writers_leave_one_valid_entry(backend: Backend) -> None:
     start = threading.Barrier(6)
     errors: list[BaseException] = []
 
@@ -171,7 +171,7 @@ def test_L10_many_writers_at_once_leave_one_valid_entry(backend: Backend) -> Non
     assert backend.names() == [f"{SPEC.key}.safetensors"]
 
 
-def test_L06_a_write_that_fails_leaves_neither_an_entry_nor_a_temporary_one(
+def test_L06_a_failed_write_leaves_neither_an_entry_nor_a_temporary_file(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
@@ -187,8 +187,8 @@ def test_L06_a_write_that_fails_leaves_neither_an_entry_nor_a_temporary_one(
     assert backend.names() == []
 
 
-def test_the_stats_of_many_entries_are_listed_and_those_of_few_asked_for(backend: Backend) -> None:
-    backend.made()
+def test_stats_from_a_listing_equal_stats_of_single_entries(backend: Backend) -> None:
+    backend.write_entry()
     many = [SPEC.key, *(f"{number:064x}" for number in range(100))]
     (few,), listed = (backend.store.stats("latents", keys).tolist() for keys in ([SPEC.key], many))
     assert listed == [few, *([0, 0, 0, 0] for _ in many[1:])]
@@ -198,18 +198,18 @@ def test_the_stats_of_many_entries_are_listed_and_those_of_few_asked_for(backend
     assert few == list(astuple(state.stat))
 
 
-def test_what_is_in_an_entrys_place_can_be_removed_and_a_folder_stays(backend: Backend) -> None:
+def test_remove_deletes_an_entry_but_not_a_folder_at_its_path(backend: Backend) -> None:
     backend.store.remove(SPEC)
-    backend.made()
+    backend.write_entry()
     backend.store.remove(SPEC)
     assert backend.store.check(SPEC).status == "missing"
-    backend.files.makedirs(backend.place())
-    backend.files.pipe_file(f"{backend.place()}/kept.txt", b"x")
+    backend.files.makedirs(backend.name_of())
+    backend.files.pipe_file(f"{backend.name_of()}/kept.txt", b"x")
     backend.store.remove(SPEC)
     assert backend.names() == ["kept.txt"]
 
 
-def test_of_two_writers_in_an_object_store_the_first_wins(s3: str) -> None:
+def test_the_first_of_two_writers_to_an_object_store_wins(s3: str) -> None:
     fsspec.filesystem("s3", skip_instance_cache=True).mkdir("two-writers")
     folder = RemoteFolder(Url("s3://two-writers/cache"))
     assert folder.put_if_absent("a/b", b"first") is True
@@ -217,7 +217,7 @@ def test_of_two_writers_in_an_object_store_the_first_wins(s3: str) -> None:
     assert folder.read("a/b") == b"first"
 
 
-def test_an_address_in_the_recipe_gives_the_store_there_and_a_path_the_local_one(tmp_path: Path) -> None:
+def test_paths_and_file_urls_give_a_local_store_and_other_urls_a_remote_one(tmp_path: Path) -> None:
     for text in (tmp_path.as_uri(), str(tmp_path)):
         store = store_at(absolute(text, Path("/project")))
         assert type(store) is Store
@@ -225,7 +225,7 @@ def test_an_address_in_the_recipe_gives_the_store_there_and_a_path_the_local_one
     assert type(store_at(Url("memory://cache"))) is FsspecStore
 
 
-def test_a_missing_package_and_a_bucket_that_is_not_there_are_named_with_a_fix(s3: str) -> None:
+def test_a_missing_package_and_a_missing_bucket_raise_errors_with_a_fix(s3: str) -> None:
     with pytest.raises(StoreError, match="needs a package that is not installed") as caught:
         store_at(Url("gs://bucket/cache"))
     assert caught.value.fix == "pip install gcsfs"

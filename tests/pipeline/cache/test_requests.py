@@ -43,7 +43,7 @@ def entries(base: Path, root: Path, **sections: dict[str, Any]) -> RecipeEntries
     return RecipeEntries(recipe_from_mapping("sample", fields | sections))
 
 
-def test_an_images_entry_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path) -> None:
+def test_a_latent_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path) -> None:
     spec = entries(tiny_sd, tmp_path).latent_spec(ROW)
     assert (spec.kind, len(spec.key)) == ("latents", 64)
     assert {name: (t.dtype, t.shape) for name, t in spec.tensors.items()} == {
@@ -51,7 +51,7 @@ def test_an_images_entry_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_pat
     }
 
 
-def test_L04_what_decides_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path) -> None:
+def test_L04_every_input_that_affects_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
     keys = {base.latent_spec(ROW).key}
     for name in ("resized_height", "resized_width", "crop_top", "crop_left"):
@@ -84,17 +84,17 @@ def test_L04_what_decides_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path
     ],
     ids=lambda sections: next(iter(sections)),
 )
-def test_L04_what_does_not_decide_a_latent_leaves_its_key(
+def test_L04_settings_that_do_not_affect_a_latent_keep_its_key(
     tiny_sd: Path, tmp_path: Path, sections: dict[str, Any]
 ) -> None:
-    renamed = {**ROW, "sample_id": "elsewhere/b.png", "path": "b.png", "height": 101}
+    renamed = {**ROW, "sample_id": "other/b.png", "path": "b.png", "height": 101}
     base = entries(tiny_sd, tmp_path)
     assert (
         entries(tiny_sd, tmp_path / "moved", **sections).latent_spec(renamed).key == base.latent_spec(ROW).key
     )
 
 
-def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_its_own(
+def test_L15_T01_moving_the_base_model_keeps_all_keys_and_editing_its_text_encoder_changes_only_text_keys(
     tiny_sd: Path, tmp_path: Path
 ) -> None:
     base = entries(tiny_sd, tmp_path)
@@ -115,7 +115,7 @@ def test_L15_T01_a_moved_base_model_keeps_all_keys_and_another_part_of_it_only_i
         path.write_text(text, encoding="utf-8")
 
 
-def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path: Path) -> None:
+def test_L04_keys_of_a_table_equal_the_keys_of_its_rows(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
     random = np.random.default_rng(0)
     rows = [
@@ -136,14 +136,16 @@ def test_L04_keys_of_a_whole_table_are_those_of_its_rows(tiny_sd: Path, tmp_path
 
 
 @given(st.lists(st.text(max_size=30), max_size=5))
-def test_T01_keys_of_many_captions_are_those_of_each(captions: list[str]) -> None:
+def test_T01_keys_of_many_captions_equal_the_keys_of_each_caption(captions: list[str]) -> None:
     template = KeyTemplate({"text": {"caption": "@caption@", "max_length": 77}})
-    by_one = [canonical_hash({"text": {"caption": caption, "max_length": 77}}) for caption in captions]
-    places = pl.DataFrame({"caption": [json.dumps(caption) for caption in captions]}, {"caption": pl.String})
-    assert template.hashes(places).to_list() == by_one
+    expected_keys = [canonical_hash({"text": {"caption": caption, "max_length": 77}}) for caption in captions]
+    encoded_captions = pl.DataFrame(
+        {"caption": [json.dumps(caption) for caption in captions]}, {"caption": pl.String}
+    )
+    assert template.hashes(encoded_captions).to_list() == expected_keys
 
 
-def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: Path, tmp_path: Path) -> None:
+def test_T01_caption_requests_have_the_keys_and_sizes_of_their_entries(tiny_sd: Path, tmp_path: Path) -> None:
     base, captions = entries(tiny_sd, tmp_path), ["", "a cat", 'a "quoted" é\n', "@caption@"]
     for row, caption in zip(base.text_requests(captions).to_dicts(), captions, strict=True):
         spec = base.text_spec(caption)
@@ -151,29 +153,29 @@ def test_T01_a_table_of_captions_has_the_keys_and_bytes_of_its_entries(tiny_sd: 
         assert row == {"caption": caption, "key": spec.key, **sizes}
 
 
-def test_T03_a_caption_of_its_own_length_is_estimated_before_and_exact_after(tmp_path: Path) -> None:
+def test_T03_the_size_of_a_ragged_entry_is_an_estimate_until_its_length_is_recorded(tmp_path: Path) -> None:
     make_tiny_z_image(tmp_path / "base")
     base, long = entries(tmp_path / "base", tmp_path), "a cat " * 1000
     captions = ["", "a cat", long]
-    unknown = base.text_requests(captions)
-    assert unknown["num_bytes"].null_count() == unknown["text_length"].null_count() == 3
+    estimated = base.text_requests(captions)
+    assert estimated["num_bytes"].null_count() == estimated["text_length"].null_count() == 3
     spec = base.text_spec("a cat")
     assert spec.ragged
     tensor = spec.tensors["text_embedding"]
     one_token = tensor.num_bytes // tensor.shape[0]
     short = DATA_START + one_token * (TEMPLATE_TOKENS + ceil(5 / CAPTION_BYTES_PER_TOKEN))
-    assert unknown["about_bytes"].to_list()[1:] == [short, spec.file_bytes]
-    known = pl.DataFrame(
+    assert estimated["about_bytes"].to_list()[1:] == [short, spec.file_bytes]
+    recorded_lengths = pl.DataFrame(
         {"key": [spec.key], "text_length": [21]}, schema={"key": pl.String, "text_length": pl.Int32}
     )
-    row = base.text_requests(captions, known).row(1, named=True)
+    row = base.text_requests(captions, recorded_lengths).row(1, named=True)
     exact = base.text_spec("a cat", 21)
     assert not exact.ragged
     assert exact.key == spec.key
     assert row["num_bytes"] == row["about_bytes"] == exact.file_bytes == DATA_START + 21 * one_token
 
 
-def test_L11_a_mirrored_latent_and_moments_are_entries_of_their_own(tiny_sd: Path, tmp_path: Path) -> None:
+def test_L11_mirrored_latents_and_moments_have_separate_entries(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
     both = entries(tiny_sd, tmp_path, latents={"posterior": "moments", "flip": True})
     mirrored, moments = base.latent_spec({**ROW, "flipped": True}), both.latent_spec(ROW)

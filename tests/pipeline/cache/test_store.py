@@ -31,13 +31,13 @@ def store(tmp_path: Path) -> Store:
     return Store(tmp_path / "cache")
 
 
-def made(store: Store, spec: EntrySpec = SPEC) -> Path:
+def write_entry(store: Store, spec: EntrySpec = SPEC) -> Path:
     assert store.write(spec, VALUES, FACTS)
     return store.path(spec)
 
 
-def test_an_entry_reads_back_as_it_was_written(store: Store) -> None:
-    made(store)
+def test_an_entry_reads_back_exactly_as_written(store: Store) -> None:
+    write_entry(store)
     assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
     state = store.check(SPEC)
     assert state.valid
@@ -51,7 +51,7 @@ def test_an_entry_reads_back_as_it_was_written(store: Store) -> None:
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3),
     facts=st.dictionaries(st.text(max_size=8), st.text(max_size=20), max_size=3),
 )
-def test_any_tensors_survive_the_round_trip_in_a_file_of_exactly_the_expected_size(
+def test_all_tensors_survive_a_round_trip_and_the_file_has_the_expected_size(
     tmp_path_factory: pytest.TempPathFactory,
     dtype: str,
     shapes: list[tuple[int, ...]],
@@ -75,8 +75,8 @@ def test_any_tensors_survive_the_round_trip_in_a_file_of_exactly_the_expected_si
         assert np.array_equal(array, tensors[name])
 
 
-def test_any_safetensors_reader_takes_an_entry(store: Store) -> None:
-    path = made(store)
+def test_the_safetensors_library_can_read_an_entry(store: Store) -> None:
+    path = write_entry(store)
     assert np.array_equal(load_file(path)["latent"], VALUES["latent"])
     with safe_open(path, framework="numpy") as file:
         metadata = file.metadata()
@@ -84,7 +84,7 @@ def test_any_safetensors_reader_takes_an_entry(store: Store) -> None:
     assert json.loads(metadata["latentline"])["inputs"] == {"content_hash": "12"}
 
 
-def test_bfloat16_reaches_torch_as_it_was(store: Store) -> None:
+def test_bfloat16_values_reach_torch_unchanged(store: Store) -> None:
     import torch
 
     spec = EntrySpec("latents", "ef" * 32, {"latent": TensorSpec("bfloat16", (3,))})
@@ -95,7 +95,7 @@ def test_bfloat16_reaches_torch_as_it_was(store: Store) -> None:
     assert torch.equal(read, values)
 
 
-def test_an_entry_is_the_same_bytes_in_every_process_and_order_of_facts(tmp_path: Path) -> None:
+def test_an_entry_has_the_same_bytes_in_every_process_and_for_any_order_of_facts(tmp_path: Path) -> None:
     code = (
         "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
         "facts = dict(reversed(list(FACTS.items())))\n"
@@ -132,38 +132,47 @@ def _flip_data(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def _neighbour(path: Path) -> None:
+def _replace_with_another_entry(path: Path) -> None:
     path.write_bytes(serialise(OTHER, VALUES, FACTS))
 
 
-def _folder(path: Path) -> None:
+def _replace_with_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
     (path / "kept.txt").write_text("x")
 
 
-def _fifo(path: Path) -> None:
+def _replace_with_fifo(path: Path) -> None:
     path.unlink()
     os.mkfifo(path)
 
 
-def _broken_link(path: Path) -> None:
+def _replace_with_broken_link(path: Path) -> None:
     path.unlink()
     path.symlink_to("nowhere")
 
 
-DAMAGES = [_cut, _empty, _grow, _flip_data, _neighbour, _folder, _fifo, _broken_link]
+DAMAGES = [
+    _cut,
+    _empty,
+    _grow,
+    _flip_data,
+    _replace_with_another_entry,
+    _replace_with_folder,
+    _replace_with_fifo,
+    _replace_with_broken_link,
+]
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__.strip("_"))
-def test_L06_L07_each_kind_of_damage_is_found_and_the_next_write_mends_it(store: Store, damage) -> None:
-    path = made(store)
+def test_L06_L07_each_kind_of_damage_is_detected_and_the_next_write_repairs_it(store: Store, damage) -> None:
+    path = write_entry(store)
     sound = path.read_bytes()
     trusted = store.check(SPEC).stat
     damage(path)
     state = store.check(SPEC, trusted)
     assert not state.valid
-    assert state.status == ("missing" if damage is _broken_link else "wrong")
+    assert state.status == ("missing" if damage is _replace_with_broken_link else "wrong")
     assert store.write(SPEC, VALUES, FACTS)
     assert path.read_bytes() == sound
     assert store.check(SPEC).valid
@@ -172,28 +181,28 @@ def test_L06_L07_each_kind_of_damage_is_found_and_the_next_write_mends_it(store:
     assert not [name for name in names if name.endswith(".tmp")]
 
 
-def test_L07_every_single_flipped_bit_of_a_file_is_found_by_a_full_read(store: Store) -> None:
-    path = made(store)
+def test_L07_a_full_read_detects_any_single_flipped_bit(store: Store) -> None:
+    path = write_entry(store)
     sound = path.read_bytes()
     text_end = len(sound[:DATA_START].rstrip(b' "}{')) + 8
-    places = [*range(text_end), *range(text_end, len(sound), 97)]
-    for place in places:
+    offsets = [*range(text_end), *range(text_end, len(sound), 97)]
+    for offset in offsets:
         raw = bytearray(sound)
-        raw[place] ^= 1 << (place % 8)
+        raw[offset] ^= 1 << (offset % 8)
         path.write_bytes(raw)
-        assert store.check(SPEC).status == "wrong", place
+        assert store.check(SPEC).status == "wrong", offset
 
 
-def test_a_folder_in_an_entrys_place_is_moved_aside_with_what_it_holds(store: Store) -> None:
-    path = made(store)
-    _folder(path)
+def test_a_folder_at_an_entrys_path_is_moved_aside_with_its_contents(store: Store) -> None:
+    path = write_entry(store)
+    _replace_with_folder(path)
     store.write(SPEC, VALUES, FACTS)
-    (aside,) = path.parent.glob("*.displaced")
-    assert (aside / "kept.txt").read_text() == "x"
+    (displaced,) = path.parent.glob("*.displaced")
+    assert (displaced / "kept.txt").read_text() == "x"
 
 
 @pytest.mark.timeout(20)
-def test_a_pipe_in_an_entrys_place_holds_nobody_up(store: Store) -> None:
+def test_a_fifo_at_an_entrys_path_does_not_block_reads(store: Store) -> None:
     path = store.path(SPEC)
     path.parent.mkdir(parents=True)
     os.mkfifo(path)
@@ -202,34 +211,36 @@ def test_a_pipe_in_an_entrys_place_holds_nobody_up(store: Store) -> None:
     assert store.check(SPEC).status == "wrong"
 
 
-def test_L02_a_read_refuses_a_file_of_another_size_or_entry_and_names_it(store: Store) -> None:
-    path = made(store)
-    for damage in (_cut, _grow, _neighbour):
+def test_L02_reading_a_file_of_the_wrong_size_or_entry_raises_an_error_with_its_name(store: Store) -> None:
+    path = write_entry(store)
+    for damage in (_cut, _grow, _replace_with_another_entry):
         damage(path)
         with pytest.raises(StoreError, match=path.name):
             store.read(SPEC)
         with pytest.raises(StoreError, match="damaged"):
             store.read(SPEC)
         path.unlink()
-        made(store)
+        write_entry(store)
 
 
-def test_a_missing_entry_is_missing_and_a_read_says_what_to_do(store: Store) -> None:
+def test_reading_a_missing_entry_raises_an_error_with_a_fix(
+    store: Store,
+) -> None:
     assert store.check(SPEC).status == "missing"
     with pytest.raises(StoreError, match="start the cache job again"):
         store.read(SPEC)
 
 
-def test_another_shape_or_dtype_is_wrong_even_where_the_size_is_the_same(store: Store) -> None:
-    made(store)
-    turned = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("float16", (4, 6, 8))})
+def test_a_different_shape_or_dtype_is_wrong_even_if_the_size_matches(store: Store) -> None:
+    write_entry(store)
+    transposed = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("float16", (4, 6, 8))})
     retyped = EntrySpec("latents", SPEC.key, {"latent": TensorSpec("bfloat16", (4, 8, 6))})
-    assert "(4, 6, 8) is expected" in store.check(turned).reason
+    assert "(4, 6, 8) is expected" in store.check(transposed).reason
     assert "bfloat16" in store.check(retyped).reason
 
 
-def test_a_file_whose_stat_is_as_recorded_is_not_read_again(store: Store) -> None:
-    path = made(store)
+def test_a_file_is_not_read_again_while_its_stat_matches_the_recorded_one(store: Store) -> None:
+    path = write_entry(store)
     trusted = store.check(SPEC).stat
     state = store.check(SPEC, trusted)
     assert state.valid
@@ -238,8 +249,8 @@ def test_a_file_whose_stat_is_as_recorded_is_not_read_again(store: Store) -> Non
     assert store.check(SPEC, trusted).metadata is not None
 
 
-def test_a_recorded_stat_of_a_file_that_was_never_right_is_not_trusted(store: Store) -> None:
-    path = made(store)
+def test_the_recorded_stat_of_a_damaged_file_is_not_trusted(store: Store) -> None:
+    path = write_entry(store)
     _cut(path)
     recorded = store.check(SPEC).stat
     assert recorded is not None
@@ -247,14 +258,14 @@ def test_a_recorded_stat_of_a_file_that_was_never_right_is_not_trusted(store: St
 
 
 def test_a_valid_entry_is_never_replaced(store: Store) -> None:
-    path = made(store)
+    path = write_entry(store)
     before = path.stat()
     assert not store.write(SPEC, {"latent": VALUES["latent"] + 1}, FACTS)
     assert path.stat() == before
     assert np.array_equal(store.read(SPEC)["latent"], VALUES["latent"])
 
 
-def test_L10_of_many_writers_at_once_exactly_one_makes_the_entry(store: Store) -> None:
+def test_L10_exactly_one_of_many_concurrent_writers_writes_the_entry(store: Store) -> None:
     start = threading.Barrier(8)
     wins: list[bool] = []
 
@@ -272,8 +283,8 @@ def test_L10_of_many_writers_at_once_exactly_one_makes_the_entry(store: Store) -
     assert len(list(store.path(SPEC).parent.iterdir())) == 1
 
 
-def test_L10_many_writers_that_mend_one_damaged_entry_leave_a_valid_one(store: Store) -> None:
-    path = made(store)
+def test_L10_concurrent_repairs_of_a_damaged_entry_leave_a_valid_one(store: Store) -> None:
+    path = write_entry(store)
     for _ in range(20):
         _cut(path)
         threads = [threading.Thread(target=store.write, args=(SPEC, VALUES, FACTS)) for _ in range(4)]
@@ -285,24 +296,24 @@ def test_L10_many_writers_that_mend_one_damaged_entry_leave_a_valid_one(store: S
         assert len(list(path.parent.iterdir())) == 1
 
 
-def test_without_hard_links_an_entry_still_appears_and_the_first_still_wins(
+def test_on_a_file_system_without_hard_links_the_first_writer_still_wins(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise OSError(errno.EPERM, "no links here")
+        raise OSError(errno.EPERM, "hard links are not supported")
 
     monkeypatch.setattr(os, "link", refuse)
-    path = made(store)
+    path = write_entry(store)
     assert not store.write(SPEC, {"latent": VALUES["latent"] + 1}, FACTS)
     _cut(path)
     assert store.write(SPEC, VALUES, FACTS)
     assert store.check(SPEC).valid
 
 
-def test_L14_a_full_disk_names_the_path_and_the_bytes_and_leaves_what_is_there(
+def test_L14_a_full_disk_error_names_the_path_and_size_and_other_entries_stay_valid(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made(store, OTHER)
+    write_entry(store, OTHER)
 
     def full(_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -315,17 +326,17 @@ def test_L14_a_full_disk_names_the_path_and_the_bytes_and_leaves_what_is_there(
     assert store.check(OTHER).valid
 
 
-def test_L06_a_writer_killed_at_any_moment_leaves_no_entry_that_is_not_whole(store: Store) -> None:
-    """The temporary file may stay; it has not the suffix of an entry."""
+def test_L06_a_writer_killed_during_a_write_leaves_no_partial_entry(store: Store) -> None:
+    """The temporary file may remain, because its suffix is not that of an entry."""
     code = (
         "import sys, os; sys.path.insert(0, sys.argv[1]); from test_store import *\n"
         "store = Store(Path(sys.argv[2])); os.fsync = lambda _: os.kill(os.getpid(), 9)\n"
         "store.write(SPEC, VALUES, FACTS)"
     )
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, str(Path(__file__).parent), str(store.root)], check=False
     )
-    assert done.returncode == -9
+    assert process.returncode == -9
     assert store.check(SPEC).status == "missing"
     assert list(store.root.rglob("*.safetensors")) == []
     assert store.write(SPEC, VALUES, FACTS)
@@ -341,7 +352,7 @@ def test_L06_a_writer_killed_at_any_moment_leaves_no_entry_that_is_not_whole(sto
         ({"mean": np.zeros((4, 8, 6), "<f2")}, "tensors must be"),
     ],
 )
-def test_L02_L05_what_is_not_as_specified_or_not_finite_is_never_written(
+def test_L02_L05_tensors_that_violate_the_spec_or_are_not_finite_are_never_written(
     store: Store, tensors: dict[str, np.ndarray], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -349,18 +360,18 @@ def test_L02_L05_what_is_not_as_specified_or_not_finite_is_never_written(
     assert not store.root.exists()
 
 
-def test_a_header_that_does_not_fit_is_refused(store: Store) -> None:
+def test_a_header_over_the_size_limit_is_refused(store: Store) -> None:
     with pytest.raises(ValueError, match="2040"):
         store.write(SPEC, VALUES, {"inputs": "x" * 2000})
 
 
-def test_L02_a_slice_of_a_larger_tensor_is_written_with_its_own_bytes_only(store: Store) -> None:
+def test_L02_only_the_bytes_of_a_slice_are_written(store: Store) -> None:
     batch = np.zeros((16, 4, 8, 6), "<f2")
     store.write(SPEC, {"latent": batch[3]}, FACTS)
     assert store.path(SPEC).stat().st_size == DATA_START + 4 * 8 * 6 * 2
 
 
-def test_L15_a_moved_store_is_valid(store: Store, tmp_path: Path) -> None:
-    made(store)
-    store.root.rename(tmp_path / "elsewhere")
-    assert Store(tmp_path / "elsewhere").check(SPEC).valid
+def test_L15_entries_stay_valid_when_the_store_moves(store: Store, tmp_path: Path) -> None:
+    write_entry(store)
+    store.root.rename(tmp_path / "moved")
+    assert Store(tmp_path / "moved").check(SPEC).valid

@@ -1,4 +1,4 @@
-"""Entries whose first length is their own, up to the one in the key's shape."""
+"""Ragged entries: the first dimension varies up to the maximum in the spec's shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize("length", [1, 5, 9])
-def test_T03_a_ragged_entry_is_as_long_as_what_it_holds(store: Store, length: int) -> None:
+def test_T03_a_ragged_entry_is_stored_at_its_actual_length(store: Store, length: int) -> None:
     values = np.arange(length * 6, dtype="<f2").reshape(length, 6)
     assert store.write(RAGGED, {"text_embedding": values}, {})
     exact = RAGGED.holding({"text_embedding": TensorSpec("float16", (length, 6))})
@@ -31,12 +31,12 @@ def test_T03_a_ragged_entry_is_as_long_as_what_it_holds(store: Store, length: in
     assert store.check(exact).valid
     for spec in (RAGGED, exact):
         assert np.array_equal(store.read(spec)["text_embedding"], values)
-    other = RAGGED.holding({"text_embedding": TensorSpec("float16", (length + 1, 6))})
-    assert store.check(other).status == "wrong"
+    longer = RAGGED.holding({"text_embedding": TensorSpec("float16", (length + 1, 6))})
+    assert store.check(longer).status == "wrong"
 
 
 @pytest.mark.parametrize("shape", [(0, 6), (10, 6), (5, 7), (5, 6, 1), (30,)])
-def test_T02_a_ragged_entry_of_another_kind_of_shape_is_neither_written_nor_believed(
+def test_T02_a_ragged_entry_of_an_invalid_shape_is_neither_written_nor_accepted(
     store: Store, shape: tuple[int, ...]
 ) -> None:
     values = {"text_embedding": np.ones(shape, dtype="<f2")}
@@ -49,13 +49,13 @@ def test_T02_a_ragged_entry_of_another_kind_of_shape_is_neither_written_nor_beli
         store.read(RAGGED)
 
 
-def test_L02_a_ragged_entry_that_was_cut_or_grown_has_not_the_size_that_its_header_states(
+def test_L02_a_ragged_entry_must_have_the_size_its_header_states(
     store: Store,
 ) -> None:
     assert store.write(RAGGED, {"text_embedding": np.ones((5, 6), dtype="<f2")}, {})
     sound = store.path(RAGGED).read_bytes()
-    for wrong in (sound[:-12], sound + bytes(12), sound[:DATA_START], sound + bytes(1000)):
-        store.path(RAGGED).write_bytes(wrong)
-        assert f"{len(wrong)} bytes" in store.check(RAGGED).reason
-        with pytest.raises(StoreError, match=f"{len(wrong)} bytes"):
+    for damaged in (sound[:-12], sound + bytes(12), sound[:DATA_START], sound + bytes(1000)):
+        store.path(RAGGED).write_bytes(damaged)
+        assert f"{len(damaged)} bytes" in store.check(RAGGED).reason
+        with pytest.raises(StoreError, match=f"{len(damaged)} bytes"):
             store.read(RAGGED)
