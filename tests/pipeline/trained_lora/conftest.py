@@ -1,4 +1,4 @@
-"""A small project with a complete cache, made without the stages that fill it: training alone is tested."""
+"""A small project with a complete cache, written directly so that tests exercise training alone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.trained_lora.samples import training_inputs
 from pipeline.trained_lora.stage import preview_prompts
 
 SIZES = {"64x64": 5, "32x96": 3}
-"""Samples by bucket: with batches of 2 both have a partial one."""
+"""Number of samples per bucket. With batches of 2, both buckets end in a partial batch."""
 
 
 PLACEMENT = Placement((ladder(64, 32, 3.0),))
@@ -33,7 +33,7 @@ PLACEMENT = Placement((ladder(64, 32, 3.0),))
 
 @dataclass
 class Project:
-    """A recipe whose cache is complete, and its tables."""
+    """A recipe with a complete cache, and its two cache tables."""
 
     recipe: Recipe
     latents: pl.DataFrame
@@ -48,10 +48,10 @@ class Project:
     def changed(
         self, output: str, *, num_processes: int = 1, mixed_precision: str = "no", **training: Any
     ) -> Project:
-        """The same cache under another recipe: other training settings, another output folder."""
+        """Return a project with the same cache but other training settings and another output folder."""
         settings = self.recipe.training.model_copy(update=training)
-        launched = {"num_processes": num_processes, "mixed_precision": mixed_precision}
-        accelerate = self.recipe.accelerate.model_copy(update=launched)
+        launch_settings = {"num_processes": num_processes, "mixed_precision": mixed_precision}
+        accelerate = self.recipe.accelerate.model_copy(update=launch_settings)
         update = {
             "training": settings,
             "accelerate": accelerate,
@@ -65,7 +65,7 @@ class Project:
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """Several test processes that each use every core mostly wait for one another."""
+    """Limit torch to one thread, because parallel test processes that use all cores slow each other down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -74,7 +74,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def any_precision() -> Iterator[None]:
-    """Accelerate keeps precision for the life of a process; a launched one has one precision only."""
+    """Reset Accelerate's state, which otherwise fixes the precision for the lifetime of the process."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -82,7 +82,7 @@ def any_precision() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dict[str, Path]:
-    """Folders of tiny base models: Stable Diffusion's by prediction type, and Stable Diffusion XL's."""
+    """Return tiny base models by name: Stable Diffusion per prediction type, and Stable Diffusion XL."""
     folder = tmp_path_factory.mktemp("bases")
     for kind in ("epsilon", "v_prediction"):
         make_tiny(folder / kind, prediction_type=kind)
@@ -91,9 +91,9 @@ def tiny_bases(tmp_path_factory: pytest.TempPathFactory, tiny_sdxl: Path) -> dic
 
 @pytest.fixture
 def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., Project]:
-    """Makes a project below the test's own folder; keyword arguments are settings of `training`.
+    """Return a function that creates a project in the test's folder.
 
-    Its samples go to its datasets in turns.
+    Extra keyword arguments are settings of `training`. Samples are assigned to the datasets in rotation.
     """
 
     def make(
@@ -133,7 +133,7 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
 
 
 def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Random latents and text embeddings for every sample and the empty caption; the two tables."""
+    """Write random latents and text embeddings, including the empty caption, and return the two tables."""
     entries = RecipeEntries(recipe)
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
@@ -162,7 +162,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
 
 
 def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
-    """One sample whose geometry is what its bucket's name says, with a few rows cropped away."""
+    """Return a sample that is assigned to the bucket, with a few pixel rows cropped."""
     height, width = (int(edge) for edge in bucket.split("x"))
     geometry = PLACEMENT.assign(Size(2 * height + 8, 2 * width))
     assert geometry is not None
@@ -187,7 +187,7 @@ def geometry_row(bucket: str, index: int, dataset: str) -> dict[str, Any]:
 
 
 def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:
-    """Write random values as the entry; the table's columns that tell of it."""
+    """Write an entry of random values and return the table columns that describe it."""
     rng = np.random.default_rng(int(spec.key[:8], 16))
     arrays = {
         name: rng.standard_normal(tensor.shape).astype(tensor.dtype) for name, tensor in spec.tensors.items()
@@ -200,10 +200,10 @@ def put(entries: RecipeEntries, spec: EntrySpec) -> dict[str, Any]:
 
 
 def write_tables(project: Project) -> None:
-    """All tables up to the two caches, as the stages would have left them."""
+    """Write all tables up to the two caches, as the stages would."""
     tables = Tables(project.recipe.output_dir)
-    seen = {"channels": 3, "file_bytes": 10_000}
-    images = [as_row("raw_images", {**row, **seen}) for row in project.latents.to_dicts()]
+    scanned = {"channels": 3, "file_bytes": 10_000}
+    images = [as_row("raw_images", {**row, **scanned}) for row in project.latents.to_dicts()]
     tables.write("raw_images", frame("raw_images", images).unique("sample_id"))
     captions = dict(project.text.select("sample_id", "caption").iter_rows())
     rows = [
@@ -217,6 +217,6 @@ def write_tables(project: Project) -> None:
 
 
 def as_row(asset: str, known: dict[str, Any]) -> dict[str, Any]:
-    """A row of `asset`: what is known, and something of the right type where training does not look."""
+    """Return a row of `asset` with the given values and placeholders in all other columns."""
     columns = SCHEMAS[asset].items()
     return {name: known.get(name, "" if kind == pl.String else 0) for name, kind in columns}

@@ -1,4 +1,4 @@
-"""An optimizer whose step needs more memory than there is."""
+"""An optimizer that runs out of memory in its step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Greedy(torch.optim.SGD):
-    """An optimizer that allocates too much, so that the system's allocator fails."""
+    """An optimizer whose step requests 2**60 bytes, so that the allocation fails."""
 
     def step(self, closure: Any = None) -> Any:
         torch.empty(2**60, dtype=torch.uint8)

@@ -37,7 +37,7 @@ Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 class Result:
-    """A finished run of 3 steps and its published files, written by hand."""
+    """A finished run of 3 steps with its published files, written without training."""
 
     def __init__(self, folder: Path) -> None:
         values = {
@@ -83,7 +83,7 @@ class Result:
         save_file(tensors, self.path(layout), metadata=metadata)
 
     def record(self, steps: int = 3) -> None:
-        """Note the files as they lie there, as the launching process does."""
+        """Record the current files in finished.json, as the launching process does."""
         files = [
             {
                 "name": self.path(layout).name,
@@ -102,9 +102,9 @@ class Result:
         self.layout.metrics.write_text("".join(json.dumps(line) + "\n" for line in self.metrics))
 
     def findings(self) -> dict[str, Finding]:
-        found = trained_lora.run(CheckContext(self.recipe, Tables(self.recipe.output_dir)))
-        assert [finding.name for finding in found] == [spec.name for spec in SPECS["trained_lora"]]
-        return {finding.name: finding for finding in found}
+        findings = trained_lora.run(CheckContext(self.recipe, Tables(self.recipe.output_dir)))
+        assert [finding.name for finding in findings] == [spec.name for spec in SPECS["trained_lora"]]
+        return {finding.name: finding for finding in findings}
 
     def failed(self) -> set[str]:
         return {name for name, finding in self.findings().items() if not finding.passed}
@@ -118,14 +118,14 @@ def result(tmp_path: Path) -> Result:
 WARNINGS = {"loss_fell", "validation_loss", "modules_touched"}
 
 
-def test_a_good_result_passes_and_three_of_its_checks_only_warn(result: Result) -> None:
+def test_a_valid_result_passes_and_three_of_its_checks_are_warnings(result: Result) -> None:
     assert result.failed() == set()
     severities = {name: finding.severity for name, finding in result.findings().items()}
     assert severities == {name: "warn" if name in WARNINGS else "error" for name in severities}
     assert result.findings()["reload_equals"].numbers[result.path("kohya").name] == 0.0
 
 
-def test_R05_a_loss_that_is_no_number_is_named_by_its_step(result: Result) -> None:
+def test_R05_a_nan_loss_fails_loss_finite_and_lists_its_step(result: Result) -> None:
     result.metrics[1]["loss"] = float("nan")
     result.write_metrics()
     finding = result.findings()["loss_finite"]
@@ -133,25 +133,25 @@ def test_R05_a_loss_that_is_no_number_is_named_by_its_step(result: Result) -> No
     assert finding.rows == [{"step": 1, "loss": "nan"}]
 
 
-def test_a_run_without_metrics_is_no_proof_of_a_finite_loss(result: Result) -> None:
+def test_a_run_without_metrics_fails_loss_finite_and_plan_completed(result: Result) -> None:
     result.metrics = []
     result.write_metrics()
     assert result.failed() == {"loss_finite", "plan_completed"}
 
 
-def test_a_step_that_is_missing_closes_plan_completed(result: Result) -> None:
+def test_a_missing_step_fails_plan_completed(result: Result) -> None:
     del result.metrics[1]
     result.write_metrics()
     assert result.findings()["plan_completed"].rows == [{"step": 1}]
     assert result.failed() == {"plan_completed"}
 
 
-def test_a_run_of_fewer_steps_than_asked_closes_plan_completed(result: Result) -> None:
+def test_a_run_with_too_few_steps_fails_plan_completed(result: Result) -> None:
     result.record(steps=2)
     assert result.failed() == {"plan_completed"}
 
 
-def test_R06_an_adapter_of_zeros_is_refused(result: Result) -> None:
+def test_R06_an_all_zero_adapter_fails_adapter_not_zero(result: Result) -> None:
     for name, (down, up) in result.factors.items():
         result.factors[name] = (down, np.zeros_like(up))
     for layout in LAYOUTS:
@@ -160,7 +160,7 @@ def test_R06_an_adapter_of_zeros_is_refused(result: Result) -> None:
     assert result.failed() == {"adapter_not_zero", "modules_touched"}
 
 
-def test_one_module_that_does_nothing_is_a_warning_with_its_name(result: Result) -> None:
+def test_a_single_zero_module_is_a_warning_that_names_the_module(result: Result) -> None:
     down, up = result.factors["left.to_q"]
     result.factors["left.to_q"] = (down, np.zeros_like(up))
     for layout in LAYOUTS:
@@ -171,7 +171,7 @@ def test_one_module_that_does_nothing_is_a_warning_with_its_name(result: Result)
 
 
 @pytest.mark.parametrize("change", [0.0, float("nan"), float("inf")])
-def test_R06_an_adapter_that_leaves_the_model_s_answer_as_it_was_is_refused(
+def test_R06_an_adapter_without_a_finite_effect_on_the_output_fails_output_changed(
     result: Result, change: float
 ) -> None:
     result.output_change = change
@@ -179,7 +179,7 @@ def test_R06_an_adapter_that_leaves_the_model_s_answer_as_it_was_is_refused(
     assert result.failed() == {"output_changed"}
 
 
-def test_a_loss_that_did_not_fall_is_a_warning_once_there_are_enough_steps(result: Result) -> None:
+def test_a_loss_that_does_not_fall_is_a_warning_only_after_enough_steps(result: Result) -> None:
     result.trend = {"first": 0.9, "last": 0.95, "error": 0.05}
     result.record()
     assert result.failed() == set()
@@ -191,16 +191,16 @@ def test_a_loss_that_did_not_fall_is_a_warning_once_there_are_enough_steps(resul
     assert "0.900 to 0.950" in result.findings()["loss_fell"].summary
 
 
-def test_a_validation_loss_that_rose_is_a_warning_that_names_the_best_step(result: Result) -> None:
-    def measured(*losses: float) -> set[str]:
+def test_a_rising_validation_loss_is_a_warning_that_names_the_best_step(result: Result) -> None:
+    def failed_after(*losses: float) -> set[str]:
         lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses)]
         result.layout.validation.write_text("".join(lines))
         return result.failed()
 
-    assert measured(0.5, 0.4, 0.402) == set()
-    assert measured(0.5, 0.4, 0.45) == {"validation_loss"}
+    assert failed_after(0.5, 0.4, 0.402) == set()
+    assert failed_after(0.5, 0.4, 0.45) == {"validation_loss"}
     assert "0.4000 at step 1" in result.findings()["validation_loss"].summary
-    assert measured(0.5, 0.4, 0.45, 0.39) == set()
+    assert failed_after(0.5, 0.4, 0.45, 0.39) == set()
 
 
 def change_value(result: Result, layout: Any) -> None:
@@ -223,7 +223,7 @@ def change_scale(result: Result, layout: Any) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("change", [change_value, change_scale])
 @pytest.mark.parametrize("recorded", [False, True])
-def test_R06_a_file_that_holds_other_numbers_or_another_scale_is_refused(
+def test_R06_a_file_with_changed_values_or_scale_fails_reload_equals(
     result: Result, layout: Any, change: Callable[[Result, Any], None], recorded: bool
 ) -> None:
     change(result, layout)
@@ -231,16 +231,16 @@ def test_R06_a_file_that_holds_other_numbers_or_another_scale_is_refused(
         result.record()
     finding = result.findings()["reload_equals"]
     assert not finding.passed
-    named = {row["file"] for row in finding.rows}
+    reported_files = {row["file"] for row in finding.rows}
     if recorded and layout == "diffusers" and change is change_value:
-        # The others are compared with the diffusers layout, and cannot tell which of the two is wrong.
-        assert named == {result.path("kohya").name, result.path("comfyui").name}
+        # The other layouts are compared with the diffusers layout, so they are reported instead of it.
+        assert reported_files == {result.path("kohya").name, result.path("comfyui").name}
     else:
-        assert result.path(layout).name in named
+        assert result.path(layout).name in reported_files
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_key_that_is_missing_is_named(result: Result, layout: Any) -> None:
+def test_a_missing_key_is_reported_by_name(result: Result, layout: Any) -> None:
     tensors = result.tensors(layout)
     missing = MODULES[1].keys(layout)[0]
     del tensors[missing]
@@ -253,7 +253,7 @@ def test_a_key_that_is_missing_is_named(result: Result, layout: Any) -> None:
     assert "file_size_outliers" in result.failed()
 
 
-def test_another_rank_than_asked_is_refused(result: Result) -> None:
+def test_a_rank_that_differs_from_the_recipe_fails_the_shape_and_size_checks(result: Result) -> None:
     for name, (down, up) in result.factors.items():
         result.factors[name] = (down[:2], up[:, :2])
     for layout in LAYOUTS:
@@ -262,7 +262,7 @@ def test_another_rank_than_asked_is_refused(result: Result) -> None:
     assert {"shape_uniformity", "file_size_outliers"} <= result.failed()
 
 
-def test_a_file_that_was_cut_short_or_taken_away_closes_every_gate(result: Result) -> None:
+def test_a_truncated_or_missing_file_fails_every_check(result: Result) -> None:
     path = result.path("kohya")
     path.write_bytes(path.read_bytes()[:-10])
     assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}
@@ -271,6 +271,6 @@ def test_a_file_that_was_cut_short_or_taken_away_closes_every_gate(result: Resul
     assert str(path) in result.findings()["reload_equals"].rows[0]["where"]
 
 
-def test_no_run_at_all_closes_every_gate(result: Result) -> None:
+def test_a_folder_without_provenance_fails_every_check(result: Result) -> None:
     (result.lora / "provenance.json").unlink()
     assert result.failed() == {spec.name for spec in SPECS["trained_lora"]}

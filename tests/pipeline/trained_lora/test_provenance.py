@@ -30,7 +30,7 @@ def sha256(text: str) -> str:
 
 
 def trained_on(*rows: tuple[str, str, str]) -> pl.DataFrame:
-    """A table of trained_lora: sample, content of its image, and split; two captions each."""
+    """Return a trained_lora table from (path, image content, split) rows, with two captions per sample."""
     values: list[dict[str, Any]] = []
     for name, content, split in rows:
         captions = " ".join(caption_hash(f"{content} {number}") for number in (1, 2))
@@ -44,8 +44,8 @@ TABLE = trained_on(("a.png", "rose", "train"), ("b.png", "oak", "train"), ("c.pn
 
 
 def record_of(project: Project, table: pl.DataFrame = TABLE) -> dict[str, Any]:
-    order, entries = project.order(), RecipeEntries(project.recipe)
-    return provenance(project.recipe, entries, run_facts(project.recipe, entries, order.inputs), table)
+    job, entries = project.order(), RecipeEntries(project.recipe)
+    return provenance(project.recipe, entries, run_facts(project.recipe, entries, job.inputs), table)
 
 
 def write_lora(folder: Path, record: dict[str, Any], *, table: bool = True) -> Path:
@@ -81,7 +81,7 @@ def test_the_record_is_complete_and_contains_no_absolute_paths(
     assert record == record_of(project)
 
 
-def test_paths_in_the_project_are_relative_and_others_are_cut_to_their_name(
+def test_paths_inside_the_project_are_relative_and_others_are_reduced_to_their_name(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     project = make_project()
@@ -114,7 +114,7 @@ def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) 
     done = call(lora)
     assert done.exit_code == 0
     assert call(lora.parent).output == call(lora.parent.parent).output == done.output
-    for said in (
+    for label in (
         "recipe",
         "demo",
         "base model",
@@ -123,12 +123,12 @@ def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) 
         "table vae_latents",
         "torch",
     ):
-        assert said in done.output
+        assert label in done.output
     assert json.loads(call(lora, "--json").output) == read_provenance(lora)
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ("rose", ["one of the training images", "sample photos/a.png, seen 3 times"]),
         ("oak 2", ["one of the training captions", "sample photos/b.png"]),
@@ -136,20 +136,20 @@ def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) 
     ],
 )
 def test_an_image_or_caption_is_found_by_its_hash(
-    lora: Path, tmp_path: Path, content: str, said: list[str]
+    lora: Path, tmp_path: Path, content: str, expected: list[str]
 ) -> None:
-    wanted = tmp_path / "wanted"
-    wanted.write_text(content, encoding="utf-8")
-    done = call(lora, "--find", wanted)
+    query = tmp_path / "query"
+    query.write_text(content, encoding="utf-8")
+    done = call(lora, "--find", query)
     assert done.exit_code == 0
-    assert all(each in done.output for each in said)
+    assert all(each in done.output for each in expected)
 
 
 @pytest.mark.parametrize("content", [b"fern", b"elm", b"\xff\x00"])
 def test_a_lookup_without_a_match_exits_with_1(lora: Path, tmp_path: Path, content: bytes) -> None:
-    wanted = tmp_path / "wanted"
-    wanted.write_bytes(content)
-    done = call(lora, "--find", wanted)
+    query = tmp_path / "query"
+    query.write_bytes(content)
+    done = call(lora, "--find", query)
     assert done.exit_code == 1
     assert "the LoRA was not trained on" in done.output
 

@@ -1,4 +1,4 @@
-"""Objectives are rejected where they have no meaning, and otherwise equal the papers' formulas."""
+"""Unsupported objectives are rejected; supported ones equal the papers' formulas."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     ],
     ids=str,
 )
-def test_a_setting_without_meaning_for_the_model_is_rejected_by_key(
+def test_a_setting_that_does_not_apply_to_the_model_is_an_error_that_names_its_key(
     training: dict[str, Any], prediction: Prediction, key: str
 ) -> None:
     settings = TrainingSettings.model_validate(training)
@@ -63,25 +63,25 @@ def test_default_settings_are_valid_for_every_model(prediction: Prediction) -> N
 def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
     make_project: Callable[..., Project], prediction: str, training: dict[str, Any]
 ) -> None:
-    order = make_project(prediction=prediction, gradient_accumulation=1, **training).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    micro = MicroBatchMaker(order, family, engine.scheduler).make(0, order.plan()[0].micro_batches[0][0])
+    job = make_project(prediction=prediction, gradient_accumulation=1, **training).order()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    micro = MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].micro_batches[0][0])
     with torch.no_grad():
-        found = engine.losses(micro, engine.denoiser)
+        losses = engine.losses(micro, engine.denoiser)
 
-        unet = UNet2DConditionModel.from_pretrained(order.base / "unet")
-        alphas = DDPMScheduler.from_pretrained(order.base / "scheduler").alphas_cumprod[micro.timesteps]
+        unet = UNet2DConditionModel.from_pretrained(job.base / "unet")
+        alphas = DDPMScheduler.from_pretrained(job.base / "scheduler").alphas_cumprod[micro.timesteps]
         signal = alphas.view(-1, 1, 1, 1)
         noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.input_noise
         velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
-        goal = micro.noise if prediction == "epsilon" else velocity
-        answer = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
+        target = micro.noise if prediction == "epsilon" else velocity
+        prediction_out = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
 
     loss = training.get("loss", {})
-    errors = (answer - goal) ** 2
+    errors = (prediction_out - target) ** 2
     if loss.get("kind") == "huber":
-        errors = huber_loss(answer, goal, delta=0.2, reduction="none")
+        errors = huber_loss(prediction_out, target, delta=0.2, reduction="none")
     snr = alphas / (1 - alphas)
     to_latent = {"epsilon": snr, "v_prediction": snr + 1}[prediction]
     weights = {
@@ -90,4 +90,4 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
         "soft_min_snr": (5 * snr / (snr + 5)) / to_latent,
         "debiased": snr.sqrt() / to_latent,
     }[loss.get("weighting")]
-    torch.testing.assert_close(found, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)

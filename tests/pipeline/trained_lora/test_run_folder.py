@@ -35,10 +35,10 @@ with hold_run(RunLayout(Path(sys.argv[1])), print):
 """
 
 
-def test_O08_a_second_process_waits_until_the_first_is_killed(tmp_path: Path) -> None:
+def test_O08_a_second_process_waits_until_the_first_process_ends(tmp_path: Path) -> None:
     layout, log = RunLayout(tmp_path / "run"), list[str]()
     layout.folder.mkdir()
-    layout.lock.write_bytes(b"")  # run folders of earlier versions contain the file
+    layout.lock.write_bytes(b"")  # Run folders of earlier versions contain this file.
     command = [sys.executable, "-c", HOLD, str(layout.folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
         assert first.stdout is not None
@@ -54,7 +54,7 @@ def test_O08_a_second_process_waits_until_the_first_is_killed(tmp_path: Path) ->
     assert "another process is training this run" in log[0]
 
 
-def test_a_free_run_is_held_without_waiting(tmp_path: Path) -> None:
+def test_an_unlocked_run_is_locked_without_waiting(tmp_path: Path) -> None:
     log = list[str]()
     for _ in range(2):
         with hold_run(RunLayout(tmp_path / "run"), log.append):

@@ -14,29 +14,29 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def test_the_odd_one_stands_first_though_its_losses_are_not_the_largest(
+def test_the_outlier_is_listed_first_although_its_losses_are_not_the_largest(
     make_project: Callable[..., Project],
 ) -> None:
-    """Losses fall a hundredfold from the first to the last timestep, and only one sample is 1.5 times off."""
-    order, rng = make_project().order(), np.random.default_rng(3)
-    layout = RunLayout(order.folder)
+    """Losses fall a hundredfold from the first to the last timestep; one sample is 1.5 times too high."""
+    job, rng = make_project().order(), np.random.default_rng(3)
+    layout = RunLayout(job.folder)
     layout.sample_losses.parent.mkdir(parents=True)
-    odd, total = 5, dict.fromkeys(range(8), 0.0)
+    outlier, total = 5, dict.fromkeys(range(8), 0.0)
     with layout.sample_losses.open("w") as file:
         for step in range(500):
             samples = rng.choice(8, 2, replace=False).tolist()
-            # The odd one is never drawn where losses are large.
-            steps = [rng.uniform(300 if sample == odd else 0, 1000) for sample in samples]
+            # The outlier is never drawn at the timesteps with large losses.
+            steps = [rng.uniform(300 if sample == outlier else 0, 1000) for sample in samples]
             losses = [
-                10 ** (-2 * at / 1000) * rng.uniform(0.8, 1.2) * (1.5 if sample == odd else 1.0)
+                10 ** (-2 * at / 1000) * rng.uniform(0.8, 1.2) * (1.5 if sample == outlier else 1.0)
                 for sample, at in zip(samples, steps, strict=True)
             ]
             for sample, loss in zip(samples, losses, strict=True):
                 total[sample] += loss
             line = {"step": step, "samples": samples, "timesteps": steps, "losses": losses}
             file.write(json.dumps(line) + "\n")
-    table = sample_statistics(order.inputs, layout, 500)
-    assert table["sample_id"].to_list()[0] == order.inputs[odd].variant_id
+    table = sample_statistics(job.inputs, layout, 500)
+    assert table["sample_id"].to_list()[0] == job.inputs[outlier].variant_id
     assert table["mean_loss"][0] < table["mean_loss"].max()
     assert table["relative_loss"][0] == pytest.approx(1.5, abs=0.15)
     assert table["deviation"][0] > 5
@@ -44,21 +44,21 @@ def test_the_odd_one_stands_first_though_its_losses_are_not_the_largest(
     assert table["times"].sum() == 1000
     by_id = dict(table.select("sample_id", "mean_loss").iter_rows())
     times = dict(table.select("sample_id", "times").iter_rows())
-    for number, item in enumerate(order.inputs):
+    for number, item in enumerate(job.inputs):
         assert by_id[item.variant_id] * times[item.variant_id] == pytest.approx(total[number])
-    assert table.row(0, named=True)["caption"] == order.inputs[odd].variants[0].caption
+    assert table.row(0, named=True)["caption"] == job.inputs[outlier].variants[0].caption
 
 
 def test_a_run_without_steps_has_no_statistics(make_project: Callable[..., Project]) -> None:
-    order = make_project().order()
-    assert sample_statistics(order.inputs, RunLayout(order.folder), 5).is_empty()
+    job = make_project().order()
+    assert sample_statistics(job.inputs, RunLayout(job.folder), 5).is_empty()
 
 
-def test_a_fall_of_the_loss_is_seen_through_the_noise_of_the_timesteps(
+def test_the_loss_trend_is_detected_despite_timestep_noise(
     make_project: Callable[..., Project],
 ) -> None:
-    order, rng = make_project().order(), np.random.default_rng(4)
-    layout = RunLayout(order.folder)
+    job, rng = make_project().order(), np.random.default_rng(4)
+    layout = RunLayout(job.folder)
     layout.sample_losses.parent.mkdir(parents=True)
     with layout.sample_losses.open("w") as file:
         for step in range(400):

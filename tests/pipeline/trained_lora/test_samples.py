@@ -1,4 +1,4 @@
-"""Samples of several captions and several latents, from the tables to the batch."""
+"""Samples with several captions and latents, from the tables to the batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def flipped_too(latents: pl.DataFrame) -> pl.DataFrame:
+def with_mirrored_rows(latents: pl.DataFrame) -> pl.DataFrame:
     rows = [latents.with_columns(flipped=pl.lit(flag)) for flag in (True, False)]
     return pl.concat(rows)
 
 
-def test_T07_every_caption_of_a_sample_is_a_variant_in_their_own_order(
+def test_T07_every_caption_of_a_sample_is_a_variant_in_caption_order(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project()
@@ -43,20 +43,22 @@ def test_T07_every_caption_of_a_sample_is_a_variant_in_their_own_order(
         assert first.entry.key != other.entry.key
 
 
-def test_a_mirrored_view_comes_second_and_its_crop_is_mirrored(make_project: Callable[..., Project]) -> None:
+def test_the_mirrored_view_comes_second_with_a_mirrored_crop(make_project: Callable[..., Project]) -> None:
     project = make_project()
     latents = project.latents.with_columns(
         resized_width=pl.col("target_width") + 10, crop_left=pl.lit(3, pl.Int32)
     )
     entries = RecipeEntries(project.recipe)
-    inputs = training_inputs(project.recipe, entries, flipped_too(latents), project.text)
+    inputs = training_inputs(project.recipe, entries, with_mirrored_rows(latents), project.text)
     assert len(inputs) == 8
     for item in inputs:
         assert [view.crop_top_left for view in item.views] == [(2, 3), (2, 7)]
         assert item.views[1].entry.key != item.views[0].entry.key
 
 
-def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable[..., Project]) -> None:
+def test_samples_are_found_by_name_and_unknown_names_raise_key_errors(
+    make_project: Callable[..., Project],
+) -> None:
     inputs = make_project().order().inputs
     for number, item in enumerate(inputs):
         assert inputs.number_of(item.variant_id) == number
@@ -67,35 +69,37 @@ def test_a_sample_is_found_by_its_name_and_others_are_not(make_project: Callable
             inputs.named(name)
 
 
-def test_the_needed_columns_suffice_in_any_order_and_in_any_chunks(
+def test_inputs_need_only_the_listed_columns_and_ignore_row_order_and_chunks(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
-    entries, whole = RecipeEntries(project.recipe), project.order().inputs
+    entries, expected = RecipeEntries(project.recipe), project.order().inputs
     latents, text = (
         pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
         for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
     )
-    assert training_inputs(project.recipe, entries, latents, text) == whole
+    assert training_inputs(project.recipe, entries, latents, text) == expected
     parts = [pl.concat([rows[:3], rows[3:]], rechunk=False) for rows in (project.latents, project.text)]
-    assert training_inputs(project.recipe, entries, *parts) == whole
+    assert training_inputs(project.recipe, entries, *parts) == expected
 
 
-def test_a_sample_without_a_caption_is_named(make_project: Callable[..., Project]) -> None:
+def test_a_sample_without_a_caption_is_an_error_that_names_the_sample(
+    make_project: Callable[..., Project],
+) -> None:
     project = make_project()
-    gone = project.latents["sample_id"].min()
-    text = project.text.filter(pl.col("sample_id") != gone)
+    missing_id = project.latents["sample_id"].min()
+    text = project.text.filter(pl.col("sample_id") != missing_id)
     with pytest.raises(TrainingError) as caught:
         training_inputs(project.recipe, RecipeEntries(project.recipe), project.latents, text)
-    assert caught.value.where == gone
+    assert caught.value.where == missing_id
 
 
 def with_views_and_variants(project: Project) -> TrainingJob:
-    """Two captions and two latents each; those of variant 1 and of the mirror are all ones."""
+    """Return a job with two captions and two latents per sample; variant 1 and the mirror are all ones."""
     entries = RecipeEntries(project.recipe)
     second = project.text.with_columns(caption="another " + pl.col("caption"), variant=pl.lit(1, pl.Int32))
     text = pl.concat([second, project.text])
-    inputs = training_inputs(project.recipe, entries, flipped_too(project.latents), text)
+    inputs = training_inputs(project.recipe, entries, with_mirrored_rows(project.latents), text)
     for item in inputs:
         for spec in (item.views[1].entry, item.variants[1].entry):
             ones = {name: np.ones(tensor.shape, tensor.dtype) for name, tensor in spec.tensors.items()}
@@ -103,65 +107,65 @@ def with_views_and_variants(project: Project) -> TrainingJob:
     return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text_spec(""), prompts=())
 
 
-def maker_of(order: TrainingJob) -> MicroBatchMaker:
-    family = load_family(order.base)
-    return MicroBatchMaker(order, family, make_noise_scheduler(family, order.recipe.training))
+def maker_of(job: TrainingJob) -> MicroBatchMaker:
+    family = load_family(job.base)
+    return MicroBatchMaker(job, family, make_noise_scheduler(family, job.recipe.training))
 
 
-def test_a_batch_holds_the_variant_and_the_view_that_the_plan_drew(
+def test_a_batch_contains_the_variant_and_view_that_the_plan_selected(
     make_project: Callable[..., Project],
 ) -> None:
-    order = with_views_and_variants(make_project(dropout=0.0, steps=30))
-    assert read_job(order.write()) == order
-    maker, seen = maker_of(order), set[tuple[int, int]]()
-    for step, batch in order.plan().iterate():
+    job = with_views_and_variants(make_project(dropout=0.0, steps=30))
+    assert read_job(job.write()) == job
+    maker, seen = maker_of(job), set[tuple[int, int]]()
+    for step, batch in job.plan().iterate():
         for micro in batch.micro_batches:
-            made = maker.make(step, micro[0])
+            batch_inputs = maker.make(step, micro[0])
             for at, slot in enumerate(micro[0]):
                 seen.add((slot.variant, slot.view))
-                assert bool((made.latent[at] == 1).all()) == (slot.view == 1)
-                assert bool((made.conditions["text_embedding"][at] == 1).all()) == (slot.variant == 1)
+                assert bool((batch_inputs.latent[at] == 1).all()) == (slot.view == 1)
+                assert bool((batch_inputs.conditions["text_embedding"][at] == 1).all()) == (slot.variant == 1)
     assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
-def test_of_moments_a_draw_is_made_for_each_epoch_and_the_same_again(
+def test_cached_moments_give_a_new_reproducible_latent_in_each_epoch(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=12, sizes={"64x64": 2}, batch_size=2, gradient_accumulation=1)
-    order, store = project.order(), Store(project.recipe.cache_dir)
+    job, store = project.order(), Store(project.recipe.cache_dir)
     shape = (4, 8, 8)
     moments = {name: TensorSpec("float32", shape) for name in ("mean", "std")}
-    inputs = TrainingInputs(order.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments))))
+    inputs = TrainingInputs(job.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments))))
     for item in inputs:
         spec = item.views[0].entry
         store.path(spec).unlink()
         store.write(spec, {"mean": np.full(shape, 5, "f4"), "std": np.full(shape, 0.5, "f4")}, {})
-    order = TrainingJob(order.recipe, order.base, order.run, inputs, order.empty_text, order.prompts)
-    drawn = [maker_of(order).make(step, batch.micro_batches[0][0]) for step, batch in order.plan().iterate()]
-    again = maker_of(order).make(3, order.plan()[3].micro_batches[0][0])
+    job = TrainingJob(job.recipe, job.base, job.run, inputs, job.empty_text, job.prompts)
+    drawn = [maker_of(job).make(step, batch.micro_batches[0][0]) for step, batch in job.plan().iterate()]
+    again = maker_of(job).make(3, job.plan()[3].micro_batches[0][0])
     assert torch.equal(again.latent, drawn[3].latent)
     values = torch.stack([micro.latent for micro in drawn])
     assert not torch.equal(values[0], values[1])
-    # 6144 draws: their mean is within 5 standard errors of 5, their spread within 5 of 0.5.
+    # For 6144 draws, both the mean and the deviation must be within 5 standard errors.
     assert abs(float(values.mean()) - 5) < 5 * 0.5 / 6144**0.5
     assert abs(float(values.std()) - 0.5) < 5 * 0.5 / (2 * 6144) ** 0.5
 
 
-def test_the_images_held_out_are_the_same_in_every_run_and_never_trained_on(
+def test_the_holdout_is_the_same_in_every_run_and_is_never_trained_on(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
-    order = project.order()
-    held_out = {item.variant_id for item in order.inputs.held_out}
-    # 200 draws of 0.2 have a standard deviation of 5.7: 20 is more than three of them.
+    job = project.order()
+    held_out = {item.variant_id for item in job.inputs.held_out}
+    # 200 draws of 0.2 have a standard deviation of 5.7, so 20 is more than three deviations.
     assert 20 <= len(held_out) <= 60
-    assert len(order.inputs.trained) + len(held_out) == 200
-    assert not held_out & {sample.variant_id for sample in order.plan().samples}
+    assert len(job.inputs.trained) + len(held_out) == 200
+    assert not held_out & {sample.variant_id for sample in job.plan().samples}
     assert {item.variant_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
     again = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)
-    kept = set(fewer["sample_id"])
-    assert {item.variant_id for item in again if item.held_out} == held_out & kept
+    remaining = set(fewer["sample_id"])
+    assert {item.variant_id for item in again if item.held_out} == held_out & remaining
     copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
     same = training_inputs(project.recipe, RecipeEntries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1

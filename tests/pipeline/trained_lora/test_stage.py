@@ -36,40 +36,40 @@ FILES = [
 ]
 
 
-class Here:
-    """A launch that runs the training in this process, and counts; it can be told to die."""
+class InProcessLaunch:
+    """A launcher that trains in this process, records its launches, and can stop early."""
 
     def __init__(self) -> None:
         self.launched: list[Path] = []
-        self.dies_after: int | None = None
+        self.stop_after: int | None = None
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, job_file: Path) -> None:
         assert module == "pipeline.trained_lora.worker"
-        self.launched.append(order)
+        self.launched.append(job_file)
         self._stop = StopRequest()
-        if not train(read_job(order), self, self._stop):
+        if not train(read_job(job_file), self, self._stop):
             raise LaunchError("stopped", where=module, fix="start again")
 
     def info(self, text: str) -> None: ...
 
     def progress(self, done: int, total: int, text: str) -> None:
-        if self.dies_after is not None and done >= self.dies_after:
+        if self.stop_after is not None and done >= self.stop_after:
             self._stop.request()
 
 
-def run(project: Project, launch: Here, log: list[str] | None = None) -> StageResult:
-    say = (log if log is not None else []).append
-    return train_lora(project.recipe, project.latents, project.text, launch=launch, log=say)
+def run(project: Project, launch: InProcessLaunch, log: list[str] | None = None) -> StageResult:
+    append_line = (log if log is not None else []).append
+    return train_lora(project.recipe, project.latents, project.text, launch=launch, log=append_line)
 
 
 def runs(project: Project) -> list[Path]:
     return sorted((project.recipe.output_dir / "runs").iterdir())
 
 
-def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
+def test_a_finished_run_writes_its_files_table_and_provenance(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(), Here()
+    project, launch = make_project(), InProcessLaunch()
     result = run(project, launch)
     lora = project.recipe.output_dir / "lora"
     assert [path.name for path in sorted(lora.glob("*[nrs]"))] == FILES
@@ -99,10 +99,10 @@ def test_a_finished_run_leaves_its_files_its_table_and_its_provenance(
     assert not (lora / "samples.jpg").exists()
 
 
-def test_with_pictures_the_card_shows_them_and_without_them_they_are_taken_away(
+def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(sample_every=6, sample_prompts=["a `red` cat"]), Here()
+    project, launch = make_project(sample_every=6, sample_prompts=["a `red` cat"]), InProcessLaunch()
     run(project, launch)
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
@@ -113,28 +113,28 @@ def test_with_pictures_the_card_shows_them_and_without_them_they_are_taken_away(
     assert not (report / "samples.jpg").exists()
 
 
-def test_a_finished_run_is_not_repeated_and_one_damaged_file_is_made_again(
+def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch, log = make_project(), Here(), list[str]()
+    project, launch, log = make_project(), InProcessLaunch(), list[str]()
     first = run(project, launch)
     second = run(project, launch, log)
     assert len(launch.launched) == 1
     assert not second.report["launched"]
     assert any("nothing is launched" in line for line in log)
     assert second.table.equals(first.table)
-    kept = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     (runs(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
     third = run(project, launch)
     assert len(launch.launched) == 2
     assert third.report["resumed_from"] == 6
     again = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    assert all(again[name].equal(kept[name]) for name in kept)
+    assert all(again[name].equal(original[name]) for name in original)
 
 
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
     project = make_project()
-    run(project, Here())
+    run(project, InProcessLaunch())
     recipe = tmp_path / "recipe.json"
     recipe.write_text(project.recipe.model_dump_json())
     script = f"""
@@ -159,10 +159,10 @@ assert not heavy, heavy
     assert done.returncode == 0, done.stderr
 
 
-def test_R11_another_setting_is_another_run_beside_the_old_one_and_the_log_says_what_differs(
+def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch, log = make_project(), Here(), list[str]()
+    project, launch, log = make_project(), InProcessLaunch(), list[str]()
     run(project, launch)
     old = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())["run"]
     other = project.changed("output", learning_rate=2e-2)
@@ -177,18 +177,18 @@ def test_R11_another_setting_is_another_run_beside_the_old_one_and_the_log_says_
 
 
 @pytest.mark.parametrize("update", [{"checkpoint_every": 3}, {"sample_every": 4}])
-def test_how_often_one_looks_does_not_make_another_run(
+def test_preview_and_checkpoint_intervals_do_not_start_a_new_run(
     make_project: Callable[..., Project], update: dict[str, Any]
 ) -> None:
-    project, launch = make_project(), Here()
+    project, launch = make_project(), InProcessLaunch()
     run(project, launch)
     assert not run(project.changed("output", **update), launch).report["launched"]
 
 
-def test_more_steps_go_on_from_a_run_whose_schedule_does_not_depend_on_them(
+def test_more_steps_resume_a_run_if_the_schedule_does_not_depend_on_them(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(), Here()
+    project, launch = make_project(), InProcessLaunch()
     run(project, launch)
     longer = run(project.changed("output", steps=9), launch)
     assert longer.report["resumed_from"] == 6
@@ -198,12 +198,12 @@ def test_more_steps_go_on_from_a_run_whose_schedule_does_not_depend_on_them(
     assert shorter.report["steps"] == 6
 
 
-def test_epochs_are_counted_in_steps_and_the_gate_knows_how_many_there_should_be(
+def test_epochs_are_converted_to_steps_and_plan_completed_uses_that_number(
     make_project: Callable[..., Project],
 ) -> None:
     weighted = {"photos": {"weight": 3.0}, "studio": {"weight": 1.0}}
     project = make_project(datasets=weighted, steps=None, epochs=2, exhausted="end_epoch")
-    launch = Here()
+    launch = InProcessLaunch()
     result = run(project, launch)
     plan = read_job(launch.launched[0]).plan()
     assert [plan[-1].epoch, plan.num_epochs] == [1, 2]
@@ -226,29 +226,29 @@ def completed(project: Project) -> bool:
     return next(each.passed for each in trained_lora.run(context) if each.name == "plan_completed")
 
 
-def test_decay_that_takes_more_steps_than_the_epochs_have_is_refused(
+def test_a_decay_longer_than_the_epochs_is_an_error(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=None, epochs=2, lr_scheduler="wsd", decay_steps=30)
     with pytest.raises(TrainingError, match="30 steps, but 2 epochs have only 6 steps"):
-        run(project, Here())
+        run(project, InProcessLaunch())
 
 
-def test_R12_an_interrupted_run_goes_on_when_it_is_started_again(
+def test_R12_an_interrupted_run_resumes_when_it_is_started_again(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(), Here()
-    launch.dies_after = 2
+    project, launch = make_project(), InProcessLaunch()
+    launch.stop_after = 2
     with pytest.raises(LaunchError):
         run(project, launch)
     assert not (project.recipe.output_dir / "lora").exists()
-    launch.dies_after = None
+    launch.stop_after = None
     assert run(project, launch).report["resumed_from"] == 3
     assert len(read_metrics(RunLayout(runs(project)[0]).metrics, 6)) == 6
 
 
-def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Callable[..., Project]) -> None:
-    project, launch = make_project(), Here()
+def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Callable[..., Project]) -> None:
+    project, launch = make_project(), InProcessLaunch()
     row = project.latents.row(0, named=True)
     path = Store(project.recipe.cache_dir).path(RecipeEntries(project.recipe).latent_spec(row))
     path.write_bytes(path.read_bytes()[:-100])
@@ -258,10 +258,10 @@ def test_O10_a_cache_that_a_gate_refuses_is_never_trained_on(make_project: Calla
     assert launch.launched == []
 
 
-def test_O10_B09_training_alone_refuses_more_processes_than_a_bucket_fills(
+def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket_fills(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(), Here()
+    project, launch = make_project(), InProcessLaunch()
     buckets = project.recipe.buckets.model_copy(update={"underfilled": "drop"})
     project.recipe = project.recipe.model_copy(update={"buckets": buckets})
     changed = project.changed("output", num_processes=2)
@@ -273,20 +273,20 @@ def test_O10_B09_training_alone_refuses_more_processes_than_a_bucket_fills(
     assert launch.launched == []
 
 
-def test_O10_training_alone_refuses_what_the_dataset_s_own_gate_refused_and_needs_no_dataset(
+def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_dataset(
     make_project: Callable[..., Project],
 ) -> None:
-    project, launch = make_project(), Here()
+    project, launch = make_project(), InProcessLaunch()
     tables = Tables(project.recipe.output_dir)
     assert not project.recipe.datasets[0].path.exists()
-    why = {
+    rejection = {
         "stage": "validated_dataset",
         "reason": "caption_missing",
         "detail": "no caption",
         "fix": "write it",
     }
     row = {"sample_id": "photos/bare.jpg", "dataset": "photos", "path": "bare.jpg", "content_hash": "ab"}
-    tables.write_rejected("validated_dataset", frame("rejected", [{**row, **why}]))
+    tables.write_rejected("validated_dataset", frame("rejected", [{**row, **rejection}]))
     with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as caught:
         run(project, launch)
     assert "validated_dataset" in caught.value.where
@@ -299,14 +299,14 @@ def test_O10_training_alone_refuses_what_the_dataset_s_own_gate_refused_and_need
     assert len(launch.launched) == 1
 
 
-def test_a_sample_without_a_text_embedding_is_refused(make_project: Callable[..., Project]) -> None:
+def test_a_sample_without_a_text_embedding_is_an_error(make_project: Callable[..., Project]) -> None:
     project = make_project()
     project.text = project.text.head(3)
     with pytest.raises(TrainingError, match="5 samples have no text embedding"):
-        run(project, Here())
+        run(project, InProcessLaunch())
 
 
-def test_a_launch_that_leaves_nothing_is_an_error(make_project: Callable[..., Project]) -> None:
+def test_a_launch_without_a_result_is_an_error(make_project: Callable[..., Project]) -> None:
     project = make_project()
     with pytest.raises(TrainingError, match="without a usable result"):
         train_lora(project.recipe, project.latents, project.text, launch=lambda *_: None, log=print)

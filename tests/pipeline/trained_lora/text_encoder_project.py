@@ -1,4 +1,4 @@
-"""A project that also trains text encoders, and its engine."""
+"""Helpers that create a project with trained text encoders, and its engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def project_of(
     return make_project(prediction=prediction, lora=lora, **training)
 
 
-def engine_of(order: TrainingJob) -> Engine:
-    return Engine(order, load_family(order.base))
+def engine_of(job: TrainingJob) -> Engine:
+    return Engine(job, load_family(job.base))
 
 
 def loosened(engine: Engine) -> Engine:

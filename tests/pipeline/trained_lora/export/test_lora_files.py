@@ -20,7 +20,7 @@ QUERY = LoraModule(
 )
 
 
-def test_a_part_of_a_layer_lies_on_the_diagonal_of_its_matrices() -> None:
+def test_a_part_of_a_fused_layer_is_a_diagonal_block_of_its_matrices() -> None:
     assert QUERY.shapes("kohya") == {
         "lora_unet_block_qkv.lora_down.weight": (6, 5),
         "lora_unet_block_qkv.lora_up.weight": (13, 6),
@@ -28,12 +28,12 @@ def test_a_part_of_a_layer_lies_on_the_diagonal_of_its_matrices() -> None:
     }
     down, up = np.arange(30).reshape(6, 5), np.arange(78).reshape(13, 6)
     tensors = {"lora_unet_block_qkv.lora_down.weight": down, "lora_unet_block_qkv.lora_up.weight": up}
-    own_down, own_up = factors(tensors, QUERY, "kohya")
-    assert np.array_equal(own_down, down[2:4])
-    assert np.array_equal(own_up, up[3:9, 2:4])
+    part_down, part_up = factors(tensors, QUERY, "kohya")
+    assert np.array_equal(part_down, down[2:4])
+    assert np.array_equal(part_up, up[3:9, 2:4])
 
 
-def test_stacking_is_kohyas_alone_and_a_layer_of_its_own_is_the_whole() -> None:
+def test_only_kohya_stacks_parts_and_a_separate_layer_is_stored_unchanged() -> None:
     for layout in ("diffusers", "comfyui"):
         shapes = list(QUERY.shapes(layout).values())
         assert shapes[:2] == [(2, 5), (6, 2)]
@@ -41,5 +41,5 @@ def test_stacking_is_kohyas_alone_and_a_layer_of_its_own_is_the_whole() -> None:
     assert list(alone.shapes("kohya").values()) == [(2, 5), (6, 2), ()]
 
 
-def test_a_module_is_the_same_after_json() -> None:
+def test_a_module_survives_a_json_round_trip() -> None:
     assert LoraModule.from_json({**QUERY.as_json(), "kohya_outs": [3, 6, 4]}) == QUERY

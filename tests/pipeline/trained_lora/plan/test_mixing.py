@@ -37,7 +37,7 @@ class Draw(NamedTuple):
 
 
 class Mixed:
-    """A mix that names its samples."""
+    """A mix that returns its draws with sample names."""
 
     def __init__(self, samples: list[PlanSample], weights: dict[str, float], exhausted: Exhausted) -> None:
         self.samples = PlanSamples.of(samples)
@@ -74,73 +74,73 @@ def mixes(draw: st.DrawFn) -> tuple[list[PlanSample], dict[str, float]]:
 
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.integers(0, 3))
-def test_sizes_are_those_of_the_draws_and_no_draw_stands_twice(
-    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
+def test_sizes_match_the_draws_and_every_draw_is_unique(
+    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epoch: int
 ) -> None:
-    mixed = Mixed(*made, exhausted)
+    mixed = Mixed(*mix, exhausted)
     draws = mixed.draws(epoch)
     assert {bucket: len(of) for bucket, of in draws.items()} == mixed.mix.sizes(epoch)
     flat = [(draw.variant_id, draw.occurrence) for of in draws.values() for draw in of]
     assert len(set(flat)) == len(flat) >= 1
-    bucket_of = {sample.variant_id: sample.bucket for sample in made[0]}
+    bucket_of = {sample.variant_id: sample.bucket for sample in mix[0]}
     assert all(bucket_of[draw.variant_id] == bucket for bucket, of in draws.items() for draw in of)
 
 
 @given(mixes())
-def test_with_leave_an_epoch_is_everything_once_whatever_the_weights(
-    made: tuple[list[PlanSample], dict[str, float]],
+def test_leave_draws_every_sample_once_per_epoch_for_any_weights(
+    mix: tuple[list[PlanSample], dict[str, float]],
 ) -> None:
-    samples, weights = made
+    samples, weights = mix
     seen = Counter(draw.variant_id for draw in Mixed(samples, weights, "leave").in_order(2))
     assert seen == Counter({sample.variant_id: sample.repeats for sample in samples})
 
 
 @given(mixes(), st.sampled_from(["end_epoch", "repeat"]))
-def test_in_the_long_run_datasets_have_their_weights_and_their_samples_equal_shares(
-    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted
+def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_shares(
+    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted
 ) -> None:
-    samples, weights = made
+    samples, weights = mix
     mixed = Mixed(samples, weights, exhausted)
     seen = Counter[str]()
     for epoch in range(8):
         drawn = Counter(draw.variant_id for of in mixed.draws(epoch).values() for draw in of)
         seen += drawn
-        per_epoch = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
-        rounds = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
-        done = {name: per_epoch[name] / rounds[name] for name in weights}
+        drawn_by_dataset = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
+        epoch_sizes = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
+        progress = {name: drawn_by_dataset[name] / epoch_sizes[name] for name in weights}
         if exhausted == "end_epoch":
-            assert max(done.values()) == 1
+            assert max(progress.values()) == 1
         else:
-            assert min(done.values()) == 1
+            assert min(progress.values()) == 1
     total = sum(seen.values())
     for name in weights:
         own = {s.variant_id: seen[s.variant_id] for s in samples if s.dataset == name}
         repeats = next(s.repeats for s in samples if s.dataset == name)
         assert max(own.values()) - min(own.values()) <= repeats
-        # Each epoch begins and ends a dataset's share at a whole draw; all of them together do so once.
+        # Draws are rounded to integers once over all epochs, not once per epoch.
         assert abs(sum(own.values()) - total * weights[name] / sum(weights.values())) <= len(weights)
 
 
 @pytest.mark.parametrize("exhausted", WEIGHTED)
-def test_at_every_moment_the_datasets_stand_in_proportion_to_their_weights(exhausted: Exhausted) -> None:
+def test_every_prefix_of_an_epoch_follows_the_dataset_weights(exhausted: Exhausted) -> None:
     mixed = Mixed(dataset("a", 30) + dataset("b", 90), {"a": 3, "b": 1}, exhausted)
-    order = [draw.variant_id[0] for draw in mixed.in_order(0)]
-    for number, of_a in enumerate(accumulate(name == "a" for name in order[:40]), start=1):
+    names = [draw.variant_id[0] for draw in mixed.in_order(0)]
+    for number, of_a in enumerate(accumulate(name == "a" for name in names[:40]), start=1):
         assert abs(of_a - number * 3 / 4) <= 1
     if exhausted == "leave":
-        assert set(order[40:]) == {"b"}
-        assert len(order) == 120
+        assert set(names[40:]) == {"b"}
+        assert len(names) == 120
     elif exhausted == "end_epoch":
-        assert Counter(order) == {"a": 30, "b": 10}
+        assert Counter(names) == {"a": 30, "b": 10}
     else:
-        assert Counter(order) == {"a": 270, "b": 90}
+        assert Counter(names) == {"a": 270, "b": 90}
 
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.sampled_from(["partial", "repeat", "drop"]), st.data())
-def test_R01_R02_R03_a_weighted_plan_is_exact_and_any_suffix_is_the_same(
-    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, policy: str, data: st.DataObject
+def test_R01_R02_R03_a_weighted_plan_is_exact_and_can_restart_at_any_step(
+    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, policy: str, data: st.DataObject
 ) -> None:
-    samples, weights = made
+    samples, weights = mix
     accumulation, steps = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 30))
     shape = replace(SETTINGS, steps=steps, gradient_accumulation=accumulation, weights=weights)
     shape = replace(shape, exhausted=exhausted, underfilled=policy)
@@ -149,17 +149,17 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_any_suffix_is_the_same(
     except TrainingError:
         assert policy == "drop", "no bucket fills a batch in one of the epochs"
         return
-    whole = list(plan.iterate())
-    assert [step for step, _ in whole] == list(range(steps)) == list(range(len(plan)))
+    all_steps = list(plan.iterate())
+    assert [step for step, _ in all_steps] == list(range(steps)) == list(range(len(plan)))
     cut = data.draw(st.integers(0, steps))
-    assert list(plan_of(reversed(samples), shape).iterate(cut)) == whole[cut:]
-    epochs = [batch.epoch for _, batch in whole]
+    assert list(plan_of(reversed(samples), shape).iterate(cut)) == all_steps[cut:]
+    epochs = [batch.epoch for _, batch in all_steps]
     assert epochs == sorted(epochs)
     assert plan.num_epochs == epochs[-1] + 1
-    seen = Counter(slot.variant_id for _, batch in whole for slot in batch.slots())
+    seen = Counter(slot.variant_id for _, batch in all_steps for slot in batch.slots())
     times = dict(zip(plan.samples, plan.times_seen().tolist(), strict=True))
     assert Counter({sample.variant_id: number for sample, number in times.items()}) == seen
-    for _, batch in whole:
+    for _, batch in all_steps:
         assert (
             sum(slot.weight for m in batch.micro_batches for share in m for slot in share)
             == batch.num_samples
@@ -168,10 +168,10 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_any_suffix_is_the_same(
 
 
 @given(mixes(), st.sampled_from(WEIGHTED), st.integers(1, 4))
-def test_so_many_epochs_are_so_many_whole_ones(
-    made: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epochs: int
+def test_steps_in_covers_the_given_number_of_complete_epochs(
+    mix: tuple[list[PlanSample], dict[str, float]], exhausted: Exhausted, epochs: int
 ) -> None:
-    samples, weights = made
+    samples, weights = mix
     shape = replace(SETTINGS, weights=weights, exhausted=exhausted)
     steps = TrainingPlan.steps_in(PlanSamples.of(samples), shape, epochs)
     longer = plan_of(samples, replace(shape, steps=steps + 1))
@@ -179,7 +179,7 @@ def test_so_many_epochs_are_so_many_whole_ones(
     assert plan_of(samples, replace(shape, steps=steps)).numbers()["epochs"] == epochs
 
 
-def test_a_plan_of_weights_holds_them_in_each_stretch_of_steps() -> None:
+def test_a_weighted_plan_follows_the_weights_in_each_window_of_steps() -> None:
     samples = dataset("a", 40, ["64x64", "64x128"]) + dataset("b", 400, ["64x64", "64x128"])
     plan = plan_of(samples, replace(SETTINGS, steps=200, weights={"a": 1, "b": 1}, exhausted="repeat"))
     for start in range(0, 200, 20):

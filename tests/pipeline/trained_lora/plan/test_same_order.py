@@ -1,4 +1,4 @@
-"""The order of samples never changes: runs that were interrupted, and the names of runs, rely on it."""
+"""The sample order never changes, because resumed runs and run ids depend on it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIZES = {"64x64": 17, "32x96": 9, "96x32": 4}
 
 
 def several_captions(project: Project) -> None:
-    """A second caption for each, and a third for some."""
+    """Add a second caption to every sample and a third caption to some samples."""
     more = [project.text.with_columns(caption=f"{n} " + pl.col("caption"), variant=n) for n in (1, 2)]
     more = [part.cast({"variant": pl.Int32}) for part in more]
     some = more[1].filter(pl.col("sample_id").str.ends_with("4.jpg"))
@@ -40,13 +40,13 @@ def mirrored_too(project: Project) -> None:
 
 
 def each_resolution(project: Project) -> None:
-    """Of every image in the first bucket a second sample."""
+    """Add a second sample for every image in the first bucket."""
     first = project.latents.filter(pl.col("bucket") == "64x64")
     project.latents = pl.concat([first.with_columns(bucket=pl.lit("64x96")), project.latents])
 
 
 def odd_names(project: Project) -> None:
-    """Of other letters, one of them beyond the first plane of Unicode."""
+    """Rename some samples to non-ASCII names, one of them outside the Basic Multilingual Plane."""
     for old, new in (("-1.jpg", "-\U0001d11e.jpg"), ("-2.jpg", "-\uff5e.jpg"), ("-3.jpg", "-É.jpg")):
         named = pl.col("sample_id").str.replace(old, new, literal=True)
         project.latents, project.text = (rows.with_columns(named) for rows in (project.latents, project.text))
@@ -63,24 +63,24 @@ def untouched(project: Project) -> None:
     pass
 
 
-def order_of(project: Project) -> TrainingJob:
+def job_of(project: Project) -> TrainingJob:
     entries = RecipeEntries(project.recipe)
     inputs = training_inputs(project.recipe, entries, project.latents, project.text)
     return TrainingJob(project.recipe, entries.model_folder, "run", inputs, entries.text_spec(""), ())
 
 
-def fingerprint(order: TrainingJob) -> str:
-    """Of all that decides a batch but the entries' keys, which belong to the model."""
+def fingerprint(job: TrainingJob) -> str:
+    """Return a hash of everything that decides the batches, except entry keys, which depend on the model."""
     digest = hashlib.sha256()
 
     def add(*values: Any) -> None:
         digest.update(json.dumps(values).encode() + b"\n")
 
-    for item in order.inputs:
+    for item in job.inputs:
         add(item.variant_id, item.sample_id, item.dataset, item.bucket, item.repeats, item.held_out)
         add(item.original_size_hw, item.target_size_hw, [view.crop_top_left for view in item.views])
         add([variant.caption for variant in item.variants])
-    plan = order.plan()
+    plan = job.plan()
     for step, batch in plan.iterate():
         add(step, batch.step, batch.epoch, batch.num_samples)
         for rank_shares in batch.micro_batches:
@@ -93,7 +93,7 @@ def fingerprint(order: TrainingJob) -> str:
 
 
 class Case(NamedTuple):
-    """A recipe with its tables, and the fingerprint that it had on 2026-11-21."""
+    """A recipe with its tables, and its fingerprint as of 2026-11-21."""
 
     name: str
     change: Callable[[Project], None]
@@ -137,7 +137,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_R01_the_samples_of_every_batch_are_those_that_they_always_were(
+def test_R01_every_batch_contains_the_same_samples_as_in_earlier_versions(
     make_project: Callable[..., Project], case: Case
 ) -> None:
-    assert fingerprint(order_of(case.project(make_project))) == case.expected
+    assert fingerprint(job_of(case.project(make_project))) == case.expected

@@ -63,7 +63,7 @@ def epoch_slots(plan: TrainingPlan, epoch: int) -> list[Slot]:
 
 
 @given(samples_with_repeats(), shapes)
-def test_B01_B07_each_epoch_sees_every_sample_as_often_as_its_repeats_say(
+def test_B01_B07_each_epoch_contains_every_sample_repeats_times(
     samples: list[PlanSample], shape: PlanSettings
 ) -> None:
     probe = plan_of(samples, shape)
@@ -101,7 +101,7 @@ def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
 
 
 @given(samples_with_repeats(), shapes)
-def test_R03_the_plan_is_exact_and_weighs_samples_not_batches(
+def test_R03_the_plan_has_the_exact_number_of_steps_and_weights_samples_equally(
     samples: list[PlanSample], shape: PlanSettings
 ) -> None:
     plan = plan_of(samples, shape)
@@ -114,19 +114,19 @@ def test_R03_the_plan_is_exact_and_weighs_samples_not_batches(
 
 
 @given(samples_with_repeats(), shapes, st.data())
-def test_R01_R02_iterating_from_any_step_gives_the_same_suffix_of_step_and_batch(
+def test_R01_R02_iterating_from_any_step_gives_the_same_remaining_steps(
     samples: list[PlanSample], shape: PlanSettings, data: st.DataObject
 ) -> None:
-    whole = list(plan_of(samples, shape).iterate())
+    all_steps = list(plan_of(samples, shape).iterate())
     cut = data.draw(st.integers(0, shape.steps))
     fresh = plan_of(reversed(samples), shape)
-    assert list(fresh.iterate(cut)) == whole[cut:]
-    assert all(isinstance(step, int) and isinstance(batch, StepPlan) for step, batch in whole)
-    assert [step for step, _ in whole] == list(range(shape.steps))
+    assert list(fresh.iterate(cut)) == all_steps[cut:]
+    assert all(isinstance(step, int) and isinstance(batch, StepPlan) for step, batch in all_steps)
+    assert [step for step, _ in all_steps] == list(range(shape.steps))
 
 
 @given(samples_with_repeats(), st.integers(1, 3), st.integers(0, 9))
-def test_world_sizes_1_2_and_4_with_one_global_batch_size_give_the_same_global_batches(
+def test_world_sizes_1_2_and_4_give_the_same_global_batches_for_one_global_batch_size(
     samples: list[PlanSample], accumulation: int, seed: int
 ) -> None:
     def batches(ranks: int) -> list[list[Slot]]:
@@ -136,7 +136,7 @@ def test_world_sizes_1_2_and_4_with_one_global_batch_size_give_the_same_global_b
     assert batches(1) == batches(2) == batches(4)
 
 
-def test_accumulation_of_one_bucket_splits_the_batch_of_one_large_step() -> None:
+def test_accumulation_splits_one_large_batch_of_a_bucket() -> None:
     samples = samples_of({"64x64": 11})
     large = plan_of(samples, settings_of(4, batch=8))
     windows = plan_of(samples, settings_of(4, batch=2, accumulation=4))
@@ -145,13 +145,13 @@ def test_accumulation_of_one_bucket_splits_the_batch_of_one_large_step() -> None
     assert [len(step.micro_batches) for step in windows] == [4, 2, 4, 2]
 
 
-def test_B02_the_samples_of_the_partial_micro_batch_change_with_the_epoch() -> None:
+def test_B02_the_partial_micro_batch_contains_other_samples_in_each_epoch() -> None:
     plan = plan_of(samples_of({"64x64": 9}), settings_of(60, batch=4))
     last = {plan[epoch * 3 + 2].slots()[0].variant_id for epoch in range(20)}
     assert len(last) > 4
 
 
-def test_a_rank_without_a_sample_gets_a_stand_in_of_weight_zero() -> None:
+def test_a_rank_without_a_sample_gets_a_placeholder_of_weight_zero() -> None:
     plan = plan_of(samples_of({"64x64": 1}), settings_of(1, batch=2, ranks=2))
     (micro,) = plan[0].micro_batches
     assert [[slot.weight for slot in share] for share in micro] == [[1.0], [0.0]]
@@ -159,14 +159,16 @@ def test_a_rank_without_a_sample_gets_a_stand_in_of_weight_zero() -> None:
 
 
 @pytest.mark.parametrize(("dropout", "low", "high"), [(0.0, 0, 0), (0.1, 60, 140), (1.0, 1000, 1000)])
-def test_T02_caption_dropout_is_the_share_asked_for(dropout: float, low: int, high: int) -> None:
-    # 1000 independent draws of 0.1 have a standard deviation of 9.5: 40 is more than four of them.
+def test_T02_the_fraction_of_dropped_captions_matches_caption_dropout(
+    dropout: float, low: int, high: int
+) -> None:
+    # 1000 independent draws of 0.1 have a standard deviation of 9.5, so 40 is more than four deviations.
     plan = plan_of(samples_of({"64x64": 100}), settings_of(500, batch=2, dropout=dropout))
     dropped = sum(slot.drop_caption for step in plan for slot in step.slots())
     assert low <= dropped <= high
 
 
-def test_caption_dropout_depends_on_sample_and_epoch_not_on_the_batching() -> None:
+def test_caption_dropout_depends_on_sample_and_epoch_but_not_on_batching() -> None:
     samples = samples_of({"64x64": 7, "64x128": 5}, repeats=2)
 
     def choices(batch: int, accumulation: int, ranks: int) -> dict[tuple[str, int, int], bool]:
@@ -177,16 +179,16 @@ def test_caption_dropout_depends_on_sample_and_epoch_not_on_the_batching() -> No
     assert choices(1, 1, 1) == choices(3, 2, 2) == choices(4, 1, 4)
 
 
-def test_another_seed_is_another_order() -> None:
+def test_another_seed_gives_another_order() -> None:
     samples = samples_of({"64x64": 12})
     orders = [[s.slots() for s in plan_of(samples, settings_of(6, seed=seed))] for seed in (1, 2)]
     assert orders[0] != orders[1]
 
 
-def test_the_order_is_fixed_for_ever_because_resumed_runs_rely_on_it() -> None:
+def test_the_order_equals_the_stored_order_that_resumed_runs_rely_on() -> None:
     plan = plan_of(samples_of({"a": 3, "b": 2}), settings_of(4, seed=42, dropout=0.5))
-    got = [[(slot.variant_id, slot.drop_caption) for slot in step.slots()] for step in plan]
-    assert got == GOLDEN
+    drawn = [[(slot.variant_id, slot.drop_caption) for slot in step.slots()] for step in plan]
+    assert drawn == GOLDEN
 
 
 GOLDEN: list[list[tuple[str, bool]]] = [
@@ -198,7 +200,7 @@ GOLDEN: list[list[tuple[str, bool]]] = [
 
 
 @pytest.mark.parametrize(
-    ("samples", "shape", "what"),
+    ("samples", "shape", "message"),
     [
         ([], settings_of(), "no sample"),
         (samples_of({"a": 1}) * 2, settings_of(), "twice"),
@@ -207,12 +209,14 @@ GOLDEN: list[list[tuple[str, bool]]] = [
         (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
     ],
 )
-def test_unusable_inputs_are_refused(samples: list[PlanSample], shape: PlanSettings, what: str) -> None:
-    with pytest.raises(TrainingError, match=what):
+def test_invalid_inputs_raise_training_errors(
+    samples: list[PlanSample], shape: PlanSettings, message: str
+) -> None:
+    with pytest.raises(TrainingError, match=message):
         plan_of(samples, shape)
 
 
-def test_an_index_beyond_the_plan_is_an_index_error() -> None:
+def test_an_index_beyond_the_plan_raises_an_index_error() -> None:
     plan = plan_of(samples_of({"a": 3}), settings_of(4))
     assert plan[-1] == plan[3]
     for index in (4, -5):
@@ -246,7 +250,7 @@ def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
 
 
 @given(samples_with_repeats(), shapes)
-def test_with_repeat_an_epoch_sees_each_sample_and_fills_up_evenly(
+def test_repeat_uses_each_sample_in_every_epoch_and_fills_batches_evenly(
     samples: list[PlanSample], shape: PlanSettings
 ) -> None:
     probe = plan_of(samples, replace(shape, underfilled="repeat"))
@@ -262,8 +266,8 @@ def test_with_repeat_an_epoch_sees_each_sample_and_fills_up_evenly(
 
 
 @given(samples_with_repeats(), shapes)
-def test_B02_what_is_dropped_is_listed_and_rotates(samples: list[PlanSample], shape: PlanSettings) -> None:
-    """Over as many epochs as a bucket has draws each draw is dropped the same number of times."""
+def test_B02_dropped_samples_are_listed_and_rotate(samples: list[PlanSample], shape: PlanSettings) -> None:
+    """Over as many epochs as a bucket has draws, every draw is dropped equally often."""
     capacity = shape.batch_size * shape.num_processes
     sizes = Counter[str]()
     for sample in samples:
@@ -278,16 +282,16 @@ def test_B02_what_is_dropped_is_listed_and_rotates(samples: list[PlanSample], sh
     everything = Counter({sample.variant_id: sample.repeats for sample in samples})
     dropped = Counter[str]()
     for epoch in range(epochs):
-        left_out = plan.dropped(epoch)
+        dropped_in_epoch = plan.dropped(epoch)
         seen = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
-        assert seen + Counter(left_out) == everything
-        dropped.update(left_out)
+        assert seen + Counter(dropped_in_epoch) == everything
+        dropped.update(dropped_in_epoch)
     for sample in samples:
         size = sizes[sample.bucket]
         assert dropped[sample.variant_id] == sample.repeats * epochs * (size % capacity) / size
 
 
-def test_nothing_is_dropped_unless_asked_for() -> None:
+def test_samples_are_dropped_only_with_the_drop_policy() -> None:
     plan = plan_of(samples_of({"64x64": 5}), settings_of(batch=2))
     assert plan.dropped(0) == {}
     assert plan.numbers()["dropped_per_epoch"] == 0
@@ -300,7 +304,7 @@ def with_choices(samples: list[PlanSample]) -> list[PlanSample]:
 
 
 @given(samples_with_repeats(), shapes)
-def test_variants_and_views_are_drawn_for_sample_and_epoch_and_change_nothing_else(
+def test_variants_and_views_depend_on_sample_and_epoch_and_leave_the_plan_unchanged(
     samples: list[PlanSample], shape: PlanSettings
 ) -> None:
     plain, rich = plan_of(samples, shape), plan_of(with_choices(samples), shape)
@@ -313,13 +317,13 @@ def test_variants_and_views_are_drawn_for_sample_and_epoch_and_change_nothing_el
             assert drawn[slot.variant_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
 
 
-def test_every_variant_and_view_has_its_share_and_they_are_drawn_apart() -> None:
+def test_variants_views_and_dropout_are_uniform_and_independent() -> None:
     samples = [PlanSample(f"a/{number:03}", "64x64", variants=3, views=2) for number in range(100)]
     counts = Counter(
         (slot.variant, slot.view, slot.drop_caption)
         for step in plan_of(samples, settings_of(600, batch=2, dropout=0.5))
         for slot in step.slots()
     )
-    # 1200 draws in 12 equal classes: 100 each, with a standard deviation of 9.6; 40 is more than four.
+    # 1200 draws in 12 equal classes have a mean of 100 and a standard deviation of 9.6.
     assert len(counts) == 12
     assert all(60 <= number <= 140 for number in counts.values())
