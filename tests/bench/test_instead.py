@@ -1,4 +1,4 @@
-"""The loop that ours is measured against does all of its work: steps, encodings, pixels."""
+"""The reference diffusers loop performs all of its steps, encodings and image processing."""
 
 from pathlib import Path
 
@@ -16,14 +16,14 @@ SETTINGS = LoopSettings(resolution=64, batch_size=2, epochs=3, learning_rate=1e-
 @pytest.fixture
 def paths(tmp_path: Path) -> list[Path]:
     random = np.random.default_rng(0)
-    found = [tmp_path / f"{number}.png" for number in range(4)]
-    for path in found:
+    image_paths = [tmp_path / f"{number}.png" for number in range(4)]
+    for path in image_paths:
         Image.fromarray(random.integers(0, 256, (80, 100, 3), dtype=np.uint8)).save(path)
         path.with_suffix(".txt").write_text(f"caption of {path.stem}\n", encoding="utf-8")
-    return found
+    return image_paths
 
 
-def test_a_square_is_the_centre_of_the_image_scaled_by_its_shorter_edge(tmp_path: Path) -> None:
+def test_centre_square_scales_by_the_shorter_edge_and_crops_the_centre(tmp_path: Path) -> None:
     pixels = np.zeros((64, 128, 3), dtype=np.uint8)
     pixels[:, 32:96] = 255
     Image.fromarray(pixels).save(tmp_path / "middle.png")
@@ -34,7 +34,7 @@ def test_a_square_is_the_centre_of_the_image_scaled_by_its_shorter_edge(tmp_path
 
 
 @pytest.mark.parametrize(("in_memory", "images_encoded"), [(False, 3 * 4), (True, 4)])
-def test_each_sample_is_trained_on_once_an_epoch_and_memory_saves_encodings(
+def test_the_loop_uses_each_sample_once_per_epoch_and_caching_in_memory_saves_encodings(
     tiny_sd: Path, paths: list[Path], in_memory: bool, images_encoded: int
 ) -> None:
     loop = DiffusersLoop(tiny_sd, paths, SETTINGS)

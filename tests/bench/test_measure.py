@@ -1,4 +1,4 @@
-"""How the bench measures: in turns, paired by round, the first round thrown away."""
+"""Both sides are measured in alternation and paired by round; the first round is discarded."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def figure_of(calls: list[str], ours: Iterator[float], limit: Iterator[float]) -
     return Figure("figure", "images", "ours", "limit", None, opened)
 
 
-def test_both_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Path) -> None:
+def test_both_sides_alternate_and_the_first_round_is_discarded(tmp_path: Path) -> None:
     calls: list[str] = []
     figure = figure_of(calls, iter([99.0, 2.0, 6.0, 4.0]), iter([99.0, 1.0, 2.0, 4.0]))
     measured = measure(figure, Workplace(tmp_path, full=False), rounds=3)
@@ -33,16 +33,16 @@ def test_both_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Pa
     assert measured.ratio == 2.0
     pairs = [set(calls[index : index + 2]) for index in range(0, 8, 2)]
     assert pairs == [{"ours", "limit"}] * 4
-    assert calls[2] != calls[4], "who goes first changes"
+    assert calls[2] != calls[4], "the first side alternates between rounds"
     assert calls[-1] == "closed"
 
 
-def test_a_side_measured_from_outside_returns_the_time_of_its_work() -> None:
+def test_timed_runs_the_work_and_returns_its_seconds() -> None:
     done: list[int] = []
     assert timed(lambda: done.append(1))() >= 0
     assert done == [1]
 
 
-def test_figures_have_names_of_their_own() -> None:
+def test_figure_names_are_unique() -> None:
     names = [figure.name for figure in all_figures()]
     assert len(names) == len(set(names)) > 5

@@ -25,14 +25,14 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_each_stored_run_is_on_the_page_with_its_machine() -> None:
     text = page.page_text()
-    kept = sorted(page.RESULTS.glob("*.json"))
-    assert kept, "bench/results has no runs"
-    for file in kept:
+    stored_runs = sorted(page.RESULTS.glob("*.json"))
+    assert stored_runs, "bench/results has no runs"
+    for file in stored_runs:
         assert f"## {file.name}" in text
         assert results.load(file)["machine"]["processor"] in text
 
 
-def test_a_figure_above_its_bound_is_named(tmp_path: Path) -> None:
+def test_the_page_lists_figures_above_their_bound(tmp_path: Path) -> None:
     run = {"machine": results.machine(), "commit": "abc", "full": False, "figures": {"latents cold": FIGURE}}
     results.save(run, tmp_path / "one.json")
     text = page.page_text(tmp_path)

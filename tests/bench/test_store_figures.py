@@ -1,4 +1,4 @@
-"""What the store's figures do, and that a slower store is seen by comparing two runs."""
+"""The read orders of the store figures, and the detection of a slower store."""
 
 import time
 from collections.abc import Callable
@@ -16,20 +16,20 @@ from pipeline.cache.worker import tensors
 READS = ("store read random", "store read plan")
 
 
-def test_both_orders_read_each_entry_once_and_neither_in_the_order_of_writing() -> None:
+def test_both_orders_read_each_entry_once_and_differ_from_the_write_order() -> None:
     for order in (random_order(100), plan_order(100)):
         assert sorted(order) == list(range(100))
         assert order != list(range(100))
 
 
-def test_an_epoch_of_training_stays_in_a_bucket_for_a_batch() -> None:
+def test_each_batch_of_the_plan_order_comes_from_one_bucket() -> None:
     order = plan_order(12 * 8)
     batches = [order[start : start + 4] for start in range(0, len(order), 4)]
     assert all(len({index % 12 for index in batch}) == 1 for batch in batches)
 
 
 @pytest.mark.slow
-def test_two_milliseconds_more_an_entry_are_seen_by_comparing(
+def test_a_delay_of_two_milliseconds_per_entry_counts_as_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = run_of(tmp_path / "before")

@@ -1,4 +1,4 @@
-"""The bare steps that training is measured against really train."""
+"""The bare steps that training is compared with update the adapter."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ from pipeline.trained_lora.worker.adapter.lora import adapter_state, trainable_w
 from pipeline.trained_lora.worker.loader import MicroInput
 
 
-def test_each_bare_step_moves_the_adapter_and_leaves_the_base_alone(tiny_sd: Path) -> None:
+def test_each_bare_step_changes_the_adapter_and_not_the_base_model(tiny_sd: Path) -> None:
     torch.manual_seed(0)
     unet = UNet2DConditionModel.from_pretrained(tiny_sd / "unet")
     unet.requires_grad_(False)
@@ -27,7 +27,9 @@ def test_each_bare_step_moves_the_adapter_and_leaves_the_base_alone(tiny_sd: Pat
     for before, after in pairwise(seen):
         assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(w, frozen[name]) for name, w in unet.named_parameters() if name in frozen)
-    assert all(weight.grad is None for weight in trainable_weights(unet)), "each step begins at zero"
+    assert all(weight.grad is None for weight in trainable_weights(unet)), (
+        "each step starts with cleared gradients"
+    )
 
 
 def batch_for(unet: UNet2DConditionModel) -> MicroInput:

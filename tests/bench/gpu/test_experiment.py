@@ -1,4 +1,4 @@
-"""How an experiment is run: in turns, within its budget, and a failure costs nothing but itself."""
+"""Experiments alternate their sides, respect their budget, and do not affect each other when they fail."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def bench_in(folder: Path) -> Bench:
     return Bench(folder, "cpu", TINY)
 
 
-def test_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Path) -> None:
+def test_sides_alternate_and_the_first_round_is_discarded(tmp_path: Path) -> None:
     calls: list[str] = []
     ended = run(experiment_of(calls), bench_in(tmp_path), rounds=3)
     assert [set(calls[at : at + 2]) for at in range(0, 8, 2)] == [{"ours", "limit"}] * 4
@@ -54,14 +54,14 @@ def test_sides_run_in_turns_and_the_first_round_does_not_count(tmp_path: Path) -
     assert ended.notes == {"chosen": 4}
 
 
-def test_no_round_begins_after_the_budget_but_the_first_counts(tmp_path: Path) -> None:
+def test_no_round_starts_after_the_budget_except_the_first(tmp_path: Path) -> None:
     calls: list[str] = []
     ended = run(experiment_of(calls, budget_s=0.0, warm=False), bench_in(tmp_path), rounds=5)
     assert len(calls) == 2
     assert len(ended.measured[0].ours) == 1
 
 
-def test_the_idle_share_is_read_in_rounds_of_its_own(tmp_path: Path) -> None:
+def test_the_idle_share_is_measured_in_separate_rounds(tmp_path: Path) -> None:
     calls: list[str] = []
     ended = run(experiment_of(calls, parts=(SECONDS, IDLE)), bench_in(tmp_path), rounds=3)
     seconds, idle = ended.measured
@@ -70,7 +70,7 @@ def test_the_idle_share_is_read_in_rounds_of_its_own(tmp_path: Path) -> None:
     assert len(calls) == 2 * (1 + 3 + 2)
 
 
-def test_a_failure_is_told_and_the_others_numbers_are_kept(tmp_path: Path) -> None:
+def test_a_failure_is_reported_and_other_results_are_stored(tmp_path: Path) -> None:
     @contextmanager
     def broken(bench: Bench) -> Iterator[Pair]:
         raise ValueError("no such thing")
@@ -80,19 +80,19 @@ def test_a_failure_is_told_and_the_others_numbers_are_kept(tmp_path: Path) -> No
     out = tmp_path / "run.json"
     failed = measured_into(out, [failing, experiment_of([])], bench_in(tmp_path), rounds=1)
     assert failed == {"broken": "ValueError: no such thing"}
-    kept = load(out)
-    assert kept["missing"] == failed
-    assert set(kept["figures"]) == {"it", "it: loader"}
-    kept["machine"]["memory_gib"] += 1
-    save(kept, out)
+    stored = load(out)
+    assert stored["missing"] == failed
+    assert set(stored["figures"]) == {"it", "it: loader"}
+    stored["machine"]["memory_gib"] += 1
+    save(stored, out)
     assert measured_into(out, [failing], bench_in(tmp_path), rounds=1) == failed
-    assert set(load(out)["figures"]) == {"it", "it: loader"}, "a run of the same commit is added to"
+    assert set(load(out)["figures"]) == {"it", "it: loader"}, "results of the same commit are merged"
 
 
-def test_experiments_and_their_figures_have_names_of_their_own() -> None:
+def test_figure_names_of_experiments_are_unique() -> None:
     names = [each.line(part).name for each in EXPERIMENTS for part in each.parts]
     assert len(names) == len(set(names)) > 20
 
 
-def test_all_budgets_together_fit_into_a_lent_half_hour() -> None:
+def test_all_budgets_together_are_at_most_twenty_minutes() -> None:
     assert sum(each.budget_s for each in EXPERIMENTS) <= 20 * 60

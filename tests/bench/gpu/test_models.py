@@ -1,4 +1,4 @@
-"""The configurations written down are those of the published models: each makes as many weights."""
+"""The stored configurations give the same number of weights as the published models."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_a_network_has_the_published_number_of_weights(model: object, role: str)
     }
 
 
-def test_random_weights_keep_activations_at_about_one() -> None:
+def test_random_weights_keep_activations_near_one() -> None:
     torch.manual_seed(0)
     layers = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)), torch.nn.LayerNorm(256))
     fill(layers)
@@ -36,16 +36,16 @@ def test_random_weights_keep_activations_at_about_one() -> None:
     assert torch.equal(layers[-1].bias, torch.zeros(256))
 
 
-def test_a_random_network_is_on_its_device_and_finite() -> None:
+def test_a_random_network_has_finite_weights() -> None:
     config = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     network = random_network("transformers", "CLIPTextModel", config, device="cpu")
     assert all(bool(torch.isfinite(weight).all()) for weight in network.parameters())
 
 
-def test_a_written_model_is_of_its_family_with_the_published_geometry_and_reads_captions(
+def test_a_written_model_has_the_right_family_and_geometry_and_encodes_captions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the networks made small, all that `write` puts around them is the full model's."""
+    """Only the networks are smaller here; `write` creates all other files as for the full model."""
     for model, channels, multiple in zip(MODELS, (4, 16), (8, 16), strict=True):
         small = {
             role: (*network[:2], {**network[2], **SMALLER.get(role, {})})

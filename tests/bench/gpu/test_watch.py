@@ -1,4 +1,4 @@
-"""What is read while a side works: seconds, memory, and the share of time the device lies idle."""
+"""Measurements of a side: seconds, memory, and the share of time in which the device is idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_covered_is_the_length_of_the_union() -> None:
     assert covered([(0, 10), (2, 3), (9, 12)]) == 12
 
 
-def test_only_the_work_counts_and_a_reading_has_seconds_and_bytes() -> None:
+def test_only_the_work_is_measured_and_a_reading_has_seconds_and_bytes() -> None:
     watch = Watch("cpu")
     time.sleep(0.2)
     with watch.work(without_bytes=1000):
@@ -27,7 +27,7 @@ def test_only_the_work_counts_and_a_reading_has_seconds_and_bytes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_of_a_recorded_pass_the_share_without_work_is_read() -> None:
+def test_a_recorded_pass_measures_the_idle_share() -> None:
     idle, busy = Watch("cpu", recorded=True), Watch("cpu", recorded=True)
     matrix = torch.randn(400, 400)
     with idle.work():

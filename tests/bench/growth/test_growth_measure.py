@@ -28,11 +28,11 @@ def test_quadratic_time_has_exponent_two_and_linear_time_one_despite_fixed_costs
     assert growth([0.5, 0.05, 0.5], [0, 0, 0]).exponent == pytest.approx(1)
 
 
-def test_medians_of_the_rounds_decide() -> None:
+def test_seconds_are_the_medians_of_the_rounds() -> None:
     assert growth([0.1, 0.2, 0.3], [1, 2, 3]).seconds == [0.1, 0.2, 0.3]
 
 
-def test_a_sample_is_the_increase_between_the_two_largest_numbers() -> None:
+def test_the_cost_of_a_sample_is_the_increase_between_the_two_largest_numbers() -> None:
     grown = growth([0.5, 0.6, 1.5], [90_000_000, 91_000_000, 181_000_000])
     assert grown.us_a_sample == pytest.approx(10)
     assert grown.bytes_a_sample == 1000
@@ -44,7 +44,7 @@ def test_in_all_is_the_total_divided_by_the_largest_number() -> None:
     assert grown.bytes_in_all == 1410
 
 
-def test_excesses_of_time_growth_and_memory_are_separate() -> None:
+def test_time_growth_and_memory_exceed_their_bounds_independently() -> None:
     assert growth([0.01, 0.1, 0.9], [0, 0, 1000]).excesses == []
     assert growth([0.1, 1.0, 2.0], [0, 0, 0]).excesses == ["time"]
     assert growth([0.001, 0.01, 0.2], [0, 0, 0]).excesses == ["growth"]
@@ -62,20 +62,20 @@ def test_stored_measurements_are_read_back_unchanged() -> None:
 
 
 def test_the_table_shows_the_stored_measurements() -> None:
-    kept = json.loads(json.dumps(as_json([growth([0.1, 1.0, 19.0], [0, 0, 360_000_000])])))
-    lines = table(kept).splitlines()
+    stored = json.loads(json.dumps(as_json([growth([0.1, 1.0, 19.0], [0, 0, 360_000_000])])))
+    lines = table(stored).splitlines()
     assert lines[0].split()[:4] == ["growth", "1,000", "10,000", "100,000"]
     expected = "stage 0.100 s 1.000 s 19.000 s 1.28 200.0 us 190.0 us 10 us 4,000 B 3,200 B 3,000 B"
     assert " ".join(lines[1].split()) == f"{expected} time, growth, memory"
 
 
-def test_stages_are_chosen_by_the_beginnings_of_their_names() -> None:
+def test_stages_are_chosen_by_name_prefix() -> None:
     assert chosen_stages([]) == chosen_stages(["growth"]) == list(STAGES)
     assert [stage.name for stage in chosen_stages(["growth: scan"])] == ["scan cold", "scan unchanged"]
     assert chosen_stages(["scan"]) == []
 
 
-def test_each_stage_runs_in_a_process_of_its_own_on_what_was_prepared(tmp_path: Path) -> None:
+def test_each_stage_runs_in_a_separate_process_on_the_prepared_project(tmp_path: Path) -> None:
     stages = chosen_stages(["growth: validation cold", "growth: latents"])
     grown = measure(stages, tmp_path, (3, 6), rounds=1)
     assert [each.stage.name for each in grown] == [stage.name for stage in stages]
@@ -86,6 +86,6 @@ def test_each_stage_runs_in_a_process_of_its_own_on_what_was_prepared(tmp_path: 
         assert min(each.peak_bytes) > 10_000_000, "an interpreter with numpy is larger"
 
 
-def test_a_stage_that_fails_says_why(tmp_path: Path) -> None:
+def test_a_failed_stage_reports_its_error(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"(?s)scan cold failed:.*photos"):
         run_once(STAGES[0], tmp_path)
