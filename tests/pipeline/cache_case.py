@@ -1,4 +1,4 @@
-"""A recipe over the photographs, with the tables that the cache stages read."""
+"""A recipe for the photograph fixtures, with the tables that the cache stages read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.storage.tables import Tables, frame
 
 @dataclass
 class Cache:
-    """What a cache job works on; `buckets` and `validated` scan the folder anew."""
+    """The inputs of a cache job; `rows`, `buckets` and `captions` scan the folder on each call."""
 
     recipe: Recipe
     photos: Path
@@ -65,8 +65,8 @@ class Cache:
         return frame("aspect_buckets", table)
 
     def captions(self) -> pl.DataFrame:
-        """The columns of validated_dataset that text_embeddings reads."""
-        texts = [(row, self.photos / row["path"]) for row in self.rows()]
+        """Return the columns of validated_dataset that text_embeddings reads."""
+        rows_and_paths = [(row, self.photos / row["path"]) for row in self.rows()]
         return pl.DataFrame(
             [
                 {
@@ -74,7 +74,7 @@ class Cache:
                     "caption": path.with_suffix(".txt").read_text(encoding="utf-8").strip(),
                     "more_captions": "[]",
                 }
-                for row, path in texts
+                for row, path in rows_and_paths
             ]
         )
 
@@ -85,7 +85,7 @@ class Cache:
         )
 
     def keep(self, asset: str, result: StageResult) -> StageResult:
-        """Write the table, as the asset does."""
+        """Write the table and the rejected rows, as the asset does, and return the result."""
         self.tables.write(asset, result.table)
         self.tables.write_rejected(asset, result.rejected)
         return result
@@ -112,7 +112,7 @@ def cache(tmp_path: Path, photos: Path, tiny_sd: Path) -> Cache:
 
 @pytest.fixture
 def entry_bytes(cache: Cache) -> Callable[[], dict[str, bytes]]:
-    """Every entry of the store by its path below it."""
+    """A function that returns the bytes of every entry, keyed by its path relative to the cache."""
 
     def read() -> dict[str, bytes]:
         root = cache.recipe.cache_dir

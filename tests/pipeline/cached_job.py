@@ -1,4 +1,4 @@
-"""A small project whose cache is complete: five photographs, through the real stages."""
+"""A small project with a complete cache: five photographs processed by the real stages."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Job:
 
     def failing(self, asset: str, recipe: Recipe | None = None) -> dict[str, Finding]:
         check = {"vae_latents": vae_latents.run, "text_embeddings": text_embeddings.run}[asset]
-        found = check(CheckContext(recipe or self.recipe, self.tables))
-        return {finding.name: finding for finding in found if not finding.passed}
+        findings = check(CheckContext(recipe or self.recipe, self.tables))
+        return {finding.name: finding for finding in findings if not finding.passed}
 
     def entry(self, asset: str, sample: str = "photos/cat.png") -> Path:
         entries = RecipeEntries(self.recipe)

@@ -1,6 +1,6 @@
-"""Tables and reports on a small disk that really fills up. Run in a mount namespace: FOLDER.
+"""Write tables and reports to a small tmpfs until it is full. Run in a mount namespace.
 
-What was seen is printed as JSON.
+Usage: `python -m tests.pipeline.full_tables FOLDER`. The observations are printed as JSON.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from pipeline.storage.tables import REJECTED, Tables, frame
 
 
 def rejected(count: int) -> pl.DataFrame:
-    """Rows whose texts do not compress."""
+    """Return `count` rejected rows with random texts, which do not compress."""
     texts = [os.urandom(200).hex() for _ in range(count)]
     rows = [dict.fromkeys(REJECTED, text) | {"stage": "raw_images"} for text in texts]
     return frame("rejected", rows)
 
 
-def refused(work: Callable[[], object]) -> dict[str, str]:
-    """The error of `work` as a user reads it."""
-    with pytest.raises(OSError) as raised:  # noqa: PT011 - its number is looked at below
+def error_of(work: Callable[[], object]) -> dict[str, str]:
+    """Return the error that `work` raises, as a user reads it."""
+    with pytest.raises(OSError) as raised:  # noqa: PT011 - as_file_access_error checks its errno
         work()
-    refusal = as_file_access_error(raised.value)
-    assert refusal is not None
-    return {"what": refusal.what, "where": refusal.where, "fix": refusal.fix}
+    error = as_file_access_error(raised.value)
+    assert error is not None
+    return {"what": error.what, "where": error.where, "fix": error.fix}
 
 
 def main(folder: Path) -> None:
-    """A first table and report, more than the disk holds, and room again."""
+    """Write small files, then files larger than the disk, then small files again."""
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], check=True)
     tables = Tables(folder / "out")
     tables.write_rejected("raw_images", rejected(2))
     write_report(folder / "out", "raw_images", {"samples": 2})
     before, report = tables.read_rejected(), report_path(folder / "out", "raw_images")
-    long = {"lines": [os.urandom(50).hex() for _ in range(20_000)]}
-    seen: dict[str, Any] = {
-        "table": refused(lambda: tables.write_rejected("raw_images", rejected(2_000))),
-        "report": refused(lambda: write_report(folder / "out", "raw_images", long)),
+    large_report = {"lines": [os.urandom(50).hex() for _ in range(20_000)]}
+    observed: dict[str, Any] = {
+        "table": error_of(lambda: tables.write_rejected("raw_images", rejected(2_000))),
+        "report": error_of(lambda: write_report(folder / "out", "raw_images", large_report)),
         "same_table": tables.read_rejected().equals(before),
         "same_report": json.loads(report.read_text()) == {"samples": 2},
         "files": sorted(path.name for path in folder.rglob("*") if path.is_file()),
     }
     tables.write_rejected("raw_images", rejected(3))
-    seen["rows_with_room"] = len(tables.read_rejected())
-    sys.stdout.write(json.dumps(seen) + "\n")
+    observed["rows_with_room"] = len(tables.read_rejected())
+    sys.stdout.write(json.dumps(observed) + "\n")
 
 
 if __name__ == "__main__":

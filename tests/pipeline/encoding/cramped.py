@@ -1,6 +1,7 @@
-"""An encoding process whose memory really runs out: ORDER, and the bytes it may ask for beyond a start-up.
+"""Run an encoding process under a memory limit. Usage: `cramped.py ORDER ALLOWANCE_BYTES`.
 
-The limit is the kernel's, on the address space, so that allocations fail as they do on a full machine.
+The allowance counts from the end of start-up. The kernel limits the address space, so allocations fail
+as they do on a machine without free memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import torch
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from tests.worker_runs import run
 
-SETTLED_PX = 256
-"""What a first pass of this edge makes torch load and allocate is no part of the allowance."""
+WARM_UP_PX = 256
+"""Edge of the warm-up image. What torch loads and allocates for it does not count against the allowance."""
 
 
-class Said:
+class StdoutListener:
     def info(self, text: str) -> None:
         sys.stdout.write(text + "\n")
 
@@ -28,17 +29,17 @@ class Said:
 
 
 def main(order: Path, allowance: int) -> None:
-    loaded = latent_encoder.LatentEncoder.__init__
+    original_init = latent_encoder.LatentEncoder.__init__
 
-    def limited(self: latent_encoder.LatentEncoder, *arguments: object) -> None:
-        loaded(self, *arguments)  # type: ignore[arg-type]
+    def limited_init(self: latent_encoder.LatentEncoder, *arguments: object) -> None:
+        original_init(self, *arguments)  # type: ignore[arg-type]
         batches = self._batches
-        batches._family.vae.posterior(batches._vae, torch.zeros((1, 3, SETTLED_PX, SETTLED_PX)))
-        now = psutil.Process().memory_info().vms
-        resource.setrlimit(resource.RLIMIT_AS, (now + allowance, resource.RLIM_INFINITY))
+        batches._family.vae.posterior(batches._vae, torch.zeros((1, 3, WARM_UP_PX, WARM_UP_PX)))
+        current_bytes = psutil.Process().memory_info().vms
+        resource.setrlimit(resource.RLIMIT_AS, (current_bytes + allowance, resource.RLIM_INFINITY))
 
-    latent_encoder.LatentEncoder.__init__ = limited  # type: ignore[method-assign]
-    run(order, Said(), rank=0, num_ranks=1)
+    latent_encoder.LatentEncoder.__init__ = limited_init  # type: ignore[method-assign]
+    run(order, StdoutListener(), rank=0, num_ranks=1)
 
 
 if __name__ == "__main__":

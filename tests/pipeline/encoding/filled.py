@@ -1,7 +1,7 @@
-"""A cache on a small disk of its own that really fills up. Run in a mount namespace: FOLDER MODEL.
+"""Run cache jobs on a small tmpfs that fills up. Run in a mount namespace.
 
-Another program takes the disk's space after the estimate and before the first entry, and later gives it
-back. What was seen is printed as JSON.
+Usage: `python -m tests.pipeline.encoding.filled FOLDER MODEL`. A ballast file takes the free space after the
+estimate and before the first entry, and is deleted later. The observations are printed as JSON.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.pipeline.cached_job import recipe_of
 
 DISK = "size=80m"
 ROOM_BYTES = 2 * 4096
-"""For two of the test's entries: a file takes whole pages of such a disk."""
+"""Space for two of the test's entries; tmpfs allocates full pages."""
 
 
-class Rivalled(LaunchHere):
-    """The first encoder finds the disk taken by another program."""
+class DiskFillingLaunch(LaunchHere):
+    """A launch that fills the disk with a ballast file just before the first encoder starts."""
 
     def __init__(self, ballast: Path) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Rivalled(LaunchHere):
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         if meanwhile is not None:
-            meanwhile()  # it finds room
+            meanwhile()  # the estimate still sees free space
         if not self.modules:
             with self.ballast.open("wb") as file:
                 free = shutil.disk_usage(self.ballast.parent).free
@@ -51,36 +51,36 @@ class Rivalled(LaunchHere):
 
 
 def attempt(
-    recipe: Recipe, launch: Rivalled, stage: Callable[..., StageResult] = cache_latents
+    recipe: Recipe, launch: DiskFillingLaunch, stage: Callable[..., StageResult] = cache_latents
 ) -> dict[str, Any]:
-    """One run of a cache stage: its error or its counters, the latents there are, how many encoders ran."""
+    """Run a cache stage once; return its error or report, the cached latents and the number of launches."""
     tables, quiet = Tables(recipe.output_dir), {"log": lambda _: None}
-    valid = validate(recipe, scan(recipe, tables, **quiet).table, tables, **quiet).table
-    rows = valid if stage is cache_text else assign_buckets(recipe, valid, **quiet).table
-    seen: dict[str, Any] = {"error": ""}
+    validated = validate(recipe, scan(recipe, tables, **quiet).table, tables, **quiet).table
+    rows = validated if stage is cache_text else assign_buckets(recipe, validated, **quiet).table
+    observed: dict[str, Any] = {"error": ""}
     try:
-        seen["report"] = stage(recipe, rows, tables, launch=launch, **quiet).report
+        observed["report"] = stage(recipe, rows, tables, launch=launch, **quiet).report
     except StoreError as err:
-        seen["error"] = str(err)
+        observed["error"] = str(err)
     files = [path for path in (recipe.cache_dir / "latents").rglob("*") if path.is_file()]
     return {
-        **seen,
+        **observed,
         "files": {path.name: path.read_bytes().hex() for path in files},
         "launched": len(launch.modules),
     }
 
 
 def main(folder: Path, model: str) -> None:
-    """Filled meanwhile, full from the start, and with room again."""
+    """Run jobs on a disk that fills up during the job, is full from the start, and has space again."""
     recipe = recipe_of(folder, model)
     recipe.cache_dir.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", DISK, "tmpfs", str(recipe.cache_dir)], check=True)
-    launch = Rivalled(recipe.cache_dir / "ballast")
-    seen = {"filled": attempt(recipe, launch), "full": attempt(recipe, launch)}
-    seen["text"] = attempt(recipe, launch, cache_text)
+    launch = DiskFillingLaunch(recipe.cache_dir / "ballast")
+    observed = {"filled": attempt(recipe, launch), "full": attempt(recipe, launch)}
+    observed["text"] = attempt(recipe, launch, cache_text)
     launch.ballast.unlink()
-    seen["room"] = attempt(recipe, launch)
-    sys.stdout.write(json.dumps(seen) + "\n")
+    observed["room"] = attempt(recipe, launch)
+    sys.stdout.write(json.dumps(observed) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Real encoding processes that start in milliseconds: children forked by a process that has imported torch.
+"""Real encoding processes that start in milliseconds: forked from a server that has already imported torch.
 
-`python -m tests.pipeline.encoding.forked` reads one JSON line a task and answers with one when every child
-has ended. It has run no arithmetic itself, so its children have no threads to inherit.
+`python -m tests.pipeline.encoding.forked` reads one JSON line per batch of tasks and answers with one
+after all children have exited. The server computes nothing itself, so its children inherit no threads.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pipeline.recipe import AccelerateSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 ENCODED_LOG = "encoded.log"
-"""Beside an order's results: a key a line, appended as each image leaves the VAE."""
+"""Name of a file next to an order's results, with one key per line for each image that the VAE encoded."""
 
 
 class Forked:
-    """The forking process; a context manager, and by `launch` a `pipeline.processes.launch.Launch`."""
+    """A context manager for the fork server; see `ForkedLaunch` for its use as a launch."""
 
     def __init__(self, folder: Path) -> None:
-        """Start it; `folder` takes what its children print."""
+        """Start the server; the output of its children goes to `folder`."""
         self._log = (folder / "forked.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.pipeline.encoding.forked"],
@@ -43,14 +43,14 @@ class Forked:
             stderr=self._log,
             text=True,
         )
-        assert self._ask() == "ready"
+        assert self._read_answer() == "ready"
 
     def run(self, tasks: Sequence[dict[str, Any]], kill_after_s: float | None = None) -> list[int]:
-        """The exit status of each task's process, all started at once; minus 9 for one that was killed."""
+        """Run all tasks at once; return the exit status of each process, -9 if it was killed."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"tasks": tasks, "kill_after_s": kill_after_s}) + "\n")
         self._process.stdin.flush()
-        return self._ask()
+        return self._read_answer()
 
     def __enter__(self) -> Forked:
         return self
@@ -62,7 +62,7 @@ class Forked:
         self._process.communicate()
         self._log.close()
 
-    def _ask(self) -> Any:
+    def _read_answer(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the forking process has ended"
@@ -70,10 +70,10 @@ class Forked:
 
 
 class ForkedLaunch:
-    """A `Launch` of one forked encoding process, killed after a while if asked to."""
+    """A `Launch` of one forked encoding process, optionally killed after `kill_after_s` seconds."""
 
     def __init__(self, forked: Forked, kill_after_s: float | None = None) -> None:
-        self._forked = forked
+        self._server = forked
         self._kill_after_s = kill_after_s
         self.encoded: list[str] = []
         self.ended: set[str] = set()
@@ -83,17 +83,17 @@ class ForkedLaunch:
 
         meanwhile()
         assert module in WORKERS.values()
-        (status,) = self._forked.run([{"kind": "encode", "order": str(order)}], self._kill_after_s)
+        (status,) = self._server.run([{"kind": "encode", "order": str(order)}], self._kill_after_s)
         log = order.parent / ENCODED_LOG
         self.encoded = log.read_text().split() if log.is_file() else []
         for results in order.parent.glob("results-*.jsonl"):
-            whole = results.read_text().rpartition("\n")[0].splitlines()
-            self.ended |= {line["key"] for line in map(json.loads, whole) if "key" in line}
+            complete_lines = results.read_text().rpartition("\n")[0].splitlines()
+            self.ended |= {line["key"] for line in map(json.loads, complete_lines) if "key" in line}
         if status != 0:
             raise LaunchError(f"ended with {status}", where=str(order), fix="see forked.log")
 
 
-class _Said:
+class _StderrListener:
     def info(self, text: str) -> None:
         sys.stderr.write(text + "\n")
 
@@ -102,17 +102,17 @@ class _Said:
 
 
 def _log_encoded(folder: Path) -> None:
-    """Have this process note each image that leaves the VAE."""
+    """Log the key of each image that this process encodes."""
     from pipeline.vae_latents.worker.encoder import LatentEncoder
 
-    finished = LatentEncoder._finished
+    original = LatentEncoder._finished
     file = os.open(folder / ENCODED_LOG, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def noting(self: LatentEncoder, job: Any, *rest: Any) -> Any:
+    def logging_finished(self: LatentEncoder, job: Any, *rest: Any) -> Any:
         os.write(file, f"{job.spec.key}\n".encode())
-        return finished(self, job, *rest)
+        return original(self, job, *rest)
 
-    LatentEncoder._finished = noting  # type: ignore[method-assign]
+    LatentEncoder._finished = logging_finished  # type: ignore[method-assign]
 
 
 def _encode(task: dict[str, Any]) -> None:
@@ -120,11 +120,11 @@ def _encode(task: dict[str, Any]) -> None:
 
     order = Path(task["order"])
     _log_encoded(order.parent)
-    run(order, _Said(), rank=task.get("rank", 0), num_ranks=task.get("num_ranks", 1))
+    run(order, _StderrListener(), rank=task.get("rank", 0), num_ranks=task.get("num_ranks", 1))
 
 
 def _stages(task: dict[str, Any]) -> None:
-    """Both cache stages of a job, each in this very process."""
+    """Run both cache stages of a job in this process."""
     from pipeline.recipe import Recipe
     from pipeline.storage.tables import Tables
     from pipeline.text_embeddings.stage import cache_text
@@ -147,12 +147,12 @@ def _stages(task: dict[str, Any]) -> None:
         (recipe.output_dir / f"{asset}.json").write_text(json.dumps(report))
 
 
-def _forked(task: dict[str, Any]) -> int:
+def _fork(task: dict[str, Any]) -> int:
     child = os.fork()
     if child:
         return child
     try:
-        os.dup2(2, 1)  # nothing but answers may come to the parent
+        os.dup2(2, 1)  # stdout carries only the answers of the server
         {"encode": _encode, "stages": _stages}[task["kind"]](task)
     except BaseException:
         traceback.print_exc()
@@ -166,7 +166,7 @@ def main() -> None:
     import diffusers
     from transformers import CLIPTextModel, CLIPTokenizer
 
-    assert diffusers.AutoencoderKL  # both packages import a class when it is first named
+    assert diffusers.AutoencoderKL  # both packages import a class on first access
     assert CLIPTextModel
     assert CLIPTokenizer
     for stage in ("vae_latents", "text_embeddings"):
@@ -174,10 +174,10 @@ def main() -> None:
     sys.stdout.write(json.dumps("ready") + "\n")
     sys.stdout.flush()
     for line in sys.stdin:
-        asked = json.loads(line)
-        children = [_forked(task) for task in asked["tasks"]]
-        if asked["kill_after_s"] is not None:
-            time.sleep(asked["kill_after_s"])
+        request = json.loads(line)
+        children = [_fork(task) for task in request["tasks"]]
+        if request["kill_after_s"] is not None:
+            time.sleep(request["kill_after_s"])
             for child in children:
                 os.kill(child, signal.SIGKILL)
         statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

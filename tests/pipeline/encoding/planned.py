@@ -1,8 +1,8 @@
-"""Plans a cold cache of many samples up to where the encoder would start; a process of its own.
+"""Measure the peak memory of planning a cold cache of many samples, up to the start of the encoder.
 
     python -m tests.pipeline.encoding.planned <base model> <folder> <kind> <count>
 
-prints the peak of its memory in bytes, less what it had with the stage's own table.
+prints the peak memory of planning in bytes, in addition to the process with the stage's input table loaded.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VALUES: dict[Any, Any] = {pl.String: "x", pl.Int32: 64, pl.Int64: 1, pl.Float64:
 
 
 class PlannedError(Exception):
-    """The encoder would start now."""
+    """Raised where the encoder would start."""
 
 
 def main(base: str, folder: str, kind: str, count: int) -> None:
-    """As the module says."""
+    """Plan one stage and print the peak memory."""
     recipe = recipe_of(base, Path(folder))
     table = table_of("aspect_buckets" if kind == "latents" else "validated_dataset", count)
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # reset VmHWM
     before = memory("VmRSS")
     stage = cache_latents if kind == "latents" else cache_text
     try:
@@ -45,18 +45,18 @@ def main(base: str, folder: str, kind: str, count: int) -> None:
 
 
 def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
-    """As `Launch`."""
+    """Stop the stage once planning has finished; see `Launch`."""
     meanwhile()
     raise PlannedError
 
 
-def memory(what: str) -> int:
-    """Bytes, as /proc/self/status has them."""
-    return int(Path("/proc/self/status").read_text().split(f"{what}:")[1].split()[0]) * 1024
+def memory(field: str) -> int:
+    """Return a memory field of /proc/self/status in bytes."""
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
 
 
 def recipe_of(base: str, folder: Path) -> Recipe:
-    """With nothing in its cache."""
+    """Return a recipe with an empty cache."""
     fields = {
         "datasets": [{"name": "photos", "path": str(folder / "photos")}],
         "cache_dir": str(folder / "cache"),
@@ -68,15 +68,15 @@ def recipe_of(base: str, folder: Path) -> Recipe:
 
 
 def table_of(asset: str, count: int) -> pl.DataFrame:
-    """A table of as many samples, each with an image and a caption of its own."""
+    """Return a table of `count` samples with distinct images and captions."""
     constant = {name: VALUES[kind] for name, kind in SCHEMAS[asset].items()}
     constant |= {"dataset": "photos", "bucket": "64x64", "more_captions": "[]", "crop_top": 0, "crop_left": 0}
     names = [f"picture-{number:07}.jpg" for number in range(count)]
-    own = {"sample_id": [f"photos/{name}" for name in names], "path": names}
-    own["content_hash"] = [hashlib.sha256(name.encode()).hexdigest() for name in names]
-    own["caption"] = [f"picture {number}: {'what is to be seen, ' * 4}" for number in range(count)]
-    filled = {name: own.get(name, [constant[name]] * count) for name in SCHEMAS[asset]}
-    return pl.DataFrame(filled, schema=SCHEMAS[asset])
+    distinct = {"sample_id": [f"photos/{name}" for name in names], "path": names}
+    distinct["content_hash"] = [hashlib.sha256(name.encode()).hexdigest() for name in names]
+    distinct["caption"] = [f"picture {number}: {'several words more, ' * 4}" for number in range(count)]
+    columns = {name: distinct.get(name, [constant[name]] * count) for name in SCHEMAS[asset]}
+    return pl.DataFrame(columns, schema=SCHEMAS[asset])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The checks of both caches, over tables and entries that the real stages made."""
+"""The checks of both cache stages, on tables and entries written by the real stages."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.pipeline.cached_job import ASSETS, Job
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_a_sound_cache_passes_every_check_in_the_order_of_the_specs(job: Job, asset: str) -> None:
+def test_an_undamaged_cache_passes_every_check(job: Job, asset: str) -> None:
     assert job.failing(asset) == {}
 
 
 @pytest.mark.parametrize("asset", ASSETS)
 @pytest.mark.parametrize("change", [-1, 4096], ids=["cut short", "padded"])
-def test_L02_an_entry_of_another_size_is_named_by_file_size_outliers_alone(
+def test_L02_only_file_size_outliers_reports_an_entry_of_the_wrong_size(
     job: Job, asset: str, change: int
 ) -> None:
     path = job.entry(asset)
@@ -37,7 +37,7 @@ def test_L02_an_entry_of_another_size_is_named_by_file_size_outliers_alone(
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_T06_what_a_recipe_allows_of_images_never_opens_the_gates_of_entries(job: Job, asset: str) -> None:
+def test_T06_checks_allow_cannot_open_the_gates_on_cache_entries(job: Job, asset: str) -> None:
     path = job.entry(asset)
     path.write_bytes(path.read_bytes()[:-1])
     lenient = job.changed(checks={"allow": ["file_size_outliers", "shape_uniformity"]})
@@ -47,9 +47,7 @@ def test_T06_what_a_recipe_allows_of_images_never_opens_the_gates_of_entries(job
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L08_T06_a_missing_entry_and_a_folder_in_its_place_are_named_by_completeness(
-    job: Job, asset: str
-) -> None:
+def test_L08_T06_completeness_reports_a_missing_entry_and_a_folder_at_its_path(job: Job, asset: str) -> None:
     path = job.entry(asset)
     path.unlink()
     assert set(job.failing(asset)) == {"completeness"}
@@ -60,7 +58,7 @@ def test_L08_T06_a_missing_entry_and_a_folder_in_its_place_are_named_by_complete
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L07_a_flipped_bit_is_named_by_finite_values(job: Job, asset: str) -> None:
+def test_L07_finite_values_reports_a_flipped_bit(job: Job, asset: str) -> None:
     path = job.entry(asset)
     raw = bytearray(path.read_bytes())
     raw[DATA_START + 3] ^= 8
@@ -71,7 +69,7 @@ def test_L07_a_flipped_bit_is_named_by_finite_values(job: Job, asset: str) -> No
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L03_a_header_of_another_shape_but_the_same_size_is_named_by_shape_uniformity(
+def test_L03_shape_uniformity_reports_a_header_with_another_shape_of_the_same_size(
     job: Job, asset: str
 ) -> None:
     path = job.entry(asset)
@@ -79,15 +77,15 @@ def test_L03_a_header_of_another_shape_but_the_same_size_is_named_by_shape_unifo
     row = job.tables.read(asset).row(by_predicate=pl.col("sample_id") == "photos/cat.png", named=True)
     spec = entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
     ((name, tensor),) = spec.tensors.items()
-    turned = EntrySpec(
+    transposed = EntrySpec(
         spec.kind, spec.key, {name: TensorSpec(tensor.dtype, (tensor.shape[-1], *tensor.shape[:-1]))}
     )
-    values = entries.store.read(spec)[name].reshape(turned.tensors[name].shape)
-    path.write_bytes(serialise(turned, {name: values}, {}))
+    values = entries.store.read(spec)[name].reshape(transposed.tensors[name].shape)
+    path.write_bytes(serialise(transposed, {name: values}, {}))
     assert set(job.failing(asset)) == {"shape_uniformity"}
 
 
-def test_a_neighbours_entry_is_named_by_finite_values(job: Job) -> None:
+def test_finite_values_reports_an_entry_that_was_replaced_with_another(job: Job) -> None:
     path, other = (job.entry("text_embeddings", f"photos/{name}.png") for name in ("cat", "rocket"))
     path.write_bytes(other.read_bytes())
     failing = job.failing("text_embeddings")
@@ -96,7 +94,7 @@ def test_a_neighbours_entry_is_named_by_finite_values(job: Job) -> None:
 
 
 @pytest.mark.parametrize("asset", ASSETS)
-def test_the_next_run_repairs_what_the_gate_named(job: Job, asset: str) -> None:
+def test_the_next_run_repairs_the_entries_that_a_gate_reports(job: Job, asset: str) -> None:
     path = job.entry(asset)
     sound = path.read_bytes()
     path.write_bytes(sound[:100])
@@ -115,7 +113,7 @@ def test_the_next_run_repairs_what_the_gate_named(job: Job, asset: str) -> None:
         ({"text": {"dtype": "float32"}}, "text_embeddings"),
     ],
 )
-def test_L04_T01_a_recipe_that_changed_since_the_tables_were_made_closes_the_gate(
+def test_L04_T01_a_recipe_changed_after_the_tables_were_written_closes_the_gate(
     job: Job, section: dict[str, Any], asset: str
 ) -> None:
     failing = job.failing(asset, job.changed(**section))
@@ -123,13 +121,13 @@ def test_L04_T01_a_recipe_that_changed_since_the_tables_were_made_closes_the_gat
     assert sum(len(finding.rows) for finding in failing.values()) >= 4
 
 
-def test_L03_other_bucket_settings_are_found_by_asking_the_geometry_anew(job: Job) -> None:
+def test_L03_shape_uniformity_recomputes_the_geometry_and_reports_changed_bucket_settings(job: Job) -> None:
     failing = job.failing("vae_latents", job.changed(buckets={"resolution": 128, "step": 16}))
     assert set(failing) == {"shape_uniformity"}
     assert "must have the shape" in failing["shape_uniformity"].summary
 
 
-def test_L08_a_row_that_a_table_lost_or_kept_too_long_is_named_by_completeness(job: Job) -> None:
+def test_L08_completeness_reports_a_row_that_is_missing_or_no_longer_needed(job: Job) -> None:
     for asset in ASSETS:
         table = job.tables.read(asset)
         job.tables.write(asset, table.filter(pl.col("sample_id") != "photos/cat.png"))
@@ -141,7 +139,7 @@ def test_L08_a_row_that_a_table_lost_or_kept_too_long_is_named_by_completeness(j
     assert "not in aspect_buckets" in job.failing("vae_latents")["completeness"].summary
 
 
-def test_a_caption_edited_after_the_embeddings_were_made_closes_the_gate(job: Job) -> None:
+def test_a_caption_edited_after_encoding_closes_the_gate(job: Job) -> None:
     table = job.tables.read("validated_dataset")
     edited = (
         pl.when(pl.col("sample_id") == "photos/cat.png").then(pl.lit("a dog")).otherwise(pl.col("caption"))
@@ -150,7 +148,7 @@ def test_a_caption_edited_after_the_embeddings_were_made_closes_the_gate(job: Jo
     assert "another caption" in job.failing("text_embeddings")["completeness"].summary
 
 
-def test_T02_a_missing_empty_caption_or_sample_prompt_closes_the_gate(job: Job) -> None:
+def test_T02_a_missing_entry_for_the_empty_caption_or_a_sample_prompt_closes_the_gate(job: Job) -> None:
     entries = RecipeEntries(job.recipe)
     path = entries.store.path(entries.text_spec(""))
     sound = path.read_bytes()
@@ -161,7 +159,7 @@ def test_T02_a_missing_empty_caption_or_sample_prompt_closes_the_gate(job: Job) 
     assert "a moon" in job.failing("text_embeddings", prompted)["completeness"].summary
 
 
-def test_C05_captions_that_are_cut_warn_with_the_part_that_is_never_seen(job: Job) -> None:
+def test_C05_a_truncated_caption_causes_a_warning_that_shows_the_truncated_part(job: Job) -> None:
     sidecar = job.recipe.datasets[0].path / "cat.txt"
     sidecar.write_text("the cat " * 50 + "and nobody reads this", encoding="utf-8")
     job.run()
@@ -173,13 +171,15 @@ def test_C05_captions_that_are_cut_warn_with_the_part_that_is_never_seen(job: Jo
     assert finding.rows[0]["num_cut"] > 0
 
 
-def test_an_image_rejected_here_counts_against_the_limit_and_not_against_completeness(job: Job) -> None:
+def test_an_image_rejected_while_encoding_counts_towards_rejected_fraction_but_not_completeness(
+    job: Job,
+) -> None:
     tables = job.tables
     latents = tables.read("vae_latents")
     row = latents.row(by_predicate=pl.col("sample_id") == "photos/cat.png", named=True)
-    why = {"stage": "vae_latents", "reason": "latent_not_finite", "detail": "NaN", "fix": "look at it"}
+    rejection = {"stage": "vae_latents", "reason": "latent_not_finite", "detail": "NaN", "fix": "look at it"}
     columns = ("sample_id", "dataset", "path", "content_hash")
-    rejected = pl.DataFrame([{**{name: row[name] for name in columns}, **why}])
+    rejected = pl.DataFrame([{**{name: row[name] for name in columns}, **rejection}])
     order = tables.read_rejected().columns
     tables.write_rejected("vae_latents", rejected.select(order))
     tables.write("vae_latents", latents.filter(pl.col("sample_id") != "photos/cat.png"))
@@ -190,13 +190,18 @@ def test_an_image_rejected_here_counts_against_the_limit_and_not_against_complet
     assert job.failing("vae_latents", lenient) == {}
 
 
-def test_I08_where_no_latent_is_left_the_fix_is_that_of_what_left_the_images_out(job: Job) -> None:
+def test_I08_if_every_image_was_rejected_the_fix_is_that_of_the_rejections(job: Job) -> None:
     tables = job.tables
-    kept = tables.read("validated_dataset", ("sample_id", "dataset", "path", "content_hash"))
-    why = {"stage": "validated_dataset", "reason": "filter_min_width", "detail": "it is", "fix": "lower it"}
+    samples = tables.read("validated_dataset", ("sample_id", "dataset", "path", "content_hash"))
+    rejection = {
+        "stage": "validated_dataset",
+        "reason": "filter_min_width",
+        "detail": "it is",
+        "fix": "lower it",
+    }
     columns = tables.read_rejected().columns
-    left_out = kept.with_columns(pl.lit(text).alias(name) for name, text in why.items())
-    tables.write_rejected("validated_dataset", left_out.select(columns))
+    rejected = samples.with_columns(pl.lit(text).alias(name) for name, text in rejection.items())
+    tables.write_rejected("validated_dataset", rejected.select(columns))
     for asset in ("validated_dataset", "aspect_buckets", "vae_latents"):
         tables.write(asset, tables.read(asset).clear())
     finding = job.failing("vae_latents")["rejected_fraction"]
@@ -205,21 +210,23 @@ def test_I08_where_no_latent_is_left_the_fix_is_that_of_what_left_the_images_out
     assert "lower it" in finding.fix
 
 
-def test_an_entry_is_read_only_if_its_stat_has_changed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checks_read_an_entry_only_if_its_stat_has_changed(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from pipeline.cache import store
 
-    read: list[Path] = []
-    whole = store._read_file
-    monkeypatch.setattr(store, "_read_file", lambda path: read.append(path) or whole(path))
+    read_paths: list[Path] = []
+    read_file = store._read_file
+    monkeypatch.setattr(store, "_read_file", lambda path: read_paths.append(path) or read_file(path))
     assert job.failing("vae_latents") == {}
-    assert read == []
+    assert read_paths == []
     path = job.entry("vae_latents")
     path.touch()
     assert job.failing("vae_latents") == {}
-    assert read == [path]
+    assert read_paths == [path]
 
 
-def test_L08_a_mirrored_latent_that_is_asked_for_and_missing_closes_the_gate(job: Job) -> None:
+def test_L08_a_missing_mirrored_latent_closes_the_gate(job: Job) -> None:
     flipped = job.changed(latents={"flip": True})
     finding = job.failing("vae_latents", flipped)["completeness"]
     assert len(finding.rows) == 5

@@ -1,4 +1,4 @@
-"""Every entry of a small cache, damaged in every way: found, named, and repaired by the next run."""
+"""Damage every entry of a small cache in every way; the checks report it and the next run repairs it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DAMAGES = [emptied, cut, flipped_in_header, flipped_in_data, replaced, grown, de
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 @pytest.mark.parametrize("asset", ASSETS)
-def test_L02_L06_L07_damage_to_any_entry_is_found_named_and_repaired(
+def test_L02_L06_L07_damage_to_any_entry_is_reported_and_repaired(
     job: Job, asset: str, damage: Callable[[Path, Path], None]
 ) -> None:
     entries = RecipeEntries(job.recipe)
@@ -74,11 +74,13 @@ def test_L02_L06_L07_damage_to_any_entry_is_found_named_and_repaired(
         neighbour = next(other for other in sorted(path.parents[1].rglob("*.safetensors")) if other != path)
         damage(path, neighbour)
 
-        found = [row for finding in job.failing(asset).values() for row in finding.rows]
-        assert {named["path"] for named in found} == {str(path)}
-        assert all(named["problem"] for named in found)
+        reported_rows = [row for finding in job.failing(asset).values() for row in finding.rows]
+        assert {reported["path"] for reported in reported_rows} == {str(path)}
+        assert all(reported["problem"] for reported in reported_rows)
         others = {"vae_latents", "text_embeddings"} - {asset}
-        assert all(job.failing(other) == {} for other in others), "damage to one kind is blamed on another"
+        assert all(job.failing(other) == {} for other in others), (
+            "a check of the other stage reports the damage"
+        )
 
         job.cache()
         assert job.failing(asset) == {}
@@ -86,7 +88,9 @@ def test_L02_L06_L07_damage_to_any_entry_is_found_named_and_repaired(
         displaced = list(path.parent.glob("*.displaced"))
         assert bool(displaced) == (damage is a_folder)
         for folder in displaced:
-            assert (folder / "inside").read_text() == "kept", "what lay in an entry's place was deleted"
+            assert (folder / "inside").read_text() == "kept", (
+                "the contents of the displaced folder were deleted"
+            )
             shutil.rmtree(folder)
 
 

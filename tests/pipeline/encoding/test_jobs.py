@@ -37,7 +37,7 @@ def job(number: int, cost: int = 1) -> Job:
 
 
 def in_encoding_order(jobs: list[Job]) -> list[Job]:
-    """The jobs in turn, as the stages have them: rows first."""
+    """Return the jobs in encoding order, computed from rows as the stages do."""
     rows = [
         {
             "key": j.spec.key,
@@ -52,7 +52,7 @@ def in_encoding_order(jobs: list[Job]) -> list[Job]:
     return [by_key[key] for key in encoding_order(pl.DataFrame(rows, schema=schema))["key"]]
 
 
-def test_an_order_reads_back_as_it_was_written(tmp_path: Path) -> None:
+def test_an_order_reads_back_exactly_as_written(tmp_path: Path) -> None:
     jobs = [job(1), job(2, 5)]
     order = Order("latents", Path("/model"), Path("/store"), {"compute_dtype": "float32"}, jobs)
     read = read_order(write_order(order, tmp_path))
@@ -61,31 +61,31 @@ def test_an_order_reads_back_as_it_was_written(tmp_path: Path) -> None:
     assert len(read.jobs) == 2
 
 
-def test_whoever_asks_for_jobs_that_are_not_written_yet_waits_for_all_of_them(tmp_path: Path) -> None:
+def test_reading_jobs_waits_until_all_of_them_are_written(tmp_path: Path) -> None:
     jobs = [job(number) for number in range(3)]
     order = Order("latents", Path("/model"), Path("/store"), {}, [])
     read = read_order(write_order(order, tmp_path, jobs_follow=True))
     with ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(lambda: (len(read.jobs), list(read.jobs)))
+        future = pool.submit(lambda: (len(read.jobs), list(read.jobs)))
         with pytest.raises(TimeoutError):
-            asked.result(timeout=0.05)
+            future.result(timeout=0.05)
         write_jobs(jobs, tmp_path)
-        assert asked.result(timeout=20) == (3, jobs)
+        assert future.result(timeout=20) == (3, jobs)
 
 
-def test_L12_of_any_number_of_jobs_only_the_one_at_hand_is_in_memory(tmp_path: Path) -> None:
+def test_L12_only_the_current_job_is_in_memory_for_any_number_of_jobs(tmp_path: Path) -> None:
     jobs = [job(number, 1 + number % 3) for number in range(300)]
     order = read_order(write_order(Order("latents", Path("/m"), Path("/s"), {}, jobs), tmp_path))
     del jobs
-    seen: list[weakref.ref[Job]] = []
-    for taken in share(order.jobs, 1, 2):
-        seen.append(weakref.ref(taken))
-        del taken
-        assert sum(each() is not None for each in seen) <= 1
-    assert len(seen) > 100
+    references: list[weakref.ref[Job]] = []
+    for current in share(order.jobs, 1, 2):
+        references.append(weakref.ref(current))
+        del current
+        assert sum(each() is not None for each in references) <= 1
+    assert len(references) > 100
 
 
-def test_the_costliest_the_cheapest_and_the_first_by_name_come_first_whatever_the_order() -> None:
+def test_the_most_and_least_expensive_jobs_and_the_first_by_name_are_encoded_first() -> None:
     jobs = [job(number, cost) for number, cost in ((5, 4), (6, 9), (3, 4), (4, 4), (7, 1), (8, 9))]
     for seed in range(5):
         mixed = random.Random(seed).sample(jobs, len(jobs))
@@ -95,7 +95,7 @@ def test_the_costliest_the_cheapest_and_the_first_by_name_come_first_whatever_th
 
 
 @given(costs=st.lists(st.integers(1, 50), max_size=40), num_ranks=st.integers(1, 9))
-def test_each_job_goes_to_exactly_one_rank_and_all_take_about_as_long(
+def test_each_job_goes_to_exactly_one_rank_and_the_ranks_have_balanced_costs(
     costs: list[int], num_ranks: int
 ) -> None:
     jobs = [job(number, cost) for number, cost in enumerate(costs)]
@@ -111,7 +111,7 @@ def test_each_job_goes_to_exactly_one_rank_and_all_take_about_as_long(
         assert len([1 for a, b in pairwise(shapes) if a != b]) <= len(set(shapes)) + NUM_PROBES
 
 
-def test_results_of_all_ranks_come_together_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+def test_results_of_all_ranks_are_combined_and_a_partial_last_line_is_ignored(tmp_path: Path) -> None:
     with ResultsWriter(tmp_path / "order.json", 0) as first:
         first.ended("a", "made")
         first.ended("b", "present")
@@ -136,7 +136,7 @@ class Listener:
         self.lines.append(f"{done}/{total} {text}")
 
 
-def test_T05_rank_0_says_one_line_for_all_ranks_and_the_others_are_silent(tmp_path: Path) -> None:
+def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Path) -> None:
     listener, other = Listener(), Listener()
     with (
         ResultsWriter(tmp_path / "order.json", 1) as writer,
@@ -150,7 +150,7 @@ def test_T05_rank_0_says_one_line_for_all_ranks_and_the_others_are_silent(tmp_pa
     assert other.lines == []
 
 
-def test_L16_a_silence_is_broken_with_the_name_of_what_takes_so_long(
+def test_L16_the_heartbeat_names_the_file_that_is_taking_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import time

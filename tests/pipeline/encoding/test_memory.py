@@ -1,4 +1,4 @@
-"""The peak memory of a real encoding process, whatever the number of jobs, and of planning them."""
+"""Peak memory of a real encoding process and of planning, for small and large numbers of jobs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_L12_peak_memory_does_not_depend_on_the_number_of_jobs(
 
 
 def order_of(cache: Any, kind: Kind, count: int) -> Order:
-    """`count` jobs of a few images or captions, each with a key of its own."""
+    """Return `count` jobs that repeat a few images or captions under distinct keys."""
     entries, jobs = RecipeEntries(cache.recipe), list[Job]()
     rows = cache.buckets().to_dicts()
     for number in range(count):
@@ -64,22 +64,22 @@ def order_of(cache: Any, kind: Kind, count: int) -> Order:
 
 
 def peak_rss_bytes(order: Order, folder: Path) -> int:
-    """Of the process that fills an empty store, all of whose jobs must succeed.
+    """Return the peak memory of a process that runs the order; every job must succeed.
 
-    The process reads it itself: what its parent is told begins with the parent's own.
+    The process reads its own VmHWM, because the `ru_maxrss` its parent receives includes the parent's own.
     """
     folder.mkdir()
     command = [sys.executable, "-c", PROCESS, str(write_order(order, folder))]
-    ran = subprocess.run(
+    process = subprocess.run(
         command,
         env=launch_environment(AccelerateSettings(), folder / "error.json"),
         capture_output=True,
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert process.returncode == 0, process.stderr[-3000:]
     assert len(read_results(folder).made) == len(order.jobs)
-    return int(ran.stdout.split("VmHWM:")[1].split()[0]) * 1024
+    return int(process.stdout.split("VmHWM:")[1].split()[0]) * 1024
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
@@ -87,18 +87,20 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     "counts", [(1_000, 16_000), pytest.param((10_000, 100_000), marks=pytest.mark.slow)], ids=str
 )
 @pytest.mark.parametrize("kind", ["latents", "text"])
-def test_L12_planning_a_cold_cache_takes_less_than_a_kilobyte_a_sample(
+def test_L12_planning_a_cold_cache_takes_less_than_one_kilobyte_per_sample(
     tiny_sd: Path, tmp_path: Path, kind: Kind, counts: tuple[int, int]
 ) -> None:
     few, many = (peak_of_planning(tiny_sd, tmp_path / str(count), kind, count) for count in counts)
-    each = (many - few) / (counts[1] - counts[0])
-    sys.stdout.write(f"{kind}: {each:.0f} bytes a sample, {many / 2**20:.0f} MiB for {counts[1]}\n")
-    assert each < 1000
+    bytes_per_sample = (many - few) / (counts[1] - counts[0])
+    sys.stdout.write(
+        f"{kind}: {bytes_per_sample:.0f} bytes per sample, {many / 2**20:.0f} MiB for {counts[1]}\n"
+    )
+    assert bytes_per_sample < 1000
 
 
 def peak_of_planning(base: Path, folder: Path, kind: Kind, count: int) -> int:
     command = [sys.executable, "-m", "tests.pipeline.encoding.planned"]
     command += [str(base), str(folder), kind, str(count)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return int(ran.stdout)
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return int(process.stdout)

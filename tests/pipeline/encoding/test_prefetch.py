@@ -8,7 +8,7 @@ import pytest
 from pipeline.encoding.prefetch import Behind, StalledError, ahead
 
 
-def test_items_come_in_their_order_whatever_takes_long() -> None:
+def test_results_come_in_the_order_of_the_items_even_if_some_take_longer() -> None:
     def work(item: int) -> int:
         time.sleep(0.02 if item % 3 == 0 else 0)
         return item * item
@@ -17,8 +17,8 @@ def test_items_come_in_their_order_whatever_takes_long() -> None:
     assert results == [(item, item * item) for item in range(20)]
 
 
-def test_L12_no_more_than_depth_items_are_ever_in_memory() -> None:
-    """Of a million items at most five are started that have not been taken."""
+def test_L12_at_most_depth_items_are_in_memory() -> None:
+    """At most five of a million items are started but not yet consumed."""
     started = 0
     lock = threading.Lock()
 
@@ -28,17 +28,17 @@ def test_L12_no_more_than_depth_items_are_ever_in_memory() -> None:
             started += 1
         return item
 
-    ends = ahead(iter(range(1_000_000)), work, threads=3, depth=5)
-    for taken, (_, future) in enumerate(ends, start=1):
-        assert started - taken <= 5
+    results = ahead(iter(range(1_000_000)), work, threads=3, depth=5)
+    for num_consumed, (_, future) in enumerate(results, start=1):
+        assert started - num_consumed <= 5
         future.result()
-        if taken == 500:
+        if num_consumed == 500:
             break
-    ends.close()
+    results.close()
     assert started <= 506
 
 
-def test_a_failing_item_fails_alone() -> None:
+def test_a_failing_item_does_not_affect_the_others() -> None:
     def work(item: int) -> float:
         return 1 / item
 
@@ -46,11 +46,11 @@ def test_a_failing_item_fails_alone() -> None:
     assert [type(future.exception()) for future in futures] == [type(None), ZeroDivisionError, type(None)]
 
 
-def test_nothing_comes_of_nothing() -> None:
+def test_no_items_give_no_results() -> None:
     assert list(ahead([], lambda item: item, threads=1, depth=1)) == []
 
 
-def test_work_behind_is_bounded_and_finished() -> None:
+def test_background_work_is_bounded_and_finishes() -> None:
     done: list[int] = []
     gate = threading.Event()
     behind = Behind(2)
@@ -67,7 +67,7 @@ def test_work_behind_is_bounded_and_finished() -> None:
     assert done == [0, 1, 2]
 
 
-def test_an_error_behind_comes_out_and_what_came_before_is_finished() -> None:
+def test_an_error_in_background_work_is_raised_after_earlier_work_finished() -> None:
     done: list[int] = []
     behind = Behind(4)
     behind.put(lambda: done.append(1))
@@ -77,8 +77,8 @@ def test_an_error_behind_comes_out_and_what_came_before_is_finished() -> None:
     assert done == [1]
 
 
-def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
-    """With more that hang than there are threads."""
+def test_L16_work_that_hangs_is_abandoned_and_the_other_items_complete() -> None:
+    """More items hang than there are threads."""
     never = threading.Event()
 
     def work(item: int) -> int:
@@ -86,19 +86,19 @@ def test_L16_work_that_hangs_is_given_up_and_the_rest_goes_on() -> None:
             never.wait(60)
         return item * item
 
-    ends = list(ahead(range(8), work, threads=2, depth=4, timeout_s=0.5))
+    results = list(ahead(range(8), work, threads=2, depth=4, timeout_s=0.5))
     never.set()
-    stalled = [item for item, future in ends if isinstance(future.exception(), StalledError)]
+    stalled = [item for item, future in results if isinstance(future.exception(), StalledError)]
     assert stalled == [1, 2, 3]
-    assert [future.result() for item, future in ends if item not in stalled] == [0, 16, 25, 36, 49]
+    assert [future.result() for item, future in results if item not in stalled] == [0, 16, 25, 36, 49]
 
 
-def test_several_threads_behind_work_at_once() -> None:
-    """None of three pieces ends before all of them have begun."""
+def test_several_background_threads_work_concurrently() -> None:
+    """No item can finish before three of them have started."""
     meeting = threading.Barrier(3)
-    places: list[int] = []
+    arrivals: list[int] = []
     behind = Behind(8, threads=3)
     for _ in range(6):
-        behind.put(lambda: places.append(meeting.wait(60)))
+        behind.put(lambda: arrivals.append(meeting.wait(60)))
     behind.finish()
-    assert sorted(places) == [0, 0, 1, 1, 2, 2]
+    assert sorted(arrivals) == [0, 0, 1, 1, 2, 2]

@@ -1,4 +1,4 @@
-"""Killed, raced and spread over processes: what is in the store is right at every moment."""
+"""Killed, concurrent and distributed jobs: the store is valid at every moment."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
         yield process
 
 
-def many(cache: Any, count: int) -> Any:
-    """`count` pictures of several shapes in place of the photographs."""
+def with_images(cache: Any, count: int) -> Any:
+    """Replace the photographs with `count` images of several shapes."""
     for path in cache.photos.iterdir():
         path.unlink()
     for index in range(count):
@@ -63,10 +63,10 @@ def visible(recipe: Recipe) -> set[str]:
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
-def test_L06_killed_at_random_moments_nothing_torn_is_seen_and_nothing_finished_is_made_twice(
+def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_encode_a_finished_one_again(
     cache: Any, forked: Forked, launch_here: Any, entry_bytes: Any, kills: int
 ) -> None:
-    cache = many(cache, 32)
+    cache = with_images(cache, 32)
     recipe, buckets = cache.recipe, cache.buckets()
     specs = wanted_specs(recipe, buckets)
     store = RecipeEntries(recipe).store
@@ -79,47 +79,53 @@ def test_L06_killed_at_random_moments_nothing_torn_is_seen_and_nothing_finished_
     shutil.rmtree(recipe.cache_dir)
     started_s = time.perf_counter()
     run(ForkedLaunch(forked))
-    whole_s = time.perf_counter() - started_s
+    full_run_s = time.perf_counter() - started_s
     assert entry_bytes() == undisturbed
 
     moments = random.Random(6)
-    done, rounds = 0, 0
-    in_the_middle = 0
-    while done < kills:
+    num_kills, rounds = 0, 0
+    kills_while_writing = 0
+    while num_kills < kills:
         shutil.rmtree(recipe.cache_dir)
         encoded: Counter[str] = Counter()
-        killed_here = 0
+        kills_in_round = 0
         while True:
             before = visible(recipe)
-            launch = ForkedLaunch(forked, kill_after_s=moments.uniform(0, whole_s) if done < kills else None)
+            launch = ForkedLaunch(
+                forked, kill_after_s=moments.uniform(0, full_run_s) if num_kills < kills else None
+            )
             try:
                 run(launch)
             except LaunchError:
-                done += 1
-                killed_here += 1
-            assert not before & set(launch.encoded), "an entry that was there is encoded again"
+                num_kills += 1
+                kills_in_round += 1
+            assert not before & set(launch.encoded), "an existing entry was encoded again"
             encoded.update(launch.encoded)
             now = visible(recipe)
-            in_the_middle += 0 < len(now - before) < len(specs) - len(before)
-            assert launch.ended <= now, "a result without its entry"
+            kills_while_writing += 0 < len(now - before) < len(specs) - len(before)
+            assert launch.ended <= now, "a result was recorded without its entry"
             for key in now:
                 assert store.check(specs[key]).valid, key
             if now == specs.keys():
                 break
         rounds += 1
         assert entry_bytes() == undisturbed
-        twice = sum(encoded.values()) - len(specs)
-        assert 0 <= twice <= killed_here * (WRITES_BEHIND + 1), "more than the entries in flight were lost"
-    assert in_the_middle >= kills // 8, f"{in_the_middle} of {kills} kills came while entries were appearing"
+        num_repeated = sum(encoded.values()) - len(specs)
+        assert 0 <= num_repeated <= kills_in_round * (WRITES_BEHIND + 1), (
+            "more than the entries in flight were lost"
+        )
+    assert kills_while_writing >= kills // 8, (
+        f"{kills_while_writing} of {kills} kills came while entries were appearing"
+    )
 
 
 @pytest.mark.parametrize("num_jobs", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_L10_several_jobs_at_once_on_an_empty_cache_each_end_whole(
+def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
     cache: Any, forked: Forked, tmp_path: Path, entry_bytes: Any, launch_here: Any, num_jobs: int
 ) -> None:
-    cache = many(cache, 30)
+    cache = with_images(cache, 30)
     alone = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
-    lone = {name: data for name, data in entry_bytes().items() if name.startswith("latents")}
+    expected = {name: data for name, data in entry_bytes().items() if name.startswith("latents")}
     shutil.rmtree(cache.recipe.cache_dir)
     tasks: list[dict[str, Any]] = []
     for job in range(num_jobs):
@@ -130,23 +136,28 @@ def test_L10_several_jobs_at_once_on_an_empty_cache_each_end_whole(
         tasks.append({"kind": "stages", "recipe": str(file)})
     assert forked.run(tasks) == [0] * num_jobs
 
-    found = entry_bytes()
-    assert {name: data for name, data in found.items() if name.startswith("latents")} == lone
+    written = entry_bytes()
+    assert {name: data for name, data in written.items() if name.startswith("latents")} == expected
     assert not list(cache.recipe.cache_dir.rglob("*.tmp"))
     tables = [Tables(tmp_path / f"job{job}") for job in range(num_jobs)]
-    for own in tables:
-        assert own.read("vae_latents")["key"].to_list() == alone.table["key"].to_list()
-        assert len(own.read("text_embeddings")) == 30
-    for asset, wanted in (("vae_latents", len(lone)), ("text_embeddings", len(found) - len(lone))):
+    for job_tables in tables:
+        assert job_tables.read("vae_latents")["key"].to_list() == alone.table["key"].to_list()
+        assert len(job_tables.read("text_embeddings")) == 30
+    for asset, num_entries in (
+        ("vae_latents", len(expected)),
+        ("text_embeddings", len(written) - len(expected)),
+    ):
         reports = [
             json.loads((tmp_path / f"job{job}" / f"{asset}.json").read_text()) for job in range(num_jobs)
         ]
-        assert sum(report["encoded"] for report in reports) == wanted, "each entry is put in place once"
-        assert all(report["encoded"] + report["reused"] == wanted for report in reports)
+        assert sum(report["encoded"] for report in reports) == num_entries, (
+            "each entry must be written exactly once"
+        )
+        assert all(report["encoded"] + report["reused"] == num_entries for report in reports)
 
 
 def prepare(recipe: Recipe) -> None:
-    """The tables that the cache stages read."""
+    """Write the tables that the cache stages read."""
     tables = Tables(recipe.output_dir)
     raw = scan(recipe, tables, log=str)
     validated = validate(recipe, raw.table, tables, log=str)
@@ -157,34 +168,37 @@ def prepare(recipe: Recipe) -> None:
 @pytest.mark.parametrize(
     ("samples", "ranks"), [(2, 3), pytest.param(25, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
-def test_L10_few_samples_on_many_ranks_are_each_made_once(
+def test_L10_few_samples_on_many_ranks_are_each_encoded_once(
     cache: Any, launch_here: Any, entry_bytes: Any, samples: int, ranks: int
 ) -> None:
-    """By accelerate's own launcher, as a recipe with `accelerate.num_processes` does it."""
-    cache = many(cache, samples)
+    """Accelerate launches the ranks, as for a recipe with `accelerate.num_processes`."""
+    cache = with_images(cache, samples)
     cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
-    lone = entry_bytes()
+    expected = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     spread = cache.with_settings(accelerate={"num_processes": ranks})
     launch = SpreadLaunch(spread.recipe)
     result = cache_latents(spread.recipe, spread.buckets(), spread.tables, launch=launch, log=str)
-    assert entry_bytes() == lone
+    assert entry_bytes() == expected
     assert result.report["encoded"] == samples
-    made = [key for keys in launch.made.values() for key in keys]
-    assert sorted(made) == sorted(result.table["key"])
-    assert sorted(launch.made) == list(range(ranks)), "a rank has left no results"
-    assert max(map(len, launch.made.values())) <= -(-samples // ranks) + 1, (
-        "one rank has much more than its share"
+    encoded_keys = [key for keys in launch.encoded_keys.values() for key in keys]
+    assert sorted(encoded_keys) == sorted(result.table["key"])
+    assert sorted(launch.encoded_keys) == list(range(ranks)), "a rank wrote no results"
+    assert max(map(len, launch.encoded_keys.values())) <= -(-samples // ranks) + 1, (
+        "the samples are not evenly distributed over the ranks"
     )
 
 
 class SpreadLaunch:
-    """accelerate's launch, and what each rank said it made; kills a rank on its first result if asked to."""
+    """Launch with accelerate and record the keys that each rank encoded.
+
+    A rank given as `victim` is killed at its first result.
+    """
 
     def __init__(self, recipe: Recipe, victim: int | None = None) -> None:
         self._launch = LocalLaunch(recipe.accelerate)
         self._victim = victim
-        self.made: dict[int, list[str]] = {}
+        self.encoded_keys: dict[int, list[str]] = {}
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
         with ThreadPoolExecutor(1) as pool:
@@ -195,31 +209,31 @@ class SpreadLaunch:
                 for path in order.parent.glob("results-*.jsonl"):
                     lines = [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
                     rank = int(path.stem.removeprefix("results-"))
-                    self.made[rank] = [line["key"] for line in lines if line.get("outcome") == "made"]
+                    self.encoded_keys[rank] = [line["key"] for line in lines if line.get("outcome") == "made"]
                 if killed is not None:
                     killed.result()
 
     def _kill(self, order: Path) -> None:
         results = order.parent / f"results-{self._victim}.jsonl"
-        until_s = time.monotonic() + 100
+        deadline_s = time.monotonic() + 100
         while not (results.is_file() and results.stat().st_size):
-            assert time.monotonic() < until_s, "the rank has made nothing"
+            assert time.monotonic() < deadline_s, "the rank to kill wrote no result"
             time.sleep(0.002)
         for process in psutil.process_iter():
             if str(order) in process.cmdline() and process.environ().get("RANK") == str(self._victim):
                 process.kill()
                 return
-        raise AssertionError("there is no such rank")
+        raise AssertionError("no process has the rank to kill")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_L08_a_rank_that_dies_fails_the_step_and_loses_only_what_was_in_flight(
+def test_L08_a_killed_rank_fails_the_stage_and_loses_only_entries_in_flight(
     cache: Any, launch_here: Any, entry_bytes: Any
 ) -> None:
-    cache = many(cache, 150)
+    cache = with_images(cache, 150)
     cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
-    lone = entry_bytes()
+    expected = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     spread = cache.with_settings(accelerate={"num_processes": 3})
     buckets = spread.buckets()
@@ -229,10 +243,10 @@ def test_L08_a_rank_that_dies_fails_the_step_and_loses_only_what_was_in_flight(
     assert not [p for p in psutil.process_iter() if ".worker" in " ".join(p.cmdline())]
     survived = entry_bytes()
     assert 0 < len(survived) < 150
-    assert survived.items() <= lone.items()
+    assert survived.items() <= expected.items()
     resumed = cache_latents(spread.recipe, buckets, spread.tables, launch=launch_here, log=str)
     assert resumed.report["encoded"] == 150 - len(survived)
-    assert entry_bytes() == lone
+    assert entry_bytes() == expected
 
 
 FATES = ("kept", "vanished", "changed", "cut", "a folder", "no image")
@@ -240,10 +254,10 @@ FATES = ("kept", "vanished", "changed", "cut", "a folder", "no image")
 
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fates=st.lists(st.sampled_from(FATES), min_size=5, max_size=5))
-def test_L02_whichever_samples_fail_the_others_get_their_own_latents(
+def test_L02_samples_that_fail_do_not_affect_the_latents_of_the_others(
     cache: Any, launch_here: Any, fates: list[str]
 ) -> None:
-    """Each remaining entry equals, byte for byte, that of its image encoded alone."""
+    """Each remaining entry equals, byte for byte, the entry of its image encoded alone."""
     alone = encoded_alone(cache, launch_here)
     shutil.rmtree(cache.recipe.cache_dir)
     buckets = cache.buckets()
@@ -251,7 +265,7 @@ def test_L02_whichever_samples_fail_the_others_get_their_own_latents(
     before = {path: path.read_bytes() for path in paths}
     try:
         for path, fate in zip(paths, fates, strict=True):
-            suffer(path, fate)
+            damage_image(path, fate)
         result = cache_latents(cache.recipe, buckets, cache.tables, launch=launch_here, log=str)
     finally:
         for path, data in before.items():
@@ -268,7 +282,7 @@ def test_L02_whichever_samples_fail_the_others_get_their_own_latents(
     assert visible(cache.recipe) == set(result.table["key"])
 
 
-def suffer(path: Path, fate: str) -> None:
+def damage_image(path: Path, fate: str) -> None:
     if fate in ("vanished", "a folder"):
         path.unlink()
     if fate == "a folder":
@@ -282,11 +296,11 @@ def suffer(path: Path, fate: str) -> None:
 
 
 def encoded_alone(cache: Any, launch: Any) -> dict[str, bytes]:
-    """Each sample's entry from a run that has no other."""
+    """Return the entry bytes of each sample, encoded in a separate run."""
     alone: dict[str, bytes] = {}
     for row in cache.buckets().iter_slices(1):
         result = cache_latents(cache.recipe, row, cache.tables, launch=launch, log=str)
-        (made,) = result.table.to_dicts()
-        spec = RecipeEntries(cache.recipe).latent_spec(made)
-        alone[made["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
+        (encoded_row,) = result.table.to_dicts()
+        spec = RecipeEntries(cache.recipe).latent_spec(encoded_row)
+        alone[encoded_row["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
     return alone
