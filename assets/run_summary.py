@@ -106,7 +106,7 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
         output_dirs: `output_dir` by recipe name.
     """
 
-    # Dagster accepts a generator, and resumes it at the end of the run, but its annotation does not say so.
+    # Dagster accepts a generator, and resumes it at the end of the run, but its annotation omits this.
     @io_manager(  # pyright: ignore[reportArgumentType]
         config_schema={}, description="Parquet tables below each recipe's output_dir."
     )

@@ -17,7 +17,7 @@ def end_with_code_server() -> None:
     Dagster starts a run as a child process of its code server, and nothing waits for an orphan. Dagster turns
     the signal into an interruption of the step, as for the UI's stop button, so a training writes its
     checkpoint first. A process that no other Python process started, as in `dagster job execute`, is not
-    affected. Repeated calls have no effect.
+    affected. Repeated calls are ignored.
     """
     server = multiprocessing.parent_process()
     if server is not None:

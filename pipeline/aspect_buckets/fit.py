@@ -76,7 +76,7 @@ def fitted_lists(dataset: Dataset, request: Request, numbers: Iterable[int]) -> 
             large for the search.
     """
     if not len(dataset):
-        raise BucketError("there are no images to fit buckets to", where="the dataset", fix="add images")
+        raise BucketError("fitting buckets needs at least one image", where="the dataset", fix="add images")
     sizes = _candidates(dataset, request)
     ladder_upscaled = trade_of(_ladder(request), dataset).upscaled
 

@@ -32,7 +32,7 @@ _PATH = click.Path(path_type=Path)
 @click.option(
     "--prediction",
     type=click.Choice(["epsilon", "v_prediction"]),
-    help="What the UNet predicts, if FILE does not say so correctly.",
+    help="Prediction type of the UNet, if FILE records it wrongly.",
 )
 @click.option(
     "--zero-snr/--no-zero-snr", default=None, help="Whether the noise schedule has zero terminal SNR."
@@ -107,7 +107,7 @@ def _schedule_lines(plan: Plan) -> list[str]:
     source = {
         "the file": "according to the file",
         "--prediction": "according to --prediction",
-        "--like": f"like {plan.reference}; the file does not say, and --prediction can override it",
+        "--like": f"like {plan.reference}; the file does not record it, and --prediction can override it",
     }[plan.schedule.source]
     zero_snr = "; the noise schedule has zero terminal SNR" if plan.schedule.zero_snr else ""
     return [f"  predicts {plan.schedule.prediction}, {source}{zero_snr}"]

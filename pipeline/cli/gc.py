@@ -1,4 +1,4 @@
-"""`latentline gc`: show what a cache holds, and delete what no recipe needs."""
+"""`latentline gc`: list the contents of a cache, and delete entries that no recipe needs."""
 
 from __future__ import annotations
 

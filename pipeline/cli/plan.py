@@ -1,4 +1,4 @@
-"""`latentline plan`: what the next cache job would encode, and why."""
+"""`latentline plan`: forecast the next cache job, with the reason for each entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_NAMED = 3
     "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
 )
 def command(recipe: Recipe, as_json: bool) -> None:
-    """Show what the cache job of RECIPE would encode now, and why.
+    """Show which entries the cache job of RECIPE would encode now, and why.
 
     Nothing is encoded. The only file written is fingerprints.json in cache_dir, which caches hashes of the
     base model's files. New and changed images are decoded to find out which samples would be kept.

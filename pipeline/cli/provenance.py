@@ -1,4 +1,4 @@
-"""`latentline provenance`: what a LoRA was made of."""
+"""`latentline provenance`: print the provenance of a LoRA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
 def command(file: Path, wanted: Path | None, as_json: bool) -> None:
-    """Show what the LoRA in FILE was made of. FILE is a .safetensors file, lora/, or an output folder.
+    """Show the data, model and settings that the LoRA in FILE was trained with.
+
+    FILE is a .safetensors file, lora/, or an output folder.
 
     With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """

@@ -281,7 +281,7 @@ def _require_limits(image: Image.Image, max_px: int) -> None:
         detail = f"it must have at most {max_px:,} pixels, got {height * width:,} ({height}x{width})"
         raise ImageError("too_large", detail, fix=fix)
     if min(height, width) < 1:
-        raise ImageError("undecodable", f"it has no pixels ({height}x{width})", fix="remove it")
+        raise ImageError("undecodable", f"it contains zero pixels ({height}x{width})", fix="remove it")
 
 
 def _orientation(image: Image.Image) -> int:

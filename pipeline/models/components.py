@@ -69,7 +69,7 @@ def _require_complete(role: str, folder: Path) -> None:
     weight_files(folder)
     if not (folder / "config.json").is_file():
         fix = "download it again, or use another folder"
-        raise ModelError("a component of the base model has no config.json", where=str(folder), fix=fix)
+        raise ModelError("a component of the base model lacks config.json", where=str(folder), fix=fix)
 
 
 def _local_snapshot(role: str, hub_id: str, revision: str | None) -> Path | None:

@@ -147,7 +147,7 @@ def _local_base(recipe: Recipe) -> Path | None:
         return local
     if local.is_dir():
         raise ModelError(
-            f"model.revision {recipe.model.revision} has no effect: model.base {base} is a local folder",
+            f"model.revision {recipe.model.revision} is ignored: model.base {base} is a local folder",
             where=f"{recipe.source}, model.revision",
             fix=f"remove it; or, to use the Hub repository of that name, move {local} away",
         )

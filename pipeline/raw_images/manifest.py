@@ -134,7 +134,7 @@ def _missing_file(path: str, why: object) -> Problem:
 
 
 def _inside_check(root: Path) -> Callable[[str, bool], bool]:
-    """Return a function of (path, is_link) that tells whether a file is really below `root`."""
+    """Return a function of (path, is_link) that checks whether a file is really below `root`."""
     real_root = os.path.realpath(root)
 
     def is_below(path: str) -> bool:

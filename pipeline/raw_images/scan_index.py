@@ -36,8 +36,8 @@ DECODED: dict[str, Any] = {
     "fix": pl.String,
     "perceptual_hash": pl.UInt64,
 }
-"""Columns of pixels.parquet, one row per content. `reason`, `detail` and `fix` say why it does not decode and
-are null if it does; `perceptual_hash` is the result of `duplicates.perceptual_hash`."""
+"""Columns of pixels.parquet, one row per content. `reason`, `detail` and `fix` explain a failed decode
+and are null otherwise; `perceptual_hash` is the result of `duplicates.perceptual_hash`."""
 
 SIDECAR_STAT = ("caption_bytes", "caption_mtime_ns", "caption_ctime_ns", "caption_inode")
 

@@ -15,7 +15,7 @@ class CheckSpec:
     Attributes:
         name: Name, unique within the asset; `checks.allow` uses it.
         gate: True if a failure stops everything downstream; otherwise the check is a warning.
-        description: What the check verifies, or what a warning lists, in one sentence for the UI.
+        description: Condition to verify, or rows that a warning lists; one sentence for the UI.
         advice: The first thing to do when it fails.
         openable: False for a gate that `checks.allow` cannot allow.
     """
@@ -255,7 +255,7 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _gate(
             "output_changed",
             "Enabling the adapter changes the model's output.",
-            "Train longer, or with a higher learning rate: the LoRA has no effect.",
+            "Train longer, or with a higher learning rate: the LoRA changes nothing.",
         ),
         _warning(
             "loss_fell",

@@ -26,7 +26,7 @@ class Term:
     Attributes:
         trainer: Name of the trainer.
         theirs: Name of the setting there.
-        ours: Full name of the recipe key, as in `schema.all_keys`; None if there is no such key.
+        ours: Full name of the recipe key, as in `schema.all_keys`; None if Latentline lacks one.
         note: Differences between the two, or why there is no key; may be empty if there is one.
     """
 

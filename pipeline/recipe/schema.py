@@ -99,7 +99,7 @@ class TextSettings(Settings):
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="Fraction of training samples that get the empty caption instead of their own.",
+        description="Fraction of training samples whose caption is replaced by the empty caption.",
     )
     dtype: Dtype = Field(default="float16", description="Dtype of stored text embeddings.")
     compute_dtype: Dtype = Field(default="float32", description="Dtype in which the text encoders run.")

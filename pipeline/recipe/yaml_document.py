@@ -253,7 +253,7 @@ def _block_fix(problem: str, lines: list[str], line: int) -> str:
     """Return the fix for a line that does not continue the block above it."""
     current = lines[line - 1] if line <= len(lines) else ""
     if "'}'" in problem or "']'" in problem:
-        return "remove the bracket that has no opening bracket"
+        return "remove the closing bracket, or add its opening bracket"
     if "<scalar>" in problem:
         return "put all of the text in one pair of quotes"
     if current.partition("#")[0].count(": ") > 1:

@@ -1,4 +1,4 @@
-"""Provenance: the record in each LoRA file of what the LoRA was made of, and looking a sample up in it.
+"""Provenance: the record of data, model and settings in each LoRA file, and looking a sample up in it.
 
 The record is complete before the first step. It contains nothing volatile and no absolute path.
 """

@@ -39,7 +39,7 @@ _WORK = (
 def cache_latents(
     recipe: Recipe, buckets: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
 ) -> StageResult:
-    """Bring the latents of all rows of `buckets` up to date, mirrored ones included if the recipe says so.
+    """Bring the latents of all rows of `buckets` up to date, with mirrored ones if the recipe enables them.
 
     Images of equal content and geometry share an entry. A sample is rejected if one of its entries cannot be
     encoded. Nothing is launched if nothing is missing.

@@ -173,7 +173,7 @@ def _decode_file(file: File, row: Row, max_px: int) -> _FileResult:
             image = decode(data, _BACKGROUND, max_px=max_px)
         size = Size(image.height, image.width)
         if size != (row["height"], row["width"]):
-            detail = f"it decodes to {size}, but its header says {row['height']}x{row['width']}"
+            detail = f"it decodes to {size}, but its header records {row['height']}x{row['width']}"
             raise ImageError("size_disagrees", detail, where=str(file), fix="export it again, or remove it")
         return _FileResult(None, perceptual_hash(image), version)
     except ImageError as err:

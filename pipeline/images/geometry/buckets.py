@@ -36,7 +36,9 @@ class Buckets:
             aspect_ratio = Fraction(size.width, size.height)
             largest[aspect_ratio] = max(size, largest.get(aspect_ratio, size), key=area)
         if not largest:
-            raise BucketError("there are no bucket sizes", where="buckets", fix="set at least one size")
+            raise BucketError(
+                "at least one bucket size is required", where="buckets", fix="set at least one size"
+            )
         self.sizes: tuple[Size, ...] = tuple(largest[aspect_ratio] for aspect_ratio in sorted(largest))
         self._heights = np.array([size.height for size in self.sizes], dtype=np.int64)
         self._widths = np.array([size.width for size in self.sizes], dtype=np.int64)

@@ -38,7 +38,7 @@ ERNIE_IMAGE = FamilySpec(
         "transformer": "diffusers.ErnieImageTransformer2DModel",
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     },
-    # The pipeline has its own variance floor, whatever the VAE's configuration says.
+    # The pipeline has its own variance floor, regardless of the VAE's configuration.
     latents=PatchedLatents("autoencoder-kl-flux2 patched normalised by ernie, 1", variance_floor=1e-5),
     text=LimitedText(
         "mistral3 penultimate unpadded, 1", "families.ernie_image:ErnieConditioner", tokens=2048

@@ -40,7 +40,7 @@ _NOISE = BetaNoise()
 
 
 def _architecture(model: ModelFolder) -> str:
-    """Tell SD 2.x by the width of its text embeddings, and its 768 px models by their v-prediction."""
+    """Recognise SD 2.x by the width of its text embeddings, and its 768 px models by their v-prediction."""
     if model.config("unet").get("cross_attention_dim") != 1024:
         return "stable-diffusion-v1"
     return "stable-diffusion-v2-" + ("512" if _NOISE.prediction_type(model) == "epsilon" else "768-v")

@@ -57,7 +57,7 @@ class ClipAndT5Text(TextSpec):
 
 
 def _architecture(model: ModelFolder) -> str:
-    """Tell 3.5 by its norm of queries and keys, and 3.5 medium by its dual attention."""
+    """Recognise 3.5 by its norm of queries and keys, and 3.5 medium by its dual attention."""
     config = model.config("transformer")
     if not config.get("qk_norm"):
         return "stable-diffusion-v3-medium"

@@ -18,7 +18,7 @@ from pipeline.models.families import Family
 from pipeline.models.worker.loading import component_class, empty_components, load_component, pipeline_class
 
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
-"""Stand-in for a caption, to find where the caption begins in a prompt template."""
+"""Placeholder for a caption, to find where the caption begins in a prompt template."""
 
 
 @dataclass(frozen=True)

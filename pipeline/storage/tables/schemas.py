@@ -27,10 +27,10 @@ Columns = dict[str, Any]
 _PanderaColumns = dict[str, pa.Column]
 
 FILTER_PREFIX = "filter_"
-"""Prefix of the reasons given by a recipe's filters and limit; such a sample has no defect."""
+"""Prefix of the reasons given by a recipe's filters and limit; such a sample is not defective."""
 
 DUPLICATE = "duplicate"
-"""Reason given to copies of an image that is already in the dataset; such a sample has no defect."""
+"""Reason given to copies of an image that is already in the dataset; such a sample is not defective."""
 
 _MAX_FAILURES = 5
 """Maximum number of failing rows named in an error message."""

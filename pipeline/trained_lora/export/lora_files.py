@@ -59,7 +59,7 @@ LORA_FOLDER = "lora"
 """Folder in output_dir with the files of the last finished run."""
 
 PROVENANCE_FILE = "provenance.json"
-"""Published with the LoRA files: the run that made them and what it was made of."""
+"""Published with the LoRA files: the run that trained them and its inputs."""
 
 SAMPLES_FILE = "samples.parquet"
 """Published with the LoRA files: the table of the samples they were trained on."""
@@ -100,9 +100,9 @@ def read_provenance(path: Path) -> dict[str, Any]:
         ) from err
     if text is None:
         raise TrainingError(
-            "the file has no provenance record",
+            "the file lacks a provenance record",
             where=str(file),
-            fix="pass a LoRA file that was trained with Latentline; others have no record",
+            fix="pass a LoRA file that was trained with Latentline; other files lack the record",
         )
     return json.loads(text)
 

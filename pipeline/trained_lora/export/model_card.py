@@ -44,8 +44,8 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
         "|---|---|",
         *(f"| {label} | {value} |" for label, value in _training_rows(record, steps)),
         "",
-        "`latentline provenance <file>` prints what the LoRA was made of: the recipe, model fingerprints",
-        "and hashes of all images and captions. `--find <image or text file>` tells whether one was used.",
+        "`latentline provenance <file>` prints its provenance: the recipe, model fingerprints",
+        "and hashes of all images and captions. `--find <image or text file>` reports whether one was used.",
         "",
     ]
     return "\n".join(lines)

@@ -1,6 +1,6 @@
 """The training plan: a pure function of samples and settings, computed before anything is launched.
 
-    samples.py    what the plan knows of each training input: bucket, dataset, repeats, captions, views
+    samples.py    the columns that the plan uses: bucket, dataset, repeats, captions, views
     mixing.py     which inputs an epoch draws, and how datasets are mixed
     batching.py   which draws share a micro-batch, and when its turn is
     steps.py      which micro-batches form a step, which rank gets which slot, its caption, view and dropout

@@ -2,18 +2,19 @@
 
 Without weights, an epoch shows every sample `repeats` times, shuffled.
 
-With weights w (their sum is 1) each dataset is a queue, shuffled anew whenever it has gone round, and the
-queues are drawn from in proportion to w, evenly spread: the j-th draw of a dataset is due at (j + 1/2) / w.
-n is a dataset's samples times their repeats; it is exhausted at n / w. What then happens:
+With weights w, normalized to a sum of 1, each dataset is a queue of its n = samples * repeats, which is
+shuffled again after each pass. Draws alternate between the queues in proportion to w and evenly spaced: the
+j-th draw of a dataset, counted from 0, is due at time (j + 1/2) / w, so a dataset is exhausted at n / w. The
+setting `exhausted` selects the behaviour at that time:
 
-    leave      it leaves the mix, and the others go on; an epoch is what it is without weights
-    end_epoch  the epoch ends, at the least n / w
-    repeat     it goes round again until the last one is exhausted, at the greatest n / w
+    leave      the dataset leaves the mix; the epoch shows the same samples as one without weights
+    end_epoch  the epoch ends at the smallest n / w
+    repeat     the dataset starts another pass; the epoch ends at the largest n / w
 
-With the last two a queue goes on in the next epoch where it stood, so in the long run each sample of a
-dataset is seen as often as any other of it.
+With `end_epoch` and `repeat`, a queue continues in the next epoch at its current position, so that all
+samples of a dataset are shown equally often in the long run.
 
-N is a number of draws; a draw names its sample by its place among the plan's samples.
+N is a number of draws. A draw refers to its sample by the index among the plan's samples.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class MicroInput:
         timesteps: (B,), see `Family.timesteps`.
         conditions: Tensors by the names of `families.Conditions`: text tensors float32 (B, ...), and sizes
             int64 (B, 2). Text tensors are absent if text encoders are trained.
-        weights: Float32 (B,): 1, or 0 for a stand-in.
+        weights: Float32 (B,): 1, or 0 for a placeholder.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """

@@ -58,7 +58,7 @@ class StopRequest:
         self.requested = False
 
     def request(self) -> None:
-        """Request a stop; more requests have no further effect."""
+        """Request a stop; further requests are ignored."""
         self.requested = True
 
 

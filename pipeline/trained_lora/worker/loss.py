@@ -85,7 +85,7 @@ def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_proc
 
     Args:
         losses: (B,), of one rank in one micro-batch.
-        weights: (B,), 0 for a stand-in.
+        weights: (B,), 0 for a placeholder.
         num_samples: Number of slots of weight 1 in the step, over all ranks.
         num_processes: Number of processes that the gradients are averaged over.
 

@@ -98,7 +98,7 @@ class LatentEncoder:
         yield from self._finish(pending, keep=0)
 
     def _encode_probes(self, decoded: _Decoded) -> list[tuple[Job, Outcome]]:
-        """Encode the probes; if all fail, encode a grey image to tell a broken model from broken images."""
+        """Encode the probes; if all fail, a grey image separates a broken model from broken images."""
         pending: _Pending = deque()
         outcomes = [each for pair in decoded for each in self._encode_one_shape([pair], pending)]
         outcomes += self._finish(pending, keep=0)

@@ -49,7 +49,7 @@ def test_a_local_folder_is_used_unchanged(tmp_path: Path, model: Path) -> None:
 def test_T01_a_revision_of_a_local_folder_is_an_error(tmp_path: Path, model: Path) -> None:
     asked = recipe(tmp_path, model, revision="v1")
     for look in (resolve_base, check_local_base):
-        with pytest.raises(ModelError, match=r"model\.revision v1 has no effect") as caught:
+        with pytest.raises(ModelError, match=r"model\.revision v1 is ignored") as caught:
             look(asked)
         assert caught.value.where.endswith("model.revision")
         assert "remove it" in caught.value.fix

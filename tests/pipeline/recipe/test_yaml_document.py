@@ -145,7 +145,7 @@ WRONG = {
     "a: {b: .txt, c: photo: of}\n": (1, "put text that contains : or } in quotes"),
     "a: {b: 1,\n  c: 2\nd: 3\n": (1, "close the bracket that opens here with }"),
     "a: 1\nb: [1, 2": (2, "close the bracket that opens here with ]"),
-    "a: {b: 1, c: 2}}\n": (1, "remove the bracket that has no opening bracket"),
+    "a: {b: 1, c: 2}}\n": (1, "remove the closing bracket, or add its opening bracket"),
     'a: "C:\\Users\\me"\n': (1, "write / for \\"),
     "a: 1\nb: 'it\nc: 1\n": (2, "close the quote that opens here"),
     "a: 'it's'\n": (1, "put all of the text in one pair of quotes"),

@@ -157,7 +157,7 @@ def test_a_lookup_without_a_match_exits_with_1(lora: Path, tmp_path: Path, conte
 def test_a_file_without_a_record_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"a": np.zeros(1, np.float32)}, path)
-    with pytest.raises(TrainingError, match="has no provenance record"):
+    with pytest.raises(TrainingError, match="lacks a provenance record"):
         read_provenance(path)
     path.write_bytes(b"torn")
     with pytest.raises(TrainingError, match="the LoRA file cannot be read"):

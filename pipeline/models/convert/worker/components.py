@@ -90,7 +90,7 @@ def _require_complete(network: Any, job: ConversionJob, role: str, component: Co
     state: dict[str, Tensor] = network.state_dict()
     empty = [name for name, tensor in state.items() if tensor.is_meta]
     if empty:
-        raise _mismatch_error(job, role, f"the file has no weights for {', '.join(empty[:3])}")
+        raise _mismatch_error(job, role, f"the file lacks weights for {', '.join(empty[:3])}")
 
     num_used = sum(tensor.numel() for tensor in state.values())
     if component.num_values is not None and component.num_values != num_used:

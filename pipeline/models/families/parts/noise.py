@@ -88,7 +88,7 @@ class BetaNoise(NoiseSpec):
 
 @dataclass(frozen=True)
 class FlowNoise(NoiseSpec):
-    """Noise along a straight line, with timesteps shifted as the scheduler's configuration says."""
+    """Noise along a straight line, with timesteps shifted as the scheduler's configuration defines."""
 
     process: str = "noise:FlowProcess"
     density: Density = "logit_normal"
