@@ -1,5 +1,5 @@
-"""How close Latentline comes to what the machine can do: `make bench`."""
+"""Benchmarks that compare Latentline with the limits of the machine: `make bench`."""
 
 from importlib import import_module
 
-import_module("pipeline")  # before anything here loads Polars, as in a job
+import_module("pipeline")  # Import it before any module that loads Polars, as a job does.

@@ -1,12 +1,12 @@
-"""`python -m bench`: measure, print the table, keep the JSON, and say what got slower.
+"""`python -m bench`: measure, print the table, store the JSON, and list slower figures.
 
 python -m bench                               everything, in minutes
-python -m bench scan "latents cold"           figures whose name begins so
+python -m bench scan "latents cold"           figures whose names start with these
 python -m bench growth                        how time and memory grow with the number of samples
 python -m bench --full                        the sizes that docs/benchmarks.md quotes
-python -m bench --compare bench/results/X.json    against an earlier run; exit status 1 if something is slower
+python -m bench --compare bench/results/X.json    compare with an earlier run; exit status 1 if slower
 python -m bench --gpu                         the figures that need a GPU, into bench/results/gpu.json
-python -m bench --gpu --tiny "SDXL LoRA"      the same code with tiny models, on the CPU where there is no GPU
+python -m bench --gpu --tiny "SDXL LoRA"      the same code with tiny models, on the CPU without a GPU
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
-# Before torch is imported, as for the processes that Latentline launches.
+# OpenMP reads this when torch is imported. Launched processes use the same setting.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import bench.figures
@@ -36,7 +36,7 @@ GROWTH_ROUNDS = 3
 
 
 def main() -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     options = _options()
     if options.gpu:
         from bench.gpu.session import measure_all
@@ -50,10 +50,12 @@ def main() -> int:
             *(each.name for each in all_figures()),
             *(f"growth: {stage.name}" for stage in growth.STAGES),
         ]
-        sys.exit(f"no figure begins with {options.names}; there are: {names}")
+        sys.exit(f"no figure name starts with any of {options.names}; available: {names}")
     measured = list[Measured]()
     for number, figure in enumerate(chosen, 1):
-        print(f"[{number}/{len(chosen)}] {figure.name}: {figure.ours}, against {figure.limit}", flush=True)
+        print(
+            f"[{number}/{len(chosen)}] {figure.name}: {figure.ours}, compared with {figure.limit}", flush=True
+        )
         with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
             measured.append(measure(figure, Workplace(Path(folder), options.full), rounds=options.rounds))
     run = results.as_json(measured, full=options.full)
@@ -63,7 +65,7 @@ def main() -> int:
         print(growth.table(run["growth"]))
     out = options.out or _timed_file()
     results.save(run, out)
-    print(f"kept in {out}")
+    print(f"stored in {out}")
     return _compared(options.compare, run) if options.compare else 0
 
 
@@ -74,13 +76,13 @@ def _timed_file() -> Path:
 def _growth(stages: Sequence[growth.Stage], options: argparse.Namespace) -> dict[str, Any]:
     counts = growth.FULL_COUNTS if options.full else growth.COUNTS
     with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
-        # Three rounds already tell the exponent: it is made of much larger differences than a ratio is.
+        # Three rounds are enough: an exponent depends on much larger differences than a ratio.
         rounds = min(options.rounds, GROWTH_ROUNDS)
         return growth.as_json(growth.measure(stages, Path(folder), counts, rounds=rounds))
 
 
 def all_figures() -> list[Figure]:
-    """Of all modules in bench/figures, by module and then in their order there."""
+    """Return the figures of all modules in bench/figures, sorted by module name."""
     modules = sorted(module.name for module in iter_modules(bench.figures.__path__))
     return [figure for name in modules for figure in import_module(f"bench.figures.{name}").FIGURES]
 
@@ -98,14 +100,16 @@ def _compared(file: Path, run: dict[str, object]) -> int:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description="Ours against the limit, in turns.")
-    parser.add_argument("names", nargs="*", help="beginnings of figures' names; none for all")
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description="Compare Latentline with its limits, in alternating rounds."
+    )
+    parser.add_argument("names", nargs="*", help="prefixes of figure names; all figures by default")
     parser.add_argument("--full", action="store_true", help="the sizes that docs/benchmarks.md quotes")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each side")
-    parser.add_argument("--out", type=Path, help="the JSON file; bench/results/<time>.json unless said")
-    parser.add_argument("--compare", type=Path, help="the JSON file of an earlier run")
-    parser.add_argument("--gpu", action="store_true", help="the figures that need a GPU, and only those")
-    parser.add_argument("--tiny", action="store_true", help="of --gpu: tiny models, to see that it works")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds per side")
+    parser.add_argument("--out", type=Path, help="JSON file; bench/results/<time>.json by default")
+    parser.add_argument("--compare", type=Path, help="JSON file of an earlier run")
+    parser.add_argument("--gpu", action="store_true", help="measure only the figures that need a GPU")
+    parser.add_argument("--tiny", action="store_true", help="with --gpu: use tiny models to test the code")
     return parser.parse_args()
 
 

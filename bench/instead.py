@@ -1,9 +1,8 @@
-"""What users would pick instead: the loop that diffusers' documentation describes for text-to-image LoRA.
+"""The alternative to Latentline: the text-to-image LoRA loop from the diffusers documentation.
 
-Written from that description: images of a folder, scaled by the shorter edge and cropped to a centre
-square; VAE and text encoder in the training process; noise added by the scheduler; the UNet's LoRA trained
-by AdamW. Nothing is cached on disk. Two ways are common: encode each batch when it comes up, or everything
-once into memory.
+The loop scales images by the shorter edge and crops them to a centre square. The VAE and text encoder run
+in the training process. The scheduler adds the noise, and AdamW trains the UNet's LoRA. Nothing is cached
+on disk: the loop either encodes each batch when it is needed or encodes everything once into memory.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What both ways of training are told.
+    """Settings of the training.
 
     Attributes:
-        resolution: Edge of the squares, in pixels.
-        batch_size: Samples a step.
-        epochs: How often each sample is seen.
-        learning_rate: AdamW's.
-        rank: Of the LoRA, and its alpha.
-        targets: Endings of the UNet's modules that get one.
+        resolution: Edge of the square images, in pixels.
+        batch_size: Number of samples per step.
+        epochs: Number of passes over the samples.
+        learning_rate: Learning rate of AdamW.
+        rank: Rank and alpha of the LoRA.
+        targets: Name suffixes of the UNet modules that get an adapter.
     """
 
     resolution: int
@@ -51,10 +50,10 @@ class LoopSettings:
 
 
 class DiffusersLoop:
-    """The loop, its models loaded; `seconds` trains a fresh LoRA."""
+    """The loop with its models loaded. Each call of `seconds` trains a new LoRA."""
 
     def __init__(self, base: Path, paths: Sequence[Path], settings: LoopSettings) -> None:
-        """Load the models; images are read when they are trained on."""
+        """Load the models. Images are read during training."""
         self._base = base
         self._paths = list(paths)
         self._settings = settings
@@ -64,10 +63,10 @@ class DiffusersLoop:
         self._scheduler: Any = DDPMScheduler.from_pretrained(base / "scheduler")
 
     def seconds(self, *, in_memory: bool) -> float:
-        """Of the training, without loading models.
+        """Train a LoRA and return the seconds, excluding model loading.
 
         Args:
-            in_memory: Encode everything once before the first step, instead of every batch as it comes.
+            in_memory: Encode everything once before the first step instead of encoding each batch.
         """
         torch.manual_seed(0)
         unet: Any = _frozen(UNet2DConditionModel, self._base / "unet")
@@ -112,7 +111,7 @@ class DiffusersLoop:
         torch.nn.utils.clip_grad_norm_([w for group in optimizer.param_groups for w in group["params"]], 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        # The example logs each step's loss, which waits for the step.
+        # The example logs the loss of each step, which waits for the device.
         loss.item()
 
     def _save(self, unet: Any) -> None:
@@ -122,7 +121,7 @@ class DiffusersLoop:
 
 
 def centre_square(path: Path, resolution: int) -> torch.Tensor:
-    """Float tensor (3, resolution, resolution) in [-1, 1]: scaled by the shorter edge, then the centre."""
+    """Return the image's centre square as a float tensor (3, resolution, resolution) in [-1, 1]."""
     with Image.open(path) as image:
         scale = resolution / min(image.size)
         wide, high = (max(resolution, round(edge * scale)) for edge in image.size)

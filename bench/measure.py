@@ -1,7 +1,7 @@
-"""Ours against a limit, in turns within one run, so that a noisy machine is noisy for both.
+"""Measure Latentline and a limit in alternation, so that a noisy machine affects both.
 
-A figure's two sides do the same work: `ours` as Latentline does it, `limit` as barely as it can be done here.
-Each side returns its own seconds, because what it prepares must not count.
+The two sides of a figure do the same work: `ours` with Latentline, `limit` with as little code as possible.
+Each side returns its own seconds, which exclude preparation.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Literal
 
 Measure = Literal["seconds", "bytes", "share"]
-"""Of what a side's answer is: time; memory at its peak; a share of the time, from 0 to 1."""
+"""Kind of a measurement: seconds, peak memory in bytes, or a share of the time in [0, 1]."""
 
 Side = Callable[[], float]
-"""Does the work once and returns the seconds that it took."""
+"""Function that does the work once and returns its seconds."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What is measured, prepared: `count` units of work on each side."""
+    """Both sides of a figure, prepared. Each does `count` units of work."""
 
     count: int
     ours: Side
@@ -34,11 +34,11 @@ class Sides:
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where a figure prepares its files, and how much of everything.
+    """Folder and size of a figure.
 
     Attributes:
-        folder: Empty, its own, removed afterwards.
-        full: True for the sizes that documents quote; otherwise those of a few minutes.
+        folder: Empty folder that is removed afterwards.
+        full: True for the sizes in docs/benchmarks.md, False for sizes that take a few minutes.
     """
 
     folder: Path
@@ -50,12 +50,12 @@ class Line:
     """One line of the table.
 
     Attributes:
-        name: Short, unique, stable: runs are compared by it.
-        unit: What is counted, in the plural.
-        ours: What our side does.
-        limit: What the limit does.
-        most: The ratio that we want to stay below; None where only the number is of interest.
-        measure: What is measured.
+        name: Short, unique and stable name, by which runs are compared.
+        unit: Unit of work, in the plural.
+        ours: Description of the work of Latentline.
+        limit: Description of the work of the limit.
+        most: Upper bound of the ratio, or None without a bound.
+        measure: Kind of the measurement.
     """
 
     name: str
@@ -68,10 +68,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure(Line):
-    """A line that is measured by itself.
+    """A line with its own measurement.
 
     Attributes:
-        open: Prepares both sides.
+        open: Context manager that prepares both sides.
     """
 
     open: Callable[[Workplace], AbstractContextManager[Sides]]
@@ -79,7 +79,7 @@ class Figure(Line):
 
 @dataclass(frozen=True)
 class Measured:
-    """What each round measured, in order; round i of both sides ran right after one another."""
+    """Measurements of each round, in order. Round i of both sides ran directly after each other."""
 
     figure: Line
     count: int
@@ -88,7 +88,7 @@ class Measured:
 
     @property
     def ratios(self) -> list[float]:
-        """Ours divided by the limit, a round each; 1 where both are nothing."""
+        """Ours divided by the limit for each round; 1 if both are zero."""
         return [_ratio(ours, limit) for ours, limit in zip(self.ours, self.limit, strict=True)]
 
     @property
@@ -102,7 +102,7 @@ def _ratio(ours: float, limit: float) -> float:
 
 
 def timed(work: Callable[[], object]) -> Side:
-    """A side that is measured from outside, with the garbage collector's debts paid before."""
+    """Return a side that times `work`, after a garbage collection."""
 
     def side() -> float:
         gc.collect()
@@ -114,7 +114,7 @@ def timed(work: Callable[[], object]) -> Side:
 
 
 def measure(figure: Figure, place: Workplace, *, rounds: int) -> Measured:
-    """Both sides in turns, after one round that is thrown away; who goes first changes each round."""
+    """Measure both sides in alternation, after one discarded round. The first side changes each round."""
     with figure.open(place) as sides:
         ours_s: list[float] = []
         limit_s: list[float] = []
@@ -128,5 +128,5 @@ def measure(figure: Figure, place: Workplace, *, rounds: int) -> Measured:
 
 
 def spread(seconds: list[float]) -> Iterator[float]:
-    """Smallest, median, largest."""
+    """Yield the smallest, median and largest value."""
     yield from (min(seconds), statistics.median(seconds), max(seconds))

@@ -1,4 +1,4 @@
-"""A run's numbers as JSON, as a table on the terminal, and beside those of an earlier run."""
+"""Results of a run: stored as JSON, printed as a table, and compared with an earlier run."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from bench.measure import Measure, Measured, spread
 PACKAGES = ("torch", "diffusers", "transformers", "accelerate", "dagster", "pillow", "polars", "safetensors")
 
 SUFFIXES: dict[Measure, str] = {"seconds": "s", "bytes": "bytes", "share": "share"}
-"""Of the keys `ours_` and `limit_` of a figure, by what is measured."""
+"""Suffixes of a figure's `ours_` and `limit_` keys, by kind of measurement."""
 
 SLOWER = 1.10
-"""A median ratio that grew by more than this, beyond both runs' spread, counts as slower."""
+"""Factor above which a larger median ratio counts as slower, if it also exceeds every earlier ratio."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One figure in two runs; a ratio is ours divided by the limit."""
+    """Median ratios of one figure in two runs."""
 
     name: str
     before: float
@@ -34,7 +34,7 @@ class Change:
 
 
 def as_json(measured: list[Measured], *, full: bool) -> dict[str, Any]:
-    """Everything that was measured, and on what."""
+    """Return all measurements with the machine and commit."""
     return {
         "machine": machine(),
         "commit": commit(),
@@ -44,7 +44,7 @@ def as_json(measured: list[Measured], *, full: bool) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that this process may use, memory, GPU, and versions."""
+    """Return the processor, usable cores, memory, GPU and versions."""
     return {
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
@@ -57,7 +57,7 @@ def machine() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
-    """Of those packages that are there: training and caching need no Dagster."""
+    """Return the versions of the installed packages; Dagster may be missing."""
     versions: dict[str, str] = {}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -66,9 +66,9 @@ def _versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The commit that was measured, with a plus where the working tree differs from it.
+    """Return the measured commit, followed by "+" if the working tree has changes.
 
-    `BENCH_COMMIT` names it where a copy without its history is measured, on a machine that is lent.
+    `BENCH_COMMIT` overrides it, for copies without a Git history.
     """
     if named := os.environ.get("BENCH_COMMIT"):
         return named
@@ -82,7 +82,7 @@ def commit() -> str:
 
 
 def table(run: dict[str, Any]) -> str:
-    """The run as aligned columns: per unit, ours and the limit; then the ratio and its spread."""
+    """Return the run as aligned columns: ours and the limit per unit, the ratio, and its spread."""
     lines = [
         f"{'figure':34} {'count':>8} {'ours':>12} {'limit':>12} {'ratio':>7}  {'spread':13} {'at most':>7}"
     ]
@@ -96,28 +96,29 @@ def table(run: dict[str, Any]) -> str:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """The figures that both runs have, by name.
+    """Return the changes of the figures that both runs contain.
 
-    Slower is what got worse by more than a tenth at the median and lies above all that the earlier run saw.
+    A figure is slower if its median ratio exceeds `SLOWER` times the earlier median and every earlier ratio.
     """
     changes = list[Change]()
     for name, new in after["figures"].items():
         old = before["figures"].get(name)
         if old is None:
             continue
-        was, now = old["ratio"], new["ratio"]
-        changes.append(Change(name, was[1], now[1], now[1] > SLOWER * was[1] and now[1] > was[2]))
+        before_ratio, after_ratio = old["ratio"], new["ratio"]
+        slower = after_ratio[1] > SLOWER * before_ratio[1] and after_ratio[1] > before_ratio[2]
+        changes.append(Change(name, before_ratio[1], after_ratio[1], slower))
     return changes
 
 
 def save(run: dict[str, Any], path: Path) -> None:
-    """Write the run, keys in order."""
+    """Write the run as JSON with sorted keys."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(run, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A run that `save` wrote."""
+    """Return a run that `save` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -137,7 +138,7 @@ def _figure(each: Measured) -> dict[str, Any]:
 
 
 def _shown(figure: dict[str, Any], side: str) -> str:
-    """The median: seconds of one unit, or what is measured of all."""
+    """Return the median as text: time per unit, or total memory, or share."""
     measure: Measure = figure.get("measure", "seconds")
     _, value, _ = spread(figure[f"{side}_{SUFFIXES[measure]}"])
     if measure == "bytes":

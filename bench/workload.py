@@ -1,4 +1,4 @@
-"""Seeded work: photographs made from scikit-image's, many tiny files, and a project around them."""
+"""Seeded inputs: photographs derived from scikit-image's, many tiny files, and a project that uses them."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
 
 BUNDLED = ("astronaut.png", "chelsea.png", "coffee.png", "rocket.jpg", "motorcycle_left.png")
-"""Colour photographs inside the scikit-image package."""
+"""Colour photographs in the scikit-image package."""
 
 MIN_PX, MAX_PX = 300_000, 12_000_000
 
 
 def photographs(folder: Path, count: int, *, max_px: int = MAX_PX, seed: int = 0) -> list[Path]:
-    """`count` JPEGs of 0.3 MP to `max_px` and aspect ratio 0.4 to 2.5, each with a caption file.
+    """Write `count` JPEGs of 0.3 MP to `max_px` and aspect ratio 0.4 to 2.5, each with a caption file.
 
-    Crops of the bundled photographs, scaled; sizes are log-uniform.
+    They are scaled crops of the bundled photographs. Areas and aspect ratios are log-uniform.
     """
     import skimage
 
@@ -54,9 +54,9 @@ def photographs(folder: Path, count: int, *, max_px: int = MAX_PX, seed: int = 0
 
 
 def tiny_files(folder: Path, count: int, *, num_captions: int = 1000, seed: int = 0) -> list[Path]:
-    """`count` PNGs of 16x16 random pixels, 1,000 a folder, each with a caption file.
+    """Write `count` PNGs of 16x16 random pixels, 1,000 per folder, each with a caption file.
 
-    There are `num_captions` distinct captions.
+    There are at most `num_captions` distinct captions.
     """
     random = np.random.default_rng(seed)
     paths = list[Path]()
@@ -74,13 +74,13 @@ def tiny_files(folder: Path, count: int, *, num_captions: int = 1000, seed: int 
 
 @dataclass(frozen=True)
 class Project:
-    """A recipe in a folder of its own, whose stages run as the assets run them."""
+    """A recipe in a separate folder, with methods that run its stages as the assets do."""
 
     recipe: Recipe
 
     @classmethod
     def at(cls, folder: Path, dataset: Path, *, base: Path | None = None, resolution: int = 512) -> Project:
-        """Of the dataset, with cache and output below `folder`."""
+        """Return a project for the dataset, with cache and output below `folder`."""
         values = {
             "datasets": [{"name": "photos", "path": str(dataset)}],
             "cache_dir": str(folder / "cache"),
@@ -92,58 +92,60 @@ class Project:
 
     @property
     def tables(self) -> Tables:
-        """The recipe's tables."""
+        """Tables of the recipe."""
         return Tables(self.recipe.output_dir)
 
     def table(self, asset: str, stage: str) -> pl.DataFrame:
-        """Of an asset's last table what `stage` needs."""
+        """Return the columns of an asset's last table that `stage` needs."""
         return self.tables.read(asset, needed_columns(stage, asset))
 
     def scan(self) -> StageResult:
-        """raw_images."""
-        return self._kept("raw_images", scan(self.recipe, self.tables, log=_silent))
+        """Run raw_images."""
+        return self._stored("raw_images", scan(self.recipe, self.tables, log=_silent))
 
     def validate(self) -> StageResult:
-        """validated_dataset, from the last scan."""
+        """Run validated_dataset on the last scan."""
         raw = self.table("raw_images", "validated_dataset")
-        return self._kept("validated_dataset", validate(self.recipe, raw, self.tables, log=_silent))
+        return self._stored("validated_dataset", validate(self.recipe, raw, self.tables, log=_silent))
 
     def buckets(self) -> StageResult:
-        """aspect_buckets, from the last validation."""
+        """Run aspect_buckets on the last validation."""
         rows = self.tables.read("validated_dataset")
-        return self._kept("aspect_buckets", assign_buckets(self.recipe, rows, log=_silent))
+        return self._stored("aspect_buckets", assign_buckets(self.recipe, rows, log=_silent))
 
     def latents(self) -> StageResult:
-        """vae_latents, in launched processes, from the last buckets."""
+        """Run vae_latents on the last buckets, in launched processes."""
         return self._cached("vae_latents", cache_latents, self.tables.read("aspect_buckets"))
 
     def text(self) -> StageResult:
-        """text_embeddings, in launched processes, from the last validation."""
+        """Run text_embeddings on the last validation, in launched processes."""
         return self._cached("text_embeddings", cache_text, self.tables.read("validated_dataset"))
 
     def training(self) -> StageResult:
-        """trained_lora, in launched processes, from the last latents and text embeddings."""
+        """Run trained_lora on the last latents and text embeddings, in launched processes."""
         latents, text = (self.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
         launch = LocalLaunch(self.recipe.accelerate)
-        return self._kept("trained_lora", train_lora(self.recipe, latents, text, launch=launch, log=_silent))
+        return self._stored(
+            "trained_lora", train_lora(self.recipe, latents, text, launch=launch, log=_silent)
+        )
 
     def _cached(self, asset: str, stage: Callable[..., StageResult], rows: pl.DataFrame) -> StageResult:
         launch = LocalLaunch(self.recipe.accelerate)
-        return self._kept(asset, stage(self.recipe, rows, self.tables, launch=launch, log=_silent))
+        return self._stored(asset, stage(self.recipe, rows, self.tables, launch=launch, log=_silent))
 
-    def _kept(self, asset: str, result: StageResult) -> StageResult:
+    def _stored(self, asset: str, result: StageResult) -> StageResult:
         self.tables.write(asset, result.table)
         return result
 
 
 def _silent(line: str) -> None:
-    """Stage logs are no part of a figure."""
+    """Discard a log line of a stage."""
 
 
 def _box(
     size: tuple[int, int], aspect: float, random: np.random.Generator
 ) -> tuple[float, float, float, float]:
-    """A crop of the given aspect ratio, at a random place: (left, upper, right, lower)."""
+    """Return a random crop of the given aspect ratio as (left, upper, right, lower)."""
     width, height = size
     wide = min(width, height * aspect)
     high = min(height, wide / aspect)

@@ -1,1 +1,1 @@
-"""One module a stage; each has `FIGURES`, the figures that it measures."""
+"""One module per stage. Each defines `FIGURES`, the figures that it measures."""

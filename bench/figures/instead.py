@@ -1,4 +1,4 @@
-"""From a folder of photographs to a trained LoRA: ours beside the loop of diffusers' documentation."""
+"""From a folder of photographs to a trained LoRA: Latentline and the loop of the diffusers documentation."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEARNING_RATE = 1e-4
 
 
 def square_project(folder: Path, *, resolution: int, steps: int) -> Project:
-    """A recipe that does the loop's work: centre squares, full batches, `steps` of AdamW, no pictures."""
+    """Return a project that does the loop's work: centre squares, full batches, AdamW, no previews."""
     values = {
         "datasets": [{"name": "photos", "path": str(folder / "photos")}],
         "cache_dir": str(folder / "cache"),
@@ -40,7 +40,7 @@ def square_project(folder: Path, *, resolution: int, steps: int) -> Project:
 
 
 def whole_job_s(project: Project) -> float:
-    """Seconds of all six stages from nothing, without starting processes and loading models."""
+    """Run all six stages from scratch; return the seconds without process start and model loading."""
     shutil.rmtree(project.recipe.cache_dir, ignore_errors=True)
     shutil.rmtree(project.recipe.output_dir, ignore_errors=True)
     stages = (

@@ -1,4 +1,4 @@
-"""vae_latents: a cold cache, against decoding and resizing and then the VAE alone."""
+"""Cold caches: vae_latents compared with decoding and the VAE alone, and text_embeddings with the encoder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pipeline.text_embeddings.stage import needed_captions
 
 
 def bare_pixels(path: Path, row: dict[str, Any]) -> np.ndarray[Any, Any]:
-    """uint8 (H, W, 3): decoded, resized and cropped by Pillow and nothing else."""
+    """Return the image as uint8 (H, W, 3), decoded, resized and cropped by Pillow only."""
     with Image.open(path) as image:
         size = (row["resized_width"], row["resized_height"])
         resized = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
@@ -102,13 +102,13 @@ def _text(place: Workplace, *, count: int = 100, larger: bool = False) -> Genera
 
 
 def _empty(project: Project) -> None:
-    """Take all entries away; the hash of the model's weights, made once a model, stays."""
+    """Remove all entries, but not the hash of the model's weights, which is computed once per model."""
     for kind in KINDS:
         shutil.rmtree(Path(str(project.recipe.cache_dir)) / kind, ignore_errors=True)
 
 
 def _enlarge_text_encoder(base: Path) -> None:
-    """Random weights in CLIP-L's layers, which the tiny model's tokenizer can feed."""
+    """Replace the text encoder by random weights of CLIP-L's size; the tiny tokenizer stays."""
     import torch
     from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -126,7 +126,7 @@ CLIP_L = {
     "num_hidden_layers": 12,
     "num_attention_heads": 12,
 }
-"""Of `text_encoder/config.json` in Stable Diffusion 1.5, published with it."""
+"""Values from the `text_encoder/config.json` of Stable Diffusion 1.5."""
 
 
 FIGURES = [

@@ -1,4 +1,4 @@
-"""vae_latents: one new image in a full cache, against a warm run.
+"""vae_latents: one new image in a full cache, compared with a warm run.
 
 Most of the time is the start of a process: Python, torch, diffusers and the VAE.
 """

@@ -1,4 +1,4 @@
-"""raw_images: reading every file once, and finding out that nothing has changed."""
+"""raw_images: a first scan, and scans with few or no changes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from bench.workload import Project, photographs, tiny_files
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 
 SETTLE_S = 2.5
-"""A file that changed within two seconds before it was read is read again by the next scan."""
+"""Seconds to wait: a scan reads a file again if it changed less than two seconds before the last read."""
 
 
 def bare_stat(folder: Path) -> int:
-    """How many files lie below the folder, by scandir and a stat of each."""
-    found = 0
+    """Return the number of files below the folder, with a stat of each."""
+    num_files = 0
     with os.scandir(folder) as entries:
         for entry in entries:
             if entry.is_dir():
-                found += bare_stat(Path(entry.path))
+                num_files += bare_stat(Path(entry.path))
             else:
                 entry.stat()
-                found += 1
-    return found
+                num_files += 1
+    return num_files
 
 
 def bare_read(paths: list[Path]) -> None:
-    """Each file's bytes, once, on all cores."""
+    """Read each file once, on all cores."""
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         for _ in pool.map(Path.read_bytes, paths):
             pass

@@ -1,4 +1,4 @@
-"""Start-up: loading definitions, and a job with nothing to do, against an empty Dagster project."""
+"""Start-up: loading definitions, and a job with nothing to do, compared with an empty Dagster project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store: entries written, and read in random and in training's order, against bare safetensors files."""
+"""The store: writing entries and reading them in two orders, compared with bare safetensors files."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pipeline.trained_lora.plan.samples import PlanSample, PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 
 SHAPE = (4, 128, 128)
-"""Of a latent of a 1024 px image: 128 KiB in float16."""
+"""Shape of the latent of a 1024 px image: 128 KiB in float16."""
 
 NUM_BUCKETS = 12
 
 
 class _Pile:
-    """The same latents in a store and as bare files, in folders of their own."""
+    """The same latents in a store and as bare files, in separate folders."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self.store = Store(folder / "store")
@@ -40,7 +40,7 @@ class _Pile:
             self.store.write(spec, {"latent": self._values}, {})
 
     def write_bare(self) -> None:
-        """As durable as ours: temporary name, fsync, rename. One folder, and nothing is looked at."""
+        """Write bare files as durably as the store does: temporary name, fsync, rename."""
         from safetensors.numpy import save
 
         for spec in self.specs:
@@ -80,11 +80,13 @@ def _count(place: Workplace) -> int:
 def _write(place: Workplace) -> Generator[Sides]:
     pile = _Pile(place.folder, _count(place))
 
-    def afresh(work: Callable[[], None]) -> float:
+    def write_from_empty(work: Callable[[], None]) -> float:
         pile.empty()
         return timed(work)()
 
-    yield Sides(len(pile.specs), lambda: afresh(pile.write), lambda: afresh(pile.write_bare))
+    yield Sides(
+        len(pile.specs), lambda: write_from_empty(pile.write), lambda: write_from_empty(pile.write_bare)
+    )
 
 
 def _read(order_of: Callable[[int], Sequence[int]]) -> Callable[[Workplace], AbstractContextManager[Sides]]:
@@ -100,12 +102,12 @@ def _read(order_of: Callable[[int], Sequence[int]]) -> Callable[[Workplace], Abs
 
 
 def random_order(count: int) -> list[int]:
-    """Each entry once, shuffled."""
+    """Return every entry index once, shuffled."""
     return np.random.default_rng(1).permutation(count).tolist()
 
 
 def plan_order(count: int) -> list[int]:
-    """One epoch of training, in batches of 4 from `NUM_BUCKETS` buckets; each entry once."""
+    """Return every entry index once, in the order of a training epoch with batches of 4."""
     samples = [PlanSample(f"{index:06}", f"bucket {index % NUM_BUCKETS}") for index in range(count)]
     settings = PlanSettings(
         steps=count,

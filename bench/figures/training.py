@@ -1,4 +1,4 @@
-"""trained_lora: its steps against the model's own arithmetic, and its loader against reading the files."""
+"""trained_lora: its steps compared with a bare loop, and its loader compared with reading the files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ COUNT = 24
 RESOLUTION = 256
 
 
-def prepared_order(folder: Path, *, steps: int) -> TrainingJob:
-    """A training of `steps` batches of 4 squares, its cache filled by the stages themselves."""
+def prepared_job(folder: Path, *, steps: int) -> TrainingJob:
+    """Return a job of `steps` batches of 4 squares, after the stages have filled its cache."""
     make_tiny(folder / "tiny")
     photographs(folder / "photos", COUNT, max_px=400_000)
     project = square_project(folder, resolution=RESOLUTION, steps=steps)
@@ -41,7 +41,7 @@ def prepared_order(folder: Path, *, steps: int) -> TrainingJob:
 def bare_steps(
     unet: Any, optimizer: torch.optim.Optimizer, scheduler: Any, batches: list[MicroInput]
 ) -> None:
-    """Forward, backward and AdamW over tensors in memory, and nothing else."""
+    """Run only forward, backward and AdamW, on tensors in memory."""
     from torch.nn.functional import mse_loss
 
     for batch in batches:
@@ -63,13 +63,13 @@ def _steps(place: Workplace) -> Generator[Sides]:
     from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
 
     torch.set_num_threads(CPU_THREADS_PER_PROCESS)
-    order = prepared_order(place.folder, steps=200 if place.full else 30)
-    plan, family = order.plan(), load_family(order.base)
-    engine = Engine(order, family)
+    job = prepared_job(place.folder, steps=200 if place.full else 30)
+    plan, family = job.plan(), load_family(job.base)
+    engine = Engine(job, family)
     device = engine.accelerator.device
-    maker = MicroBatchMaker(order, family, engine.scheduler)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
     batches = [maker.make(step, batch.micro_batches[0][0]).to(device) for step, batch in plan.iterate()]
-    unet: Any = UNet2DConditionModel.from_pretrained(order.base / "unet")
+    unet: Any = UNet2DConditionModel.from_pretrained(job.base / "unet")
     unet.to(device).train().requires_grad_(False)
     unet.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=family.lora_targets()))
     weights = [weight for weight in unet.parameters() if weight.requires_grad]
@@ -83,7 +83,7 @@ def _steps(place: Workplace) -> Generator[Sides]:
 
     def limit() -> None:
         bare_steps(unet, optimizer, engine.scheduler, batches)
-        # A GPU is still at work when the last call returns.
+        # Wait for the GPU, which works asynchronously.
         weights[0].sum().item()
 
     yield Sides(len(plan), timed(ours), timed(limit))
@@ -98,11 +98,11 @@ def _loader(place: Workplace) -> Generator[Sides]:
     from pipeline.trained_lora.worker.loader import MicroBatchMaker, micro_inputs
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
-    order = prepared_order(place.folder, steps=2000 if place.full else 400)
-    plan, family, store = order.plan(), load_family(order.base), store_at(order.recipe.cache_dir)
-    scheduler = make_noise_scheduler(family, order.recipe.training)
-    maker = MicroBatchMaker(order, family, scheduler)
-    entries = {item.variant_id: (item.views[0].entry, item.variants[0].entry) for item in order.inputs}
+    job = prepared_job(place.folder, steps=2000 if place.full else 400)
+    plan, family, store = job.plan(), load_family(job.base), store_at(job.recipe.cache_dir)
+    scheduler = make_noise_scheduler(family, job.recipe.training)
+    maker = MicroBatchMaker(job, family, scheduler)
+    entries = {item.variant_id: (item.views[0].entry, item.variants[0].entry) for item in job.inputs}
     slots = [slot for _, batch in plan.iterate() for slot in batch.slots()]
     paths = [store.path(spec) for slot in slots for spec in entries[slot.variant_id]]
 

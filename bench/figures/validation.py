@@ -1,4 +1,4 @@
-"""validated_dataset: every pixel decoded once, on the CPU."""
+"""validated_dataset: a first validation, and one without changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from bench.workload import Project, photographs, tiny_files
 
 
 def bare_decode(path: Path) -> None:
-    """All pixels of one file, by Pillow."""
+    """Decode all pixels of one file with Pillow."""
     with Image.open(path) as image:
         image.load()
 
