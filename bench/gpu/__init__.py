@@ -1,1 +1,1 @@
-"""`python -m bench --gpu`: the figures that need a GPU, with base models of full size and random weights."""
+"""`python -m bench --gpu`: the figures that need a GPU, using full-size base models with random weights."""

@@ -1,4 +1,4 @@
-"""The limits: diffusers' and transformers' networks by themselves, on tensors that lie on the device."""
+"""The limits: networks of diffusers and transformers alone, on tensors on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def vae(folder: Path, dtype: str, device: str) -> Any:
-    """An `AutoencoderKL`, frozen."""
+    """Return a frozen `AutoencoderKL`."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -27,7 +27,7 @@ def vae(folder: Path, dtype: str, device: str) -> Any:
 
 
 def pixels(network: Any, count: int, resolution: int) -> Tensor:
-    """Images (count, 3, H, W) where the network lies, in its number format."""
+    """Return random images (count, 3, H, W) in [-1, 1] with the network's device and dtype."""
     import torch
 
     parameter = next(network.parameters())
@@ -36,7 +36,7 @@ def pixels(network: Any, count: int, resolution: int) -> Tensor:
 
 
 def encode(network: Any, images: Tensor, total: int) -> None:
-    """At least `total` images, `images` at a time."""
+    """Encode at least `total` images by repeating the batch `images`."""
     import torch
 
     with torch.inference_mode():
@@ -45,11 +45,11 @@ def encode(network: Any, images: Tensor, total: int) -> None:
 
 
 def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[], None]:
-    """Loads all text encoders; what is returned asks them for one caption after the other."""
+    """Load all text encoders and return a function that encodes one caption at a time."""
     import torch
 
     family = rig.family
-    asked: list[tuple[Any, list[Tensor]]] = []
+    encoders: list[tuple[Any, list[Tensor]]] = []
     for role in ("text_encoder", "text_encoder_2"):
         kind: Any = component_class(family, role)
         network = kind.from_pretrained(family.component_folder(role), dtype=torch.bfloat16).to(device).eval()
@@ -57,11 +57,11 @@ def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[],
         tokenizer = component_class(family, name).from_pretrained(family.component_folder(name))
         limit = 77 if "clip" in family.model.config(role)["model_type"] else family.max_length()
         options = {"padding": "max_length", "truncation": True, "max_length": limit, "return_tensors": "pt"}
-        asked.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
+        encoders.append((network, [tokenizer(text, **options)["input_ids"].to(device) for text in captions]))
 
     def forward() -> None:
         with torch.inference_mode():
-            for network, each in asked:
+            for network, each in encoders:
                 for ids in each:
                     network(ids)
 
@@ -70,17 +70,17 @@ def text_forward(rig: Rig, captions: Sequence[str], device: str) -> Callable[[],
 
 @dataclass(frozen=True)
 class BareBatch:
-    """One step's: what the denoiser is called with, and what it should answer."""
+    """Arguments of the denoiser for one step, and its target output."""
 
     arguments: dict[str, Any]
     target: Tensor
 
 
 class BareTraining:
-    """A denoiser with peft's adapter and AdamW under autocast, and nothing else."""
+    """A minimal training loop: a denoiser with a peft adapter, autocast and AdamW."""
 
     def __init__(self, rig: Rig, batches: Sequence[MicroInput], device: str) -> None:
-        """Load it, and put the batches on the device; noise is mixed in before anything is timed."""
+        """Load the denoiser, move the batches to the device, and add the noise in advance."""
         import torch
         from peft import LoraConfig
 
@@ -102,7 +102,7 @@ class BareTraining:
         self._batches = [bare(scheduler, batch.to(torch.device(device))) for batch in batches]
 
     def steps(self) -> None:
-        """One over each batch."""
+        """Train one step on each batch."""
         import torch
         from torch.nn.functional import mse_loss
 
@@ -117,14 +117,14 @@ class BareTraining:
 def _sdxl_batch(scheduler: Any, batch: MicroInput) -> BareBatch:
     import torch
 
-    told = batch.conditions
-    sizes = [told[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")]
+    conditions = batch.conditions
+    sizes = [conditions[name] for name in ("original_size_hw", "crop_top_left", "target_size_hw")]
     arguments = {
         "sample": scheduler.add_noise(batch.latent, batch.noise, batch.timesteps),
         "timestep": batch.timesteps,
-        "encoder_hidden_states": told["text_embedding"],
+        "encoder_hidden_states": conditions["text_embedding"],
         "added_cond_kwargs": {
-            "text_embeds": told["pooled_text_embedding"],
+            "text_embeds": conditions["pooled_text_embedding"],
             "time_ids": torch.cat(sizes, dim=1).float(),
         },
     }
@@ -137,7 +137,7 @@ def _flux_batch(scheduler: Any, batch: MicroInput) -> BareBatch:
 
     pipeline: Any = FluxPipeline
     sigma = (batch.timesteps / scheduler.config.num_train_timesteps)[:, None, None, None]
-    told, device = batch.conditions, batch.latent.device
+    conditions, device = batch.conditions, batch.latent.device
     size, channels, height, width = batch.latent.shape
 
     def packed(latent: Tensor) -> Tensor:
@@ -147,9 +147,9 @@ def _flux_batch(scheduler: Any, batch: MicroInput) -> BareBatch:
         "hidden_states": packed((1 - sigma) * batch.latent + sigma * batch.noise),
         "timestep": sigma.flatten(),
         "guidance": torch.ones(size, device=device),
-        "pooled_projections": told["pooled_text_embedding"],
-        "encoder_hidden_states": told["text_embedding"],
-        "txt_ids": torch.zeros(told["text_embedding"].shape[1], 3, device=device),
+        "pooled_projections": conditions["pooled_text_embedding"],
+        "encoder_hidden_states": conditions["text_embedding"],
+        "txt_ids": torch.zeros(conditions["text_embedding"].shape[1], 3, device=device),
         "img_ids": pipeline._prepare_latent_image_ids(size, height // 2, width // 2, device, torch.float32),
     }
     return BareBatch(arguments, packed(batch.noise - batch.latent))

@@ -1,4 +1,4 @@
-"""vae_latents on a GPU: against the VAE alone; what overflows; the best images a pass, and threads."""
+"""vae_latents on a GPU: the VAE alone, float16 overflow, batch sizes, threads and memory format."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from pipeline.vae_latents.worker.encoder import LatentEncoder
 
 OVERFLOWING_GAIN = 1e5
-"""Of the first convolution: beyond float16's 65504 and no matter to the norms behind it, as in the VAE that
-SDXL was published with."""
+"""Gain of the first convolution, which exceeds float16's maximum of 65504. The following norms remove it, as
+in the published VAE of SDXL."""
 
 SDXL, FLUX = MODELS
 _RUNS = count()
 
 
 class Encoder:
-    """The encoder of a cache stage in this process, its model loaded."""
+    """The encoder of a cache stage in this process, with its model loaded."""
 
     def __init__(self, bench: Bench, encoding: Encoding, *, threads: int | None = None) -> None:
         """Load the VAE."""
@@ -42,7 +42,7 @@ class Encoder:
         )
 
     def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:
-        """Reads, decodes, encodes and writes every image, into an empty store."""
+        """Read, decode and encode every image, and write it into an empty store."""
         from pipeline.cache.store import Store
         from pipeline.encoding.jobs import ResultsWriter
         from pipeline.encoding.worker.run import write_outcomes
@@ -52,8 +52,8 @@ class Encoder:
         with results, watch.work(without_bytes=without_bytes):
             outcomes = self._encoder.encoded(self._jobs, store)
             write_outcomes(outcomes, store, results=results, progress=self._progress)
-        made = sum(1 for _ in store.root.rglob("*.safetensors"))
-        assert made == len(self._jobs), f"{made} latents of {len(self._jobs)} images"
+        num_written = sum(1 for _ in store.root.rglob("*.safetensors"))
+        assert num_written == len(self._jobs), f"{num_written} latents of {len(self._jobs)} images"
         return {}
 
 
@@ -89,14 +89,14 @@ def _overflowing(bench: Bench) -> Generator[Pair]:
         network.save_pretrained(folder)
         del network
     encoding = rig.encoding().computing("float16", folder)
-    halves, whole = (bare.vae(folder, dtype, bench.device) for dtype in ("float16", "float32"))
+    half_vae, float_vae = (bare.vae(folder, dtype, bench.device) for dtype in ("float16", "float32"))
     size, number = bench.scale.resolution, len(encoding.jobs)
-    many, one = bare.pixels(halves, 2, size), bare.pixels(whole, 1, size)
+    many, one = bare.pixels(half_vae, 2, size), bare.pixels(float_vae, 1, size)
 
     def limit(watch: Watch) -> Reading:
         with watch.work():
-            bare.encode(halves, many, number)
-            bare.encode(whole, one, number)
+            bare.encode(half_vae, many, number)
+            bare.encode(float_vae, one, number)
         return {}
 
     yield Pair(number, Encoder(bench, encoding), limit)
@@ -125,13 +125,13 @@ def _batch_sizes(bench: Bench) -> Generator[Pair]:
         return watch.reading["seconds"]
 
     def best(watch: Watch) -> Reading:
-        found: list[float] = []
+        batch_seconds: list[float] = []
         for batch in bench.scale.batches:
             try:
-                found.append(seconds(batch))
+                batch_seconds.append(seconds(batch))
             except torch.OutOfMemoryError:
                 break
-        return {"seconds": min(found)}
+        return {"seconds": min(batch_seconds)}
 
     def ours(watch: Watch) -> Reading:
         return {"seconds": seconds(chosen)}

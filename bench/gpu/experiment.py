@@ -1,7 +1,7 @@
-"""Several figures of one pair of sides: a model is loaded once, and seconds, memory and idle share are read.
+"""Experiments: several figures of one pair of sides, such as seconds, memory and idle share.
 
-Sides run in turns as in `bench.measure`, within a budget of seconds. What fails is said and left out: on a
-machine that is lent by the minute, one experiment's failure must not cost the others' numbers.
+A model is loaded once per experiment. Sides alternate as in `bench.measure`, within a budget of seconds. A
+failed experiment is reported and does not stop the others, because GPU time is limited.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from bench.gpu.rig import Bench
 
 Reading: TypeAlias = dict[str, float]
-"""What to its value; `Watch.reading`'s names, and a part's own."""
+"""Measured values by key: those of `Watch.reading`, and additional keys of an experiment's parts."""
 
 GpuSide: TypeAlias = Callable[[Watch], Reading]
-"""Does the work once inside of `Watch.work`, and returns what is read beside the watch's own reading."""
+"""Function that does the work once within `Watch.work` and returns additional readings."""
 
 RECORDED_ROUNDS = 2
 
@@ -33,11 +33,11 @@ class Part:
     """One figure of an experiment.
 
     Attributes:
-        name: Added to the experiment's; empty for its seconds.
-        key: In the reading.
-        unit: What is counted, in the plural.
-        measure: What is measured.
-        most: As `Figure.most`.
+        name: Suffix of the experiment's name; empty for its seconds.
+        key: Key in the reading.
+        unit: Unit of work, in the plural.
+        measure: Kind of the measurement.
+        most: Upper bound of the ratio; see `Line`.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Part:
 
 
 def usual_parts(unit: str, *, most: float | None = None) -> tuple[Part, ...]:
-    """Seconds of each unit, memory and idle share."""
+    """Return the parts for seconds per unit, memory and idle share."""
     return (
         Part("", "seconds", unit, most=most),
         Part("memory", "bytes", "peak", "bytes"),
@@ -58,13 +58,13 @@ def usual_parts(unit: str, *, most: float | None = None) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Pair:
-    """Both sides, prepared.
+    """Both sides of an experiment, prepared.
 
     Attributes:
-        count: Units of work on each side.
-        ours: As Latentline does it.
-        limit: As barely as it can be done.
-        notes: What else is worth keeping, JSON-serialisable; filled while the sides run.
+        count: Units of work of each side.
+        ours: The work done by Latentline.
+        limit: The same work with as little code as possible.
+        notes: Additional JSON-serialisable results, filled while the sides run.
     """
 
     count: int
@@ -75,16 +75,16 @@ class Pair:
 
 @dataclass(frozen=True)
 class Experiment:
-    """Figures that are measured together.
+    """A group of figures that are measured together.
 
     Attributes:
-        name: As a figure's; the figures' names begin with it.
-        ours: What our side does.
-        limit: What the limit does.
-        parts: The figures.
-        budget_s: No round begins after so many seconds.
-        open: Prepares both sides.
-        warm: Whether a first round is thrown away; False where a round is a whole job.
+        name: Unique name, which is the prefix of the figures' names.
+        ours: Description of the work of Latentline.
+        limit: Description of the work of the limit.
+        parts: Figures of the experiment.
+        budget_s: Seconds after which no new round starts.
+        open: Context manager that prepares both sides.
+        warm: Whether the first round is discarded; False if a round is a complete job.
     """
 
     name: str
@@ -96,14 +96,14 @@ class Experiment:
     warm: bool = True
 
     def line(self, part: Part) -> Line:
-        """As `bench.results` keeps it."""
+        """Return the table line of a part."""
         name = f"{self.name}: {part.name}" if part.name else self.name
         return Line(name, part.unit, self.ours, self.limit, part.most, measure=part.measure)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What came of an experiment: its figures and notes, or why there are none."""
+    """Result of an experiment: its figures and notes, or the reason for its failure."""
 
     measured: list[Measured]
     notes: dict[str, Any]
@@ -111,11 +111,11 @@ class Ended:
 
 
 def run(experiment: Experiment, bench: Bench, *, rounds: int) -> Ended:
-    """Measure it; what fails, for whatever reason, is told in `Ended.missing`, and printed whole."""
+    """Run an experiment. Any failure is printed with its traceback and returned in `Ended.missing`."""
     try:
         with experiment.open(bench) as pair:
             return _measured(experiment, pair, bench.device, rounds=rounds)
-    except Exception as err:  # the others' numbers are not to be lost
+    except Exception as err:  # One failed experiment must not stop the others.
         traceback.print_exc()
         return Ended([], {}, f"{type(err).__name__}: {str(err).partition(chr(10))[0]}")
     finally:
@@ -134,7 +134,7 @@ def _measured(experiment: Experiment, pair: Pair, device: str, *, rounds: int) -
             watch = Watch(device, recorded=recorded)
             reading = side(watch)
             if number > 0:
-                readings.append(_seen(watch, reading, recorded=recorded))
+                readings.append(_reading_of(watch, reading, recorded=recorded))
     measured: list[Measured] = []
     for part in experiment.parts:
         both = [[each[part.key] for each in side if part.key in each] for side in (ours, limit)]
@@ -144,7 +144,7 @@ def _measured(experiment: Experiment, pair: Pair, device: str, *, rounds: int) -
 
 
 def _rounds(experiment: Experiment, rounds: int) -> Iterator[tuple[int, bool]]:
-    """(number, whether it is recorded) of each round: 0 is thrown away, and the idle share comes last."""
+    """Yield (number, is recorded) for each round. Round 0 is discarded; recorded rounds come last."""
     if experiment.warm:
         yield 0, False
     for number in range(1, rounds + 1):
@@ -154,7 +154,7 @@ def _rounds(experiment: Experiment, rounds: int) -> Iterator[tuple[int, bool]]:
             yield number, True
 
 
-def _seen(watch: Watch, reading: Reading, *, recorded: bool) -> Reading:
+def _reading_of(watch: Watch, reading: Reading, *, recorded: bool) -> Reading:
     if recorded:
         return {"share": watch.reading["share"]}
     return {**watch.reading, **reading}

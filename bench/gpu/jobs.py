@@ -1,4 +1,4 @@
-"""Whole jobs with base models of full size: launched caching and training, as a user starts them."""
+"""Complete jobs with full-size base models: caching and training in launched processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _whole(bench: Bench, model: BaseModel) -> Generator[Pair]:
+def _complete_job(bench: Bench, model: BaseModel) -> Generator[Pair]:
     rig = bench.rig(model, "job", steps=bench.scale.job_steps)
     rig.prepare()
     captions = ["", *sorted(set(rig.project.tables.read("validated_dataset")["caption"]))]
@@ -50,7 +50,7 @@ def _whole(bench: Bench, model: BaseModel) -> Generator[Pair]:
 
 
 def _alone(bench: Bench, load: Callable[[], Callable[[], object]], watch: Watch | None = None) -> float:
-    """Seconds of what `load` gives, once what was loaded before is gone."""
+    """Load the work, run it, free its memory, and return its seconds."""
     watch = watch or Watch(bench.device)
     work = load()
     with watch.work():
@@ -92,7 +92,7 @@ EXPERIMENTS = [
             Part("training memory", "bytes", "peak", "bytes"),
         ),
         30.0,
-        partial(_whole, model=model),
+        partial(_complete_job, model=model),
         warm=False,
     )
     for model in MODELS

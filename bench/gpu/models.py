@@ -1,4 +1,4 @@
-"""Base models of random weights: of full size, made on the GPU in seconds, or the tiny ones of the tests."""
+"""Base models with random weights: full-size models drawn on the GPU, or the tiny models of the tests."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ Network = tuple[str, str, Config]
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A base model to measure with.
+    """A base model for measurements.
 
     Attributes:
-        name: As figures have it.
-        tiny: Writes one of a million weights into a folder.
-        networks: Of the full one, by component.
-        pipeline: Class of its pipeline in diffusers.
-        scheduler: Class and configuration.
-        second_tokenizer: What writes the second text encoder's.
-        batch_size: Of training at 1024 px.
-        training: Further settings of `training`, which its users need.
-        dtype: Of latents and text embeddings in the store.
+        name: Name used in figures.
+        tiny: Function that writes a tiny model of about a million weights into a folder.
+        networks: Networks of the full-size model by component.
+        pipeline: Class name of its diffusers pipeline.
+        scheduler: Class name and configuration of the scheduler.
+        second_tokenizer: Function that writes the second text encoder's tokenizer.
+        batch_size: Training batch size at 1024 px.
+        training: Additional recipe settings of `training` for this model.
+        dtype: Dtype of latents and text embeddings in the store.
     """
 
     name: str
@@ -49,7 +49,7 @@ class BaseModel:
     training: Config = field(default_factory=dict[str, Any])
 
     def write(self, folder: Path, device: str) -> None:
-        """The full one as a diffusers folder in bfloat16, its weights drawn on `device`."""
+        """Write the full-size model as a bfloat16 diffusers folder, with weights drawn on `device`."""
         import diffusers
 
         kind, config = self.scheduler
@@ -99,14 +99,14 @@ MODELS = (
 
 
 def random_network(library: str, kind: str, config: Config, *, device: str) -> nn.Module:
-    """A network in bfloat16 whose weights never were on another device, and keep activations at about 1."""
+    """Return a bfloat16 network with random weights, created directly on `device`. See `fill`."""
     network = empty_network(library, kind, config).to_empty(device=device)
     fill(network)
     return network
 
 
 def empty_network(library: str, kind: str, config: Config) -> nn.Module:
-    """The network on the meta device, in bfloat16: all shapes and no memory."""
+    """Return the bfloat16 network on the meta device, which has shapes but uses no memory."""
     import torch
 
     with torch.device("meta"), _default_dtype(torch.bfloat16):
@@ -121,7 +121,7 @@ def empty_network(library: str, kind: str, config: Config) -> nn.Module:
 
 
 def fill(network: nn.Module) -> None:
-    """Normal weights of variance 1 / inputs, ones for norms, zeros for biases: nothing grows or dies out."""
+    """Draw weights of variance 1 / inputs, ones for norms, and zeros for biases; activations stay near 1."""
     import torch
 
     with torch.no_grad():

@@ -1,7 +1,7 @@
-"""The configurations that SDXL 1.0 and FLUX.1 dev are published with, and how many weights they make.
+"""Published configurations of SDXL 1.0 and FLUX.1 dev, and their numbers of weights.
 
-What is left out is the default of diffusers or transformers. The tokenizers are not here: random weights
-understand no words, and any tokenizer whose ids are below the vocabulary's size takes the encoders' time.
+Missing keys have the defaults of diffusers or transformers. Tokenizers are not included: the time of an
+encoder with random weights does not depend on the token ids.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What experiments share: base models on the disk, photographs, and a cache filled by the stages."""
+"""Shared setup of experiments: base models on disk, photographs, and a cache filled by the stages."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything.
+    """Sizes of an experiment.
 
     Attributes:
-        full: Networks of published size; otherwise tiny ones of the same classes.
-        resolution: Edge of the images, which are squares.
-        images: In the dataset, each with a caption of its own.
-        steps: Of training, in one round.
-        job_steps: Of the training that ends a whole job.
-        batches: Images a pass that the sweep tries.
-        workers: Decoding threads that the sweep tries.
+        full: True for networks of published size, False for tiny networks of the same classes.
+        resolution: Edge of the square images, in pixels.
+        images: Number of images in the dataset, each with a different caption.
+        steps: Training steps per round.
+        job_steps: Training steps of a complete job.
+        batches: Batch sizes that the sweep tries.
+        workers: Numbers of decoding threads that the sweep tries.
     """
 
     full: bool
@@ -63,12 +63,12 @@ TINY = Scale(False, 64, 6, 2, 2, (1, 2), (1, 2))
 
 @dataclass(frozen=True)
 class Bench:
-    """Where experiments work; models and photographs are made when they are first asked for.
+    """Working folder and device of experiments. Models and photographs are created on first use.
 
     Attributes:
-        folder: Holds everything, 50 GB at full size.
+        folder: Folder for all files, about 50 GB at full size.
         device: "cuda" or "cpu".
-        scale: How much of everything.
+        scale: Sizes of the experiments.
     """
 
     folder: Path
@@ -77,14 +77,14 @@ class Bench:
 
     @property
     def photos(self) -> Path:
-        """The dataset."""
+        """Folder of the dataset."""
         folder = self.folder / "photos"
         if not folder.exists():
             photographs(folder, self.scale.images, max_px=4_000_000)
         return folder
 
     def base(self, model: BaseModel) -> Path:
-        """The model's folder."""
+        """Return the folder of the model, which is written on first use."""
         folder = self.folder / model.name
         if not folder.exists():
             if self.scale.full:
@@ -94,11 +94,11 @@ class Bench:
         return folder
 
     def rig(self, model: BaseModel, place: str, **training: Any) -> Rig:
-        """The model with a recipe; rigs of one place share a cache. `training` are settings of its own."""
+        """Return the model with a recipe of these training settings. Rigs of one place share a cache."""
         return Rig(self, model, training, self.folder / place / model.name)
 
     def fresh_folder(self, name: str) -> Path:
-        """An empty place, its last content removed."""
+        """Return an empty folder, after removing its previous content."""
         folder = self.folder / name
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -116,12 +116,12 @@ class Rig:
 
     @cached_property
     def family(self) -> WorkerFamily:
-        """Of the model."""
+        """Family of the model."""
         return load_family(self.bench.base(self.model))
 
     @cached_property
     def project(self) -> Project:
-        """The recipe: squares, full batches, bf16, no pictures and one checkpoint."""
+        """Project with square images, full batches, bf16, no previews and one checkpoint."""
         scale, folder = self.bench.scale, self.place
         steps = self.training.get("steps", scale.steps)
         settings = {
@@ -147,33 +147,33 @@ class Rig:
 
     @property
     def recipe(self) -> Recipe:
-        """The project's."""
+        """Recipe of the project."""
         return self.project.recipe
 
     def prepare(self) -> None:
-        """The tables that caching starts from; nothing is done twice."""
+        """Write the tables that caching needs, if they are missing."""
         if not self.project.tables.path("aspect_buckets").exists():
             for stage in (self.project.scan, self.project.validate, self.project.buckets):
                 stage()
 
     def encoding(self) -> Encoding:
-        """The order for all latents as the stage writes it; they are in the rig's cache afterwards."""
+        """Encode all latents into the rig's cache in this process, and return the stage's order for them."""
         self.prepare()
-        taken = _TakeOrder()
+        launch = _RecordingLaunch()
         shutil.rmtree(self.recipe.cache_dir, ignore_errors=True)
-        self._keep("vae_latents", cache_latents, "aspect_buckets", taken)
-        assert taken.order is not None
-        return Encoding(taken.order, taken.jobs)
+        self._keep("vae_latents", cache_latents, "aspect_buckets", launch)
+        assert launch.order is not None
+        return Encoding(launch.order, launch.jobs)
 
     def order(self, **training: Any) -> TrainingJob:
-        """A training on the cache, which is filled in this process if it is not; nothing is launched."""
+        """Return a training job. An incomplete cache is filled in this process first."""
         from pipeline.trained_lora.job import TrainingJob
         from pipeline.trained_lora.samples import training_inputs
 
         if not self.project.tables.path("text_embeddings").exists():
             self.prepare()
-            self._keep("vae_latents", cache_latents, "aspect_buckets", _TakeOrder())
-            self._keep("text_embeddings", cache_text, "validated_dataset", _TakeOrder())
+            self._keep("vae_latents", cache_latents, "aspect_buckets", _RecordingLaunch())
+            self._keep("text_embeddings", cache_text, "validated_dataset", _RecordingLaunch())
         tables, entries = self.project.tables, RecipeEntries(self.recipe)
         inputs = training_inputs(
             self.recipe, entries, tables.read("vae_latents"), tables.read("text_embeddings")
@@ -196,20 +196,22 @@ class _CacheStage(Protocol):
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a cache stage has its encoder do."""
+    """Encoding order of a cache stage, with its jobs."""
 
     order: Order
     jobs: Sequence[Job]
 
     def computing(self, dtype: str, vae: Path | None = None) -> Encoding:
-        """The same in another number format, by another VAE."""
-        elsewhere = {} if vae is None else {"vae": vae}
+        """Return the same encoding with another compute dtype and optionally another VAE."""
+        component_folders = {} if vae is None else {"vae": vae}
         settings = {**self.order.settings, "compute_dtype": dtype}
-        return replace(self, order=replace(self.order, settings=settings, component_folders=elsewhere))
+        return replace(
+            self, order=replace(self.order, settings=settings, component_folders=component_folders)
+        )
 
 
-class _TakeOrder:
-    """A `Launch` that does the encoder's work in this process, and keeps what it was asked for."""
+class _RecordingLaunch:
+    """A `Launch` that encodes in this process and records the order."""
 
     def __init__(self) -> None:
         self.order: Order | None = None
@@ -226,14 +228,14 @@ class _TakeOrder:
 
 
 class Silent:
-    """A report that nobody reads."""
+    """A reporter that discards all messages."""
 
     def info(self, text: str) -> None:
-        """Nothing."""
+        """Discard the message."""
 
     def progress(self, done: int, total: int, text: str) -> None:
-        """Nothing."""
+        """Discard the message."""
 
 
 def _silent(line: str) -> None:
-    """Stage logs are no part of a figure."""
+    """Discard a log line of a stage."""

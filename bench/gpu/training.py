@@ -1,4 +1,4 @@
-"""trained_lora on a GPU: its steps and loader against the bare loop, and what memory settings cost."""
+"""trained_lora on a GPU: its steps and loader compared with a bare loop, and the cost of memory settings."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from pipeline.trained_lora.worker.loader import MicroInput
 
 FASTER = 5
-"""Times the speed of the GPU, that the loader should have."""
+"""Minimum speed of the loader, as a multiple of the speed of training."""
 
 
 class Steps:
-    """Latentline's training steps in this process, its model loaded."""
+    """Latentline's training steps in this process, with the model loaded."""
 
     def __init__(self, rig: Rig, **training: Any) -> None:
         """Load the model."""
@@ -29,15 +29,15 @@ class Steps:
         from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
         before_bytes = held_bytes(rig.bench.device)
-        order = rig.order(**training)
-        self.plan = order.plan()
-        self._engine = Engine(order, rig.family)
-        self._maker = MicroBatchMaker(order, rig.family, self._engine.scheduler)
+        job = rig.order(**training)
+        self.plan = job.plan()
+        self._engine = Engine(job, rig.family)
+        self._maker = MicroBatchMaker(job, rig.family, self._engine.scheduler)
         self._pin = self._engine.accelerator.device.type == "cuda"
         self.own_bytes = held_bytes(rig.bench.device) - before_bytes
 
     def __call__(self, watch: Watch, *, without_bytes: int = 0) -> Reading:
-        """Reads and trains; then reads alone, which takes `loader` seconds."""
+        """Read and train, then only read. Return the seconds of reading as `loader`."""
         with watch.work(without_bytes=without_bytes):
             self._read(train=True)
         alone = Watch(watch.device)
@@ -59,18 +59,18 @@ class Steps:
 
 
 def inputs_of(rig: Rig) -> list[MicroInput]:
-    """What each step of the rig's plan takes, in memory."""
+    """Return the inputs of every step of the rig's plan."""
     from pipeline.trained_lora.worker.loader import MicroBatchMaker
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
-    order = rig.order()
-    maker = MicroBatchMaker(order, rig.family, make_noise_scheduler(rig.family, order.recipe.training))
-    return [maker.make(step, batch.micro_batches[0][0]) for step, batch in order.plan().iterate()]
+    job = rig.order()
+    maker = MicroBatchMaker(job, rig.family, make_noise_scheduler(rig.family, job.recipe.training))
+    return [maker.make(step, batch.micro_batches[0][0]) for step, batch in job.plan().iterate()]
 
 
 @contextmanager
 def one_accelerator() -> Generator[None]:
-    """Accelerate's settings are the process's: none are left behind, and none are found."""
+    """Reset Accelerate's process-wide state before and after the block."""
     from accelerate.state import AcceleratorState
 
     state: Any = AcceleratorState
@@ -126,7 +126,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "adamw8bit": {"optimizer": "adamw8bit"},
     "fused AdamW": {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": True}},
 }
-"""Settings that take less memory or time, each by itself."""
+"""Settings that reduce memory or time, measured one at a time."""
 
 EXPERIMENTS = [
     *(

@@ -1,8 +1,8 @@
-"""What a piece of work takes of a device: seconds, memory at its peak, and the share of time it lies idle.
+"""Measure the seconds, peak memory and idle share of work on a device.
 
-Idle is what the device's own record of its kernels and copies leaves over of the wall's time. The record is
-CUPTI's, which torch's profiler reads; a pass that is recorded is slower to launch, so that its seconds do not
-count, and of a share no more than the second digit. On a CPU the operators' own times stand in for kernels.
+The idle share is the part of the wall time without kernels or copies on the device, as recorded by CUPTI
+through torch's profiler. Recording slows down launches, so the seconds of a recorded pass are not used and
+its idle share is precise to about two digits. On a CPU, operators are recorded instead of kernels.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ KIB = 1024
 
 
 class Watch:
-    """Looks on while one side of an experiment works, once.
+    """Measures one pass of one side of an experiment.
 
     Attributes:
-        device: Where it works.
-        recorded: Whether the device's work is recorded.
-        reading: `seconds` and `bytes`; of a recorded pass `share`, of the time without work on the device.
+        device: Device of the work.
+        recorded: Whether the device's activity is recorded.
+        reading: `seconds` and `bytes`, and the idle `share` of a recorded pass.
     """
 
     def __init__(self, device: str, *, recorded: bool = False) -> None:
-        """On `device`; `recorded` for the idle share."""
+        """Create a watch for `device`. Pass `recorded` to measure the idle share."""
         self.device = device
         self.recorded = recorded
         self.reading: dict[str, float] = {}
 
     @contextmanager
     def work(self, *, without_bytes: int = 0) -> Generator[None]:
-        """What is done inside is measured, to the device's last kernel.
+        """Measure the block, including all device work that it starts.
 
         Args:
-            without_bytes: Memory of the device that is held for something else, and not counted.
+            without_bytes: Device memory held for other purposes, which is subtracted.
         """
         gc.collect()
         settle(self.device)
@@ -67,12 +67,12 @@ class Watch:
     def _counts(self, event: Any) -> bool:
         from torch.autograd import DeviceType
 
-        wanted = DeviceType.CUDA if self.device.startswith("cuda") else DeviceType.CPU
-        return event.device_type == wanted
+        device_type = DeviceType.CUDA if self.device.startswith("cuda") else DeviceType.CPU
+        return event.device_type == device_type
 
 
 def settle(device: str) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all submitted work."""
     import torch
 
     if device.startswith("cuda"):
@@ -80,14 +80,14 @@ def settle(device: str) -> None:
 
 
 def held_bytes(device: str) -> int:
-    """Memory in use on a GPU; on a CPU 0, where nobody knows whose it is."""
+    """Return the allocated GPU memory, or 0 on a CPU, where it cannot be attributed."""
     import torch
 
     return torch.cuda.memory_allocated() if device.startswith("cuda") else 0
 
 
 def release() -> None:
-    """Give back what nothing refers to any more, so that the next can have it."""
+    """Free unreferenced memory, including cached GPU memory."""
     import torch
 
     gc.collect()
@@ -96,7 +96,7 @@ def release() -> None:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals (start, end)."""
+    """Return the length of the union of intervals (start, end)."""
     total, until = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, until))
@@ -105,7 +105,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def _interval(event: Any) -> tuple[float, float]:
-    """In microseconds."""
+    """Return (start, end) in microseconds."""
     return event.time_range.start, event.time_range.end
 
 
@@ -117,7 +117,7 @@ def _reset_peak(device: str) -> None:
 
 
 def _peak_bytes(device: str) -> int:
-    """Of the GPU since the reset; of a CPU's process since its start."""
+    """Return the peak memory: on a GPU since the reset, on a CPU since the process started."""
     import torch
 
     if device.startswith("cuda"):

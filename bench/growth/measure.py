@@ -1,4 +1,4 @@
-"""Time and memory of each stage at several numbers of samples, measured in turns."""
+"""Measure time and memory of each stage at several numbers of samples, in alternation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST_BYTES = 3_000
 """Maximum memory per sample, in bytes."""
 
 LINEAR = 1.1
-"""Largest exponent that counts as linear; three points on a shared machine are not more precise."""
+"""Largest exponent that counts as linear. Three points on a shared machine allow no tighter bound."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Growth:
 
 
 def measure(stages: Sequence[Stage], folder: Path, counts: Sequence[int], *, rounds: int) -> list[Growth]:
-    """Measure every stage at every number of samples, `rounds` times in turns.
+    """Measure every stage at every number of samples, in `rounds` alternating rounds.
 
     Args:
         stages: Some of `STAGES`, in their order.

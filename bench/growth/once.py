@@ -1,6 +1,6 @@
-"""`python -m bench.growth.once STAGE FOLDER`: one stage, once, in a process of its own; prints JSON.
+"""`python -m bench.growth.once STAGE FOLDER`: run a stage once and print its measurements as JSON.
 
-A fresh process, because the peak of a process's memory never falls: what ran before would be seen.
+Each stage needs a new process, because the recorded peak memory of a process never falls.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def main() -> None:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has had resident so far."""
+    """Return the peak resident memory of this process so far."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-    # Linux's ru_maxrss begins with the peak of the process that started this one; VmHWM is our own.
+    # On Linux, ru_maxrss includes the peak of the parent process; VmHWM does not.
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 

@@ -123,9 +123,9 @@ def _plan(project: Project) -> None:
     recipe, entries = project.recipe, RecipeEntries(project.recipe)
     latents, text = (project.table(asset, "trained_lora") for asset in ("vae_latents", "text_embeddings"))
     inputs = training_inputs(recipe, entries, latents, text)
-    order = TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
+    job = TrainingJob(recipe, entries.model_folder, "bench", inputs, entries.text_spec(""), prompts=())
     # The first step shuffles its whole epoch.
-    order.plan()[0]
+    job.plan()[0]
 
 
 def _cached(stage: Callable[[Project], StageResult]) -> Callable[[Project], None]:
