@@ -33,18 +33,18 @@ def coloured(data: bytes, red: int, green: int, blue: int) -> int:
     return int((np.abs(pixels - (red, green, blue)).max(axis=2) < 30).sum())
 
 
-def test_lengths_are_drawn_and_a_limit_only_where_a_caption_is_cut(recipe: Recipe) -> None:
+def test_the_histogram_shows_the_token_limit_only_if_a_caption_is_truncated(recipe: Recipe) -> None:
     folder = write_caption_report(recipe, table([5, 5, 9, 77], [0, 0, 0, 0]))
-    whole = (folder / TOKENS_FILE).read_bytes()
-    assert coloured(whole, 31, 119, 180) > 100
-    assert coloured(whole, 214, 39, 40) == 0
+    without_limit = (folder / TOKENS_FILE).read_bytes()
+    assert coloured(without_limit, 31, 119, 180) > 100
+    assert coloured(without_limit, 214, 39, 40) == 0
     write_caption_report(recipe, table([5, 5, 9, 90], [0, 0, 0, 13]))
-    cut = (folder / TOKENS_FILE).read_bytes()
-    assert coloured(cut, 214, 39, 40) > 50
-    assert max(len(whole), len(cut)) < 66_000
+    with_limit = (folder / TOKENS_FILE).read_bytes()
+    assert coloured(with_limit, 214, 39, 40) > 50
+    assert max(len(without_limit), len(with_limit)) < 66_000
 
 
-def test_it_is_drawn_anew_only_when_a_count_has_changed(recipe: Recipe) -> None:
+def test_the_histogram_is_drawn_again_only_if_a_count_has_changed(recipe: Recipe) -> None:
     file = write_caption_report(recipe, table([5, 9], [0, 0])) / TOKENS_FILE
     file.write_bytes(b"kept")
     write_caption_report(recipe, table([9, 5], [0, 0]))

@@ -31,7 +31,7 @@ def set_caption(cache, name: str, caption: str) -> None:
     (cache.photos / f"{name}.txt").write_text(caption, encoding="utf-8")
 
 
-def test_embeddings_are_those_of_the_pipelines_encode_prompt(cache, launch_here, tiny_sd) -> None:
+def test_embeddings_equal_those_of_encode_prompt_in_diffusers(cache, launch_here, tiny_sd) -> None:
     from diffusers import StableDiffusionPipeline
 
     cache = cache.with_settings(text={"dtype": "float32"})
@@ -46,8 +46,8 @@ def test_embeddings_are_those_of_the_pipelines_encode_prompt(cache, launch_here,
         torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-6)
 
 
-def test_embeddings_are_those_of_the_encoder_on_ids_made_by_hand(cache, launch_here, tiny_sd) -> None:
-    """Start, the bytes and words of the caption, end, and the end mark up to 77 tokens."""
+def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(cache, launch_here, tiny_sd) -> None:
+    """The ids are the start token, the words of the caption and end tokens up to 77."""
     from transformers import CLIPTextModel
 
     cache = cache.with_settings(text={"dtype": "float32"})
@@ -64,7 +64,7 @@ def test_embeddings_are_those_of_the_encoder_on_ids_made_by_hand(cache, launch_h
     torch.testing.assert_close(stored, expected, rtol=0, atol=1e-6)
 
 
-def test_T02_T03_each_caption_once_and_always_the_empty_one_and_the_sample_prompts(
+def test_T02_T03_each_distinct_caption_the_empty_caption_and_the_sample_prompts_are_encoded_once(
     cache, launch_here
 ) -> None:
     cache = cache.with_settings(training={"sample_prompts": ["a moon", "a moon"]})
@@ -77,7 +77,9 @@ def test_T02_T03_each_caption_once_and_always_the_empty_one_and_the_sample_promp
         assert entries.store.check(entries.text_spec(caption)).valid
 
 
-def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_size(cache, launch_here) -> None:
+def test_T03_a_thousand_samples_with_five_captions_need_six_entries_of_the_predicted_size(
+    cache, launch_here
+) -> None:
     rows = pl.concat(
         cache.captions().with_columns(pl.col("sample_id") + f"-{copy:03}") for copy in range(200)
     )
@@ -85,14 +87,16 @@ def test_T03_a_thousand_samples_of_five_captions_need_six_entries_of_a_known_siz
     assert len(result.table) == 1000
     assert result.table["key"].n_unique() == 5
     files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
-    foreseen = RecipeEntries(cache.recipe).text_requests(needed_captions(cache.recipe, rows["caption"]))[
-        "num_bytes"
-    ]
-    assert len(files) == len(foreseen) == 6
-    assert sum(file.stat().st_size for file in files) == foreseen.sum() == result.report["bytes"]
+    predicted_bytes = RecipeEntries(cache.recipe).text_requests(
+        needed_captions(cache.recipe, rows["caption"])
+    )["num_bytes"]
+    assert len(files) == len(predicted_bytes) == 6
+    assert sum(file.stat().st_size for file in files) == predicted_bytes.sum() == result.report["bytes"]
 
 
-def test_a_second_run_encodes_nothing_and_an_edited_caption_one(cache, launch_here, forbidden_launch) -> None:
+def test_a_second_run_encodes_nothing_and_editing_a_caption_encodes_one_entry(
+    cache, launch_here, forbidden_launch
+) -> None:
     cached(cache, launch_here)
     again = cached(cache, forbidden_launch)
     assert counts(again) == {"encoded": 0, "reused": 6, "removed": 0, "failed": 0}
@@ -100,14 +104,14 @@ def test_a_second_run_encodes_nothing_and_an_edited_caption_one(cache, launch_he
     assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 5, "removed": 1, "failed": 0}
 
 
-def test_the_wanted_captions_do_not_depend_on_the_order_of_the_rows(cache) -> None:
+def test_the_needed_captions_do_not_depend_on_row_order(cache) -> None:
     captions = cache.captions()["caption"].to_list()
-    wanted = needed_captions(cache.recipe, captions).to_list()
-    assert wanted == sorted({*captions, ""})
-    assert wanted == needed_captions(cache.recipe, captions[::-1]).to_list()
+    needed = needed_captions(cache.recipe, captions).to_list()
+    assert needed == sorted({*captions, ""})
+    assert needed == needed_captions(cache.recipe, captions[::-1]).to_list()
 
 
-def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(cache, launch_here) -> None:
+def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character(cache, launch_here) -> None:
     caption = "Ünïcode 日本 " + "the cat " * 80
     set_caption(cache, "cat", caption)
     result = cached(cache, launch_here)
@@ -129,7 +133,7 @@ def test_C05_tokens_are_counted_and_what_is_cut_is_known_character_by_character(
     assert np.array_equal(*same)
 
 
-def test_token_counts_survive_where_the_entry_is_trusted_and_where_the_table_is_lost(
+def test_token_counts_are_the_same_for_trusted_entries_and_after_the_table_is_lost(
     cache, launch_here, forbidden_launch
 ) -> None:
     first = cached(cache, launch_here).table
@@ -143,7 +147,7 @@ def test_a_very_long_caption_still_fits_an_entrys_header(cache, launch_here) -> 
     assert cached(cache, launch_here).report["failed"] == 0
 
 
-def test_an_encoder_that_answers_nan_is_an_error_that_names_the_caption_and_the_model(
+def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
     cache, launch_here, tmp_path: Path
 ) -> None:
     import shutil
@@ -162,10 +166,10 @@ def test_an_encoder_that_answers_nan_is_an_error_that_names_the_caption_and_the_
     assert str(folder) in str(caught.value)
 
 
-def test_text_encoders_that_do_not_fit_say_what_takes_less(
+def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(
     cache, launch_here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each caption needs more than any machine has; the allocator itself refuses."""
+    """Each caption allocates more memory than any machine has, so the allocator raises the error."""
     needs = "pipeline.models.worker.text.TextConditioner.encode_caption"
     monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as caught:
@@ -202,7 +206,7 @@ def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-def test_rows_are_joined_by_sample_and_not_by_position(cache, launch_here) -> None:
+def test_rows_are_joined_by_sample_id_and_not_by_position(cache, launch_here) -> None:
     cached(cache, launch_here)
     shuffled = cache.captions().sample(fraction=1.0, shuffle=True, seed=3)
     result = cache_text(cache.recipe, shuffled, cache.tables, launch=launch_here, log=lambda _: None)

@@ -1,4 +1,4 @@
-"""Captions whose entries are as long as they are, through cache, gates and repair."""
+"""Ragged text entries, which are as long as their captions, in the cache, the gates and repair."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ ASSET = "text_embeddings"
 def job(tmp_path: Path, photos: Path, launch_here: Any) -> Job:
     make_tiny_z_image(tmp_path / "base")
     (photos / "cat.txt").write_text("a cat " * 30, encoding="utf-8")
-    made = Job(recipe_of(photos.parent, tmp_path / "base"), launch_here)
-    made.run()
-    return made
+    cached_job = Job(recipe_of(photos.parent, tmp_path / "base"), launch_here)
+    cached_job.run()
+    return cached_job
 
 
-def test_T03_each_entry_is_as_long_as_its_caption_and_the_table_says_so(job: Job) -> None:
+def test_T03_each_entry_is_as_long_as_its_caption_and_the_table_records_the_length(job: Job) -> None:
     table, entries = job.tables.read(ASSET), RecipeEntries(job.recipe)
     assert table["text_length"].n_unique() > 2
     assert (table["text_length"] == table["num_tokens"]).all()
@@ -39,7 +39,7 @@ def test_T03_each_entry_is_as_long_as_its_caption_and_the_table_says_so(job: Job
     assert job.failing(ASSET) == {}
 
 
-def test_T03_a_warm_run_trusts_them_and_one_without_a_table_reads_their_lengths(
+def test_T03_a_warm_run_uses_the_recorded_lengths_and_a_run_without_a_table_reads_them(
     job: Job, forbidden_launch: Any
 ) -> None:
     before = job.tables.read(ASSET)
@@ -51,20 +51,20 @@ def test_T03_a_warm_run_trusts_them_and_one_without_a_table_reads_their_lengths(
     assert warm.tables.read(ASSET).equals(before)
 
 
-def test_T02_a_table_that_says_another_length_closes_the_gate(job: Job) -> None:
+def test_T02_a_wrong_length_in_the_table_closes_the_gate(job: Job) -> None:
     table = job.tables.read(ASSET)
-    wrong = pl.when(pl.col("sample_id") == "photos/cat.png")
+    is_cat = pl.when(pl.col("sample_id") == "photos/cat.png")
     job.tables.write(
-        ASSET, table.with_columns(text_length=wrong.then(pl.col("text_length") - 1).otherwise("text_length"))
+        ASSET, table.with_columns(text_length=is_cat.then(pl.col("text_length") - 1).otherwise("text_length"))
     )
     failing = job.failing(ASSET)
     assert set(failing) == {"file_size_outliers"}
     assert [row["sample_id"] for row in failing["file_size_outliers"].rows] == ["photos/cat.png"]
-    job.tables.write(ASSET, table.with_columns(text_length=wrong.then(513).otherwise("text_length")))
+    job.tables.write(ASSET, table.with_columns(text_length=is_cat.then(513).otherwise("text_length")))
     assert "at most 512" in job.failing(ASSET)["shape_uniformity"].summary
 
 
-def test_L07_an_entry_of_a_shorter_caption_under_its_name_is_found_and_made_again(job: Job) -> None:
+def test_L07_an_entry_replaced_with_a_shorter_one_is_reported_and_encoded_again(job: Job) -> None:
     entries, path = RecipeEntries(job.recipe), job.entry(ASSET)
     sound = path.read_bytes()
     spec = entries.text_spec(job.tables.read(ASSET).filter(sample_id="photos/cat.png")["caption"][0])
@@ -80,7 +80,7 @@ def test_L07_an_entry_of_a_shorter_caption_under_its_name_is_found_and_made_agai
     assert path.read_bytes() == sound
 
 
-def test_training_asks_for_entries_of_the_recorded_length_and_remembers_it(job: Job) -> None:
+def test_training_inputs_have_entries_of_the_recorded_length(job: Job) -> None:
     table = job.tables.read(ASSET)
     inputs = training_inputs(job.recipe, RecipeEntries(job.recipe), job.tables.read("vae_latents"), table)
     lengths = dict(table.select("sample_id", "text_length").iter_rows())

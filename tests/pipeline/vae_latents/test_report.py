@@ -1,4 +1,4 @@
-"""Which latents are looked at, what is said of them, and the pictures, drawn by the real encoder."""
+"""The sample of decoded latents, their statistics and their pictures, drawn by the real encoder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def some_rows(number: int, **columns: Any) -> pl.DataFrame:
 
 
 @pytest.mark.parametrize("number", [3, 8, 64, 5000])
-def test_a_sample_is_the_same_in_whatever_order_and_never_too_small(number: int) -> None:
+def test_the_sample_does_not_depend_on_row_order_and_has_the_requested_size(number: int) -> None:
     rows = some_rows(number)
     sample = decoded.sample_of(rows, 8)
     assert len(sample) == min(8, number)
@@ -61,7 +61,7 @@ def test_a_sample_is_the_same_in_whatever_order_and_never_too_small(number: int)
     assert sample["content_hash"].to_list() == sorted(rows["content_hash"].to_list())[:8]
 
 
-def test_a_sample_has_each_content_once_and_no_mirrored_ones() -> None:
+def test_the_sample_contains_each_image_once_and_no_mirrored_latents() -> None:
     rows = pl.concat([some_rows(5), some_rows(5, flipped=[True] * 5), some_rows(5, key=list("abcde"))])
     sample = decoded.sample_of(rows, 8)
     assert sample["content_hash"].n_unique() == len(sample) == 5
@@ -69,14 +69,14 @@ def test_a_sample_has_each_content_once_and_no_mirrored_ones() -> None:
     assert decoded.sample_of(rows.clear(), 8).is_empty()
 
 
-def test_the_ratio_is_that_of_scikit_image_and_finite_for_equal_images() -> None:
+def test_psnr_equals_that_of_scikit_image_and_is_finite_for_equal_images() -> None:
     generator = np.random.default_rng(3)
     image, other = generator.integers(0, 256, (2, 40, 30, 3), dtype=np.uint8)
     assert decoded.psnr_db(image, other) == pytest.approx(peak_signal_noise_ratio(image, other), abs=1e-9)
     assert decoded.psnr_db(image, image) == pytest.approx(10 * np.log10(255**2 * image.size))
 
 
-def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
+def test_each_picture_shows_the_image_next_to_the_latent_decoded_as_diffusers_does(
     cache: Any, launch_here: Any, tiny_sd: Path
 ) -> None:
     from diffusers import AutoencoderKL
@@ -86,8 +86,8 @@ def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
     rows, table = result.report["decoded"], {row["sample_id"]: row for row in result.table.to_dicts()}
     assert {row["sample_id"] for row in rows} == set(table)
     vae, entries = AutoencoderKL.from_pretrained(tiny_sd / "vae"), RecipeEntries(cache.recipe)
-    for said in rows:
-        row = table[said["sample_id"]]
+    for reported in rows:
+        row = table[reported["sample_id"]]
         path, geometry = cache.photos / row["path"], Geometry.from_row(row)
         image = load_pixels(path, geometry, WHITE, content_hash=row["content_hash"])
         stored = read_torch(entries.store, entries.latent_spec(row))["latent"].float()
@@ -95,11 +95,11 @@ def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
             drawn = vae.decode(stored[None] / vae.config.scaling_factor).sample
         picture = (drawn / 2 + 0.5).clamp(0, 1)[0].permute(1, 2, 0).numpy()
         expected = peak_signal_noise_ratio(image, (picture * 255).round().astype(np.uint8))
-        assert said["psnr_db"] == pytest.approx(expected, abs=0.01)
-        with Image.open(folder_of(cache) / said["picture"]) as pair:
+        assert reported["psnr_db"] == pytest.approx(expected, abs=0.01)
+        with Image.open(folder_of(cache) / reported["picture"]) as pair:
             left = np.asarray(pair.convert("RGB"), dtype=float)[:, : row["target_width"]]
         assert left.shape == image.shape
-        assert np.abs(left - image).mean() < 6  # a JPEG
+        assert np.abs(left - image).mean() < 6  # JPEG is lossy
     ratios = [row["psnr_db"] for row in rows]
     assert result.report["psnr_db"] == pytest.approx(np.mean(ratios), abs=1e-3)
     assert result.report["psnr_lowest_db"] == min(ratios)
@@ -107,7 +107,7 @@ def test_each_image_stands_beside_what_diffusers_decodes_its_latent_to(
     assert any("5 latents decoded" in line for line in launch_here.said)
 
 
-def test_a_run_that_encodes_nothing_shows_the_last_pictures(
+def test_a_run_that_encodes_nothing_shows_the_previous_pictures(
     cache: Any, launch_here: Any, forbidden_launch: Any
 ) -> None:
     first = cached(cache, launch_here)
@@ -118,13 +118,13 @@ def test_a_run_that_encodes_nothing_shows_the_last_pictures(
     assert pictures(cache) == drawn
     assert again.report["pictures_seconds"] == 0
     shutil.rmtree(folder_of(cache))
-    without = cached(cache, forbidden_launch).report
-    assert "no latent has been decoded" in without["decoded_note"]
-    assert "psnr_db" not in without
-    assert without["latent_std"] == first.report["latent_std"]
+    report_without_pictures = cached(cache, forbidden_launch).report
+    assert "no latent has been decoded" in report_without_pictures["decoded_note"]
+    assert "psnr_db" not in report_without_pictures
+    assert report_without_pictures["latent_std"] == first.report["latent_std"]
 
 
-def test_of_changed_images_alone_new_pictures_are_drawn_and_old_ones_forgotten(
+def test_only_changed_images_are_drawn_again_and_their_old_pictures_are_deleted(
     cache: Any, launch_here: Any
 ) -> None:
     cached(cache, launch_here)
@@ -139,17 +139,17 @@ def test_of_changed_images_alone_new_pictures_are_drawn_and_old_ones_forgotten(
     assert len(set(before) - set(after)) == 2
 
 
-def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
+def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
     cache: Any, launch_here: Any
 ) -> None:
-    """Rank 0 draws what it encoded and what was there, rank 1 what it encoded."""
-    kept: list[Path] = []
+    """Rank 0 draws the latents that it encoded and the existing ones; rank 1 draws only its own."""
+    copied_orders: list[Path] = []
     by_rank_1: dict[str, bytes] = {}
 
     def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
         meanwhile()
         copied = shutil.copytree(order.parent, folder_of(cache).parent / "order")
-        kept.append(copied / order.name)
+        copied_orders.append(copied / order.name)
         run(order, launch_here, rank=1, num_ranks=2)
         by_rank_1.update(pictures(cache))
         for name in by_rank_1:
@@ -164,7 +164,7 @@ def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
         entries, row = RecipeEntries(cache.recipe), cache.buckets().filter(pl.col("path") == f"{name}.png")
         entries.store.path(entries.latent_spec(row.row(0, named=True))).unlink()
     cached(cache, launch)
-    order = read_order(kept[0])
+    order = read_order(copied_orders[0])
     assert {job.name for job in order.jobs} == {"photos/cat.png", "photos/coffee.png", "photos/rocket.png"}
     assert len(pictures(cache)) == 5
     assert 1 <= len(by_rank_1) <= 2
@@ -172,7 +172,7 @@ def test_two_processes_draw_each_picture_once_also_those_of_entries_made_before(
 
 
 class Drawing:
-    """An encoder whose entries are made, and what is to be drawn."""
+    """An encoder with finished entries, and the pictures to draw from them."""
 
     def __init__(self, cache: Any, launch_here: Any) -> None:
         self.cache = cache
@@ -202,51 +202,51 @@ class Drawing:
         return decoded.read(self.pictures.folder, [job.spec.key for job in self.pictures.jobs])
 
 
-def test_what_memory_does_not_suffice_for_or_cannot_be_read_is_said_and_the_rest_is_drawn(
+def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_rest_are_drawn(
     cache: Any, launch_here: Any
 ) -> None:
     drawing = Drawing(cache, launch_here)
     (cache.photos / "cat.png").unlink()
     decode = drawing.encoder._family.vae.decode
 
-    def cramped(vae: Any, latent: torch.Tensor) -> torch.Tensor:
+    def decode_with_little_memory(vae: Any, latent: torch.Tensor) -> torch.Tensor:
         if latent.shape[-1] > latent.shape[-2]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return decode(vae, latent)
 
-    drawing.encoder._family.vae.decode = cramped  # type: ignore[method-assign]
+    drawing.encoder._family.vae.decode = decode_with_little_memory  # type: ignore[method-assign]
     wide = cache.buckets().filter(pl.col("target_width") > pl.col("target_height"))
-    seen = drawing.draw()
-    assert len(seen) == 5 - 1 - len(wide)
+    decoded_latents = drawing.draw()
+    assert len(decoded_latents) == 5 - 1 - len(wide)
     assert len(wide) > 0
     assert sum("memory ran out" in line for line in drawing.said) == len(wide)
     assert sum("photos/cat.png: ImageError" in line for line in drawing.said) == 1
 
 
-def test_a_decoder_that_overflows_in_half_precision_is_asked_again_in_float32(
+def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
     cache: Any, launch_here: Any, tiny_sd: Path, tmp_path: Path
 ) -> None:
     base = shutil.copytree(tiny_sd, tmp_path / "loud")
     file = base / "vae" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
-    weights["decoder.conv_in.weight"] *= 1e6  # normed away behind it
+    weights["decoder.conv_in.weight"] *= 1e6  # a later normalisation cancels the factor
     weights["decoder.conv_in.bias"] *= 1e6
     save_file(weights, file, metadata={"format": "pt"})
-    half, whole = (
+    half, full = (
         cache.with_settings(model={"base": str(base)}, latents={"compute_dtype": dtype, "posterior": "mean"})
         for dtype in ("float16", "float32")
     )
-    found = []
-    for each in (half, whole):
-        found.append(
+    psnr_by_sample = []
+    for each in (half, full):
+        psnr_by_sample.append(
             {row["sample_id"]: row["psnr_db"] for row in cached(each, launch_here).report["decoded"]}
         )
         shutil.rmtree(folder_of(each))
-    assert len(found[0]) == 5
-    assert found[0] == pytest.approx(found[1], abs=0.1)
+    assert len(psnr_by_sample[0]) == 5
+    assert psnr_by_sample[0] == pytest.approx(psnr_by_sample[1], abs=0.1)
 
 
-def test_a_large_image_is_decoded_in_its_middle_on_a_cpu(
+def test_on_a_cpu_only_the_centre_of_a_large_image_is_decoded(
     cache: Any, launch_here: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.vae_latents.worker.reconstruct.CPU_WINDOW_PX", 40)
@@ -268,34 +268,36 @@ def keep(folder: Path, number: int, noise: int) -> str:
     return key
 
 
-def test_the_note_is_there_when_most_pictures_are_less_like_than_their_mean_colour(tmp_path: Path) -> None:
+def test_a_note_warns_when_most_pictures_are_worse_than_their_mean_colour(tmp_path: Path) -> None:
     keys = [keep(tmp_path, number, noise) for number, noise in enumerate((10, 20, 5, 255, 255))]
-    looked_at = pl.DataFrame({"key": keys, "sample_id": [f"photos/{number}" for number in range(5)]})
-    said = decoded.report(tmp_path, looked_at)
-    assert "decoded_note" not in said
-    assert said["psnr_db"] == pytest.approx(np.mean([row["psnr_db"] for row in said["decoded"]]), abs=1e-3)
-    last = decoded.report(tmp_path, looked_at.tail(3))
+    sample = pl.DataFrame({"key": keys, "sample_id": [f"photos/{number}" for number in range(5)]})
+    report = decoded.report(tmp_path, sample)
+    assert "decoded_note" not in report
+    assert report["psnr_db"] == pytest.approx(
+        np.mean([row["psnr_db"] for row in report["decoded"]]), abs=1e-3
+    )
+    last = decoded.report(tmp_path, sample.tail(3))
     assert last["decoded_note"].startswith("2 of 3 ")
     assert len(list(tmp_path.glob("*.jpg"))) == 3
 
 
-def test_shown_are_the_first_and_always_the_lowest(tmp_path: Path) -> None:
+def test_the_report_shows_the_first_pictures_and_always_the_worst_one(tmp_path: Path) -> None:
     rows = [{"psnr_db": ratio} for ratio in (30.0, 31.0, 32.0, 33.0, 34.0, 20.0, 35.0)]
     assert [row["psnr_db"] for row in decoded.shown(rows)] == [30.0, 31.0, 32.0, 20.0]
     assert decoded.shown(rows[:1]) == rows[:1]
     assert decoded.shown([]) == []
 
 
-def test_a_picture_is_small_whatever_it_shows(tmp_path: Path) -> None:
+def test_the_picture_file_is_small_even_for_noise(tmp_path: Path) -> None:
     keep(tmp_path, 1, 255)
     (file,) = tmp_path.glob("*.jpg")
     assert file.stat().st_size * decoded.NUM_SHOWN <= 200_000
 
 
-def test_numbers_of_another_key_or_torn_ones_are_none(tmp_path: Path) -> None:
+def test_results_of_another_key_and_truncated_results_are_ignored(tmp_path: Path) -> None:
     key = keep(tmp_path, 1, 9)
-    alike = key[:16] + "0" * 48
-    assert decoded.read(tmp_path, [alike]) == []
+    same_prefix = key[:16] + "0" * 48
+    assert decoded.read(tmp_path, [same_prefix]) == []
     (file,) = tmp_path.glob("*.json")
     file.write_text(file.read_text("utf-8")[:20], encoding="utf-8")
     assert decoded.read(tmp_path, [key]) == []
@@ -303,7 +305,7 @@ def test_numbers_of_another_key_or_torn_ones_are_none(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("posterior", ["sample", "moments"])
-def test_statistics_are_those_of_the_stored_values(
+def test_statistics_equal_those_of_the_stored_values(
     cache: Any, launch_here: Any, dtype: str, posterior: str
 ) -> None:
     cache = cache.with_settings(latents={"dtype": dtype, "posterior": posterior, "flip": True})
@@ -319,5 +321,5 @@ def test_statistics_are_those_of_the_stored_values(
     assert last["channel"] == 3
     assert last["most"] == pytest.approx(float(values[3].max()), rel=1e-3)
     assert last["std"] == pytest.approx(float(values[3].std(correction=0)), rel=1e-3)
-    kept = json.loads((folder_of(cache) / "statistics.json").read_text("utf-8"))
-    assert len(kept["keys"]) == 5
+    statistics = json.loads((folder_of(cache) / "statistics.json").read_text("utf-8"))
+    assert len(statistics["keys"]) == 5

@@ -24,8 +24,8 @@ from pipeline.reporting.reports import StageResult
 from pipeline.vae_latents.stage import cache_latents
 
 
-def cached(cache, launch, said: list[str] | None = None) -> StageResult:
-    log = said.append if said is not None else lambda _: None
+def cached(cache, launch, log_lines: list[str] | None = None) -> StageResult:
+    log = log_lines.append if log_lines is not None else lambda _: None
     result = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch, log=log)
     return cache.keep("vae_latents", result)
 
@@ -35,7 +35,7 @@ def counts(result: StageResult) -> dict[str, int]:
 
 
 def pixels_by_hand(path: Path, geometry: Geometry) -> torch.Tensor:
-    """Resize everything, then crop: (1, 3, H, W) in [-1, 1]."""
+    """Return the resized and cropped image as a float tensor (1, 3, H, W) in [-1, 1]."""
     target = geometry.target_size
     with Image.open(path) as image:
         box = geometry.source_box
@@ -44,7 +44,7 @@ def pixels_by_hand(path: Path, geometry: Geometry) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("posterior", ["sample", "mean"])
-def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, tiny_sd, posterior) -> None:
+def test_latents_equal_those_of_diffusers_for_the_same_pixels(cache, launch_here, tiny_sd, posterior) -> None:
     from diffusers import AutoencoderKL
 
     cache = cache.with_settings(latents={"posterior": posterior, "dtype": "float32"})
@@ -67,7 +67,7 @@ def test_latents_are_those_of_diffusers_on_the_same_pixels(cache, launch_here, t
         assert 0.3 < stored.std() < 3
 
 
-def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here, tiny_sd) -> None:
+def test_moments_and_mirrored_latents_equal_those_of_diffusers(cache, launch_here, tiny_sd) -> None:
     from diffusers import AutoencoderKL
 
     cache = cache.with_settings(latents={"posterior": "moments", "flip": True, "dtype": "float32"})
@@ -88,7 +88,9 @@ def test_moments_and_mirrored_latents_are_those_of_diffusers(cache, launch_here,
         assert (stored["std"] > 0).all()
 
 
-def test_L11_mirrored_latents_are_added_without_touching_the_others(cache, launch_here, entry_bytes) -> None:
+def test_L11_adding_mirrored_latents_leaves_existing_entries_unchanged(
+    cache, launch_here, entry_bytes
+) -> None:
     cached(cache, launch_here)
     plain = entry_bytes()
     flipped = cache.with_settings(latents={"flip": True})
@@ -97,7 +99,7 @@ def test_L11_mirrored_latents_are_added_without_touching_the_others(cache, launc
     assert counts(cached(cache, launch_here)) == {"encoded": 0, "reused": 5, "removed": 5, "failed": 0}
 
 
-def test_a_sample_whose_mirrored_latent_fails_is_rejected_whole(cache, launch_here) -> None:
+def test_a_sample_is_rejected_if_its_mirrored_latent_fails(cache, launch_here) -> None:
     buckets = cache.buckets()
     flipped = cache.with_settings(latents={"flip": True})
     (cache.photos / "cat.png").unlink()
@@ -107,60 +109,60 @@ def test_a_sample_whose_mirrored_latent_fails_is_rejected_whole(cache, launch_he
     assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (5, 4, 1)
 
 
-def test_a_second_run_encodes_nothing_and_reuses_everything(cache, launch_here, forbidden_launch) -> None:
+def test_a_second_run_encodes_nothing_and_reuses_every_entry(cache, launch_here, forbidden_launch) -> None:
     assert counts(cached(cache, launch_here)) == {"encoded": 5, "reused": 0, "removed": 0, "failed": 0}
     again = cached(cache, forbidden_launch)
     assert counts(again) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
     assert again.report["startup_seconds"] == 0
 
 
-def test_a_warm_run_opens_no_entry_and_one_without_its_table_opens_all(
+def test_a_warm_run_reads_no_entry_and_a_run_without_the_table_reads_all(
     cache, launch_here, forbidden_launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline.cache import store
 
     cached(cache, launch_here)
-    read: list[Path] = []
-    whole = store._read_file
-    monkeypatch.setattr(store, "_read_file", lambda path: read.append(path) or whole(path))
+    read_paths: list[Path] = []
+    read_file = store._read_file
+    monkeypatch.setattr(store, "_read_file", lambda path: read_paths.append(path) or read_file(path))
     cached(cache, forbidden_launch)
-    assert read == []
+    assert read_paths == []
     cache.tables.path("vae_latents").unlink()
     assert cached(cache, forbidden_launch).report["reused"] == 5
-    assert len(read) == 5
+    assert len(read_paths) == 5
 
 
-def test_processes_start_before_the_look_at_all_entries_where_one_is_missing_for_certain(
+def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missing(
     cache, launch_here, forbidden_launch
 ) -> None:
     cached(cache, launch_here)
-    looked_at: list[bool] = []
+    checked_before_launch: list[bool] = []
 
     def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
-        looked_at.append(bool(said))
+        checked_before_launch.append(bool(log_lines))
         launch_here(module, order, meanwhile)
 
-    said: list[str] = []
+    log_lines: list[str] = []
     shutil.copy(cache.photos / "cat.png", cache.photos / "cat2.png")
-    assert cached(cache, forbidden_launch).report["reused"] == 5, "a new image, whose entry is there"
+    assert cached(cache, forbidden_launch).report["reused"] == 5, "the new image has an existing entry"
     with Image.open(cache.photos / "cat.png") as image:
         image.transpose(Image.Transpose.FLIP_LEFT_RIGHT).save(cache.photos / "cat2.png")
-    assert cached(cache, launch, said).report["encoded"] == 1
-    said.clear()
+    assert cached(cache, launch, log_lines).report["encoded"] == 1
+    log_lines.clear()
     next((cache.recipe.cache_dir / "latents").glob("*/*")).unlink()
-    assert cached(cache, launch, said).report["encoded"] == 1
-    assert looked_at == [False, True], "what a table knows is looked at before"
+    assert cached(cache, launch, log_lines).report["encoded"] == 1
+    assert checked_before_launch == [False, True], "entries recorded in a table are checked before the launch"
 
 
-def test_L10_entries_that_another_job_made_meanwhile_count_as_reused(cache, launch_here) -> None:
-    def beaten(module: str, order: Path, meanwhile: Meanwhile) -> None:
+def test_L10_entries_written_by_a_concurrent_job_count_as_reused(cache, launch_here) -> None:
+    def launch_twice(module: str, order: Path, meanwhile: Meanwhile) -> None:
         launch_here(module, order, meanwhile)
         launch_here(module, order)
 
-    assert counts(cached(cache, beaten)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
+    assert counts(cached(cache, launch_twice)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
 
 
-def test_one_edited_picture_of_the_same_name_and_size_is_one_latent(cache, launch_here) -> None:
+def test_editing_an_image_in_place_encodes_one_latent(cache, launch_here) -> None:
     cached(cache, launch_here)
     path = cache.photos / "cat.png"
     with Image.open(path) as image:
@@ -169,7 +171,9 @@ def test_one_edited_picture_of_the_same_name_and_size_is_one_latent(cache, launc
     assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 4, "removed": 1, "failed": 0}
 
 
-def test_add_remove_rename_and_repeat_cost_what_they_must(cache, launch_here, forbidden_launch) -> None:
+def test_renaming_duplicating_and_removing_images_encodes_nothing(
+    cache, launch_here, forbidden_launch
+) -> None:
     cached(cache, launch_here)
     (cache.photos / "cat.png").rename(cache.photos / "renamed.png")
     assert counts(cached(cache, forbidden_launch))["reused"] == 5
@@ -181,11 +185,11 @@ def test_add_remove_rename_and_repeat_cost_what_they_must(cache, launch_here, fo
     assert counts(cached(cache, forbidden_launch)) == {"encoded": 0, "reused": 4, "removed": 1, "failed": 0}
 
 
-def test_L15_moved_sources_and_a_moved_cache_cost_nothing(
+def test_L15_moving_the_dataset_and_the_cache_encodes_nothing(
     cache, launch_here, forbidden_launch, tmp_path
 ) -> None:
     cached(cache, launch_here)
-    cache.photos = cache.photos.rename(tmp_path / "elsewhere")
+    cache.photos = cache.photos.rename(tmp_path / "moved")
     moved = cache.recipe.cache_dir.rename(tmp_path / "cache2")
     again = cache.with_settings(
         cache_dir=str(moved), datasets=[{"name": "renamed", "path": str(cache.photos)}]
@@ -195,7 +199,9 @@ def test_L15_moved_sources_and_a_moved_cache_cost_nothing(
     assert counts(result)["reused"] == 5
 
 
-def test_a_latents_bytes_do_not_depend_on_its_batch_mates(cache, launch_here, entry_bytes) -> None:
+def test_the_bytes_of_a_latent_do_not_depend_on_the_other_images_of_its_batch(
+    cache, launch_here, entry_bytes
+) -> None:
     cached(cache, launch_here)
     together = entry_bytes()
     for path in sorted(cache.photos.glob("*.png")):
@@ -223,7 +229,7 @@ def test_each_stored_dtype_reads_back(cache, launch_here, dtype: str) -> None:
         assert latent.isfinite().all()
 
 
-def test_an_image_that_changes_after_the_scan_is_rejected_and_the_others_go_on(cache, launch_here) -> None:
+def test_an_image_changed_after_the_scan_is_rejected_and_the_others_are_encoded(cache, launch_here) -> None:
     buckets = cache.buckets()
     (cache.photos / "cat.png").write_bytes((cache.photos / "coffee.png").read_bytes())
     (cache.photos / "rocket.png").unlink()
@@ -234,8 +240,8 @@ def test_an_image_that_changes_after_the_scan_is_rejected_and_the_others_go_on(c
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 5
 
 
-def test_L05_a_damaged_vae_is_an_error_and_never_a_zero(cache, launch_here, tmp_path) -> None:
-    """The first layer of the damaged VAE is infinite."""
+def test_L05_a_damaged_vae_is_an_error_and_writes_no_entry(cache, launch_here, tmp_path) -> None:
+    """The weights of the VAE's first layer are infinite."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "damaged"
@@ -250,7 +256,7 @@ def test_L05_a_damaged_vae_is_an_error_and_never_a_zero(cache, launch_here, tmp_
     assert list(cache.recipe.cache_dir.rglob("*.safetensors")) == []
 
 
-def test_L05_values_that_do_not_fit_the_stored_dtype_are_an_error_that_names_the_dtype_that_does(
+def test_L05_latents_outside_the_range_of_the_stored_dtype_are_an_error_that_names_a_wider_dtype(
     cache, launch_here, tmp_path
 ) -> None:
     folder = tmp_path / "loud"
@@ -263,7 +269,7 @@ def test_L05_values_that_do_not_fit_the_stored_dtype_are_an_error_that_names_the
     assert cached(fits, launch_here).report["failed"] == 0
 
 
-def test_half_precision_compute_gives_almost_the_same_latents(cache, launch_here) -> None:
+def test_computing_in_half_precision_gives_nearly_the_same_latents(cache, launch_here) -> None:
     exact, half = (
         cached(cache.with_settings(latents={"compute_dtype": dtype, "posterior": "mean"}), launch_here)
         for dtype in ("float32", "bfloat16")
@@ -276,7 +282,7 @@ def test_half_precision_compute_gives_almost_the_same_latents(cache, launch_here
         assert np.abs(first - second).max() < 0.25
 
 
-def test_L06_L07_damaged_entries_are_named_and_made_again(cache, launch_here, entry_bytes) -> None:
+def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, launch_here, entry_bytes) -> None:
     cached(cache, launch_here)
     sound = entry_bytes()
     names = sorted(sound)
@@ -287,17 +293,17 @@ def test_L06_L07_damaged_entries_are_named_and_made_again(cache, launch_here, en
     raw[-1] ^= 64
     flipped.write_bytes(raw)
     gone.unlink()
-    said: list[str] = []
-    result = cached(cache, launch_here, said)
+    log_lines: list[str] = []
+    result = cached(cache, launch_here, log_lines)
     assert result.report["encoded"] == 4
     assert result.report["damaged"] == 3
     assert entry_bytes() == sound
     for path in (cut, grown, flipped):
-        assert any(str(path) in line for line in said), path
+        assert any(str(path) in line for line in log_lines), path
 
 
-def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None:
-    def liar(_: str, order: Path, meanwhile: Meanwhile) -> None:
+def test_an_entry_that_was_reported_as_encoded_but_is_missing_is_an_error(cache) -> None:
+    def launch_without_writing(_: str, order: Path, meanwhile: Meanwhile) -> None:
         meanwhile()
         keys = [job.spec.key for job in read_order(order).jobs]
         lines = [json.dumps({"key": key, "outcome": "made", "failure": None}) for key in keys]
@@ -306,20 +312,18 @@ def test_an_entry_the_encoder_claims_but_did_not_make_is_an_error(cache) -> None
         )
 
     with pytest.raises(StoreError, match="was encoded, but it is missing"):
-        cached(cache, liar)
+        cached(cache, launch_without_writing)
 
 
-def test_progress_comes_as_it_goes_and_ends_with_all(cache, launch_here) -> None:
+def test_the_last_progress_line_counts_all_latents(cache, launch_here) -> None:
     cached(cache, launch_here)
     assert launch_here.said[-1] == "5/5 latents encoded"
 
 
-def test_L10_two_jobs_at_once_on_an_empty_cache_both_end_well_with_the_bytes_of_a_lone_one(
-    cache, launch_here, entry_bytes
-) -> None:
-    """Real child processes, started together."""
+def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, launch_here, entry_bytes) -> None:
+    """Both jobs run real child processes and start at the same time."""
     cached(cache, launch_here)
-    lone = entry_bytes()
+    expected_entries = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     launch = LocalLaunch(cache.recipe.accelerate)
     buckets = cache.buckets()
@@ -329,7 +333,7 @@ def test_L10_two_jobs_at_once_on_an_empty_cache_both_end_well_with_the_bytes_of_
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(job, range(2))
-    assert entry_bytes() == lone
+    assert entry_bytes() == expected_entries
     assert first.table["key"].to_list() == second.table["key"].to_list()
     assert first.report["startup_seconds"] > first.report["seconds"]
     assert not list(cache.recipe.cache_dir.rglob("*.tmp"))

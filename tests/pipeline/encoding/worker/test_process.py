@@ -1,4 +1,4 @@
-"""The process that encodes: what it brings along."""
+"""The modules that an encoding process imports, and the entries that it writes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ print(json.dumps(sorted(sys.modules)))
 """
 
 
-class Alone:
-    """A launch of one process, which tells what it imported."""
+class RecordingLaunch:
+    """A launch of one separate process that records the modules it imported."""
 
     def __init__(self) -> None:
         self.modules: set[str] = set()
@@ -38,12 +38,12 @@ class Alone:
         with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
             assert not (order.parent / JOBS_FILE).exists()
             meanwhile()
-            said, _ = process.communicate()
+            output, _ = process.communicate()
         assert process.returncode == 0
-        self.modules = set(json.loads(said.splitlines()[-1]))
+        self.modules = set(json.loads(output.splitlines()[-1]))
 
 
-NEVER = {"polars", "dagster", "pandera"}
+FORBIDDEN_MODULES = {"polars", "dagster", "pandera"}
 
 
 @pytest.mark.parametrize("stage", [cache_latents, cache_text], ids=["latents", "text"])
@@ -51,9 +51,9 @@ def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
     cache: Any, entry_bytes: Any, launch_here: Any, stage: Any
 ) -> None:
     rows = cache.buckets() if stage is cache_latents else cache.captions()
-    launch = Alone()
+    launch = RecordingLaunch()
     stage(cache.recipe, rows, cache.tables, launch=launch, log=str)
-    assert not NEVER & launch.modules
+    assert not FORBIDDEN_MODULES & launch.modules
     alone = entry_bytes()
     for path in cache.recipe.cache_dir.rglob("*.safetensors"):
         path.unlink()

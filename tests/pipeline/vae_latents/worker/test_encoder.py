@@ -35,12 +35,12 @@ class Listener:
 
 
 SQUARE = ("cat.png", "camera.png", "coffee.png", "rocket.png")
-"""Pictures that are given one shape: more than the probes, which have a pass each, leave for batches."""
+"""Images that get the same target size, enough to form batches beyond the probes, which run one by one."""
 
 
 @pytest.fixture
 def order(cache, tmp_path: Path) -> Order:
-    """Five pictures, of which four share one shape."""
+    """Five images; four of them have the same target size."""
     return order_of(cache, tmp_path)
 
 
@@ -73,7 +73,7 @@ def encoder_of(order: Order, listener: Listener, device: str = "cpu") -> LatentE
 
 
 def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = float("inf")) -> list[int]:
-    """Record the images of each forward pass; more than `limit`, or of more pixels, run out of memory."""
+    """Record the batch size of each forward pass; fail above `limit` images or `limit_px` pixels."""
     sizes: list[int] = []
     inner = encoder._family.vae.posterior
 
@@ -87,16 +87,14 @@ def sizes_of_passes(encoder: LatentEncoder, limit: int = 99, limit_px: float = f
     return sizes
 
 
-def test_on_the_cpu_each_image_has_a_pass_of_its_own(order: Order, listener: Listener) -> None:
+def test_the_cpu_encodes_one_image_per_forward_pass(order: Order, listener: Listener) -> None:
     encoder = encoder_of(order, listener)
     sizes = sizes_of_passes(encoder)
     encode(encoder, order)
     assert sizes == [1] * 5
 
 
-def test_a_batch_gives_the_latents_of_single_images_to_the_last_digits(
-    order: Order, listener: Listener
-) -> None:
+def test_a_batch_gives_nearly_the_same_latents_as_single_images(order: Order, listener: Listener) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
     encoder._batches._max_px = 10**9
@@ -108,7 +106,7 @@ def test_a_batch_gives_the_latents_of_single_images_to_the_last_digits(
         assert np.abs(together[name] - latent).max() < 2e-3, name  # stored as float16
 
 
-def test_L09_out_of_memory_halves_the_batch_and_loses_nothing(order: Order, listener: Listener) -> None:
+def test_L09_out_of_memory_halves_the_batch_and_loses_no_image(order: Order, listener: Listener) -> None:
     single = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
     encoder._batches._max_px = 10**9
@@ -120,28 +118,26 @@ def test_L09_out_of_memory_halves_the_batch_and_loses_nothing(order: Order, list
     assert any("memory ran out" in line for line in listener.lines)
 
 
-def test_a_pass_is_begun_before_the_last_ones_answers_are_waited_for_where_that_pays(
+def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
     order: Order, listener: Listener
 ) -> None:
-    """As on a GPU; the latents are the same, and come in the same order."""
+    """Overlap is used on GPUs; it changes neither the latents nor their order."""
     plain = encode(encoder_of(order, listener), order)
     encoder = encoder_of(order, listener)
     encoder._batches.overlap = 1
     sizes = sizes_of_passes(encoder)
-    begun: list[int] = []
+    started_passes: list[int] = []
     found: dict[str, np.ndarray] = {}
     for job, outcome in encoder.encoded(order.jobs, Store(order.store_root)):
         assert isinstance(outcome, Encoded)
-        begun.append(len(sizes))
+        started_passes.append(len(sizes))
         found[job.name] = outcome.tensors["latent"]
-    assert begun == [3, 3, 3, 5, 5], "the probes are ended together; then one pass is ahead"
+    assert started_passes == [3, 3, 3, 5, 5], "the probes finish together, then one pass runs ahead"
     assert list(found) == list(plain)
     assert all(np.array_equal(found[name].astype(np.float32), plain[name]) for name in plain)
 
 
-def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
-    order: Order, listener: Listener
-) -> None:
+def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, listener: Listener) -> None:
     encoder = encoder_of(order, listener)
     encoder._batches.overlap = 1
     inner = encoder._family.vae.posterior
@@ -157,21 +153,21 @@ def test_L09_what_was_encoded_before_memory_ran_out_is_not_lost_with_it(
     ended: list[str] = []
     with pytest.raises(LaunchError, match="memory ran out"):
         ended += (job.name for job, _ in encoder.encoded(order.jobs, Store(order.store_root)))
-    assert len(passes) == 5, "the last one was begun before the one before it was ended"
+    assert len(passes) == 5, "the last pass must start before the previous one finishes"
     assert ended == [job.name for job in order.jobs][:4]
 
 
-def test_L09_out_of_memory_with_one_image_is_a_clear_error(order: Order, listener: Listener) -> None:
+def test_L09_out_of_memory_on_a_single_image_is_an_error_with_a_fix(order: Order, listener: Listener) -> None:
     encoder = encoder_of(order, listener)
     sizes_of_passes(encoder, limit=0)
     with pytest.raises(LaunchError, match=r"(?s)astronaut.png alone \(3,840 pixels\)\n.*resolution"):
         encode(encoder, order)
 
 
-def test_L09_what_does_not_fit_alone_is_encoded_in_tiles_and_says_so(
+def test_L09_an_image_that_does_not_fit_in_memory_is_encoded_in_tiles_with_a_log_line(
     order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pass of 48 x 48 pixels is the most that fits."""
+    """At most 48 x 48 pixels fit into one forward pass."""
     whole = encode(encoder_of(order, listener), order)
     monkeypatch.setattr("pipeline.vae_latents.worker.vae_batches.TILES_PX", (56, 48))
     encoder = encoder_of(order, listener)
@@ -182,7 +178,7 @@ def test_L09_what_does_not_fit_alone_is_encoded_in_tiles_and_says_so(
         assert outcome.facts == {"tile_px": 48}
         tiled = outcome.tensors["latent"].astype(np.float32)
         assert tiled.shape == whole[name].shape
-        # Group norms and attention see the tile and not the image: alike, and not the same.
+        # Group norms and attention see the tile instead of the image, so values are close but not equal.
         assert np.corrcoef(tiled.ravel(), whole[name].ravel())[0, 1] > 0.6, name
     again = encoder_of(order, listener)
     sizes_of_passes(again, limit_px=48 * 48)
@@ -195,8 +191,8 @@ def test_L09_what_does_not_fit_alone_is_encoded_in_tiles_and_says_so(
 
 
 @pytest.mark.slow
-def test_L09_a_cpu_that_really_runs_out_of_memory_goes_on_in_tiles(cache, tmp_path: Path) -> None:
-    """A kernel's limit of 320 MB above what a small pass needs; a whole picture of 1,024 px needs more."""
+def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp_path: Path) -> None:
+    """The kernel allows 320 MB above a small pass; a full image of 1,024 px needs more."""
     for path in cache.photos.glob("*.png"):
         if path.name != "cat.png":
             path.unlink()
@@ -220,10 +216,10 @@ def test_L09_a_cpu_that_really_runs_out_of_memory_goes_on_in_tiles(cache, tmp_pa
     assert state.metadata["tile_px"] in (512, 256)
 
 
-def test_L16_a_file_that_never_answers_is_rejected_by_name_and_the_others_go_on(
+def test_L16_an_image_that_blocks_when_read_is_rejected_by_name_and_the_others_are_encoded(
     order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pipe that nobody writes to is in a picture's place: reading it hangs, as on a dead disk."""
+    """A FIFO without a writer replaces an image, so reading it blocks as on a failing disk."""
     monkeypatch.setattr(latent_encoder, "TIMEOUT_S", 2.0)
     pipe = next(Path(job.work["root"], job.work["path"]) for job in order.jobs if job.name == "coffee.png")
     pipe.unlink()
@@ -235,7 +231,9 @@ def test_L16_a_file_that_never_answers_is_rejected_by_name_and_the_others_go_on(
     assert len(outcomes) == 5
 
 
-def test_L05_probes_stop_a_damaged_vae_before_the_long_pass(cache, tmp_path, listener) -> None:
+def test_L05_probes_detect_a_damaged_vae_before_the_other_images_are_encoded(
+    cache, tmp_path, listener
+) -> None:
     order = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
     encoder = encoder_of(order, listener)
     sizes = sizes_of_passes(encoder)
@@ -244,10 +242,10 @@ def test_L05_probes_stop_a_damaged_vae_before_the_long_pass(cache, tmp_path, lis
     assert len(sizes) <= 4, "three probes and the grey image"
 
 
-def test_L05_one_image_that_does_not_fit_the_stored_dtype_is_rejected_alone(
+def test_L05_an_image_outside_the_range_of_the_stored_dtype_is_rejected_alone(
     cache, tmp_path, listener
 ) -> None:
-    """The VAE's scaling is such that the loudest picture's values are too large for float16."""
+    """The VAE's scaling factor makes only the largest latent values exceed float16."""
     exact = order_of(cache, tmp_path)
     latents = encode(encoder_of(exact, listener), exact)
     quieter, loudest = sorted((float(np.abs(latent).max()), name) for name, latent in latents.items())[-2:]
@@ -263,10 +261,10 @@ def test_L05_one_image_that_does_not_fit_the_stored_dtype_is_rejected_alone(
     assert {name: failure.reason for name, failure in failed.items()} == {loudest[1]: "latent_overflow"}
 
 
-def test_L05_where_a_plain_picture_is_encoded_well_the_images_are_to_blame(
+def test_L05_if_a_plain_image_encodes_correctly_the_failing_images_are_rejected(
     order: Order, listener: Listener
 ) -> None:
-    """As on the second run of a dataset whose few rejected images are all that is missing."""
+    """This happens on the second run of a dataset when only rejected images are missing."""
     encoder = encoder_of(order, listener)
     inner = encoder._family.vae.posterior
 
@@ -281,7 +279,7 @@ def test_L05_where_a_plain_picture_is_encoded_well_the_images_are_to_blame(
     ] * 5
 
 
-def test_L03_a_vae_of_another_shape_than_its_configuration_says_is_an_error_at_once(
+def test_L03_a_vae_output_that_contradicts_its_configuration_is_an_immediate_error(
     order: Order, listener: Listener
 ) -> None:
     encoder = encoder_of(order, listener)
@@ -307,7 +305,7 @@ def with_weights(cache, tmp_path: Path, name: str, factor: float) -> Order:
     return order_of(cache.with_settings(model={"base": str(folder)}), tmp_path)
 
 
-def test_L05_half_precision_that_overflows_is_encoded_again_in_float32(cache, tmp_path, listener) -> None:
+def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tmp_path, listener) -> None:
     folder = shutil.copytree(cache.recipe.model.base, tmp_path / "loud")
     file = folder / "vae" / "diffusion_pytorch_model.safetensors"
     weights = load_file(file)
@@ -323,7 +321,9 @@ def test_L05_half_precision_that_overflows_is_encoded_again_in_float32(cache, tm
     assert sum(np.array_equal(got[name], expected[name]) for name in expected) >= 3
 
 
-def test_an_entry_that_appeared_meanwhile_is_not_encoded(order: Order, listener: Listener) -> None:
+def test_an_entry_written_by_another_job_in_the_meantime_is_not_encoded(
+    order: Order, listener: Listener
+) -> None:
     store, job = Store(order.store_root), order.jobs[0]
     store.write(job.spec, {"latent": np.zeros(job.spec.tensors["latent"].shape, "<f2")}, {})
     encoder = encoder_of(order, listener)
@@ -333,7 +333,7 @@ def test_an_entry_that_appeared_meanwhile_is_not_encoded(order: Order, listener:
     assert sum(sizes) == 4
 
 
-def test_I02_any_exception_of_one_image_rejects_it_alone(
+def test_I02_an_exception_for_one_image_rejects_only_that_image(
     order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inner = latent_encoder.load_pixels
@@ -350,7 +350,7 @@ def test_I02_any_exception_of_one_image_rejects_it_alone(
     assert "no room" in outcomes["cat.png"].detail
 
 
-def test_posterior_noise_is_the_keys_own_and_standard_normal() -> None:
+def test_posterior_noise_depends_on_the_key_and_is_standard_normal() -> None:
     keys = ("00ffaa11", "00ffaa11", "00ffaa12")
     first, again, other = (posterior_noise(key * 8, (1, 4, 128, 128)) for key in keys)
     assert torch.equal(first, again)
@@ -368,7 +368,7 @@ def gpu() -> str:
 
 
 @pytest.mark.gpu
-def test_a_gpus_latents_are_the_cpus_within_float16s_steps(
+def test_gpu_latents_equal_cpu_latents_within_float16_precision(
     order: Order, listener: Listener, gpu: str
 ) -> None:
     cpu = encode(encoder_of(order, listener), order)

@@ -14,13 +14,13 @@ FACTOR = 8
 
 
 def local(pixels: torch.Tensor) -> Posterior:
-    """An encoder whose every latent value depends on its own pixels alone: tiles cannot change it."""
+    """An encoder in which each latent value depends only on its own pixels, so tiling cannot change it."""
     mean = avg_pool2d(pixels, FACTOR)
     return Posterior(mean, mean.abs() + 1)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([32, 64, 128]))
-def test_L09_tiles_of_a_local_encoder_are_the_whole_in_shape_and_value(
+def test_L09_tiling_does_not_change_the_output_of_a_local_encoder(
     rows: int, columns: int, tile_px: int
 ) -> None:
     pixels = torch.rand((1, 3, rows * FACTOR, columns * FACTOR), generator=torch.manual_seed(0))
@@ -31,7 +31,7 @@ def test_L09_tiles_of_a_local_encoder_are_the_whole_in_shape_and_value(
 
 
 @given(st.integers(1, 500), st.sampled_from([8, 16, 32]), st.sampled_from([256, 512]))
-def test_tiles_cover_the_edge_begin_at_multiples_and_overlap(steps: int, multiple: int, tile_px: int) -> None:
+def test_tiles_cover_the_edge_start_at_multiples_and_overlap(steps: int, multiple: int, tile_px: int) -> None:
     edge_px = steps * multiple
     starts = tile_starts(edge_px, tile_px, multiple)
     assert starts[0] == 0
@@ -44,7 +44,7 @@ def test_tiles_cover_the_edge_begin_at_multiples_and_overlap(steps: int, multipl
     assert all(0 < stride <= tile_px * (1 - MIN_OVERLAP) + multiple for stride in strides)
 
 
-def test_no_tile_is_larger_than_asked_and_a_short_edge_is_taken_whole() -> None:
+def test_no_tile_exceeds_the_requested_size_and_a_short_edge_is_one_tile() -> None:
     seen: list[tuple[int, ...]] = []
 
     def noting(pixels: torch.Tensor) -> Posterior:
