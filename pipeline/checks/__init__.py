@@ -1,1 +1,1 @@
-"""Findings, gates and the checks that several stages share."""
+"""Results of checks, errors of closed gates, and helpers that the checks of several stages share."""

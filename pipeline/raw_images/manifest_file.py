@@ -77,7 +77,7 @@ def _require_columns(settings: DatasetSettings, table: pl.DataFrame) -> None:
         missing = [column for column in columns if column not in table.columns]
         if missing:
             existing = ", ".join(map(repr, table.columns))
-            what = f"the manifest lacks the column {missing[0]!r}; its columns are {existing}"
+            what = f"the manifest has no column {missing[0]!r}; its columns are {existing}"
             fix = _missing_column_fix(settings, table, key)
             raise DatasetError(what, where=str(settings.path), fix=fix)
 

@@ -2,6 +2,8 @@
 
 Each draw has its own stream, named by the parts that decide it, such as (seed, "noise", step, slot). A
 resumed run, or a run on another number of processes, therefore draws the same numbers in any order.
+
+Random crops are not drawn here but in `pipeline.images.geometry.placement`.
 """
 
 from __future__ import annotations

@@ -81,5 +81,5 @@ def test_large_batches_get_fewer_candidates_and_too_large_batches_are_an_error()
     assert 6 in fitted_lists(Dataset(height, width, 24), request, [6])
     with pytest.raises(BucketError, match="search for a free list with --free"):
         fitted_lists(Dataset(height, width, 6000), request, [6])
-    with pytest.raises(BucketError, match="no images"):
+    with pytest.raises(BucketError, match="at least one image"):
         fitted_lists(Dataset(height[:0], width[:0], 4), request, [6])

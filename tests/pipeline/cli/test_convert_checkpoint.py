@@ -94,5 +94,5 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    assert "ModelError: the folder exists, and nothing is ever replaced" in done.stderr
+    assert "ModelError: the folder exists and is never replaced" in done.stderr
     assert "AssertionError" not in done.stderr

@@ -96,7 +96,7 @@ def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("base", "said"),
     [
-        ("{root}/photos", "no model_index.json"),
+        ("{root}/photos", "lacks model_index.json"),
         ("{root}/none.safetensors", "has the name of a file and does not exist"),
         ("{root}/flowers.yaml", "is a file"),
         ("./none", "does not exist"),

@@ -23,12 +23,12 @@ def test_L14_a_disk_that_fills_up_during_a_job_loses_no_entry_and_the_next_run_r
 
     assert "the disk is full: an entry of " in filled["error"]
     assert str(photos.parent / "cache" / "latents") in filled["error"]
-    assert "what is in the cache stays valid" in filled["error"]
+    assert "existing entries stay valid" in filled["error"]
     assert [Path(name).suffix for name in filled["files"]] == [".safetensors"] * 2, (
         "a temporary file was not removed"
     )
 
-    assert "the missing entries need " in full["error"]
+    assert "bytes free for the missing entries" in full["error"]
     assert "(67,108,864 of them stay free), got 0" in full["error"]
     assert full["launched"] == filled["launched"] == 1, (
         "the space estimate must run before the encoder starts"
