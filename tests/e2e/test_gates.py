@@ -121,7 +121,7 @@ def test_I08_filters_that_reject_every_image_fail_the_job_before_any_launch(fres
     done = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
     problem = problem_of(done)
     assert "rejected_fraction: no samples are left of 5 images: 5 filter_min_width" in problem.what
-    assert "change filters.min_width of the dataset photos, which is 5000" in problem.fix
+    assert "change filters.min_width of dataset photos, now 5000" in problem.fix
     assert "pipeline.processes" not in done.stderr
     assert not (fresh.out / "reports" / "text_embeddings.json").exists()
     assert not list(fresh.cache.rglob("*.safetensors"))

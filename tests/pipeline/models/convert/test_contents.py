@@ -48,7 +48,9 @@ def test_each_layout_is_recognised_by_its_marks(tmp_path: Path, layout, prefix: 
 
 def test_the_page_on_families_lists_each_layout_with_its_reference() -> None:
     page = (project_root() / "docs" / "families.md").read_text(encoding="utf-8")
-    rows = page.split("| file | reference model | components taken from the file |\n|---|---|---|\n")[1].split("\n\n")[0]
+    rows = page.split("| file | reference model | components taken from the file |\n|---|---|---|\n")[
+        1
+    ].split("\n\n")[0]
     told = [row.strip("| ").split(" | ")[:2] for row in rows.splitlines()]
     assert [name for name, _ in told] == [layout.name for layout in LAYOUTS]
     for (_, like), layout in zip(told, LAYOUTS, strict=True):

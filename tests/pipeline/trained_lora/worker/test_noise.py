@@ -57,7 +57,11 @@ def test_betas_are_rescaled_as_in_algorithm_1_of_the_paper() -> None:
     class Beta:
         """A family whose schedule is Stable Diffusion's."""
 
-        def load_noise_scheduler(self) -> DDPMScheduler:
+        @property
+        def noise(self) -> Beta:
+            return self
+
+        def load_scheduler(self) -> DDPMScheduler:
             return DDPMScheduler(beta_start=0.00085, beta_end=0.012, beta_schedule="scaled_linear")
 
     plain: Any = make_noise_scheduler(Beta(), TrainingSettings())
@@ -126,7 +130,11 @@ def test_the_recipe_s_shift_replaces_the_scheduler_s() -> None:
     class Flow:
         """A family whose shift depends on the image's size."""
 
-        def load_noise_scheduler(self) -> FlowMatchEulerDiscreteScheduler:
+        @property
+        def noise(self) -> Flow:
+            return self
+
+        def load_scheduler(self) -> FlowMatchEulerDiscreteScheduler:
             return FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=True)
 
     settings = TrainingSettings(timesteps=TimestepSettings(shift=3.0))
