@@ -45,7 +45,7 @@ def test_a_wrong_address_fails_the_job_with_what_where_and_fix(cached: Any) -> N
     lines = process.stderr.rstrip().splitlines()[-3:]
     assert "the dataset address does not exist" in lines[0]
     assert lines[1].split() == ["where:", f"zip://photos::{Path(__file__).resolve().parents[2]}/none.zip"]
-    assert "correct datasets[].path" in lines[2]
+    assert "in datasets[].path" in lines[2]
 
 
 @pytest.mark.slow
