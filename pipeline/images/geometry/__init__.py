@@ -2,6 +2,11 @@
 
     original (oh, ow) --scale to cover--> resized (rh, rw) --crop--> target (th, tw) --factor--> latent
 
+    sizes.py      sizes, crops and the geometry as values and as table columns
+    buckets.py    a set of bucket sizes, and the nearest bucket of an image
+    crops.py      position of the crop; seeds random crops
+    placement.py  bucket, resized size and crop of images, by the recipe's settings
+
 The encoder, the checks, the sampler and SDXL's micro-conditioning all use this package. An image's geometry
 depends only on its own size, the recipe's bucket settings and, for a random crop, its sample id; never on
 other images or their order. Sizes are computed in integers, so results are equal on every machine.
@@ -10,7 +15,8 @@ other images or their order. Sizes are computed in integers, so results are equa
 from __future__ import annotations
 
 from pipeline.images.geometry.buckets import Buckets, ladder
-from pipeline.images.geometry.placement import CropRule, Placed, Placement, SmallRule, placement_of
+from pipeline.images.geometry.crops import CropRule
+from pipeline.images.geometry.placement import Placed, Placement, SmallRule, placement_of
 from pipeline.images.geometry.sizes import (
     MAX_BUCKET_EDGE_PX,
     MAX_IMAGE_EDGE_PX,

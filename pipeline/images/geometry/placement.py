@@ -9,7 +9,6 @@ Arrays: oh, ow = original height and width; rh, rw = resized; th, tw = target; N
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from pipeline.errors import BucketError
 from pipeline.images.geometry.buckets import Buckets, ladder
+from pipeline.images.geometry.crops import CropRule, focus_start, random_corner
 from pipeline.images.geometry.sizes import (
     MAX_BUCKET_EDGE_PX,
     MAX_IMAGE_EDGE_PX,
@@ -34,19 +34,11 @@ if TYPE_CHECKING:
 
 Bools = npt.NDArray[np.bool_]
 
-Floats = npt.NDArray[np.float64]
-
-CropRule = Literal["centre", "top", "random", "focus"]
-"""Position of the crop: the middle, the upper part, derived from sample id and seed, or around a point."""
-
 PerImage = Literal["best", "each"]
 """Whether an image that fills several sets is used in the largest one only, or in each."""
 
 SmallRule = Literal["own_bucket", "reject"]
 """Treatment of an image that would have to be enlarged beyond the limit."""
-
-_FRACTION_BITS = 31
-"""Bits of a random crop's position; multiplied by a difference of edges it stays within 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -135,11 +127,15 @@ class Placement:
         rh = np.where(width_decides, _rounded_quotient(oh * tw, ow), th)
         rw = np.where(width_decides, tw, _rounded_quotient(ow * th, oh))
 
-        if self.crop == "focus":
+        if self.crop == "random":
+            assert names is not None, "a random crop needs the sample ids"
+            top, left = random_corner(rh - th, rw - tw, seed=self.crop_seed, names=names, image=image)
+        elif self.crop == "focus":
             y, x = (0.5, 0.5) if focus is None else (np.asarray(each)[image] for each in focus)
-            top, left = _crop_start(y, rh, th), _crop_start(x, rw, tw)
+            top, left = focus_start(y, resized=rh, target=th), focus_start(x, resized=rw, target=tw)
         else:
-            top, left = self._corner(rh - th, rw - tw, image, names)
+            left = (rw - tw) // 2
+            top = np.zeros_like(rh) if self.crop == "top" else (rh - th) // 2
         return Placed(GeometryColumns(oh, ow, rh, rw, top, left, th, tw), too_small, image)
 
     def _targets(self, oh: Ints, ow: Ints) -> tuple[Ints, Ints, Ints, Bools]:
@@ -199,22 +195,6 @@ class Placement:
         longest = np.minimum(longest, MAX_BUCKET_EDGE_PX // self.step * self.step)
         return np.minimum(th, longest), np.minimum(tw, longest)
 
-    def _corner(
-        self, excess_height: Ints, excess_width: Ints, image: Ints, names: Iterable[str] | None
-    ) -> tuple[Ints, Ints]:
-        """Return top and left of the crop, given how much larger the resized image is than the target."""
-        if self.crop == "centre":
-            return excess_height // 2, excess_width // 2
-        if self.crop == "top":
-            return np.zeros_like(excess_height), excess_width // 2
-
-        assert names is not None, "a random crop needs the sample ids"
-        fraction = _random_fractions(self.crop_seed, names)[image]
-        # One number suffices: the resized image overlaps the target in one direction only.
-        top = (excess_height + 1) * fraction >> _FRACTION_BITS
-        left = (excess_width + 1) * fraction >> _FRACTION_BITS
-        return top, left
-
 
 def placement_of(settings: BucketSettings) -> Placement:
     """Return the rules of a recipe's bucket settings.
@@ -237,27 +217,6 @@ def placement_of(settings: BucketSettings) -> Placement:
         max_aspect_ratio=Fraction(settings.max_aspect_ratio).limit_denominator(1000),
         per_image=settings.per_image,
     )
-
-
-def _random_fractions(seed: int, names: Iterable[str]) -> Ints:
-    """Return a number in [0, 2**31) for each sample id, derived from it and the seed."""
-    key = str(seed).encode()
-    numbers = [
-        int.from_bytes(
-            hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=4, key=key).digest()
-        )
-        for name in names
-    ]
-    return np.array(numbers, dtype=np.int64) >> (32 - _FRACTION_BITS)
-
-
-def _crop_start(point: Floats | float, resized: Ints, target: Ints) -> Ints:
-    """Return the start of the crop of `target` pixels whose middle is closest to `point` times `resized`.
-
-    For 0.5, the result is that of a centre crop.
-    """
-    start = np.floor(point * resized - target / 2).astype(np.int64)
-    return np.clip(start, 0, resized - target)
 
 
 def _fits(th: Ints, tw: Ints, oh: Ints, ow: Ints, limit: Fraction) -> Bools:

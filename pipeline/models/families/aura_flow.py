@@ -10,10 +10,10 @@ from math import isqrt
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
+from pipeline.models.families.parts.vae import LatentSpec
 
 T5_TOKENS = 256
 """`max_sequence_length` of the pipeline."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import flux_targets
-from pipeline.models.families.parts.latents import WanLatents
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import WanLatents
 
 TOKENS = 3000
 """`max_sequence_length` of the pipeline's call; captions for this model are long."""

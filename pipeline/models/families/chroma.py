@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX_KEYS
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec
+from pipeline.models.families.parts.vae import LatentSpec
 
 T5_TOKENS = 512
 """`max_sequence_length` of the pipeline."""

@@ -6,10 +6,10 @@ The embedding of a caption is as long as the caption, rounded up to 16 tokens.
 from __future__ import annotations
 
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import LatentSpec
 
 COGVIEW4 = FamilySpec(
     name="CogView4",

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import PatchedLatents
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText, Shapes
+from pipeline.models.families.parts.vae import PatchedLatents
 
 
 @dataclass(frozen=True)

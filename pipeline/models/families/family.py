@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weight_files
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
 from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
+from pipeline.models.families.parts.vae import LatentSpec
 from pipeline.models.fingerprints import ModelPart
 
 Use = Literal["latents", "text", "denoiser"]

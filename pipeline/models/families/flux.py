@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX_KEYS
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec
+from pipeline.models.families.parts.vae import LatentSpec
 
 
 def has_guidance(model: ModelFolder) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX2_KEYS
-from pipeline.models.families.parts.latents import PatchedLatents
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import PatchedLatents
 
 FLUX2_DEV = FamilySpec(
     name="FLUX.2 dev",

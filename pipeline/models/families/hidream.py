@@ -13,10 +13,10 @@ from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import SolverFlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec
+from pipeline.models.families.parts.vae import LatentSpec
 
 TOKENS = 128
 """`max_sequence_length` of the pipeline, for all four encoders."""

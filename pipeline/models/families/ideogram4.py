@@ -10,10 +10,10 @@ from typing import Any
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import PatchedLatents
 from pipeline.models.families.parts.lora_keys import BlockNames, StackedKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import PatchedLatents
 
 SECOND_TRANSFORMER = "unconditional_transformer"
 

@@ -11,10 +11,10 @@ from importlib.util import find_spec
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText, Shapes
+from pipeline.models.families.parts.vae import LatentSpec
 
 TOKENS = 512
 """`max_sequence_length` of the pipeline's call, template not included."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.noise import BetaNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec
 from pipeline.models.families.parts.unet_keys import UNetKeys
+from pipeline.models.families.parts.vae import LatentSpec
 
 TOKENS = 256
 """`max_sequence_length` of the pipeline, two start marks included."""

@@ -12,10 +12,10 @@ from typing import Any
 from pipeline.errors import FamilyError
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import QwenImageLatents
 from pipeline.models.families.parts.lora_keys import Layer, LoraKeys, underscored
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import QwenImageLatents
 
 TOKENS = 512
 """`max_sequence_length` of the pipeline: the caption and the end of its template."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import QwenImageLatents
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import QwenImageLatents
 
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_k_proj", "add_v_proj")
 _TEXT_LAYERS = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")

@@ -8,11 +8,11 @@ from typing import ClassVar
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import ClipLora
 from pipeline.models.families.parts.noise import BetaNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec, clip_length
 from pipeline.models.families.parts.unet_keys import UNetKeys
+from pipeline.models.families.parts.vae import LatentSpec
 
 
 @dataclass(frozen=True)

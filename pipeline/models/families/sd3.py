@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import BlockNames, StackedKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import Shapes, TextSpec, clip_length
+from pipeline.models.families.parts.vae import LatentSpec
 
 _T5_TOKENS = 256
 """`max_sequence_length` of the pipeline; these tokens are zeros in a model without T5."""

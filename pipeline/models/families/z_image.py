@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pipeline.models.families.family import FamilySpec
-from pipeline.models.families.parts.latents import LatentSpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
 from pipeline.models.families.parts.text import LanguageModelText
+from pipeline.models.families.parts.vae import LatentSpec
 
 Z_IMAGE = FamilySpec(
     name="Z-Image",

@@ -1,5 +1,8 @@
 """VAE codecs: pixels to latents and back.
 
+To support another VAE: write its codec here, declare the shape of its latents and the codec's name in
+`pipeline.models.families.parts.vae`, and use both in the `latents` and `components` of a family.
+
 Letters of shapes: B samples, C latent channels, h and w latent edges, H and W pixel edges.
 
     pixels --posterior--> raw latent --normalise--> latent --decode--> pixels
@@ -20,7 +23,7 @@ from torch.nn.functional import pixel_shuffle, pixel_unshuffle
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import weight_files
 from pipeline.models.families import Family
-from pipeline.models.families.parts.latents import ChannelScaledLatents, PatchedLatents
+from pipeline.models.families.parts.vae import ChannelScaledLatents, PatchedLatents
 from pipeline.models.worker.loading import load_component
 
 _DEFAULT_SCALE = 0.18215

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.trained_lora.plan.mixing import Draws, Mix
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.plan.samples import Ints
-from pipeline.trained_lora.plan.seeding import hash_bits
 
 Underfilled = Literal["partial", "repeat", "drop"]
 """Treatment of draws that do not fill a bucket's last micro-batch.

@@ -28,8 +28,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.plan.samples import Ints, PlanSamples
-from pipeline.trained_lora.plan.seeding import hash_bits
 
 Exhausted = Literal["leave", "end_epoch", "repeat"]
 """Treatment of a dataset whose samples have all been drawn."""

@@ -25,8 +25,8 @@ import numpy.typing as npt
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.plan.batching import Epoch, Epochs, Underfilled
 from pipeline.trained_lora.plan.mixing import Draws, Exhausted, Mix
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.plan.samples import PlanSamples
-from pipeline.trained_lora.plan.seeding import hash_bits
 
 
 @dataclass(frozen=True)

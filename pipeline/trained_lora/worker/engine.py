@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import own_device
 from pipeline.recipe import LossSettings
-from pipeline.trained_lora.plan.seeding import hash_bits
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import (
     adapted_networks,
     adapter_state,

@@ -24,7 +24,7 @@ from pipeline.cache.store import EntrySpec, Store, TensorSpec
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.errors import StoreError
 from pipeline.trained_lora.job import TrainingJob
-from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
 from pipeline.trained_lora.worker.noise import NoiseSampler, noise_levels
 

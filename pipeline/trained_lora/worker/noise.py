@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.plan.random_streams import stream
 
 if TYPE_CHECKING:
     from torch import Tensor

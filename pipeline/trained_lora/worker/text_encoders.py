@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, cast
 from diffusers.utils import logging
 from torch import Tensor, nn
 
-from pipeline.trained_lora.plan.seeding import hash_bits
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import add_lora
 from pipeline.trained_lora.worker.base_model import BASE_DTYPES
 

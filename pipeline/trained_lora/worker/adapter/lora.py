@@ -18,7 +18,7 @@ from peft.utils.integrations import dequantize_module_weight
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.plan.seeding import hash_bits
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.targets import rank_patterns, target_modules
 
 if TYPE_CHECKING:

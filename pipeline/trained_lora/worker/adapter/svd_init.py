@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.trained_lora.plan.seeding import hash_bits
+from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import ADAPTER, FROZEN_ADAPTER, lora_modules
 
 if TYPE_CHECKING:

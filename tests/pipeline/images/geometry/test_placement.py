@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipeline.images.geometry import Crop, Geometry, Placement, Size, ladder
-from pipeline.images.geometry.placement import CropRule, SmallRule
+from pipeline.images.geometry.crops import CropRule
+from pipeline.images.geometry.placement import SmallRule
 
 edges = st.integers(1, 40_000)
 sizes = st.builds(Size, edges, edges)
@@ -117,37 +118,6 @@ def test_B06_other_images_do_not_matter(originals: list[Size], placement: Placem
         alone = chosen.assign(size, names[index])
         assert many.too_small[index] == (alone is None)
         assert alone is None or many.columns.one(index) == alone
-
-
-@given(sizes, st.text(max_size=20), st.integers(0, 2**63 - 1))
-def test_a_random_crop_is_inside_the_image_and_reproducible(size: Size, name: str, seed: int) -> None:
-    placement = Placement((ladder(512, 64, 3.0),), crop="random", crop_seed=seed)
-    geometry = placement.assign(size, name)
-    assert geometry is not None
-    assert geometry == placement.assign(size, name)
-    assert 0 <= geometry.crop.top <= geometry.resized_size.height - geometry.crop.height
-    assert 0 <= geometry.crop.left <= geometry.resized_size.width - geometry.crop.width
-
-
-def test_random_crops_are_uniform_and_depend_on_the_seed() -> None:
-    """A bucket of 64x64 and images resized to 67x64: four positions, 4,000 sample ids."""
-    names = [f"photos/{index}.jpg" for index in range(4000)]
-    placement = Placement((ladder(64, 64, 1.0),), crop="random")
-    tops = placement.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top
-    # The count of each position has mean 1,000 and standard deviation 27; 200 is more than seven deviations.
-    assert all(abs(count - 1000) < 200 for count in np.bincount(tops, minlength=4))
-    assert np.bincount(tops).size == 4
-    other = Placement((ladder(64, 64, 1.0),), crop="random", crop_seed=1)
-    assert (other.assign_many([67] * 4000, [64] * 4000, names).columns.crop_top != tops).any()
-
-
-def test_a_top_crop_keeps_the_upper_part_and_is_horizontally_centred() -> None:
-    placement = Placement((ladder(64, 64, 1.0),), crop="top")
-    tall, wide = placement.assign(Size(100, 64)), placement.assign(Size(64, 100))
-    assert tall is not None
-    assert wide is not None
-    assert (tall.crop.top, tall.crop.left) == (0, 0)
-    assert (wide.crop.top, wide.crop.left) == (0, 18)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from diffusers import DDPMScheduler, UNet2DConditionModel
 from pipeline.cache.store import Store
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.plan.seeding import stream
+from pipeline.trained_lora.plan.random_streams import stream
 from pipeline.trained_lora.plan.steps import Slot
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine

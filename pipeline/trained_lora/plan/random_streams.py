@@ -3,7 +3,7 @@
 Each draw has its own stream, named by the parts that decide it, such as (seed, "noise", step, slot). A
 resumed run, or a run on another number of processes, therefore draws the same numbers in any order.
 
-Random crops are not drawn here but in `pipeline.images.geometry.placement`.
+Random crops belong to an image's geometry; see `pipeline.images.geometry.crops`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Latent geometry: the shape of a latent, and the sizes in pixels that a model accepts.
+"""The torch-free side of a VAE: the shape of its latents, and the sizes in pixels that a model accepts.
+
+To support another VAE: declare its latents here, write its codec in `pipeline.models.worker.vae` (or name an
+existing one in `codec`), and use both in the `latents` and `components` of a family.
 
 Letters of shapes: C latent channels, h and w latent edges.
 """
