@@ -86,11 +86,11 @@ def in_bucket(folder: Path, protocol: str = "s3") -> Elsewhere:
     files.mkdir(bucket)
 
     def publish() -> None:
-        there = {name for name in files.find(f"{bucket}/photos") if name.strip("/")}
-        here = {f"{bucket}/photos/{name}": path for name, path in files_of(folder).items()}
-        for name in there - set(here) - {f"/{key}" for key in here}:
+        remote_names = {name for name in files.find(f"{bucket}/photos") if name.strip("/")}
+        local_files = {f"{bucket}/photos/{name}": path for name, path in files_of(folder).items()}
+        for name in remote_names - set(local_files) - {f"/{key}" for key in local_files}:
             files.rm_file(name)
-        for name, path in here.items():
+        for name, path in local_files.items():
             if not files.exists(name) or files.cat_file(name) != path.read_bytes():
                 files.pipe_file(name, path.read_bytes())
 
@@ -103,15 +103,15 @@ def in_archive(folder: Path, archive: Path) -> Elsewhere:
     kind = "zip" if archive.suffix == ".zip" else "tar"
 
     def publish() -> None:
-        made = archive.with_name(f"new-{archive.name}")
+        new_archive = archive.with_name(f"new-{archive.name}")
         if kind == "zip":
-            with zipfile.ZipFile(made, "w") as file:
+            with zipfile.ZipFile(new_archive, "w") as file:
                 for name, path in files_of(folder).items():
                     file.write(path, f"photos/{name}")
         else:
-            with tarfile.open(made, "w:gz" if archive.suffix == ".gz" else "w") as file:
+            with tarfile.open(new_archive, "w:gz" if archive.suffix == ".gz" else "w") as file:
                 file.add(folder, "photos")
-        made.replace(archive)
+        new_archive.replace(archive)
 
     publish()
     return Elsewhere(f"{kind}://photos::{archive}", publish)

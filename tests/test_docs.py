@@ -41,12 +41,12 @@ def test_every_key_of_a_recipe_is_on_its_page() -> None:
 
 
 def commands() -> list[tuple[str, str]]:
-    found = {
+    found_commands = {
         (page.name, line.split("#")[0].strip())
         for page in PAGES
         for line in LINE.findall(page.read_text("utf-8"))
     }
-    return sorted(found)
+    return sorted(found_commands)
 
 
 @pytest.mark.parametrize(("page", "line"), commands(), ids=" ".join)

@@ -190,7 +190,7 @@ def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_p
         "worst": [{"a": 1}],
         "loss": 1 / 3,
     }
-    made = publish(
+    materialization = publish(
         recipe, "raw_images", result([], report), files={"lora": MetadataValue.path(str(tmp_path))}
     )
     names = [
@@ -204,6 +204,6 @@ def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_p
         "report",
         "first_rows",
     ]
-    assert list(made.metadata or {}) == names
-    assert (made.metadata or {})["loss"] == FloatMetadataValue(0.333333)
-    assert isinstance((made.metadata or {})["worst"], TableMetadataValue)
+    assert list(materialization.metadata or {}) == names
+    assert (materialization.metadata or {})["loss"] == FloatMetadataValue(0.333333)
+    assert isinstance((materialization.metadata or {})["worst"], TableMetadataValue)

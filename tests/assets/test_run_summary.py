@@ -56,39 +56,43 @@ def run_command(program: str, body: str, **variables: str) -> subprocess.Complet
 
 @pytest.mark.parametrize("program", ["dagster", "python -m dagster"])
 def test_each_problem_is_printed_once_after_dagsters_own_last_line(program: str) -> None:
-    done = run_command(program, FAILURE)
-    assert done.returncode == 1
-    assert done.stdout == ""
+    completed = run_command(program, FAILURE)
+    assert completed.returncode == 1
+    assert completed.stdout == ""
     summary = "Error: Run 123 resulted in failure.\n\ndemo_train: done \u2714\n"
-    assert done.stderr == f"{summary}\nStoreError: one\n\nStoreError: two\n"
+    assert completed.stderr == f"{summary}\nStoreError: one\n\nStoreError: two\n"
 
 
 def test_the_numbers_of_a_good_run_are_the_only_text_on_standard_output() -> None:
-    done = run_command("dagster", "print('log', file=sys.stderr)")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "\ndemo_train: done \u2714\n", "log\n")
+    completed = run_command("dagster", "print('log', file=sys.stderr)")
+    assert (completed.returncode, completed.stdout, completed.stderr) == (
+        0,
+        "\ndemo_train: done \u2714\n",
+        "log\n",
+    )
 
 
 def test_characters_that_the_terminal_cannot_show_are_escaped() -> None:
-    done = run_command("dagster", "", PYTHONIOENCODING="ascii")
-    assert done.stdout == "\ndemo_train: done \\u2714\n"
+    completed = run_command("dagster", "", PYTHONIOENCODING="ascii")
+    assert completed.stdout == "\ndemo_train: done \\u2714\n"
 
 
 def test_a_closed_standard_output_is_no_error() -> None:
-    done = run_command("dagster", "import os; os.close(1)")
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = run_command("dagster", "import os; os.close(1)")
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("program", ["pytest", "latentline"])
 def test_other_programs_that_import_the_definitions_print_nothing(program: str) -> None:
-    done = run_command(program, FAILURE)
-    assert (done.stdout, done.stderr) == ("", "Error: Run 123 resulted in failure.\n")
+    completed = run_command(program, FAILURE)
+    assert (completed.stdout, completed.stderr) == ("", "Error: Run 123 resulted in failure.\n")
 
 
 def test_an_error_that_ends_the_command_is_printed_after_its_traceback() -> None:
-    done = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
-    assert done.returncode == 1
-    assert "Traceback" in done.stderr
-    what, where, fix = done.stderr.rsplit("\n\n", 1)[-1].splitlines()
+    completed = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
+    assert completed.returncode == 1
+    assert "Traceback" in completed.stderr
+    what, where, fix = completed.stderr.rsplit("\n\n", 1)[-1].splitlines()
     assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
     assert where == "  where: dagster job execute -j demo_train"
     assert fix.startswith("  fix:   free space on that disk and start the job again")

@@ -38,9 +38,9 @@ def test_both_sides_alternate_and_the_first_round_is_discarded(tmp_path: Path) -
 
 
 def test_timed_runs_the_work_and_returns_its_seconds() -> None:
-    done: list[int] = []
-    assert timed(lambda: done.append(1))() >= 0
-    assert done == [1]
+    calls: list[int] = []
+    assert timed(lambda: calls.append(1))() >= 0
+    assert calls == [1]
 
 
 def test_figure_names_are_unique() -> None:

@@ -20,11 +20,11 @@ def test_each_bare_step_changes_the_adapter_and_not_the_base_model(tiny_sd: Path
     frozen = {name: w.clone() for name, w in unet.named_parameters() if not w.requires_grad}
     optimizer = torch.optim.AdamW(trainable_weights(unet), lr=1e-2)
     scheduler = DDPMScheduler.from_pretrained(tiny_sd / "scheduler")
-    seen = [adapter_state(unet)]
+    states = [adapter_state(unet)]
     for batch in (batch_for(unet), batch_for(unet)):
         bare_steps(unet, optimizer, scheduler, [batch])
-        seen.append(adapter_state(unet))
-    for before, after in pairwise(seen):
+        states.append(adapter_state(unet))
+    for before, after in pairwise(states):
         assert any(not torch.equal(before[name], after[name]) for name in before)
     assert all(torch.equal(w, frozen[name]) for name, w in unet.named_parameters() if name in frozen)
     assert all(weight.grad is None for weight in trainable_weights(unet)), (

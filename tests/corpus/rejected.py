@@ -79,7 +79,7 @@ def _socket(path: Path) -> None:
 def captions() -> list[Case]:
     """C01 to C07: captions as taggers and editors write them."""
     png = put(of_format("png"))
-    kept = {
+    accepted = {
         "C02 mark.png": b"\xef\xbb\xbfa caption",
         "C02 utf-16.png": "a caption".encode("utf-16"),
         "C02 utf-16 be.png": b"\xfe\xff" + "a caption".encode("utf-16-be"),
@@ -96,7 +96,7 @@ def captions() -> list[Case]:
         "C03 missing.png": (None, "caption_missing"),
         "C07 huge.png": (b"x" * 1_000_001, "caption_unreadable"),
     }
-    cases = [Case(f"captions/{name}", png, caption=data) for name, data in kept.items()]
+    cases = [Case(f"captions/{name}", png, caption=data) for name, data in accepted.items()]
     for name, value in rejected.items():
         data, reason = value if isinstance(value, tuple) else (value, "caption_empty")
         cases.append(Case(f"captions/{name}", png, reason, caption=data))

@@ -44,10 +44,10 @@ def running(command: list[str], *, environment: dict[str, str], cwd: Path, log: 
             process.wait()
 
 
-def until(met: Callable[[], object], what: str, *, seconds: float, log: Path) -> None:
+def until(condition: Callable[[], object], what: str, *, seconds: float, log: Path) -> None:
     """Wait until `met()`, and fail with the end of the log after `seconds`."""
     end = time.monotonic() + seconds
-    while not met():
+    while not condition():
         if time.monotonic() > end:
             raise AssertionError(
                 f"timed out after {seconds:g} s waiting for {what}:\n{log.read_text()[-3000:]}"

@@ -20,8 +20,8 @@ def last_problem(errors: str) -> Problem:
     block = errors.rstrip("\n").rsplit("\n\n", 1)[-1]
     assert "Traceback" not in block, block
     assert block.count("\n  where: ") == block.count("\n  fix:   ") == 1, errors[-3000:]
-    what, rest = block.split("\n  where: ")
-    where, fix = rest.split("\n  fix:   ")
+    what, location_and_fix = block.split("\n  where: ")
+    where, fix = location_and_fix.split("\n  fix:   ")
     assert all(part.strip() for part in (what, where, fix)), block
     return Problem(what, where, fix)
 

@@ -260,10 +260,10 @@ def test_O10_training_alone_fails_on_a_damaged_entry_as_its_gate_does(cached, ki
     change, gate = DAMAGED[damage]
     entry = cached.entries(kind)[0]
     change(entry)
-    done = cached.dagster(
+    completed = cached.dagster(
         "asset", "materialize", "-m", "assets.definitions", "--select", "small/trained_lora"
     )
-    problem = problem_of(done)
+    problem = problem_of(completed)
     asset = {"latents": "vae_latents", "text": "text_embeddings"}[kind]
     assert problem.what.startswith("GateClosedError: ")
     assert f"{gate}: " in problem.what
@@ -295,9 +295,9 @@ def test_each_broken_recipe_ends_the_command_with_its_error(fresh, kind: str) ->
         good = json.loads(fresh.file.read_text("utf-8"))
         text = json.dumps({**good, **json.loads(text)}, indent=1)
     fresh.file.write_text(text, encoding="utf-8")
-    done = job(fresh)
-    assert done.returncode == 1
-    message = done.stderr[done.stderr.rindex("\nRecipeError: ") :]
+    completed = job(fresh)
+    assert completed.returncode == 1
+    message = completed.stderr[completed.stderr.rindex("\nRecipeError: ") :]
     assert "Traceback" not in message
     assert "small.yaml" in message
     assert "fix:" in message
@@ -306,9 +306,9 @@ def test_each_broken_recipe_ends_the_command_with_its_error(fresh, kind: str) ->
 
 @pytest.mark.slow
 def test_the_error_of_an_unknown_job_lists_the_jobs(fresh) -> None:
-    done = job(fresh, "trian")
-    assert done.returncode == 2
-    [last] = done.stderr.rstrip().splitlines()[-1:]
+    completed = job(fresh, "trian")
+    assert completed.returncode == 2
+    [last] = completed.stderr.rstrip().splitlines()[-1:]
     assert last.startswith("Error: ")
     assert "small_trian" in last
     assert "small_train'" in last

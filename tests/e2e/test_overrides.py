@@ -19,8 +19,8 @@ def run_with(workspace, **overrides: object):
 
 def test_overrides_of_a_run_are_used_and_recorded_in_its_files(cached) -> None:
     overrides = {"steps": 2, "rank": 3, "learning_rate": 0.002, "seed": 7}
-    done = run_with(cached, **overrides)
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = run_with(cached, **overrides)
+    assert completed.returncode == 0, completed.stderr[-3000:]
     assert cached.report("trained_lora")["overrides"] == overrides
     record = read_provenance(cached.out / "lora")
     assert record["overrides"] == overrides
@@ -33,9 +33,9 @@ def test_overrides_of_a_run_are_used_and_recorded_in_its_files(cached) -> None:
 
 @pytest.mark.slow
 def test_an_override_out_of_range_fails_with_what_where_and_fix(cached) -> None:
-    done = run_with(cached, rank=0)
-    assert done.returncode == 1
-    lines = done.stderr.rstrip().splitlines()[-3:]
+    completed = run_with(cached, rank=0)
+    assert completed.returncode == 1
+    lines = completed.stderr.rstrip().splitlines()[-3:]
     assert lines[0].startswith("RecipeError: training.lora.rank must be between 1 and 4096, got 0")
     assert lines[1] == "  where: overrides of small.yaml, training.lora.rank"
     assert lines[2].startswith("  fix: ")
@@ -50,8 +50,8 @@ def test_a_run_without_overrides_is_separate_from_one_with_overrides(cached) -> 
     record = read_provenance(cached.out / "lora")
     assert cached.report("trained_lora")["run"] != overridden
     assert record["overrides"] == {}
-    again = run_with(cached, seed=7)
-    assert again.returncode == 0
+    repeated = run_with(cached, seed=7)
+    assert repeated.returncode == 0
     assert cached.report("trained_lora")["launched"] is False, "both runs exist, and neither is repeated"
     assert cached.report("trained_lora")["run"] == overridden
     assert read_provenance(cached.out / "lora")["overrides"] == {"seed": 7}

@@ -20,9 +20,9 @@ TRAINING = {
 }
 
 
-def until(met: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120.0) -> None:
+def until(condition: Callable[[], bool], job: subprocess.Popen[str], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not met():
+    while not condition():
         assert time.monotonic() < end, "timed out"
         assert job.poll() is None, f"the job ended: {job.communicate()[1][-3000:]}"
         time.sleep(0.05)

@@ -140,8 +140,8 @@ def uninterrupted(
 
 
 def run_to_its_end(workspace: Any) -> None:
-    done = workspace.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
-    assert done.returncode == 0, done.stderr[-3000:]
+    completed = workspace.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_train")
+    assert completed.returncode == 0, completed.stderr[-3000:]
 
 
 def weights(workspace: Any) -> dict[str, dict[str, bytes]]:
@@ -159,8 +159,8 @@ def stopped_and_resumed(
     wait_for_the_end(workspace, within_s)
     if (workspace.out / "tables" / "vae_latents.parquet").is_file():
         verify = [sys.executable, "-m", "pipeline.cli.main", "verify", "small"]
-        done = workspace.run(verify)
-        assert done.returncode == 0, done.stdout + done.stderr
+        completed = workspace.run(verify)
+        assert completed.returncode == 0, completed.stdout + completed.stderr
     run_to_its_end(workspace)
     assert list(workspace.root.rglob("*.tmp")) == []
     return weights(workspace)

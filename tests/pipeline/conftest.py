@@ -139,14 +139,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere, finished: Path) -> Job:
     """Yours to change; only the first test of a module encodes."""
-    made = Job(recipe_of(tmp_path, tiny_sd), launch_here)
+    cached_job = Job(recipe_of(tmp_path, tiny_sd), launch_here)
     if finished.is_dir():
         shutil.rmtree(photos)
         shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
         shutil.rmtree(tmp_path / "cache" / "outputs")  # names the first test's folder
-        made.cache()  # launches nothing; copies have stats of their own
+        cached_job.cache()  # launches nothing; copies have stats of their own
         assert launch_here.modules == []
     else:
-        made.run()
+        cached_job.run()
         shutil.copytree(tmp_path, finished)
-    return made
+    return cached_job

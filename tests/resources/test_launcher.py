@@ -93,9 +93,9 @@ def launch_in_process(file: Path, meanwhile: Meanwhile | None = None) -> tuple[l
     return messages, errors[0] if errors else None
 
 
-def until(met: Callable[[], bool], seconds: float = 60.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
-    while not met():
+    while not condition():
         assert time.monotonic() < end, "timed out"
         time.sleep(0.05)
 

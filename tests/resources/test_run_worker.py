@@ -37,9 +37,9 @@ if __name__ == "__main__":
 """
 
 
-def until(met: object, seconds: float = 20.0) -> None:
+def until(condition: object, seconds: float = 20.0) -> None:
     end_s = time.monotonic() + seconds
-    while not met():  # type: ignore[operator]
+    while not condition():  # type: ignore[operator]
         assert time.monotonic() < end_s, "timed out"
         time.sleep(0.02)
 

@@ -62,14 +62,14 @@ def test_B01_the_holdout_does_not_count_for_batches(shapes: Any, tiny_sd: Path) 
     for hundredths in range(1, 100):
         shapes.validation_fraction = hundredths / 100
         held = held_out(table, {"d": hundredths / 100})
-        left = table.filter(~held)
-        if left.select(tall.sum()).item() == 1:
+        training_rows = table.filter(~held)
+        if training_rows.select(tall.sum()).item() == 1:
             break
     settings = {"buckets": {"underfilled": "drop"}, "training": {"batch_size": 2}}
     gate = findings_of(shapes, tiny_sd, **settings)["batches_possible"]
     assert gate.closes
     assert {"bucket": "80x48", "draws": 1} in gate.rows
-    assert gate.numbers["draws_per_epoch"] == len(left) == 7 - held.sum()
+    assert gate.numbers["draws_per_epoch"] == len(training_rows) == 7 - held.sum()
     warning = findings_of(shapes, tiny_sd, training={"batch_size": 2})["underfilled"]
     assert {"bucket": "80x48", "draws": 1} in warning.rows
 

@@ -95,9 +95,9 @@ def test_L06_L07_a_damaged_entry_is_reported_with_its_address_and_the_next_run_r
     store.remove(spec)
     expected = forecast(job.recipe, job.tables, log=lambda _: None)
     assert expected.latents.to_make + expected.text.to_make == 1
-    with pytest.raises(StoreError, match="cannot be read") as caught:
+    with pytest.raises(StoreError, match="cannot be read") as excinfo:
         store.read(spec)
-    assert caught.value.where == f"{address}/{name}"
+    assert excinfo.value.where == f"{address}/{name}"
 
 
 def test_L13_garbage_collection_deletes_orphans_and_nothing_else(job: Job) -> None:

@@ -226,12 +226,12 @@ def test_paths_and_file_urls_give_a_local_store_and_other_urls_a_remote_one(tmp_
 
 
 def test_a_missing_package_and_a_missing_bucket_raise_errors_with_a_fix(s3: str) -> None:
-    with pytest.raises(StoreError, match="needs a package that is not installed") as caught:
+    with pytest.raises(StoreError, match="needs a package that is not installed") as excinfo:
         store_at(Url("gs://bucket/cache"))
-    assert caught.value.fix == "pip install gcsfs"
+    assert excinfo.value.fix == "pip install gcsfs"
     store = store_at(Url("s3://no-such-bucket/cache"))
     assert store.check(SPEC).status == "missing"
-    with pytest.raises(StoreError, match="cannot be written") as caught:
+    with pytest.raises(StoreError, match="cannot be written") as excinfo:
         store.write(SPEC, VALUES, FACTS)
-    assert caught.value.where.startswith("s3://no-such-bucket/cache/latents/ab/")
-    assert "credentials" in caught.value.fix
+    assert excinfo.value.where.startswith("s3://no-such-bucket/cache/latents/ab/")
+    assert "credentials" in excinfo.value.fix

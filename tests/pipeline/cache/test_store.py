@@ -252,9 +252,9 @@ def test_a_file_is_not_read_again_while_its_stat_matches_the_recorded_one(store:
 def test_the_recorded_stat_of_a_damaged_file_is_not_trusted(store: Store) -> None:
     path = write_entry(store)
     _cut(path)
-    recorded = store.check(SPEC).stat
-    assert recorded is not None
-    assert store.check(SPEC, recorded).status == "wrong"
+    recorded_stat = store.check(SPEC).stat
+    assert recorded_stat is not None
+    assert store.check(SPEC, recorded_stat).status == "wrong"
 
 
 def test_a_valid_entry_is_never_replaced(store: Store) -> None:
@@ -319,9 +319,9 @@ def test_L14_a_full_disk_error_names_the_path_and_size_and_other_entries_stay_va
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(StoreError, match=f"{SPEC.file_bytes} bytes") as caught:
+    with pytest.raises(StoreError, match=f"{SPEC.file_bytes} bytes") as excinfo:
         store.write(SPEC, VALUES, FACTS)
-    assert str(store.path(SPEC)) in str(caught.value)
+    assert str(store.path(SPEC)) in str(excinfo.value)
     assert list(store.path(SPEC).parent.iterdir()) == []
     assert store.check(OTHER).valid
 

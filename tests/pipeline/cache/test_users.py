@@ -61,9 +61,9 @@ def test_L13_a_damaged_registration_is_an_error_and_not_an_empty_key_set(
     register_user(tmp_path, tmp_path / "out", recipe="flowers", kind="latents", keys=KEYS)
     (path,) = (tmp_path / "outputs").glob(f"*{suffix}")
     path.write_bytes(content)
-    with pytest.raises(StoreError, match="registration") as caught:
+    with pytest.raises(StoreError, match="registration") as excinfo:
         list(read_users(tmp_path))
-    assert "run the cache job" in caught.value.fix
+    assert "run the cache job" in excinfo.value.fix
 
 
 def test_a_cache_without_registrations_has_no_users(tmp_path: Path) -> None:

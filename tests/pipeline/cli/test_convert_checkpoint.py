@@ -45,21 +45,21 @@ def file(tmp_path: Path, tiny_sdxl: Path) -> Path:
 
 def test_the_printed_lines_make_a_valid_recipe(tmp_path: Path, tiny_sdxl: Path, file: Path) -> None:
     folder = tmp_path / "models" / "noob"
-    done = call(file, folder, "--like", tiny_sdxl)
-    assert done.exit_code == 0
-    for said in (
+    completed = call(file, folder, "--like", tiny_sdxl)
+    assert completed.exit_code == 0
+    for text in (
         "unet: from the file, in float32",
         "predicts v_prediction, according to the file",
         "zero terminal SNR",
     ):
-        assert said in done.output
+        assert text in completed.output
     require_same(folder, tiny_sdxl, ("unet", "vae", "text_encoder", "text_encoder_2"))
     scheduler = load_family(folder).noise.load_scheduler()
     assert float(scheduler.alphas_cumprod[-1]) == 0.0
     assert [each.name for each in folder.parent.iterdir()] == ["noob"]
     (tmp_path / "photos").mkdir()
     Image.new("RGB", (64, 64)).save(tmp_path / "photos" / "a.png")
-    lines = done.output.split("in a recipe:\n")[1].splitlines()[:2]
+    lines = completed.output.split("in a recipe:\n")[1].splitlines()[:2]
     assert lines[1].strip() == f"base: {folder}"
     recipe = tmp_path / "noob.yaml"
     recipe.write_text(
@@ -75,10 +75,10 @@ def test_an_error_in_the_converting_process_ends_the_command_and_leaves_no_files
     state = unet_originals.stable_diffusion_xl(tiny_sdxl)
     state["model.diffusion_model.out.2.bias"] = torch.zeros(5)
     as_file(file, state)
-    done = run(file, tmp_path / "noob", "--like", tiny_sdxl)
-    assert done.returncode == 1
-    assert "ModelError: the file's unet does not match the configuration" in done.stderr
-    assert "fix:   name in --like the model that the file was made from" in done.stderr
+    completed = run(file, tmp_path / "noob", "--like", tiny_sdxl)
+    assert completed.returncode == 1
+    assert "ModelError: the file's unet does not match the configuration" in completed.stderr
+    assert "fix:   name in --like the model that the file was made from" in completed.stderr
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
@@ -92,7 +92,7 @@ try:
 finally:
     assert not {{"torch", "diffusers", "transformers"}} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "ModelError: the folder exists and is never replaced" in done.stderr
-    assert "AssertionError" not in done.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert completed.returncode == 1
+    assert "ModelError: the folder exists and is never replaced" in completed.stderr
+    assert "AssertionError" not in completed.stderr

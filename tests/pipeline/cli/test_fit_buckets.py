@@ -57,12 +57,12 @@ def test_fitted_lists_are_compared_with_the_recipe_and_nothing_is_written(flower
     before = flowers.read_bytes()
     lines = run(str(flowers)).splitlines()
     assert any("12 images from a new scan, batches of 2" in line for line in lines)
-    own = next(line for line in lines if line.startswith("current recipe"))
+    current = next(line for line in lines if line.startswith("current recipe"))
     fitted = [line for line in lines if line.startswith("fitted, at most")]
-    assert own.split()[-1] == "0"
+    assert current.split()[-1] == "0"
     assert len(fitted) >= 2
     losses = [float(line.split("%")[0].split()[-1]) for line in fitted]
-    assert losses[-1] < float(own.split("%")[0].split()[-1])
+    assert losses[-1] < float(current.split("%")[0].split()[-1])
     assert flowers.read_bytes() == before
     assert not (flowers.parent / "out").exists()
 
@@ -78,8 +78,8 @@ def test_writing_the_list_preserves_the_comments_of_the_recipe(flowers: Path) ->
     sizes = set(placement_of(settings).sizes)
     assert {size.transposed for size in sizes} == sizes
     assert all(size.height % 16 == size.width % 16 == 0 for size in sizes)
-    again = run(str(flowers), "--write", "6").splitlines()
-    assert next(line for line in again if line.startswith("fitted")).split()[-1] == "0", "nothing moves"
+    repeated = run(str(flowers), "--write", "6").splitlines()
+    assert next(line for line in repeated if line.startswith("fitted")).split()[-1] == "0", "nothing moves"
 
 
 def test_the_table_shows_how_many_sizes_are_written_and_how_many_are_used(tmp_path: Path) -> None:

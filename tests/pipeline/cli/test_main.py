@@ -45,27 +45,27 @@ def test_a_missing_recipe_error_suggests_existing_recipes(tmp_path: Path) -> Non
         "birds": "use one of flowers",
         str(tmp_path / "none" / "birds.yaml"): "pass the path of a recipe file",
     }.items():
-        done = latentline("plan", argument, configs=tmp_path)
-        assert done.returncode == 1
-        assert done.stderr.startswith(f"RecipeError: the recipe {argument} does not exist\n")
-        assert done.stderr.endswith(f"fix:   {fix}\n")
+        completed = latentline("plan", argument, configs=tmp_path)
+        assert completed.returncode == 1
+        assert completed.stderr.startswith(f"RecipeError: the recipe {argument} does not exist\n")
+        assert completed.stderr.endswith(f"fix:   {fix}\n")
 
 
 def test_a_recipe_is_given_by_name_or_by_file(tmp_path: Path) -> None:
     file = write(tmp_path)
     for argument in ("flowers", str(file)):
-        done = latentline("validate", argument, configs=tmp_path)
-        assert (done.returncode, done.stderr) == (0, "")
-        assert str(file) in done.stdout
+        completed = latentline("validate", argument, configs=tmp_path)
+        assert (completed.returncode, completed.stderr) == (0, "")
+        assert str(file) in completed.stdout
 
 
 def test_an_error_shows_what_where_and_fix_without_a_traceback(tmp_path: Path) -> None:
     write(tmp_path, cache="photos/cache")
-    done = latentline("validate", "flowers", configs=tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.startswith("PathIsolationError: ")
-    assert "fix:" in done.stderr
-    assert "Traceback" not in done.stderr
+    completed = latentline("validate", "flowers", configs=tmp_path)
+    assert completed.returncode == 1
+    assert completed.stderr.startswith("PathIsolationError: ")
+    assert "fix:" in completed.stderr
+    assert "Traceback" not in completed.stderr
 
 
 def test_a_file_access_error_shows_its_path_and_a_fix(tmp_path: Path) -> None:
@@ -74,27 +74,27 @@ def test_a_file_access_error_shows_its_path_and_a_fix(tmp_path: Path) -> None:
         Image.new("RGB", (edge, 512)).save(tmp_path / "photos" / f"{edge}.png")
     before = file.read_bytes()
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"{limited}; {MAIN}", "fit-buckets", str(file), "--write", "3"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 1
-    assert f"FileAccessError: File too large (EFBIG)\n  where: {file}\n  fix:" in done.stderr
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == 1
+    assert f"FileAccessError: File too large (EFBIG)\n  where: {file}\n  fix:" in completed.stderr
+    assert "Traceback" not in completed.stderr
     assert file.read_bytes() == before
 
 
 def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
-    done = latentline("validate", "roses", configs=tmp_path)
-    assert done.returncode == 1
-    assert "roses.yaml" in done.stderr
-    assert "fix:" in done.stderr
+    completed = latentline("validate", "roses", configs=tmp_path)
+    assert completed.returncode == 1
+    assert "roses.yaml" in completed.stderr
+    assert "fix:" in completed.stderr
 
 
 @pytest.mark.parametrize(
-    ("base", "said"),
+    ("base", "message"),
     [
         ("{root}/photos", "lacks model_index.json"),
         ("{root}/none.safetensors", "has the name of a file and does not exist"),
@@ -102,46 +102,46 @@ def test_a_missing_recipe_is_an_error(tmp_path: Path) -> None:
         ("./none", "does not exist"),
     ],
 )
-def test_validate_checks_a_local_base_model(tmp_path: Path, base: str, said: str) -> None:
+def test_validate_checks_a_local_base_model(tmp_path: Path, base: str, message: str) -> None:
     write(tmp_path, base=base.format(root=tmp_path))
-    done = latentline("validate", "flowers", configs=tmp_path)
-    assert done.returncode == 1
-    assert said in done.stderr.splitlines()[0]
-    assert "fix:" in done.stderr
+    completed = latentline("validate", "flowers", configs=tmp_path)
+    assert completed.returncode == 1
+    assert message in completed.stderr.splitlines()[0]
+    assert "fix:" in completed.stderr
 
 
 def test_validate_checks_that_the_datasets_exist(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "photos").rmdir()
-    done = latentline("validate", "flowers", configs=tmp_path)
-    assert done.stderr.startswith("DatasetError: the dataset cannot be read")
-    assert "correct datasets[].path" in done.stderr
+    completed = latentline("validate", "flowers", configs=tmp_path)
+    assert completed.stderr.startswith("DatasetError: the dataset cannot be read")
+    assert "correct datasets[].path" in completed.stderr
 
 
 def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Path) -> None:
     write(tmp_path)
     write(tmp_path, name="asters.yaml")
     (tmp_path / "broken.yaml").write_text("datasets: 1", "utf-8")
-    done = latentline("validate", "flowers", configs=tmp_path)
-    assert done.stderr.startswith("RecipeError: recipe asters has the same output_dir")
+    completed = latentline("validate", "flowers", configs=tmp_path)
+    assert completed.stderr.startswith("RecipeError: recipe asters has the same output_dir")
 
 
 def test_validate_rejects_a_file_name_that_dagster_would_not_load(tmp_path: Path) -> None:
     file = write(tmp_path, name="flowers.yml")
-    done = latentline("validate", str(file), configs=tmp_path)
-    assert "rename it to flowers.yaml" in done.stderr
+    completed = latentline("validate", str(file), configs=tmp_path)
+    assert "rename it to flowers.yaml" in completed.stderr
 
 
 @pytest.mark.parametrize("arguments", [("explain", "flowers", "cat"), ("verify", "flowers")])
 def test_a_message_about_a_job_names_the_recipe_s_own_job(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     write(tmp_path, base=str(tmp_path))
-    done = latentline(*arguments, configs=tmp_path)
-    assert done.returncode == 1
-    assert "-j flowers_cache" in done.stderr
+    completed = latentline(*arguments, configs=tmp_path)
+    assert completed.returncode == 1
+    assert "-j flowers_cache" in completed.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, tmp_path: Path) -> None:
-    done = latentline(name, "--help", configs=tmp_path)
-    assert done.returncode == 0
-    assert "Usage: latentline" in done.stdout
+    completed = latentline(name, "--help", configs=tmp_path)
+    assert completed.returncode == 0
+    assert "Usage: latentline" in completed.stdout

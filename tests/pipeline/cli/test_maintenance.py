@@ -42,10 +42,10 @@ buckets: {{resolution: 64, step: 16}}
 def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
     assert "5 to reuse         0 to encode" in cli("plan", "sample").stdout
     job.entry("vae_latents").unlink()
-    done = cli("plan", "sample")
-    assert done.exit_code == 0
-    assert "4 to reuse         1 to encode   2.56 kB, about" in done.stdout
-    assert "1 entry missing: photos/cat.png" in done.stdout
+    completed = cli("plan", "sample")
+    assert completed.exit_code == 0
+    assert "4 to reuse         1 to encode   2.56 kB, about" in completed.stdout
+    assert "1 entry missing: photos/cat.png" in completed.stdout
     as_json = json.loads(cli("plan", "sample", "--json").stdout)
     assert as_json["latents_to_make"] == 1
     assert as_json["latents"]["reasons"] == {"entry missing": ["photos/cat.png"]}
@@ -54,11 +54,11 @@ def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
 
 def test_plan_first_shows_gates_that_would_close_and_their_fixes(cli: Any, job: Job) -> None:
     (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
-    shown = cli("plan", "sample")
-    assert shown.exit_code == 0
-    assert "the job would stop at validated_dataset, before anything is encoded:" in shown.stdout
-    assert "captions_present: 1 image has no caption" in shown.stdout
-    assert "fix: " in shown.stdout
+    completed = cli("plan", "sample")
+    assert completed.exit_code == 0
+    assert "the job would stop at validated_dataset, before anything is encoded:" in completed.stdout
+    assert "captions_present: 1 image has no caption" in completed.stdout
+    assert "fix: " in completed.stdout
     assert {gate["name"] for gate in json.loads(cli("plan", "sample", "--json").stdout)["closed"]} == {
         "captions_present",
         "rejected_fraction",
@@ -73,22 +73,24 @@ def test_L01_no_command_writes_into_a_dataset_that_holds_the_cache(
     text = recipe.read_text("utf-8")
     recipe.write_text(text.replace(f"{tmp_path}/cache", f"{dataset}/cache"), encoding="utf-8")
     before = sorted(dataset.rglob("*"))
-    done = cli(name, "sample", *(["cat"] if name == "explain" else []))
+    completed = cli(name, "sample", *(["cat"] if name == "explain" else []))
     assert sorted(dataset.rglob("*")) == before
     if name != "plan":
-        assert isinstance(done.exception, PathIsolationError)
+        assert isinstance(completed.exception, PathIsolationError)
         return
-    assert done.exit_code == 0
-    assert "sample: the job would stop at raw_images, before any work:\n  path_isolation: " in done.stdout
-    assert "    fix: " in done.stdout
+    assert completed.exit_code == 0
+    assert (
+        "sample: the job would stop at raw_images, before any work:\n  path_isolation: " in completed.stdout
+    )
+    assert "    fix: " in completed.stdout
     (gate,) = json.loads(cli("plan", "sample", "--json").stdout)["closed"]
     assert gate["name"] == "path_isolation"
 
 
 def test_explain_prints_every_stage(cli: Any) -> None:
-    done = cli("explain", "sample", "cat")
-    assert done.exit_code == 0
-    assert '"a cat that looks at the camera"' in done.stdout
+    completed = cli("explain", "sample", "cat")
+    assert completed.exit_code == 0
+    assert '"a cat that looks at the camera"' in completed.stdout
     assert json.loads(cli("explain", "sample", "cat", "--json").stdout)["latents entry"]["state"] == "valid"
 
 
@@ -96,27 +98,27 @@ def test_explain_as_json_keeps_every_row_of_a_stage(cli: Any, job: Job) -> None:
     text = job.tables.read("text_embeddings")
     further = text.with_columns(variant=pl.lit(1, pl.Int32), caption=pl.lit("a tabby"))
     job.tables.write("text_embeddings", pl.concat([text, further]))
-    said = json.loads(cli("explain", "sample", "cat", "--json").stdout)
-    assert said["text_embeddings"]["variant"] == 0
-    assert said["text_embeddings (2)"]["caption"] == "a tabby"
+    explanation = json.loads(cli("explain", "sample", "cat", "--json").stdout)
+    assert explanation["text_embeddings"]["variant"] == 0
+    assert explanation["text_embeddings (2)"]["caption"] == "a tabby"
 
 
 def test_verify_exits_with_1_and_shows_the_file_and_the_fix(cli: Any, job: Job) -> None:
     assert cli("verify", "sample").exit_code == 0
     path = job.entry("vae_latents")
     path.write_bytes(path.read_bytes()[:-1])
-    done = cli("verify", "sample")
-    assert done.exit_code == 1
-    assert f"photos/cat.png: it has 2559 bytes, 2560 are expected\n    {path}" in done.stdout
-    assert "latentline verify sample --repair" in done.stderr
+    completed = cli("verify", "sample")
+    assert completed.exit_code == 1
+    assert f"photos/cat.png: it has 2559 bytes, 2560 are expected\n    {path}" in completed.stdout
+    assert "latentline verify sample --repair" in completed.stderr
 
 
 def test_verify_repairs_in_a_separate_process(cli: Any, job: Job) -> None:
     path = job.entry("text_embeddings")
     sound = path.read_bytes()
     path.write_bytes(sound[:-1])
-    done = cli("verify", "sample", "--repair")
-    assert (done.exit_code, "repaired 1 of 1" in done.stdout) == (0, True), done.output
+    completed = cli("verify", "sample", "--repair")
+    assert (completed.exit_code, "repaired 1 of 1" in completed.stdout) == (0, True), completed.output
     assert path.read_bytes() == sound
     assert cli("verify", "sample").exit_code == 0
 
@@ -128,10 +130,10 @@ def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
     job.run()
     assert "2 not needed but younger than 24 h: kept" in cli("gc").stdout
     os.utime(path, (OLD_S, OLD_S))
-    shown = cli("gc")
-    assert shown.exit_code == 0
-    assert "1 not needed, 2.56 kB" in shown.stdout
-    assert "nothing was deleted" in shown.stdout
+    completed = cli("gc")
+    assert completed.exit_code == 0
+    assert "1 not needed, 2.56 kB" in completed.stdout
+    assert "nothing was deleted" in completed.stdout
     assert path.exists()
     assert "deleted 1 file, 2.56 kB" in cli("gc", "--delete").stdout
     assert not path.exists()
@@ -141,27 +143,27 @@ def test_L13_gc_deletes_nothing_without_its_option(cli: Any, job: Job) -> None:
 def test_L13_an_output_folder_is_forgotten_only_after_it_was_deleted(
     cli: Any, job: Job, tmp_path: Path
 ) -> None:
-    done = cli("gc", "--forget", str(job.recipe.output_dir))
-    assert isinstance(done.exception, LatentlineError)
-    assert "still exists" in done.exception.what
+    completed = cli("gc", "--forget", str(job.recipe.output_dir))
+    assert isinstance(completed.exception, LatentlineError)
+    assert "still exists" in completed.exception.what
     job.recipe.output_dir.rename(tmp_path / "moved")
     assert "folder is missing: entries kept" in cli("gc", "--grace-hours", "0").stdout
-    shown = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
+    output = cli("gc", "--grace-hours", "0", "--forget", str(job.recipe.output_dir)).stdout
     entries = len(list(job.recipe.cache_dir.rglob("*.safetensors")))
-    assert f"{entries} not needed" in shown
+    assert f"{entries} not needed" in output
 
 
 def test_I27_gc_rejects_a_folder_that_is_not_a_cache(cli: Any, tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    (mine / "render.tmp").write_text("of hours")
-    os.utime(mine / "render.tmp", (OLD_S, OLD_S))
-    done = cli("gc", "--delete", "--cache-dir", str(mine))
-    assert isinstance(done.exception, LatentlineError)
-    assert "not a cache: the folder holds only 1 file of other programs" in done.exception.what
-    assert (mine / "render.tmp").exists()
-    (mine / "render.tmp").unlink()
-    assert cli("gc", "--cache-dir", str(mine)).exit_code == 0, "a new cache is empty"
+    foreign_folder = tmp_path / "mine"
+    foreign_folder.mkdir()
+    (foreign_folder / "render.tmp").write_text("of hours")
+    os.utime(foreign_folder / "render.tmp", (OLD_S, OLD_S))
+    completed = cli("gc", "--delete", "--cache-dir", str(foreign_folder))
+    assert isinstance(completed.exception, LatentlineError)
+    assert "not a cache: the folder holds only 1 file of other programs" in completed.exception.what
+    assert (foreign_folder / "render.tmp").exists()
+    (foreign_folder / "render.tmp").unlink()
+    assert cli("gc", "--cache-dir", str(foreign_folder)).exit_code == 0, "a new cache is empty"
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])
@@ -174,7 +176,7 @@ def test_O03_no_command_imports_torch(cli: Any, name: str) -> None:
         "latentline(sys.argv[1:], standalone_mode=False)\n"
         "print(sorted({'torch', 'diffusers', 'transformers', 'dagster'} & set(sys.modules)))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, name, *arguments], capture_output=True, text=True, check=True
     )
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert completed.stdout.splitlines()[-1] == "[]"

@@ -186,8 +186,8 @@ def test_the_recipe_for_photographs_can_be_trained(
     new("photos", photos, "--base", str(tiny_sd))
     on_this_disk(configs, tmp_path)
     words = ["dagster", "job", "execute", "-m", "assets.definitions", "-j", "photos_train"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", *words], env={**os.environ}, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert completed.returncode == 0, completed.stderr[-2000:]
     assert (tmp_path / "outputs" / "photos" / "lora" / "pytorch_lora_weights.safetensors").is_file()

@@ -132,8 +132,8 @@ class Listener:
     def info(self, text: str) -> None:
         self.lines.append(text)
 
-    def progress(self, done: int, total: int, text: str) -> None:
-        self.lines.append(f"{done}/{total} {text}")
+    def progress(self, counts: int, total: int, text: str) -> None:
+        self.lines.append(f"{counts}/{total} {text}")
 
 
 def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Path) -> None:
@@ -176,6 +176,6 @@ def test_progress_counts_each_result_once(tmp_path: Path) -> None:
         progress._line()
     path.write_text(text)
     progress._line()
-    done = [int(line.split("/")[0]) for line in listener.lines]
-    assert done == sorted(done)
-    assert done[-1] == 4
+    counts = [int(line.split("/")[0]) for line in listener.lines]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4

@@ -51,30 +51,30 @@ def test_no_items_give_no_results() -> None:
 
 
 def test_background_work_is_bounded_and_finishes() -> None:
-    done: list[int] = []
+    finished_items: list[int] = []
     gate = threading.Event()
     behind = Behind(2)
 
     def slow(number: int) -> None:
         gate.wait(10)
-        done.append(number)
+        finished_items.append(number)
 
     for number in range(2):
         behind.put(lambda number=number: slow(number))
     gate.set()
     behind.put(lambda: slow(2))
     behind.finish()
-    assert done == [0, 1, 2]
+    assert finished_items == [0, 1, 2]
 
 
 def test_an_error_in_background_work_is_raised_after_earlier_work_finished() -> None:
-    done: list[int] = []
+    finished_items: list[int] = []
     behind = Behind(4)
-    behind.put(lambda: done.append(1))
+    behind.put(lambda: finished_items.append(1))
     behind.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     with pytest.raises(ZeroDivisionError):
         behind.finish()
-    assert done == [1]
+    assert finished_items == [1]
 
 
 def test_L16_work_that_hangs_is_abandoned_and_the_other_items_complete() -> None:

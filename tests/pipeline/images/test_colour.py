@@ -28,8 +28,8 @@ from tests.profiles import (
 def test_I11_every_common_mode_becomes_rgb(mode: str) -> None:
     data = saved(Image.fromarray(pattern()).convert(mode), "TIFF" if mode in {"YCbCr", "CMYK"} else "PNG")
     with Image.open(io.BytesIO(data)) as opened:
-        wanted = np.asarray(opened.convert("RGB")).astype(np.int64)
-    assert (decoded(data) == wanted).all()
+        expected = np.asarray(opened.convert("RGB")).astype(np.int64)
+    assert (decoded(data) == expected).all()
 
 
 @pytest.mark.parametrize("mode", ["PA", "RGBa", "La", "HSV", "LAB"])
@@ -49,10 +49,10 @@ def test_I11_rare_modes_become_rgb(mode: str) -> None:
 
 def test_I11_16_bit_grey_is_scaled_and_not_clipped() -> None:
     levels = np.linspace(0, 65535, 960).astype(np.uint16).reshape(24, 40)
-    wanted = np.floor(levels.astype(np.float64) / 257 + 0.5)
+    expected = np.floor(levels.astype(np.float64) / 257 + 0.5)
     for kind in ("PNG", "TIFF"):
         pixels = decoded(saved(Image.fromarray(levels), kind))
-        assert (pixels == wanted[..., None]).all()
+        assert (pixels == expected[..., None]).all()
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_I11_16_bit_grey_is_scaled_and_not_clipped() -> None:
 def test_I11_float_and_32_bit_levels_are_scaled(levels: npt.NDArray[np.float32], white: float) -> None:
     white = 255.0 if levels.max() == 255 else white
     pixels = decoded(saved(Image.fromarray(levels.reshape(24, 40)), "TIFF"))
-    wanted = np.floor(levels.astype(np.float64).reshape(24, 40) / white * 255 + 0.5)
-    assert (pixels[..., 0] == wanted).all()
+    expected = np.floor(levels.astype(np.float64).reshape(24, 40) / white * 255 + 0.5)
+    assert (pixels[..., 0] == expected).all()
 
 
 def test_I11_levels_that_are_not_finite_are_rejected() -> None:
@@ -138,9 +138,9 @@ def test_I12_display_p3_is_converted_by_its_matrix() -> None:
     levels = np.linspace(0, 255, 9).round().astype(np.uint8)
     grid = np.stack(np.meshgrid(levels, levels, levels), axis=-1).reshape(9, 81, 3)
     data = saved(Image.fromarray(grid), icc_profile=matrix_profile(DISPLAY_P3, srgb_curve()))
-    wanted = srgb_of_p3(grid)
-    assert np.abs(decoded(data) - wanted).max() <= 1
-    assert np.abs(grid.astype(int) - wanted).max() > 20, "the two spaces differ"
+    expected = srgb_of_p3(grid)
+    assert np.abs(decoded(data) - expected).max() <= 1
+    assert np.abs(grid.astype(int) - expected).max() > 20, "the two spaces differ"
 
 
 def test_I12_an_srgb_profile_changes_nothing() -> None:

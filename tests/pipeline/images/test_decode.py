@@ -71,16 +71,16 @@ def test_I09_header_and_pixels_agree_for_all_orientations(
 ) -> None:
     stored = pattern()
     data = saved(Image.fromarray(stored), kind, exif=with_orientation(orientation), **options)
-    wanted = upright(stored, orientation)
+    expected = upright(stored, orientation)
     header = read_header(data)
     pixels = decoded(data)
-    assert header.size == Size(*wanted.shape[:2])
+    assert header.size == Size(*expected.shape[:2])
     assert header.orientation == orientation
-    assert pixels.shape == wanted.shape
+    assert pixels.shape == expected.shape
     if kind == "JPEG":
-        assert np.abs(pixels - wanted).mean() < 4
+        assert np.abs(pixels - expected).mean() < 4
     else:
-        assert (pixels == wanted).all()
+        assert (pixels == expected).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -91,11 +91,11 @@ def test_I09_header_and_pixels_of_a_heic_photograph_are_upright(orientation: int
     heic.info["exif"] = with_orientation(orientation)
     file = io.BytesIO()
     heic.save(file, quality=95, chroma=444)
-    wanted = upright(stored, orientation)
+    expected = upright(stored, orientation)
     header, pixels = read_header(file.getvalue()), decoded(file.getvalue())
-    assert (header.format, header.size) == ("HEIF", Size(*wanted.shape[:2]))
-    assert pixels.shape == wanted.shape
-    assert np.abs(pixels - wanted).mean() < 4
+    assert (header.format, header.size) == ("HEIF", Size(*expected.shape[:2]))
+    assert pixels.shape == expected.shape
+    assert np.abs(pixels - expected).mean() < 4
     with pytest.raises(ImageError, match=r"truncated|undecodable"):
         decode(file.getvalue()[:-200], WHITE)
 
@@ -109,11 +109,11 @@ def test_the_error_for_a_missing_plug_in_has_the_command_that_installs_it(
     monkeypatch.setattr(image_formats, "_PLUGINS", nowhere)
     image_formats._has_plugin.cache_clear()
     try:
-        with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as caught:
+        with pytest.raises(ImageError, match=r"plugin_missing: it is HEIF.*") as excinfo:
             read_header(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     finally:
         image_formats._has_plugin.cache_clear()
-    assert "pip install pillow-heif" in caught.value.fix
+    assert "pip install pillow-heif" in excinfo.value.fix
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -170,12 +170,12 @@ def test_I04_files_that_are_not_images_are_rejected_with_their_reason(tmp_path: 
     path = tmp_path / "x.jpg"
     path.write_bytes(REJECTED[reason])
     for call in (lambda: read_header(path), lambda: decode(path, WHITE)):
-        with pytest.raises(ImageError) as caught:
+        with pytest.raises(ImageError) as excinfo:
             call()
-        assert caught.value.reason == reason
-        assert caught.value.where == str(path)
-        assert caught.value.detail
-        assert caught.value.fix
+        assert excinfo.value.reason == reason
+        assert excinfo.value.where == str(path)
+        assert excinfo.value.detail
+        assert excinfo.value.fix
 
 
 @pytest.mark.parametrize(
@@ -191,9 +191,9 @@ def test_the_error_describes_the_content_of_a_file_that_is_not_an_image(start: b
 def test_I01_decoding_detects_truncated_files(kind: str) -> None:
     with Image.open(PHOTOS / "chelsea.png") as photo:
         data = saved(photo, kind)
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         decode(data[: len(data) * 2 // 3], WHITE)
-    assert caught.value.reason in {"truncated", "undecodable"}
+    assert excinfo.value.reason in {"truncated", "undecodable"}
 
 
 def test_I02_random_damage_raises_only_image_errors() -> None:
@@ -222,9 +222,9 @@ def test_I14_a_decompression_bomb_is_rejected_by_its_header() -> None:
     bomb = (
         b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
     )
-    with pytest.raises(ImageError, match=r"got 2,500,000,000 ") as caught:
+    with pytest.raises(ImageError, match=r"got 2,500,000,000 ") as excinfo:
         read_header(bomb)
-    assert caught.value.reason == "too_large"
+    assert excinfo.value.reason == "too_large"
     with pytest.raises(ImageError, match="at most 100 pixels"):
         decode(saved(Image.fromarray(pattern())), WHITE, max_px=100)
     with pytest.raises(ImageError, match="at most 65,535 pixels long"):
@@ -235,26 +235,26 @@ def test_I15_a_huge_text_chunk_does_not_crash() -> None:
     plain = saved(Image.fromarray(pattern()))
     bomb = chunk(b"zTXt", b"Comment\0\0" + zlib.compress(b"x" * 80_000_000))
     data = plain[:33] + bomb + plain[33:]
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         read_header(data)
-    assert caught.value.reason == "undecodable"
+    assert excinfo.value.reason == "undecodable"
 
 
 def test_I20_the_error_for_a_deleted_or_changed_file_names_it(tmp_path: Path) -> None:
     path = tmp_path / "x.png"
     data = saved(Image.fromarray(pattern()))
     geometry = place(ladder(16, 8, 2.0), Size(24, 40))
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         load_pixels(path, geometry, WHITE, content_hash=hash_bytes(data))
-    assert caught.value.reason == "vanished"
+    assert excinfo.value.reason == "vanished"
     path.write_bytes(data)
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         load_pixels(path, geometry, WHITE, content_hash=hash_bytes(b"another"))
-    assert caught.value.reason == "changed"
+    assert excinfo.value.reason == "changed"
     wrong = place(ladder(16, 8, 2.0), Size(24, 41))
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         load_pixels(path, wrong, WHITE, content_hash=hash_bytes(data))
-    assert caught.value.reason == "size_disagrees"
+    assert excinfo.value.reason == "size_disagrees"
 
 
 @pytest.mark.parametrize("photo", ["chelsea.png", "rocket.jpg"])
@@ -269,11 +269,11 @@ def test_B04_resizing_the_cropped_source_equals_cropping_the_resized_image(
         (geometry.resized_size.width, geometry.resized_size.height), Image.Resampling.BICUBIC
     )
     top, left, height, width = geometry.crop
-    wanted = np.asarray(resized)[top : top + height, left : left + width].astype(int)
+    expected = np.asarray(resized)[top : top + height, left : left + width].astype(int)
     pixels = load_pixels(path, geometry, WHITE, content_hash=hash_bytes(path.read_bytes()))
     assert pixels.shape == (*geometry.target_size, 3)
     assert pixels.dtype == np.uint8
-    assert np.abs(pixels - wanted).max() <= 1
+    assert np.abs(pixels - expected).max() <= 1
 
 
 def test_I26_an_extreme_aspect_ratio_is_resized_within_bounded_memory(tmp_path: Path) -> None:
@@ -307,17 +307,17 @@ def test_golden_pixels_force_a_new_preprocessing_version(tmp_path: Path) -> None
 
 def test_an_image_error_can_be_pickled() -> None:
     error = ImageError("truncated", "half of it", where="a.jpg", fix="copy it again")
-    back = pickle.loads(pickle.dumps(error))
-    assert (back.reason, back.detail, back.where, back.fix) == (
+    copy = pickle.loads(pickle.dumps(error))
+    assert (copy.reason, copy.detail, copy.where, copy.fix) == (
         "truncated",
         "half of it",
         "a.jpg",
         "copy it again",
     )
-    assert str(back) == str(error)
+    assert str(copy) == str(error)
 
 
 def test_I21_a_folder_named_like_an_image_is_unreadable(tmp_path: Path) -> None:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         decode(tmp_path, WHITE)
-    assert caught.value.reason == "unreadable"
+    assert excinfo.value.reason == "unreadable"

@@ -10,15 +10,15 @@ from pipeline.maintenance.explain import explain, find_sample
 from tests.pipeline.cached_job import Job
 
 
-@pytest.mark.parametrize("said", ["photos/cat.png", "cat.png", "cat"])
-def test_a_sample_is_found_by_id_by_path_or_by_part_of_either(job: Job, said: str) -> None:
-    assert find_sample(job.tables, said) == "photos/cat.png"
+@pytest.mark.parametrize("name", ["photos/cat.png", "cat.png", "cat"])
+def test_a_sample_is_found_by_id_by_path_or_by_part_of_either(job: Job, name: str) -> None:
+    assert find_sample(job.tables, name) == "photos/cat.png"
 
 
 def test_an_ambiguous_name_lists_the_candidates_and_an_unknown_name_is_an_error(job: Job) -> None:
-    with pytest.raises(TableError, match="5 samples") as caught:
+    with pytest.raises(TableError, match="5 samples") as excinfo:
         find_sample(job.tables, ".png")
-    assert "photos/camera.png" in caught.value.fix
+    assert "photos/camera.png" in excinfo.value.fix
     with pytest.raises(TableError, match="no sample matches 'dog'"):
         find_sample(job.tables, "dog")
 

@@ -25,8 +25,8 @@ def plan(job: Job) -> Forecast:
     return forecast(job.recipe, job.tables, log=str)
 
 
-def reasons(found: Forecast) -> dict[str, dict[str, list[str]]]:
-    return {"latents": dict(found.latents.reasons), "text": dict(found.text.reasons)}
+def reasons(planned: Forecast) -> dict[str, dict[str, list[str]]]:
+    return {"latents": dict(planned.latents.reasons), "text": dict(planned.text.reasons)}
 
 
 def run(job: Job) -> dict[str, dict[str, int]]:
@@ -35,23 +35,23 @@ def run(job: Job) -> dict[str, dict[str, int]]:
     valid = job.keep("validated_dataset", validate(job.recipe, raw, job.tables, log=str)).table
     buckets = job.keep("aspect_buckets", assign_buckets(job.recipe, valid, log=str)).table
     launch: dict[str, Any] = {"launch": job.launch, "log": str}
-    made = {
+    results = {
         "latents": job.keep("vae_latents", cache_latents(job.recipe, buckets, job.tables, **launch)),
         "text": job.keep("text_embeddings", cache_text(job.recipe, valid, job.tables, **launch)),
     }
     counters = ("encoded", "reused", "damaged")
-    return {kind: {name: result.report[name] for name in counters} for kind, result in made.items()}
+    return {kind: {name: result.report[name] for name in counters} for kind, result in results.items()}
 
 
-def agree(job: Job) -> Forecast:
+def forecast_and_run(job: Job) -> Forecast:
     """Return the forecast, after asserting that the job did exactly that."""
-    said = plan(job)
-    done = run(job)
-    for kind, expected in (("latents", said.latents), ("text", said.text)):
-        assert done[kind]["encoded"] == expected.to_make
-        assert done[kind]["reused"] == expected.there
+    planned = plan(job)
+    counters = run(job)
+    for kind, expected in (("latents", planned.latents), ("text", planned.text)):
+        assert counters[kind]["encoded"] == expected.to_make
+        assert counters[kind]["reused"] == expected.there
     assert plan(job).latents.to_make == plan(job).text.to_make == 0
-    return said
+    return planned
 
 
 def photo(job: Job, name: str = "cat.png") -> Path:
@@ -144,10 +144,10 @@ def test_L04_each_reason_is_named_and_the_job_agrees_with_the_forecast(
     job: Job, change: Callable[[Job], None], latents: dict[str, list[str]], text: dict[str, list[str]]
 ) -> None:
     change(job)
-    said = agree(job)
-    assert reasons(said) == {"latents": latents, "text": text}
-    gone = change in (remove, rename, move)
-    assert list(said.gone) == (CAT if gone else [])
+    planned = forecast_and_run(job)
+    assert reasons(planned) == {"latents": latents, "text": text}
+    is_removed = change in (remove, rename, move)
+    assert list(planned.gone) == (CAT if is_removed else [])
 
 
 @pytest.mark.slow
@@ -157,7 +157,7 @@ def test_L04_changing_one_of_500_images_encodes_only_what_changed_as_forecast(jo
         levels = np.random.default_rng(index).integers(0, 256, (24, 40, 3), dtype=np.uint8)
         Image.fromarray(levels).save(photo(job, f"{index:03}.png"))
         photo(job, f"{index:03}.txt").write_text(f"picture {index % 7}")
-    assert agree(job).latents.to_make == 495
+    assert forecast_and_run(job).latents.to_make == 495
     latents: list[int] = []
     text: list[int] = []
     changes = (
@@ -169,9 +169,9 @@ def test_L04_changing_one_of_500_images_encodes_only_what_changed_as_forecast(jo
     )
     for change in changes:
         change(job)
-        said = agree(job)
-        latents.append(said.latents.to_make)
-        text.append(said.text.to_make)
+        planned = forecast_and_run(job)
+        latents.append(planned.latents.to_make)
+        text.append(planned.text.to_make)
     assert latents == [1, 0, 1, 0, 0]
     assert text == [1, 0, 0, 0, 0]
 
@@ -187,11 +187,11 @@ def test_a_forecast_writes_and_encodes_nothing(job: Job) -> None:
 def test_bytes_and_seconds_cover_the_missing_entries(job: Job) -> None:
     assert plan(job).latents.seconds == 0
     shutil.rmtree(job.recipe.cache_dir / "latents")
-    said = plan(job).latents
-    assert said.seconds is not None
-    assert said.seconds > 0
+    planned = plan(job).latents
+    assert planned.seconds is not None
+    assert planned.seconds > 0
     run(job)
-    assert said.num_bytes == sum(
+    assert planned.num_bytes == sum(
         path.stat().st_size for path in (job.recipe.cache_dir / "latents").rglob("*.safetensors")
     )
     shutil.rmtree(job.recipe.cache_dir)
@@ -201,21 +201,21 @@ def test_bytes_and_seconds_cover_the_missing_entries(job: Job) -> None:
 def test_rejected_images_are_counted_by_reason(job: Job) -> None:
     photo(job, "empty.png").write_bytes(b"")
     photo(job, "empty.txt").write_text("nothing")
-    said = plan(job)
-    assert (said.samples, dict(said.rejected)) == (5, {"empty_file": 1})
+    planned = plan(job)
+    assert (planned.samples, dict(planned.rejected)) == (5, {"empty_file": 1})
 
 
 def test_only_the_closed_gates_of_the_first_asset_are_reported(job: Job) -> None:
     assert plan(job).closed == []
     caption = photo(job, "cat.txt")
-    said = caption.read_text(encoding="utf-8")
+    text = caption.read_text(encoding="utf-8")
     caption.unlink()
     closed = {gate.name: gate for gate in plan(job).closed}
     assert set(closed) == {"captions_present", "rejected_fraction"}
     assert {gate.asset for gate in closed.values()} == {"validated_dataset"}
     assert "there is no cat.txt" in closed["captions_present"].summary
     assert "write cat.txt" in closed["captions_present"].fix
-    caption.write_text(said, encoding="utf-8")
+    caption.write_text(text, encoding="utf-8")
     assert plan(job).closed == []
     for each in list(photo(job).parent.iterdir()):
         each.unlink()
@@ -224,6 +224,6 @@ def test_only_the_closed_gates_of_the_first_asset_are_reported(job: Job) -> None
 
 def test_a_forecast_does_not_log_numbers_of_the_last_run(job: Job) -> None:
     photo(job).write_bytes(b"")
-    told: list[str] = []
-    forecast(job.recipe, job.tables, log=told.append)
-    assert not [line for line in told if "rejected" in line]
+    log: list[str] = []
+    forecast(job.recipe, job.tables, log=log.append)
+    assert not [line for line in log if "rejected" in line]

@@ -20,7 +20,7 @@ from tests.pipeline.cached_job import Job
 OLD_S = 1_000_000_000
 
 
-def age(job: Job) -> None:
+def make_all_files_old(job: Job) -> None:
     """Every file of the cache becomes old."""
     for path in job.recipe.cache_dir.rglob("*"):
         os.utime(path, (OLD_S, OLD_S))
@@ -30,38 +30,46 @@ def entries(job: Job) -> set[Path]:
     return set(job.recipe.cache_dir.rglob("*.safetensors"))
 
 
-def places(job: Job, *paths: Path) -> set[str]:
+def names_in_cache(job: Job, *paths: Path) -> set[str]:
     """As a survey names them."""
     return {path.relative_to(job.recipe.cache_dir).as_posix() for path in paths}
 
 
 def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
     """An image and its caption go, and the job runs again; its two entries."""
-    gone = job.entry("vae_latents", f"photos/{name}.png"), job.entry("text_embeddings", f"photos/{name}.png")
+    dropped_entries = (
+        job.entry("vae_latents", f"photos/{name}.png"),
+        job.entry("text_embeddings", f"photos/{name}.png"),
+    )
     for suffix in (".png", ".txt"):
         (job.recipe.datasets[0].path / f"{name}{suffix}").unlink()
     job.run()
-    return gone
+    return dropped_entries
 
 
 def test_a_cache_in_use_has_no_orphans_whatever_its_age(job: Job) -> None:
-    age(job)
-    found = survey(job.recipe.cache_dir)
-    assert (found.entries, found.orphans, found.young, found.foreign) == (len(entries(job)), {}, 0, [])
-    assert found.entry_bytes == sum(path.stat().st_size for path in entries(job))
-    assert [user.output_dir for user in found.users] == [job.recipe.output_dir]
-    assert delete(job.recipe.cache_dir, found) == (0, 0)
+    make_all_files_old(job)
+    surveyed = survey(job.recipe.cache_dir)
+    assert (surveyed.entries, surveyed.orphans, surveyed.young, surveyed.foreign) == (
+        len(entries(job)),
+        {},
+        0,
+        [],
+    )
+    assert surveyed.entry_bytes == sum(path.stat().st_size for path in entries(job))
+    assert [user.output_dir for user in surveyed.users] == [job.recipe.output_dir]
+    assert delete(job.recipe.cache_dir, surveyed) == (0, 0)
 
 
 def test_L13_entries_of_a_removed_sample_are_orphans_after_the_grace_period(job: Job) -> None:
-    gone = drop_sample(job)
+    dropped_entries = drop_sample(job)
     assert survey(job.recipe.cache_dir).young == 2, "within the grace period they are kept"
-    age(job)
-    found = survey(job.recipe.cache_dir)
-    assert set(found.orphans) == places(job, *gone)
+    make_all_files_old(job)
+    surveyed = survey(job.recipe.cache_dir)
+    assert set(surveyed.orphans) == names_in_cache(job, *dropped_entries)
     before = entries(job)
-    assert delete(job.recipe.cache_dir, found) == (2, sum(found.orphans.values()))
-    assert entries(job) == before - set(gone)
+    assert delete(job.recipe.cache_dir, surveyed) == (2, sum(surveyed.orphans.values()))
+    assert entries(job) == before - set(dropped_entries)
     assert job.failing("vae_latents") == job.failing("text_embeddings") == {}
 
 
@@ -69,7 +77,7 @@ def test_L13_the_empty_caption_and_preview_prompts_are_needed_without_a_table_ro
     named = {*job.tables.read("vae_latents")["key"], *job.tables.read("text_embeddings")["key"]}
     without_row = {path for path in entries(job) if path.stem not in named}
     assert without_row, "there is no entry without a row"
-    age(job)
+    make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
@@ -78,22 +86,22 @@ def test_L13_an_entry_that_another_project_needs_is_not_an_orphan(job: Job, tmp_
     register_user(
         job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem]
     )
-    age(job)
-    assert not places(job, latent) & set(survey(job.recipe.cache_dir).orphans)
+    make_all_files_old(job)
+    assert not names_in_cache(job, latent) & set(survey(job.recipe.cache_dir).orphans)
     unregister_user(job.recipe.cache_dir, tmp_path / "elsewhere")
-    assert places(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
+    assert names_in_cache(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
 
 
 def test_L13_a_missing_or_unmounted_output_folder_still_counts(job: Job) -> None:
     shutil.rmtree(job.recipe.output_dir)
-    age(job)
+    make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
 def test_L13_entries_named_only_in_a_table_are_needed(job: Job) -> None:
     """A job that is running has registered other keys; its last tables still stand."""
     register_user(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
-    age(job)
+    make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}
 
 
@@ -107,20 +115,20 @@ def test_L13_an_unfinished_run_keeps_its_entries_and_a_finished_one_does_not(job
     order.write()
     run = order.folder
     latent, text = drop_sample(job)
-    age(job)
+    make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}
     (run / "finished.json").write_text("{}")
-    assert set(survey(job.recipe.cache_dir).orphans) == places(job, latent, text)
+    assert set(survey(job.recipe.cache_dir).orphans) == names_in_cache(job, latent, text)
 
 
 def test_L13_an_entry_requested_between_survey_and_deletion_is_kept(job: Job) -> None:
     latent, text = drop_sample(job)
-    age(job)
-    found = survey(job.recipe.cache_dir)
+    make_all_files_old(job)
+    surveyed = survey(job.recipe.cache_dir)
     register_user(
         job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[latent.stem]
     )
-    assert delete(job.recipe.cache_dir, found)[0] == 1
+    assert delete(job.recipe.cache_dir, surveyed)[0] == 1
     assert latent.exists()
     assert not text.exists()
 
@@ -146,16 +154,16 @@ def test_I27_leftovers_of_writers_are_deleted_and_foreign_files_are_kept(job: Jo
         path.write_bytes(b"123")
     young = survey(root)
     assert young.leftovers == {}, "a writer may be at work on them"
-    age(job)
-    found = survey(root)
-    assert set(found.leftovers) == places(job, *leftovers)
-    assert set(found.foreign) == places(job, *foreign, misplaced)
-    assert delete(root, found) == (len(leftovers), 3 * len(leftovers))
+    make_all_files_old(job)
+    surveyed = survey(root)
+    assert set(surveyed.leftovers) == names_in_cache(job, *leftovers)
+    assert set(surveyed.foreign) == names_in_cache(job, *foreign, misplaced)
+    assert delete(root, surveyed) == (len(leftovers), 3 * len(leftovers))
     assert all(path.exists() for path in foreign | {misplaced})
 
 
 def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(job: Job) -> None:
-    age(job)
+    make_all_files_old(job)
     table = job.tables.path("vae_latents")
     raw = table.read_bytes()
     table.write_bytes(b"torn")

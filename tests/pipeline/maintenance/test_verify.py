@@ -22,7 +22,7 @@ def passed_on(states: Iterator[Any]) -> Iterator[Any]:
     yield from states
 
 
-def bad(job: Job) -> list[BadEntry]:
+def bad_entries_of(job: Job) -> list[BadEntry]:
     return verify(job.recipe, needed_entries(job.recipe, job.tables), passed_on)
 
 
@@ -51,7 +51,7 @@ def test_a_valid_cache_has_no_bad_entries_and_each_key_is_needed_once(job: Job) 
         == len({each.spec.key for each in needed})
         == len(list(job.recipe.cache_dir.rglob("*.safetensors")))
     )
-    assert bad(job) == []
+    assert bad_entries_of(job) == []
 
 
 @pytest.mark.parametrize("asset", ASSETS)
@@ -59,8 +59,8 @@ def test_L07_bit_rot_that_no_gate_can_detect_is_found(job: Job, asset: str) -> N
     path = job.entry(asset)
     rot(job, path)
     assert job.failing(asset) == {}, "the stat is as recorded, so no gate reads the file"
-    (found,) = bad(job)
-    assert (found.path, found.needed.name, found.problem) == (
+    (bad_entries,) = bad_entries_of(job)
+    assert (bad_entries.path, bad_entries.needed.name, bad_entries.problem) == (
         str(path),
         "photos/cat.png",
         "its checksum does not match",
@@ -76,13 +76,13 @@ def test_a_repair_encodes_the_bad_entries_and_keeps_the_others(
     rot(job, latent)
     text.unlink()
     others = {path: path.stat() for path in entries if path not in (latent, text)}
-    found = bad(job)
-    assert {each.path for each in found} == {str(latent), str(text)}
+    bad_entries = bad_entries_of(job)
+    assert {each.path for each in bad_entries} == {str(latent), str(text)}
     monkeypatch.setattr(verification, "LocalLaunch", lambda _: job.launch)
-    said: list[str] = []
-    verification.repair(job.recipe, job.tables, found, log=said.append)
+    log: list[str] = []
+    verification.repair(job.recipe, job.tables, bad_entries, log=log.append)
     assert {path: path.read_bytes() for path in entries} == sound
     assert {path: path.stat() for path in others} == others
-    assert bad(job) == []
+    assert bad_entries_of(job) == []
     assert all(finding.passed for finding in vae_latents.run(CheckContext(job.recipe, job.tables)))
-    assert said
+    assert log

@@ -36,9 +36,9 @@ def test_a_component_is_a_folder_or_a_component_of_another_model(
     tmp_path: Path, tiny_sd: Path, other: Path
 ) -> None:
     for named in (other, other / "vae"):
-        asked = recipe(tmp_path, tiny_sd, components={"vae": str(named)})
-        assert resolve_components(asked) == local_components(asked) == {"vae": other / "vae"}
-        assert resolve_base(asked) == tiny_sd
+        requested = recipe(tmp_path, tiny_sd, components={"vae": str(named)})
+        assert resolve_components(requested) == local_components(requested) == {"vae": other / "vae"}
+        assert resolve_base(requested) == tiny_sd
 
 
 def test_another_vae_changes_the_keys_of_latents_but_not_of_captions(
@@ -64,9 +64,9 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
     shutil.rmtree(base / "vae")
     values = settings(tmp_path, photos, base)
     values["model"]["components"] = {"vae": str(other)}
-    asked = recipe_from_mapping("demo", values)
-    tables, launch = Tables(asked.output_dir), Here(launch_here)
-    entries, order = complete_job(asked, tables, launch)
+    requested = recipe_from_mapping("demo", values)
+    tables, launch = Tables(requested.output_dir), Here(launch_here)
+    entries, order = complete_job(requested, tables, launch)
     assert order.component_folders == {"vae": other / "vae"}
     row = tables.read("vae_latents").row(0, named=True)
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"]
@@ -76,7 +76,7 @@ def test_the_complete_job_works_with_a_component_that_the_base_model_lacks(
         expected = vae.decode(latent[None] / vae.config.scaling_factor).sample
     torch.testing.assert_close(family.vae.decode(family.vae.load("float32", "cpu"), latent[None]), expected)
     pipe = StableDiffusionPipeline.from_pretrained(base, vae=vae, safety_checker=None)
-    pipe.load_lora_weights(asked.output_dir / "lora")
+    pipe.load_lora_weights(requested.output_dir / "lora")
     assert list((order.folder / "samples").glob("*.png"))
 
 
@@ -107,11 +107,11 @@ def test_an_invalid_component_is_an_error_that_names_the_key(
         resolve_base(recipe(tmp_path, tiny_sd, components=components))
 
 
-@pytest.mark.parametrize("lost", ["config.json", "diffusion_pytorch_model.safetensors"])
+@pytest.mark.parametrize("removed_file", ["config.json", "diffusion_pytorch_model.safetensors"])
 def test_an_incomplete_component_is_an_error_that_names_its_folder(
-    tmp_path: Path, tiny_sd: Path, other: Path, lost: str
+    tmp_path: Path, tiny_sd: Path, other: Path, removed_file: str
 ) -> None:
-    (other / "vae" / lost).unlink()
+    (other / "vae" / removed_file).unlink()
     with pytest.raises(ModelError, match=str(other / "vae")):
         resolve_base(recipe(tmp_path, tiny_sd, components={"vae": str(other)}))
 
@@ -134,8 +134,8 @@ def test_a_snapshot_of_a_hub_id_is_used_without_the_network(
     (root / "refs").mkdir(parents=True)
     (root / "refs" / "v2").write_text("0123abc")
     snapshot = shutil.copytree(other if inside else other / "vae", root / "snapshots" / "0123abc")
-    found = resolve_components(recipe(tmp_path, tiny_sd, components={"vae": "someone/parts@v2"}))
-    assert found == {"vae": snapshot / "vae" if inside else snapshot}
+    components = resolve_components(recipe(tmp_path, tiny_sd, components={"vae": "someone/parts@v2"}))
+    assert components == {"vae": snapshot / "vae" if inside else snapshot}
 
 
 def test_only_the_files_of_the_component_are_downloaded() -> None:
@@ -147,10 +147,10 @@ def test_only_the_files_of_the_component_are_downloaded() -> None:
     weights = ["model-1.safetensors", "model-2.safetensors", "model.safetensors.index.json"]
     assert component_files(files, "") == [*weights, "config.json", "tokenizer.json"]
     assert component_files(files, "sub") == ["sub/config.json"]
-    kept = wanted_files(
+    needed_files = wanted_files(
         STABLE_DIFFUSION, ["model_index.json", "vae/config.json", "unet/config.json"], without={"vae"}
     )
-    assert kept == ["model_index.json", "unet/config.json"]
+    assert needed_files == ["model_index.json", "unet/config.json"]
 
 
 def test_the_published_recipe_contains_no_local_folder(tmp_path: Path, tiny_sd: Path) -> None:

@@ -25,17 +25,17 @@ def touch(folder: Path, *names: str) -> None:
 def test_safetensors_are_preferred_and_variants_are_taken_only_where_there_are_no_others(
     tmp_path: Path,
 ) -> None:
-    def taken() -> tuple[str | None, list[str]]:
+    def chosen_files() -> tuple[str | None, list[str]]:
         return weight_variant(tmp_path), [path.name for path in weight_files(tmp_path)]
 
     touch(tmp_path, "model.non_ema.safetensors", "model.bf16.safetensors")
-    assert taken() == ("bf16", ["model.bf16.safetensors"])
+    assert chosen_files() == ("bf16", ["model.bf16.safetensors"])
     touch(tmp_path, "model.fp16.safetensors", "model.fp16.bin")
-    assert taken() == ("fp16", ["model.fp16.safetensors"])
+    assert chosen_files() == ("fp16", ["model.fp16.safetensors"])
     touch(tmp_path, "pytorch_model.bin")
-    assert taken() == (None, ["pytorch_model.bin"])
+    assert chosen_files() == (None, ["pytorch_model.bin"])
     touch(tmp_path, "model.safetensors")
-    assert taken() == (None, ["model.safetensors"])
+    assert chosen_files() == (None, ["model.safetensors"])
 
 
 def test_shards_of_a_variant_come_with_their_index(tmp_path: Path) -> None:
@@ -88,14 +88,20 @@ def test_a_weight_file_that_was_cut_short_is_found_by_its_header(tmp_path: Path)
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3, 5), "b": torch.ones(7)}, file, metadata={"format": "pt"})
     require_whole(file)
-    whole = file.read_bytes()
-    header = 8 + int.from_bytes(whole[:8], "little")
-    for data in (whole[:-1], whole[:header], whole + b"\0"):
+    content = file.read_bytes()
+    header = 8 + int.from_bytes(content[:8], "little")
+    for data in (content[:-1], content[:header], content + b"\0"):
         file.write_bytes(data)
-        with pytest.raises(ModelError, match=f"it has {len(data):,} of {len(whole):,} bytes"):
+        with pytest.raises(ModelError, match=f"it has {len(data):,} of {len(content):,} bytes"):
             require_whole(file)
-    for data in (whole[: header // 2], whole[:5], b"", b"<!DOCTYPE html>" * 9, b"\x02" + bytes(7) + b"[]"):
+    for data in (
+        content[: header // 2],
+        content[:5],
+        b"",
+        b"<!DOCTYPE html>" * 9,
+        b"\x02" + bytes(7) + b"[]",
+    ):
         file.write_bytes(data)
-        with pytest.raises(ModelError, match=f"it has {len(data)} bytes") as caught:
+        with pytest.raises(ModelError, match=f"it has {len(data)} bytes") as excinfo:
             require_whole(file)
-        assert (caught.value.where, caught.value.fix) == (str(file), "download the model again")
+        assert (excinfo.value.where, excinfo.value.fix) == (str(file), "download the model again")

@@ -93,16 +93,16 @@ def fingerprint(tmp_path: Path, part: ModelPart) -> str:
 def test_L04_T01_weights_and_settings_of_a_model_change_its_fingerprint(
     tmp_path: Path, part: ModelPart
 ) -> None:
-    seen = {fingerprint(tmp_path, part)}
+    fingerprints = {fingerprint(tmp_path, part)}
     part.contents[0].write_bytes(b"12346")
-    seen.add(fingerprint(tmp_path, part))
+    fingerprints.add(fingerprint(tmp_path, part))
     config = json.loads(part.configs[0].read_text())
     part.configs[0].write_text(json.dumps({**config, "scaling_factor": 0.19}))
-    seen.add(fingerprint(tmp_path, part))
+    fingerprints.add(fingerprint(tmp_path, part))
     part.configs[0].write_text(json.dumps({**config, "_class_name": "AutoencoderTiny"}))
-    seen.add(fingerprint(tmp_path, part))
-    seen.add(fingerprint(tmp_path, dataclasses.replace(part, role="decoder")))
-    assert len(seen) == 5
+    fingerprints.add(fingerprint(tmp_path, part))
+    fingerprints.add(fingerprint(tmp_path, dataclasses.replace(part, role="decoder")))
+    assert len(fingerprints) == 5
 
 
 def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Path, part: ModelPart) -> None:
@@ -167,8 +167,8 @@ def test_a_missing_model_file_is_an_error_that_names_it(tmp_path: Path, part: Mo
 
 
 def test_an_infinite_setting_of_a_solver_counts(tmp_path: Path, part: ModelPart) -> None:
-    found = set()
+    fingerprints = set()
     for value in ("-Infinity", "Infinity", "-5.1"):
         part.configs[0].write_text(f'{{"lambda_min_clipped": {value}}}')
-        found.add(fingerprint(tmp_path, part))
-    assert len(found) == 3
+        fingerprints.add(fingerprint(tmp_path, part))
+    assert len(fingerprints) == 3

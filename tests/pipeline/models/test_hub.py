@@ -19,12 +19,12 @@ from pipeline.models.hub import explain_download_errors
 @pytest.fixture
 def closed() -> Iterator[str]:
     """Return an address that refuses every connection."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and never listens
-        yield f"http://127.0.0.1:{taken.getsockname()[1]}"
+    with socket.socket() as closed_socket:
+        closed_socket.bind(("127.0.0.1", 0))  # and never listens
+        yield f"http://127.0.0.1:{closed_socket.getsockname()[1]}"
 
 
-def ask(address: str, folder: Path) -> None:
+def request_hub(address: str, folder: Path) -> None:
     HfApi(endpoint=address).model_info("someone/tiny")
 
 
@@ -35,7 +35,7 @@ def download_large(address: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("request_", "error"), [(ask, HTTPError), (download_large, RuntimeError)], ids=["hub", "xet"]
+    ("request_", "error"), [(request_hub, HTTPError), (download_large, RuntimeError)], ids=["hub", "xet"]
 )
 def test_a_refused_connection_is_an_error_with_where_and_fix(
     tmp_path: Path,
@@ -47,14 +47,14 @@ def test_a_refused_connection_is_an_error_with_where_and_fix(
     monkeypatch.setenv("HF_XET_CLIENT_RETRY_MAX_ATTEMPTS", "1")
     message = "someone/tiny is not a local folder and could not be downloaded"
     with (
-        pytest.raises(ModelError, match=message) as caught,
+        pytest.raises(ModelError, match=message) as excinfo,
         explain_download_errors("someone/tiny", "x.yaml, model.base"),
     ):
         request_(closed, tmp_path)
-    assert isinstance(caught.value.__cause__, error)
-    assert caught.value.where == "x.yaml, model.base"
-    assert caught.value.fix is not None
-    assert "check the spelling and the network" in caught.value.fix
+    assert isinstance(excinfo.value.__cause__, error)
+    assert excinfo.value.where == "x.yaml, model.base"
+    assert excinfo.value.fix is not None
+    assert "check the spelling and the network" in excinfo.value.fix
 
 
 @pytest.mark.slow

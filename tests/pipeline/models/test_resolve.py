@@ -47,12 +47,12 @@ def test_a_local_folder_is_used_unchanged(tmp_path: Path, model: Path) -> None:
 
 
 def test_T01_a_revision_of_a_local_folder_is_an_error(tmp_path: Path, model: Path) -> None:
-    asked = recipe(tmp_path, model, revision="v1")
+    requested = recipe(tmp_path, model, revision="v1")
     for look in (resolve_base, check_local_base):
-        with pytest.raises(ModelError, match=r"model\.revision v1 is ignored") as caught:
-            look(asked)
-        assert caught.value.where.endswith("model.revision")
-        assert "remove it" in caught.value.fix
+        with pytest.raises(ModelError, match=r"model\.revision v1 is ignored") as excinfo:
+            look(requested)
+        assert excinfo.value.where.endswith("model.revision")
+        assert "remove it" in excinfo.value.fix
 
 
 def test_a_relative_folder_starts_at_the_project_root(
@@ -64,7 +64,7 @@ def test_a_relative_folder_starts_at_the_project_root(
 
 
 @pytest.mark.parametrize(
-    "lost",
+    "removed_file",
     [
         "model_index.json",
         "vae/config.json",
@@ -75,19 +75,19 @@ def test_a_relative_folder_starts_at_the_project_root(
     ],
 )
 def test_a_folder_without_a_file_is_an_error_that_names_the_file(
-    tmp_path: Path, model: Path, lost: str
+    tmp_path: Path, model: Path, removed_file: str
 ) -> None:
-    (model / lost).unlink()
-    with pytest.raises(ModelError, match=str(model / lost).rsplit("/", 1)[0]):
+    (model / removed_file).unlink()
+    with pytest.raises(ModelError, match=str(model / removed_file).rsplit("/", 1)[0]):
         resolve_base(recipe(tmp_path, model))
 
 
 def test_a_truncated_weight_file_is_an_error_before_anything_is_loaded(tmp_path: Path, model: Path) -> None:
     weights = model / "unet" / "diffusion_pytorch_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ModelError, match="truncated or damaged") as caught:
+    with pytest.raises(ModelError, match="truncated or damaged") as excinfo:
         check_local_base(recipe(tmp_path, model))
-    assert caught.value.where == str(weights)
+    assert excinfo.value.where == str(weights)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +151,8 @@ def test_a_hub_id_that_cannot_be_downloaded_is_a_clear_error(
 
 
 def test_only_files_that_the_family_needs_are_downloaded() -> None:
-    wanted = wanted_files(STABLE_DIFFUSION, HUB_FILES)
-    assert set(wanted) == {
+    needed_files = wanted_files(STABLE_DIFFUSION, HUB_FILES)
+    assert set(needed_files) == {
         "model_index.json",
         "scheduler/scheduler_config.json",
         "text_encoder/config.json",

@@ -48,11 +48,11 @@ def recipes(folder: Path, base: Path | str, **buckets: str) -> list[Recipe]:
 def test_B03_edges_that_are_not_multiples_are_an_error_with_line_and_multiple(
     tmp_path: Path, flux: Path, buckets: str, key: str
 ) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as excinfo:
         require_size_multiple(recipes(tmp_path, flux, one=buckets))
-    assert caught.value.where == f"{tmp_path / 'one.yaml'}:7, {key}"
-    assert "16" in caught.value.what
-    assert "16" in caught.value.fix
+    assert excinfo.value.where == f"{tmp_path / 'one.yaml'}:7, {key}"
+    assert "16" in excinfo.value.what
+    assert "16" in excinfo.value.fix
 
 
 @pytest.mark.parametrize(
@@ -69,19 +69,19 @@ def test_edges_that_are_multiples_pass(tmp_path: Path, flux: Path, buckets: str)
 
 def test_every_wrong_recipe_is_listed(tmp_path: Path, flux: Path) -> None:
     wrong = "{resolution: 64, step: 8}"
-    made = recipes(tmp_path, flux, one=wrong, good="{resolution: 64, step: 16}", two=wrong)
-    with pytest.raises(RecipeError) as caught:
-        require_size_multiple(made)
-    assert "2 mistakes" in caught.value.what
-    assert "one.yaml" in caught.value.what
-    assert "two.yaml" in caught.value.what
+    loaded = recipes(tmp_path, flux, one=wrong, good="{resolution: 64, step: 16}", two=wrong)
+    with pytest.raises(RecipeError) as excinfo:
+        require_size_multiple(loaded)
+    assert "2 mistakes" in excinfo.value.what
+    assert "one.yaml" in excinfo.value.what
+    assert "two.yaml" in excinfo.value.what
 
 
 @pytest.mark.parametrize("base", ["nobody/nothing", "models/none"])
 def test_a_model_that_is_not_on_this_machine_is_not_checked(tmp_path: Path, base: str) -> None:
-    made = recipes(tmp_path, base, one="{resolution: 64, step: 8}")
-    assert local_family(made[0]) is None
-    require_size_multiple(made)
+    loaded = recipes(tmp_path, base, one="{resolution: 64, step: 8}")
+    assert local_family(loaded[0]) is None
+    require_size_multiple(loaded)
 
 
 def test_an_unsupported_model_is_not_an_error_here(tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_B03_the_command_and_the_definitions_report_the_error(
 ) -> None:
     recipes(tmp_path, flux, one="{resolution: 64, step: 8}")
     environment: dict[str, Any] = {**os.environ, "LATENTLINE_CONFIGS": str(tmp_path)}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert "one.yaml:7, buckets.step" in done.stderr
-    assert "multiple of 16" in done.stderr
+    assert completed.returncode == 1
+    assert "one.yaml:7, buckets.step" in completed.stderr
+    assert "multiple of 16" in completed.stderr

@@ -41,17 +41,19 @@ def test_R12_a_guarded_process_ends_when_its_parent_is_killed() -> None:
 
 def test_R12_a_process_whose_parent_died_before_the_request_ends_at_once() -> None:
     other_parent = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
-    done = subprocess.run([sys.executable, "-c", GUARDED], env=other_parent, capture_output=True, check=False)
-    assert done.returncode == 128 + signal.SIGTERM
-    assert done.stdout == b""
+    completed = subprocess.run(
+        [sys.executable, "-c", GUARDED], env=other_parent, capture_output=True, check=False
+    )
+    assert completed.returncode == 128 + signal.SIGTERM
+    assert completed.stdout == b""
 
 
 def test_a_module_started_by_hand_keeps_running() -> None:
     without_parent = {name: value for name, value in os.environ.items() if name != "LATENTLINE_PARENT_PID"}
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", GUARDED], env=without_parent, capture_output=True, check=False
     )
-    assert (done.returncode, done.stdout) == (0, b"guarded\n")
+    assert (completed.returncode, completed.stdout) == (0, b"guarded\n")
 
 
 def test_R12_a_process_that_polls_for_its_parent_ends_when_it_is_gone() -> None:
@@ -62,8 +64,10 @@ watch_parent(0.01, on_death=lambda: print("stopping", flush=True))
 time.sleep(60)
 """
     other_parent = {**os.environ, "LATENTLINE_PARENT_PID": "1000000000"}
-    done = subprocess.run([sys.executable, "-c", script], env=other_parent, capture_output=True, check=False)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, b"stopping\n")
+    completed = subprocess.run(
+        [sys.executable, "-c", script], env=other_parent, capture_output=True, check=False
+    )
+    assert (completed.returncode, completed.stdout) == (128 + signal.SIGTERM, b"stopping\n")
 
 
 def test_end_now_keeps_status_and_output_and_skips_exit_handlers() -> None:
@@ -75,5 +79,5 @@ print("output")
 print("error", file=sys.stderr)
 end_now(7)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "output\n", "error\n")
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (7, "output\n", "error\n")

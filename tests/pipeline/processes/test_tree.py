@@ -64,17 +64,17 @@ def processes() -> Iterator[Processes]:
             other.kill()
 
 
-def gone(process: psutil.Process) -> bool:
+def has_ended(process: psutil.Process) -> bool:
     try:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
 
-def until(met: object, seconds: float = 20.0) -> None:
-    assert callable(met)
+def until(condition: object, seconds: float = 20.0) -> None:
+    assert callable(condition)
     end = time.monotonic() + seconds
-    while not met():
+    while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.02)
 
@@ -92,7 +92,7 @@ def test_stop_ends_a_child_in_a_separate_session(processes: Processes) -> None:
     root = processes.run(PARENT_OF.format(code=SLEEPER, own=True, then=WAIT))
     child = processes.child_of(root)
     assert ProcessTree(root.pid).stop(grace_s=10) == []
-    assert gone(child)
+    assert has_ended(child)
     assert root.wait(5) == -signal.SIGTERM
 
 
@@ -105,11 +105,11 @@ def test_stop_kills_a_process_that_ignores_sigterm_after_the_grace_period(proces
 
 
 def test_stop_waits_for_a_process_that_writes_a_checkpoint(processes: Processes, tmp_path: Path) -> None:
-    done = tmp_path / "checkpoint"
+    checkpoint = tmp_path / "checkpoint"
     root = processes.run(
         "import pathlib, signal, sys, time\n"
         "def stop(*_):\n"
-        f"    time.sleep(0.5); pathlib.Path({str(done)!r}).touch(); sys.exit(143)\n"
+        f"    time.sleep(0.5); pathlib.Path({str(checkpoint)!r}).touch(); sys.exit(143)\n"
         "signal.signal(signal.SIGTERM, stop)\n"
         "print('up', flush=True)\n"
         "time.sleep(600)"
@@ -117,7 +117,7 @@ def test_stop_waits_for_a_process_that_writes_a_checkpoint(processes: Processes,
     assert root.stdout is not None
     root.stdout.readline()
     assert ProcessTree(root.pid).stop(grace_s=20) == []
-    assert done.exists()
+    assert checkpoint.exists()
     assert root.wait(5) == 143
 
 
@@ -126,9 +126,9 @@ def test_R12_an_orphan_of_a_dead_root_is_found_by_the_roots_session(processes: P
     child = processes.child_of(root)
     tree = ProcessTree(root.pid)
     root.wait(20)
-    assert not gone(child)
+    assert not has_ended(child)
     tree.stop(grace_s=10)
-    assert gone(child)
+    assert has_ended(child)
 
 
 def test_R12_an_orphan_in_another_session_is_found_if_it_was_a_member_before(processes: Processes) -> None:
@@ -139,14 +139,14 @@ def test_R12_an_orphan_in_another_session_is_found_if_it_was_a_member_before(pro
     root.kill()
     root.wait(20)
     tree.stop(grace_s=10)
-    assert gone(child)
+    assert has_ended(child)
 
 
 def test_stop_below_spares_the_root(processes: Processes) -> None:
     root = processes.run(PARENT_OF.format(code=SLEEPER, own=False, then=WAIT))
     child = processes.child_of(root)
     ProcessTree(root.pid).stop_below(grace_s=10)
-    assert gone(child)
+    assert has_ended(child)
     assert root.poll() is None
 
 

@@ -20,10 +20,10 @@ def names(root: Path, suffix: str | None = None) -> list[str]:
 
 def test_I07_suffixes_count_in_any_case_and_in_subfolders(tmp_path: Path) -> None:
     (tmp_path / "sub" / "deep").mkdir(parents=True)
-    wanted = ["a.jpg", "b.JPEG", "c.Png", "sub/d.webp", "sub/deep/e.TIFF"]
-    for name in [*wanted, "f.txt", "g.mp4"]:
+    expected = ["a.jpg", "b.JPEG", "c.Png", "sub/d.webp", "sub/deep/e.TIFF"]
+    for name in [*expected, "f.txt", "g.mp4"]:
         (tmp_path / name).write_bytes(b"x")
-    assert names(tmp_path) == wanted
+    assert names(tmp_path) == expected
 
 
 def test_I06_system_files_and_hidden_files_are_passed_over_and_counted(tmp_path: Path) -> None:
@@ -130,9 +130,9 @@ def test_I19_the_root_itself_may_be_a_link(tmp_path: Path) -> None:
 )
 def test_I21_an_unreadable_root_is_an_error_with_a_fix(tmp_path: Path, name: str, fix: str) -> None:
     (tmp_path / "photos.zip").write_text("x")
-    with pytest.raises(DatasetError, match="cannot be read") as caught:
+    with pytest.raises(DatasetError, match="cannot be read") as excinfo:
         walk_local(tmp_path / name)
-    assert fix in caught.value.fix
+    assert fix in excinfo.value.fix
 
 
 def test_I21_a_subfolder_without_permission_is_a_problem_and_the_rest_is_scanned(tmp_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_repeated_and_empty_paths_are_counted(folder: Path) -> None:
     rows = [{"path": path} for path in ("a.png", "./a.png", "sub/../a.png", None, "", "sub/b.png")]
     settings = recipe(write(folder, "jsonl", rows), captions={}).datasets[0]
     walk = walk_manifest(settings, source_at(settings.root))
-    assert sorted(found.path for found in walk.images) == ["a.png", "sub/b.png"]
+    assert sorted(image.path for image in walk.images) == ["a.png", "sub/b.png"]
     assert walk.passed_over == {"listed_twice": 2, "rows_without_path": 2}
 
 
@@ -163,11 +163,11 @@ def test_an_unusable_manifest_is_an_error_that_names_the_file(
 ) -> None:
     manifest = folder / name
     manifest.write_bytes(content)
-    with pytest.raises(DatasetError) as caught:
+    with pytest.raises(DatasetError) as excinfo:
         scan(recipe(manifest), Tables(folder.parent / "out"), log=str)
-    assert what in caught.value.what
-    assert caught.value.where == str(manifest)
-    assert caught.value.fix
+    assert what in excinfo.value.what
+    assert excinfo.value.where == str(manifest)
+    assert excinfo.value.fix
 
 
 @pytest.mark.parametrize(
@@ -228,11 +228,11 @@ def test_a_malformed_manifest_is_an_error_with_line_and_fix(
     folder: Path, name: str, content: bytes, what: str, fix: str
 ) -> None:
     (folder / name).write_bytes(content)
-    with pytest.raises(DatasetError) as caught:
+    with pytest.raises(DatasetError) as excinfo:
         run(recipe(folder / name))
-    assert what in caught.value.what
-    assert fix in caught.value.fix
-    assert "truncate_ragged_lines" not in str(caught.value)
+    assert what in excinfo.value.what
+    assert fix in excinfo.value.fix
+    assert "truncate_ragged_lines" not in str(excinfo.value)
 
 
 def test_digits_in_a_csvs_captions_and_paths_stay_as_written(folder: Path) -> None:
@@ -375,18 +375,20 @@ def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
 ) -> None:
     del s3
     rows = [*ROWS, {"path": "../out.png"}, {"path": "gone.png"}]
-    here = write(folder, kind, rows)
-    kept, reasons = run(recipe(here, captions={"from": "column", "columns": ["other"]}))
+    local_manifest = write(folder, kind, rows)
+    kept, reasons = run(recipe(local_manifest, captions={"from": "column", "columns": ["other"]}))
     address = in_bucket(folder).address
     settings = {"captions": {"from": "column", "columns": ["other"]}}
     for number, (path, images) in enumerate(
-        [(f"{address}/list.{kind}", None), (here, address), (f"{address}/list.{kind}", folder)]
+        [(f"{address}/list.{kind}", None), (local_manifest, address), (f"{address}/list.{kind}", folder)]
     ):
         place = folder.parent / f"out-{number}"
-        there = recipe(here, path=path, images=images, **settings).model_copy(update={"output_dir": place})
-        found, rejected = run(there)
+        remote_recipe = recipe(local_manifest, path=path, images=images, **settings).model_copy(
+            update={"output_dir": place}
+        )
+        remote_rows, rejected = run(remote_recipe)
         columns = ["sample_id", "content_hash", "caption", "more_captions"]
-        assert found.select(columns).equals(kept.select(columns))
+        assert remote_rows.select(columns).equals(kept.select(columns))
         assert rejected == reasons
 
 
@@ -410,6 +412,6 @@ def test_an_unreadable_manifest_in_an_object_store_is_an_error(folder: Path, s3:
     address = in_bucket(folder).address
     for name in ("bad.csv", "none.csv"):
         settings = recipe(folder / "x.csv", path=f"{address}/{name}").datasets[0]
-        with pytest.raises(DatasetError, match="the manifest cannot be read") as caught:
+        with pytest.raises(DatasetError, match="the manifest cannot be read") as excinfo:
             read_manifest(settings)
-        assert caught.value.where == f"{address}/{name}"
+        assert excinfo.value.where == f"{address}/{name}"

@@ -34,19 +34,19 @@ def test_L12_a_caller_that_stops_early_has_started_only_a_few_items() -> None:
 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_L12_the_number_of_items_in_progress_is_bounded(threads: int) -> None:
-    taken: list[int] = []
+    started: list[int] = []
 
     class Items(list[int]):
         def __iter__(self) -> Iterator[int]:
             for item in super().__iter__():
-                taken.append(item)
+                started.append(item)
                 yield item
 
-    most = 0
+    max_in_progress = 0
     results = in_threads(str, Items(range(5_000)), log=print, doing="items done", threads=threads)
     for num_yielded, _ in enumerate(results):
-        most = max(most, len(taken) - num_yielded)
-    assert most <= threads * ITEMS_PER_THREAD + 1
+        max_in_progress = max(max_in_progress, len(started) - num_yielded)
+    assert max_in_progress <= threads * ITEMS_PER_THREAD + 1
 
 
 def test_all_threads_have_work_until_the_end_when_items_take_long() -> None:

@@ -109,8 +109,8 @@ def test_a_remote_dataset_gives_the_same_samples_as_a_local_one(
 @pytest.mark.usefixtures("settled_everywhere")
 def test_only_changed_remote_files_are_read_again(filled: Folder, moved: Folder, remote: Elsewhere) -> None:
     moved.ingest()
-    again = moved.scan().report
-    assert (again["read"], again["unchanged"], again["rejected_unchanged"]) == (0, 4, 2)
+    report = moved.scan().report
+    assert (report["read"], report["unchanged"], report["rejected_unchanged"]) == (0, 4, 2)
     assert moved.validate().report["decoded"] == 0
     filled.add("a b.png", filled.picture(99, 30, 50), caption="other words")
     (filled.root / "sub/deep/d.jpg").unlink()
@@ -127,8 +127,8 @@ def test_only_changed_remote_files_are_read_again(filled: Folder, moved: Folder,
     assert kept.table.filter(pl.col("caption") == "other words")["height"].item() == 30
     filled.add("sub/üc.png", filled.picture(98))
     remote.publish()
-    (gone,) = moved.validate().rejected.rows(named=True)
-    assert (gone["path"], gone["reason"]) == (remote.quote("sub/üc.png"), "changed")
+    (rejected_row,) = moved.validate().rejected.rows(named=True)
+    assert (rejected_row["path"], rejected_row["reason"]) == (remote.quote("sub/üc.png"), "changed")
 
 
 @pytest.mark.usefixtures("settled_everywhere")
@@ -157,10 +157,10 @@ def settled_everywhere(settled: Callable[[], None], monkeypatch: pytest.MonkeyPa
 
 
 def scan_error(address: object, tmp_path: Path) -> DatasetError:
-    with pytest.raises(DatasetError) as caught:
+    with pytest.raises(DatasetError) as excinfo:
         Folder(address, tmp_path / "out").scan()
-    assert str(address).split("::")[0].rstrip("/") in caught.value.where
-    return caught.value
+    assert str(address).split("::")[0].rstrip("/") in excinfo.value.where
+    return excinfo.value
 
 
 def test_an_error_names_the_missing_package(tmp_path: Path) -> None:

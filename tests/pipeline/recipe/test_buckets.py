@@ -33,9 +33,9 @@ def recipe(**buckets: Any) -> Recipe:
 def test_settings_define_the_sizes_and_the_upscale_limit(
     buckets: dict[str, Any], limit: Fraction | None, sizes: set[Size]
 ) -> None:
-    made = recipe(**buckets)
-    assert Recipe.model_validate_json(made.model_dump_json()) == made
-    placement = placement_of(made.buckets)
+    valid_recipe = recipe(**buckets)
+    assert Recipe.model_validate_json(valid_recipe.model_dump_json()) == valid_recipe
+    placement = placement_of(valid_recipe.buckets)
     assert placement.upscale_limit == limit
     assert set(placement.sizes) == sizes
 

@@ -64,9 +64,9 @@ def test_common_schedules_are_accepted(text: str):
     ],
 )
 def test_an_invalid_schedule_is_refused_with_the_reason(text: str, what: str):
-    with pytest.raises(PydanticCustomError) as caught:
+    with pytest.raises(PydanticCustomError) as excinfo:
         check_cron(text)
-    assert caught.value.context is not None
-    (violation,) = caught.value.context["violations"]
+    assert excinfo.value.context is not None
+    (violation,) = excinfo.value.context["violations"]
     assert what in violation.what
     assert violation.fix

@@ -327,21 +327,21 @@ def test_a_mistake_names_key_value_and_fix(values: dict[str, Any], key: str, wha
 
 def test_datasets_with_equal_names_are_reported_even_if_only_case_differs():
     names = ["a", "b", "A", "b"]
-    found = mistakes_of(datasets=[{"name": name, "path": name} for name in names])
-    assert [(dotted(mistake.path), mistake.what) for mistake in found] == [
+    mistakes = mistakes_of(datasets=[{"name": name, "path": name} for name in names])
+    assert [(dotted(mistake.path), mistake.what) for mistake in mistakes] == [
         ("datasets[2].name", "dataset names must differ in more than case, got a and A"),
         ("datasets[3].name", "dataset names must be unique, got b twice"),
     ]
 
 
 def test_a_rule_across_keys_is_reported_together_with_an_unknown_key():
-    found = mistakes_of(buckets={"resolution": 1000, "stepp": 8})
-    assert {dotted(mistake.path) for mistake in found} == {"buckets.stepp", "buckets.resolution"}
+    mistakes = mistakes_of(buckets={"resolution": 1000, "stepp": 8})
+    assert {dotted(mistake.path) for mistake in mistakes} == {"buckets.stepp", "buckets.resolution"}
 
 
 def test_a_rule_across_keys_is_not_reported_for_a_key_that_is_invalid_by_itself():
-    found = mistakes_of(buckets={"resolution": "large", "step": 100})
-    assert [dotted(mistake.path) for mistake in found] == ["buckets.resolution"]
+    mistakes = mistakes_of(buckets={"resolution": "large", "step": 100})
+    assert [dotted(mistake.path) for mistake in mistakes] == ["buckets.resolution"]
 
 
 def test_mistakes_in_all_sections_are_reported_at_once():
@@ -350,8 +350,8 @@ def test_mistakes_in_all_sections_are_reported_at_once():
         for section, change in addition.items():
             if section not in {"datasets", "model", "text", "latents"} and isinstance(change, dict):
                 values[section] = {**values.get(section, {}), **change}
-    found = {dotted(mistake.path).partition(".")[0] for mistake in mistakes_of(**values)}
-    assert found == set(values)
+    mistakes = {dotted(mistake.path).partition(".")[0] for mistake in mistakes_of(**values)}
+    assert mistakes == set(values)
 
 
 JSON = st.recursive(

@@ -75,9 +75,9 @@ def test_L01_a_cache_inside_or_around_the_dataset_is_refused_in_any_spelling(
 
 
 def test_L01_the_error_names_both_paths_as_written_and_as_resolved(home: Path):
-    with pytest.raises(PathIsolationError) as caught:
+    with pytest.raises(PathIsolationError) as excinfo:
         require_isolation(recipe_of(f"{home}/link", f"{home}/data/../data/cache", home / "out"))
-    error = caught.value
+    error = excinfo.value
     assert error.what == "cache_dir is inside dataset photos0"
     assert f"cache_dir: {home}/data/../data/cache (real path {home}/data/cache)" in error.where
     assert f"datasets[0].path: {home}/link (real path {home}/data)" in error.where
@@ -105,9 +105,9 @@ def test_I19_a_link_from_the_dataset_into_the_cache_is_refused(home: Path):
     (home / "data" / "sub" / "x").symlink_to("../../cache/latents")
     recipe = recipe_of(home / "data", home / "cache", home / "out")
     assert relations(recipe) == [("dataset photos0", "link", "cache_dir")]
-    with pytest.raises(PathIsolationError, match="a link in dataset photos0 leads into cache_dir") as caught:
+    with pytest.raises(PathIsolationError, match="a link in dataset photos0 leads into cache_dir") as excinfo:
         require_isolation(recipe)
-    assert f"link: {home}/data/sub/x (real path {home}/cache/latents)" in caught.value.where
+    assert f"link: {home}/data/sub/x (real path {home}/cache/latents)" in excinfo.value.where
 
 
 def test_a_link_from_the_cache_into_a_dataset_is_refused(home: Path):
@@ -150,10 +150,10 @@ def test_L01_a_bind_mount_of_a_folder_inside_the_dataset_is_refused(
 def test_I18_unprintable_names_are_escaped_in_the_error(home: Path):
     odd = home / "data" / os.fsdecode(b"x\xe9\n")
     odd.symlink_to("../cache")
-    with pytest.raises(PathIsolationError) as caught:
+    with pytest.raises(PathIsolationError) as excinfo:
         require_isolation(recipe_of(home / "data", home / "cache", home / "out"))
-    assert "x\\udce9\\n'" in str(caught.value)
-    assert str(caught.value).encode("utf-8")
+    assert "x\\udce9\\n'" in str(excinfo.value)
+    assert str(excinfo.value).encode("utf-8")
 
 
 FOLDERS = st.lists(st.sampled_from(["a", "b", "c", "..", "link"]), min_size=1, max_size=4).map("/".join)
@@ -189,9 +189,9 @@ def test_L01_an_address_of_a_local_file_is_compared_as_a_path(
 ):
     recipe = recipe_of(data.format(home=home), home / cache, home / "out")
     assert ("cache_dir", relation, "dataset photos0") in relations(recipe)
-    with pytest.raises(PathIsolationError) as caught:
+    with pytest.raises(PathIsolationError) as excinfo:
         require_isolation(recipe)
-    assert str(recipe.datasets[0].path) in caught.value.where
+    assert str(recipe.datasets[0].path) in excinfo.value.where
 
 
 def test_a_remote_address_is_separate_from_every_folder(home: Path):

@@ -35,9 +35,9 @@ def write(folder: Path, name: str, text: str = GOOD) -> Path:
 
 
 def error_of(file: Path) -> str:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as excinfo:
         load_recipe(file)
-    return str(caught.value)
+    return str(excinfo.value)
 
 
 def test_a_recipe_has_its_name_its_file_and_absolute_paths(tmp_path: Path):
@@ -168,9 +168,9 @@ def test_mistakes_of_all_recipes_are_reported_at_once(tmp_path: Path):
     write(tmp_path, "good")
     for name in ("first", "second"):
         write(tmp_path, name, THREE_MISTAKES)
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as excinfo:
         load_recipes(tmp_path)
-    error = str(caught.value)
+    error = str(excinfo.value)
     assert error.startswith("6 mistakes in 2 recipes")
     for name in ("first", "second"):
         for line in (4, 7, 9):
@@ -182,9 +182,9 @@ def test_two_recipes_with_the_same_output_folder_are_refused(tmp_path: Path):
     (tmp_path / "link").symlink_to("real")
     write(tmp_path, "a", GOOD.replace("outputs/NAME", f"{tmp_path}/real"))
     second = write(tmp_path, "b", GOOD.replace("outputs/NAME", f"{tmp_path}/link/"))
-    with pytest.raises(RecipeError, match="recipe a has the same output_dir") as caught:
+    with pytest.raises(RecipeError, match="recipe a has the same output_dir") as excinfo:
         load_recipes(tmp_path)
-    assert f"{second}:3, output_dir" in str(caught.value)
+    assert f"{second}:3, output_dir" in str(excinfo.value)
 
 
 def test_an_environment_variable_sets_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -237,15 +237,15 @@ def test_a_mapping_is_validated_like_a_file(tmp_path: Path):
     recipe = recipe_from_mapping("x", values, source=tmp_path / "x.yaml")
     assert isinstance(recipe, Recipe)
     assert recipe.datasets[0].path == tmp_path
-    with pytest.raises(RecipeError, match="unknown key extra") as caught:
+    with pytest.raises(RecipeError, match="unknown key extra") as excinfo:
         recipe_from_mapping("x", {**values, "extra": 1})
-    assert "where: recipe x, extra" in str(caught.value)
+    assert "where: recipe x, extra" in str(excinfo.value)
 
 
 def test_the_error_keeps_all_mistakes_when_pickled(tmp_path: Path):
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError) as excinfo:
         load_recipe(write(tmp_path, "wrong", THREE_MISTAKES))
-    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    assert str(pickle.loads(pickle.dumps(excinfo.value))) == str(excinfo.value)
 
 
 def test_O03_loading_recipes_imports_nothing_heavy():
@@ -253,7 +253,7 @@ def test_O03_loading_recipes_imports_nothing_heavy():
         "import sys; from pipeline.recipe import load_recipes; load_recipes();"
         "print(*(name for name in sys.modules if '.' not in name))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {
         "torch",
         "diffusers",
@@ -266,4 +266,4 @@ def test_O03_loading_recipes_imports_nothing_heavy():
         "numpy",
         "PIL",
     }
-    assert heavy & set(done.stdout.split()) == set()
+    assert heavy & set(completed.stdout.split()) == set()

@@ -26,8 +26,8 @@ def recipe(**training: Any) -> Recipe:
     ids=str,
 )
 def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
-    made = recipe(**training)
-    assert Recipe.model_validate_json(made.model_dump_json()) == made
+    valid_recipe = recipe(**training)
+    assert Recipe.model_validate_json(valid_recipe.model_dump_json()) == valid_recipe
 
 
 @pytest.mark.parametrize(

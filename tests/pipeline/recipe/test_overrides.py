@@ -35,21 +35,21 @@ def test_every_overridable_name_is_a_key_with_a_value() -> None:
 
 
 def test_the_values_of_the_recipe_change_nothing() -> None:
-    made = recipe(steps=8, learning_rate=1)
-    assert with_overrides(made, recipe_values(made)) is made
-    assert with_overrides(made, {}) is made
-    assert with_overrides(made, {"learning_rate": 1.0, "steps": None}) is made
+    overridden = recipe(steps=8, learning_rate=1)
+    assert with_overrides(overridden, recipe_values(overridden)) is overridden
+    assert with_overrides(overridden, {}) is overridden
+    assert with_overrides(overridden, {"learning_rate": 1.0, "steps": None}) is overridden
 
 
 def test_overrides_replace_their_keys_and_no_others() -> None:
-    made = recipe(steps=8, lora={"alpha": 4.0}, optimizer_arguments={"weight_decay": 0.1})
+    overridden = recipe(steps=8, lora={"alpha": 4.0}, optimizer_arguments={"weight_decay": 0.1})
     given = {"steps": 3, "rank": 2, "learning_rate": 0.5, "seed": 7}
-    changed = with_overrides(made, given)
+    changed = with_overrides(overridden, given)
     assert recipe_values(changed) == given
-    assert changed_values(made, {**given, "seed": 42}) == {
+    assert changed_values(overridden, {**given, "seed": 42}) == {
         name: given[name] for name in given if name != "seed"
     }
-    before, after = made.model_dump(), changed.model_dump()
+    before, after = overridden.model_dump(), changed.model_dump()
     for values in (before, after):
         for path in OVERRIDABLE.values():
             holder: Any = values
@@ -61,11 +61,11 @@ def test_overrides_replace_their_keys_and_no_others() -> None:
 
 
 def test_steps_replace_epochs() -> None:
-    made = recipe(epochs=3)
-    assert recipe_values(made)["steps"] is None
-    changed = with_overrides(made, {"steps": 5})
+    overridden = recipe(epochs=3)
+    assert recipe_values(overridden)["steps"] is None
+    changed = with_overrides(overridden, {"steps": 5})
     assert (changed.training.steps, changed.training.epochs) == (5, None)
-    assert with_overrides(made, {"seed": 1}).training.epochs == 3
+    assert with_overrides(overridden, {"seed": 1}).training.epochs == 3
 
 
 @pytest.mark.parametrize(
@@ -86,6 +86,10 @@ def test_overrides_are_validated_like_the_recipe(given: dict[str, Any], key: str
 
 def test_a_recipe_from_a_file_keeps_its_paths(tmp_path: Path) -> None:
     file = tmp_path / "flowers.yaml"
-    made = recipe().model_copy(update={"source": file})
-    changed = with_overrides(made, {"seed": 1})
-    assert (changed.source, changed.cache_dir, changed.datasets) == (file, made.cache_dir, made.datasets)
+    overridden = recipe().model_copy(update={"source": file})
+    changed = with_overrides(overridden, {"seed": 1})
+    assert (changed.source, changed.cache_dir, changed.datasets) == (
+        file,
+        overridden.cache_dir,
+        overridden.datasets,
+    )

@@ -81,9 +81,9 @@ def test_json_is_read_back_unchanged(value: Any):
     ],
 )
 def test_plain_values_follow_yaml_1_2(text: str, value: Any):
-    found = parse(f"key: {text}").data["key"]
-    assert found == value
-    assert type(found) is type(value)
+    parsed = parse(f"key: {text}").data["key"]
+    assert parsed == value
+    assert type(parsed) is type(value)
 
 
 def test_anchors_and_merges_are_resolved_and_explicit_keys_win():

@@ -59,17 +59,17 @@ def test_on_a_terminal_a_bar_is_drawn_instead_of_lines(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int]
 ) -> None:
     """The size is (lines, columns); a pseudo-terminal may report 0 for either."""
-    ours, theirs = os.openpty()
-    termios.tcsetwinsize(theirs, size)
-    monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(theirs))
+    controller, terminal = os.openpty()
+    termios.tcsetwinsize(terminal, size)
+    monkeypatch.setenv(TERMINAL_VARIABLE, os.ttyname(terminal))
     monkeypatch.setattr("pipeline.reporting.progress.BAR_AFTER_S", 0.001)
     monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
     lines: list[str] = []
     with progress(lambda: 30, 40, "images decoded", log=lines.append):
-        assert select.select([ours], [], [], 20)[0], "nothing is drawn"
-        drawn = os.read(ours, 4096).decode()
-    assert "images decoded" in drawn
-    assert "30/40" in drawn
+        assert select.select([controller], [], [], 20)[0], "nothing is drawn"
+        output = os.read(controller, 4096).decode()
+    assert "images decoded" in output
+    assert "30/40" in output
     assert lines == []
-    os.close(ours)
-    os.close(theirs)
+    os.close(controller)
+    os.close(terminal)

@@ -36,36 +36,36 @@ child.join()
 """A code server and a run of Dagster's UI, which is a multiprocessing child of it."""
 
 
-def found(
+def terminal_found_by(
     code: str = FIND, *, background: bool = False, term: str = "xterm", has_input: bool = True
 ) -> tuple[str, str]:
     """Return the name of a new terminal, and the one found by a process started on it."""
-    ours, theirs = os.openpty()
-    name = os.ttyname(theirs)
+    controller, terminal = os.openpty()
+    name = os.ttyname(terminal)
     # The process leads a new session, takes the terminal and is its foreground process.
     take = "import fcntl, os, sys, termios; fcntl.ioctl(2, termios.TIOCSCTTY, 0); "
     run = f"os.execv(sys.executable, [sys.executable, '-c', {code!r}])"
     if background:
         run = f"pid = os.fork(); os.waitpid(pid, 0) if pid else (os.setpgid(0, 0), {run})"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", take + run],
-        stdin=theirs if has_input else subprocess.DEVNULL,
+        stdin=terminal if has_input else subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=theirs,
+        stderr=terminal,
         env={**os.environ, "TERM": term},
         cwd=Path(__file__).parents[3],
         start_new_session=True,
         check=True,
         timeout=60,
     )
-    os.close(ours)
-    os.close(theirs)
-    return name, done.stdout.decode().strip()
+    os.close(controller)
+    os.close(terminal)
+    return name, completed.stdout.decode().strip()
 
 
 def test_a_foreground_job_on_a_terminal_finds_it() -> None:
-    name, seen = found()
-    assert seen == name
+    name, found_name = terminal_found_by()
+    assert found_name == name
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_foreground_job_on_a_terminal_finds_it() -> None:
 def test_no_terminal_is_found_where_nobody_waits_for_this_job(
     code: str, background: bool, term: str, has_input: bool
 ) -> None:
-    assert found(code, background=background, term=term, has_input=has_input)[1] == "none"
+    assert terminal_found_by(code, background=background, term=term, has_input=has_input)[1] == "none"
 
 
 def test_redirected_output_is_not_a_terminal_and_clears_an_inherited_name(

@@ -28,10 +28,10 @@ ROOT = Path("/project")
     ],
 )
 def test_text_becomes_a_path_or_a_url(text: str, expected: Path | Url) -> None:
-    found = absolute(text, ROOT)
-    assert (found, type(found)) == (expected, type(expected))
-    assert absolute(str(found), ROOT) == found
-    assert address(str(found)) == found
+    result = absolute(text, ROOT)
+    assert (result, type(result)) == (expected, type(expected))
+    assert absolute(str(result), ROOT) == result
+    assert address(str(result)) == result
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ def setting(code: str, given: str | None) -> str:
     inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
     environment = inherited | ({} if given is None else {VARIABLE: given}) | {"PYTHONPATH": str(ROOT)}
     code += f"\nimport os, sys; assert 'polars' in sys.modules; print(os.environ['{VARIABLE}'])"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
     )
-    return done.stdout.splitlines()[-1]
+    return completed.stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,9 @@ def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
     name = next(name for name in weights if name.endswith("final_layer_norm.weight"))
     weights[name] = weights[name] * float("nan")
     save_file(weights, file, {"format": "pt"})
-    with pytest.raises(ModelError, match="not finite") as caught:
+    with pytest.raises(ModelError, match="not finite") as excinfo:
         cached(cache.with_settings(model={"base": str(folder)}), launch_here)
-    assert str(folder) in str(caught.value)
+    assert str(folder) in str(excinfo.value)
 
 
 def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(
@@ -172,10 +172,10 @@ def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(
     """Each caption allocates more memory than any machine has, so the allocator raises the error."""
     needs = "pipeline.models.worker.text.TextConditioner.encode_caption"
     monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
-    with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as caught:
+    with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as excinfo:
         cached(cache, launch_here)
-    assert "text.compute_dtype: bfloat16" in caught.value.fix
-    assert "on cpu" in caught.value.where
+    assert "text.compute_dtype: bfloat16" in excinfo.value.fix
+    assert "on cpu" in excinfo.value.where
 
 
 def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
@@ -195,15 +195,15 @@ def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
         "assert result.report['reused'] == 6, result.report\n"
         "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(recipe_file), str(captions)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "[]"
 
 
 def test_rows_are_joined_by_sample_id_and_not_by_position(cache, launch_here) -> None:

@@ -111,9 +111,9 @@ def test_large_runs_store_only_a_digest_of_their_samples(
 
 
 def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) -> None:
-    done = call(lora)
-    assert done.exit_code == 0
-    assert call(lora.parent).output == call(lora.parent.parent).output == done.output
+    completed = call(lora)
+    assert completed.exit_code == 0
+    assert call(lora.parent).output == call(lora.parent.parent).output == completed.output
     for label in (
         "recipe",
         "demo",
@@ -123,7 +123,7 @@ def test_the_command_accepts_a_file_its_folder_or_the_output_folder(lora: Path) 
         "table vae_latents",
         "torch",
     ):
-        assert label in done.output
+        assert label in completed.output
     assert json.loads(call(lora, "--json").output) == read_provenance(lora)
 
 
@@ -140,18 +140,18 @@ def test_an_image_or_caption_is_found_by_its_hash(
 ) -> None:
     query = tmp_path / "query"
     query.write_text(content, encoding="utf-8")
-    done = call(lora, "--find", query)
-    assert done.exit_code == 0
-    assert all(each in done.output for each in expected)
+    completed = call(lora, "--find", query)
+    assert completed.exit_code == 0
+    assert all(each in completed.output for each in expected)
 
 
 @pytest.mark.parametrize("content", [b"fern", b"elm", b"\xff\x00"])
 def test_a_lookup_without_a_match_exits_with_1(lora: Path, tmp_path: Path, content: bytes) -> None:
     query = tmp_path / "query"
     query.write_bytes(content)
-    done = call(lora, "--find", query)
-    assert done.exit_code == 1
-    assert "the LoRA was not trained on" in done.output
+    completed = call(lora, "--find", query)
+    assert completed.exit_code == 1
+    assert "the LoRA was not trained on" in completed.output
 
 
 def test_a_file_without_a_record_is_an_error(tmp_path: Path) -> None:

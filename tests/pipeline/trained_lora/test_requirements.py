@@ -38,9 +38,9 @@ def test_a_setting_that_does_not_apply_to_the_model_is_an_error_that_names_its_k
     training: dict[str, Any], prediction: Prediction, key: str
 ) -> None:
     settings = TrainingSettings.model_validate(training)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as excinfo:
         require_objective(settings, prediction)
-    assert caught.value.where == key
+    assert excinfo.value.where == key
 
 
 @pytest.mark.parametrize("prediction", ["epsilon", "v_prediction", "flow"])

@@ -89,9 +89,9 @@ def test_a_sample_without_a_caption_is_an_error_that_names_the_sample(
     project = make_project()
     missing_id = project.latents["sample_id"].min()
     text = project.text.filter(pl.col("sample_id") != missing_id)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as excinfo:
         training_inputs(project.recipe, RecipeEntries(project.recipe), project.latents, text)
-    assert caught.value.where == missing_id
+    assert excinfo.value.where == missing_id
 
 
 def with_views_and_variants(project: Project) -> TrainingJob:
@@ -117,15 +117,15 @@ def test_a_batch_contains_the_variant_and_view_that_the_plan_selected(
 ) -> None:
     job = with_views_and_variants(make_project(dropout=0.0, steps=30))
     assert read_job(job.write()) == job
-    maker, seen = maker_of(job), set[tuple[int, int]]()
+    maker, choices = maker_of(job), set[tuple[int, int]]()
     for step, batch in job.plan().iterate():
         for micro in batch.micro_batches:
             batch_inputs = maker.make(step, micro[0])
             for at, slot in enumerate(micro[0]):
-                seen.add((slot.variant, slot.view))
+                choices.add((slot.variant, slot.view))
                 assert bool((batch_inputs.latent[at] == 1).all()) == (slot.view == 1)
                 assert bool((batch_inputs.conditions["text_embedding"][at] == 1).all()) == (slot.variant == 1)
-    assert seen == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert choices == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_cached_moments_give_a_new_reproducible_latent_in_each_epoch(

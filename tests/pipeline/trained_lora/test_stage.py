@@ -52,8 +52,8 @@ class InProcessLaunch:
 
     def info(self, text: str) -> None: ...
 
-    def progress(self, done: int, total: int, text: str) -> None:
-        if self.stop_after is not None and done >= self.stop_after:
+    def progress(self, completed: int, total: int, text: str) -> None:
+        if self.stop_after is not None and completed >= self.stop_after:
             self._stop.request()
 
 
@@ -155,8 +155,8 @@ assert all(finding.passed for finding in checks.run(CheckContext(recipe, tables)
 heavy = {{"torch", "diffusers", "transformers", "accelerate", "peft"}} & set(sys.modules)
 assert not heavy, heavy
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr
 
 
 def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference(
@@ -252,9 +252,9 @@ def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Cal
     row = project.latents.row(0, named=True)
     path = Store(project.recipe.cache_dir).path(RecipeEntries(project.recipe).latent_spec(row))
     path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(GateClosedError) as caught:
+    with pytest.raises(GateClosedError) as excinfo:
         run(project, launch)
-    assert "vae_latents" in caught.value.where
+    assert "vae_latents" in excinfo.value.where
     assert launch.launched == []
 
 
@@ -267,9 +267,9 @@ def test_O10_B09_training_alone_does_not_start_with_more_processes_than_a_bucket
     changed = project.changed("output", num_processes=2)
     with pytest.raises(
         GateClosedError, match="1 bucket with 3 samples does not fill a batch of 2 on 2"
-    ) as caught:
+    ) as excinfo:
         run(changed, launch)
-    assert "aspect_buckets" in caught.value.where
+    assert "aspect_buckets" in excinfo.value.where
     assert launch.launched == []
 
 
@@ -287,9 +287,9 @@ def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_datase
     }
     row = {"sample_id": "photos/bare.jpg", "dataset": "photos", "path": "bare.jpg", "content_hash": "ab"}
     tables.write_rejected("validated_dataset", frame("rejected", [{**row, **rejection}]))
-    with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as caught:
+    with pytest.raises(GateClosedError, match="captions_present: 1 image has no caption") as excinfo:
         run(project, launch)
-    assert "validated_dataset" in caught.value.where
+    assert "validated_dataset" in excinfo.value.where
     assert launch.launched == []
     checks = project.recipe.checks.model_copy(
         update={"allow": ("captions_present", "conservation"), "max_rejected_fraction": 0.5}

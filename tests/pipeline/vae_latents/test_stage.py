@@ -286,13 +286,13 @@ def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, launch_here
     cached(cache, launch_here)
     sound = entry_bytes()
     names = sorted(sound)
-    cut, grown, flipped, gone = (cache.recipe.cache_dir / name for name in names[:4])
+    cut, grown, flipped, deleted = (cache.recipe.cache_dir / name for name in names[:4])
     cut.write_bytes(sound[names[0]][:-5])
     grown.write_bytes(sound[names[1]] + b"x")
     raw = bytearray(sound[names[2]])
     raw[-1] ^= 64
     flipped.write_bytes(raw)
-    gone.unlink()
+    deleted.unlink()
     log_lines: list[str] = []
     result = cached(cache, launch_here, log_lines)
     assert result.report["encoded"] == 4
@@ -358,12 +358,12 @@ def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
         "print(sorted({'torch', 'diffusers', 'transformers', 'accelerate', 'peft'} & set(sys.modules)))\n"
     )
     root = Path(__file__).parents[3]
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(recipe_file)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONPATH": str(root)},
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1] == "[]"

@@ -23,10 +23,10 @@ def settings(**values: object) -> CaptionSettings:
 def rejected(root: Path, data: bytes | None, **values: object) -> ImageError:
     if data is not None:
         (root / "a.txt").write_bytes(data)
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         caption_of(settings(**values), LocalSource(root), "a.png")
-    assert caught.value.fix
-    return caught.value
+    assert excinfo.value.fix
+    return excinfo.value
 
 
 def read(root: Path, data: bytes, **values: object) -> str:
@@ -158,9 +158,9 @@ def test_a_manifests_captions_are_canonical_and_empty_ones_are_skipped(tmp_path:
     texts = ("  a   cat ", "", "a dog")
     assert caption_of(column, LocalSource(tmp_path), "a.png", texts) == (("a cat", "a dog"), "column")
     for no_text in ((), None, (" ", "\0")):
-        with pytest.raises(ImageError) as caught:
+        with pytest.raises(ImageError) as excinfo:
             caption_of(column, LocalSource(tmp_path), "a.png", no_text)
-        assert caught.value.reason == "caption_empty"
+        assert excinfo.value.reason == "caption_empty"
 
 
 def json_captions(root: Path, data: str, **values: object) -> tuple[str, ...]:
@@ -194,11 +194,11 @@ def test_a_json_files_caption_is_the_value_of_its_key(tmp_path: Path) -> None:
     ],
 )
 def test_a_json_file_without_a_caption_is_rejected(tmp_path: Path, data: str, reason: str, what: str) -> None:
-    with pytest.raises(ImageError) as caught:
+    with pytest.raises(ImageError) as excinfo:
         json_captions(tmp_path, data)
-    assert caught.value.reason == reason
-    assert what in caught.value.detail
-    assert caught.value.fix
+    assert excinfo.value.reason == reason
+    assert what in excinfo.value.detail
+    assert excinfo.value.fix
 
 
 def test_C07_a_lone_surrogate_is_rejected_and_a_surrogate_pair_accepted(
@@ -227,9 +227,9 @@ def test_C03_a_folder_is_listed_once_even_if_many_captions_are_missing(tmp_path:
     source = Counted(tmp_path)
     others: list[str] = []
     for path in ("a.b.png", "a.png", "c.png", "sub/a.b.png", "a.b.jpg"):
-        with pytest.raises(ImageError) as caught:
+        with pytest.raises(ImageError) as excinfo:
             caption_of(settings(), source, path)
-        others.append(caught.value.detail.partition("; ")[2])
+        others.append(excinfo.value.detail.partition("; ")[2])
     assert others == [
         "next to the image: .caption",
         "next to the image: .b.caption, .json",

@@ -19,8 +19,8 @@ def checked(module: Any, folder: Any) -> dict[str, Finding]:
     return {finding.name: finding for finding in module.run(CheckContext(folder.recipe, folder.tables))}
 
 
-def closed(found: dict[str, Finding]) -> list[str]:
-    return [name for name, finding in found.items() if finding.closes]
+def closed(findings: dict[str, Finding]) -> list[str]:
+    return [name for name, finding in findings.items() if finding.closes]
 
 
 def test_good_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: Path) -> None:
@@ -39,9 +39,9 @@ def test_I08_a_dataset_without_images_reports_where_was_searched_and_what_was_fo
     (folder.root / "a.mp4").write_bytes(b"x")
     (folder.root / ".hidden.jpg").write_bytes(b"x")
     folder.scan()
-    found = checked(raw_images, folder)
-    assert closed(found) == ["images_found"]
-    finding = found["images_found"]
+    findings = checked(raw_images, folder)
+    assert closed(findings) == ["images_found"]
+    finding = findings["images_found"]
     assert str(folder.root) in finding.summary
     assert "1 hidden" in finding.summary
     assert "1 mp4" in finding.summary
@@ -53,18 +53,18 @@ def test_I08_a_dataset_added_after_the_scan_asks_for_a_new_scan(folder: Any) -> 
     recipe = folder.recipe
     added = recipe.datasets[0].model_copy(update={"name": "more"})
     recipe = recipe.model_copy(update={"datasets": (*recipe.datasets, added)})
-    found = {each.name: each for each in raw_images.run(CheckContext(recipe, folder.tables))}
-    assert found["images_found"].closes
-    assert "dataset more has no images: it was added" in found["images_found"].summary
-    assert "run the cache job" in found["images_found"].fix
+    findings = {each.name: each for each in raw_images.run(CheckContext(recipe, folder.tables))}
+    assert findings["images_found"].closes
+    assert "dataset more has no images: it was added" in findings["images_found"].summary
+    assert "run the cache job" in findings["images_found"].fix
 
 
 def test_I08_a_dataset_with_only_rejected_images_lists_the_reasons(folder: Any) -> None:
     folder.add("a.png", b"")
     folder.scan()
-    found = checked(raw_images, folder)["images_found"]
-    assert found.summary.endswith("all files were rejected: 1 empty file; a.png: the file is empty")
-    assert "copy or download it again" in found.fix
+    findings = checked(raw_images, folder)["images_found"]
+    assert findings.summary.endswith("all files were rejected: 1 empty file; a.png: the file is empty")
+    assert "copy or download it again" in findings.fix
 
 
 def test_one_unusual_file_is_counted_in_the_singular(folder: Any) -> None:
@@ -80,9 +80,9 @@ def test_I17_names_that_differ_only_in_case_or_unicode_form_close_the_gate(folde
     if len(list(folder.root.glob("*.png"))) < 5:
         pytest.skip("this file system folds names itself")
     folder.scan()
-    found = checked(raw_images, folder)
-    assert closed(found) == ["names_distinct"]
-    rows = {row["differ_in"]: row["names"] for row in found["names_distinct"].rows}
+    findings = checked(raw_images, folder)
+    assert closed(findings) == ["names_distinct"]
+    rows = {row["differ_in"]: row["names"] for row in findings["names_distinct"].rows}
     assert rows["case"] == "d/Cat.png | d/cat.png"
     assert "caf" in rows["Unicode form"]
     folder.checks = {"allow": ["names_distinct"]}
@@ -146,9 +146,9 @@ def test_C03_a_caption_problem_closes_its_gate_at_any_rejected_fraction_until_al
     folder.add("good.png")
     folder.add("bad.png", caption=caption)
     folder.ingest()
-    found = checked(validated_dataset, folder)
-    assert closed(found) == [gate]
-    assert "d/bad.png" in found[gate].summary
+    findings = checked(validated_dataset, folder)
+    assert closed(findings) == [gate]
+    assert "d/bad.png" in findings[gate].summary
     folder.checks = {"max_rejected_fraction": 1.0, "allow": [gate]}
     assert closed(checked(validated_dataset, folder)) == []
 
@@ -157,9 +157,9 @@ def test_I16_two_images_that_share_a_caption_close_the_gate(folder: Any) -> None
     folder.add("x.png", folder.picture(1))
     folder.add("x.bmp", folder.picture(2, kind="BMP"))
     folder.ingest()
-    found = checked(validated_dataset, folder)
-    assert closed(found) == ["captions_unshared"]
-    assert found["captions_unshared"].rows == [{"caption": "d/x.txt", "images": "d/x.bmp | d/x.png"}]
+    findings = checked(validated_dataset, folder)
+    assert closed(findings) == ["captions_unshared"]
+    assert findings["captions_unshared"].rows == [{"caption": "d/x.txt", "images": "d/x.bmp | d/x.png"}]
 
 
 def test_the_rejected_fraction_counts_both_stages_and_an_empty_dataset_always_closes_the_gate(
@@ -222,7 +222,7 @@ def test_a_size_other_than_the_scanned_one_closes_the_gate(folder: Any) -> None:
 def test_I20_files_changed_after_validation_close_the_gate_but_a_new_time_alone_does_not(
     folder: Any,
 ) -> None:
-    same, other, gone = (
+    same, other, deleted = (
         folder.add("same.bmp"),
         folder.add("other.bmp", folder.picture(1, kind="BMP")),
         folder.add("gone.png"),
@@ -231,10 +231,10 @@ def test_I20_files_changed_after_validation_close_the_gate_but_a_new_time_alone_
     os.utime(same, ns=(1, 1))
     assert closed(checked(validated_dataset, folder)) == []
     other.write_bytes(folder.picture(2, kind="BMP"))
-    gone.unlink()
-    found = checked(validated_dataset, folder)
-    assert closed(found) == ["file_size_outliers"]
-    assert {row["sample_id"] for row in found["file_size_outliers"].rows} == {"d/other.bmp", "d/gone.png"}
+    deleted.unlink()
+    findings = checked(validated_dataset, folder)
+    assert closed(findings) == ["file_size_outliers"]
+    assert {row["sample_id"] for row in findings["file_size_outliers"].rows} == {"d/other.bmp", "d/gone.png"}
 
 
 def test_B01_a_sample_missing_from_the_buckets_closes_the_gate(folder: Any, tiny_sd: Path) -> None:

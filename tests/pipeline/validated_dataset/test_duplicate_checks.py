@@ -31,14 +31,14 @@ def test_I24_copies_and_similar_images_are_listed_without_closing_a_gate(folder:
     folder.add("cat small.png", png(cat.resize((200, 150))))
     folder.add("coffee.png", png(Image.fromarray(data.coffee())))
     folder.ingest()
-    found = checked(folder)
-    assert [name for name, each in found.items() if each.closes] == []
-    similar = found["look_alikes"]
+    findings = checked(folder)
+    assert [name for name, each in findings.items() if each.closes] == []
+    similar = findings["look_alikes"]
     assert not similar.passed
     counts = "removed copies: 1; similar images: 2 in 1 group"
     assert similar.summary == f"{counts}; first: d/cat copy.png | d/cat small.png"
     assert [row["what"] for row in similar.rows] == ["look alike", "copy, left out"]
-    assert found["rejected_fraction"].numbers["rejected"] == 0
+    assert findings["rejected_fraction"].numbers["rejected"] == 0
     assert folder.tables.read_rejected().filter(has_defect()).is_empty()
 
 
@@ -46,9 +46,9 @@ def test_single_colour_images_are_listed(folder: Any) -> None:
     folder.add("black.png", png(Image.new("RGB", (300, 200))))
     folder.add("coffee.png", png(Image.fromarray(data.coffee())))
     folder.ingest()
-    found = checked(folder)["one_colour"]
-    assert (found.passed, found.closes) == (False, False)
-    assert [row["sample_id"] for row in found.rows] == ["d/black.png"]
+    findings = checked(folder)["one_colour"]
+    assert (findings.passed, findings.closes) == (False, False)
+    assert [row["sample_id"] for row in findings.rows] == ["d/black.png"]
 
 
 def test_I24_an_image_on_both_sides_of_the_split_closes_the_gate(folder: Any) -> None:
@@ -58,15 +58,15 @@ def test_I24_an_image_on_both_sides_of_the_split_closes_the_gate(folder: Any) ->
         folder.add(f"{number:02}.png", folder.picture(number))
         folder.add(f"copy of {number:02}.png", folder.picture(number))
     table = folder.ingest().table
-    found = checked(folder)["validation_apart"]
-    assert found.passed
-    assert 0 < found.numbers["held_out"] < 40
-    assert found.numbers["held_out"] % 2 == 0
+    findings = checked(folder)["validation_apart"]
+    assert findings.passed
+    assert 0 < findings.numbers["held_out"] < 40
+    assert findings.numbers["held_out"] % 2 == 0
     wrong = (
         pl.when(pl.col("path").str.starts_with("copy")).then(pl.lit("0" * 64)).otherwise("duplicate_group")
     )
     folder.tables.write("validated_dataset", table.with_columns(duplicate_group=wrong))
-    found = checked(folder)["validation_apart"]
-    assert found.closes
-    assert found.numbers["leaks"] > 0
-    assert "copy of" in found.rows[0]["images"]
+    findings = checked(folder)["validation_apart"]
+    assert findings.closes
+    assert findings.numbers["leaks"] > 0
+    assert "copy of" in findings.rows[0]["images"]

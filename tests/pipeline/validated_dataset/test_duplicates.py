@@ -90,7 +90,7 @@ def test_a_single_colour_image_has_no_hash(size: tuple[int, int]) -> None:
     assert perceptual_hash(Image.new("RGB", size, (12, 200, 0))) is None
 
 
-def brute_force(values: list[int], most: int) -> list[int]:
+def brute_force(values: list[int], max_distance: int) -> list[int]:
     """The smallest member of each value's group, by comparing all pairs until nothing changes."""
     labels = list(values)
     changed = True
@@ -98,7 +98,7 @@ def brute_force(values: list[int], most: int) -> list[int]:
         changed = False
         for i, one in enumerate(values):
             for j, other in enumerate(values):
-                if (one ^ other).bit_count() <= most and labels[i] < labels[j]:
+                if (one ^ other).bit_count() <= max_distance and labels[i] < labels[j]:
                     labels[j] = labels[i]
                     changed = True
     return labels
@@ -120,16 +120,16 @@ def planted(draw: st.DrawFn) -> list[int]:
 
 
 @given(planted(), st.integers(0, 16))
-def test_I24_groups_equal_those_of_a_brute_force_search(values: list[int], most: int) -> None:
+def test_I24_groups_equal_those_of_a_brute_force_search(values: list[int], max_distance: int) -> None:
     names = [f"{value:016x}{index:04}" for index, value in enumerate(values)]
     columns = {"content_hash": names, "perceptual_hash": values}
     schema: dict[str, Any] = {"content_hash": pl.String, "perceptual_hash": pl.UInt64}
-    found = duplicate_groups(pl.DataFrame(columns, schema=schema), most)
-    labels = brute_force(values, most)
+    groups = duplicate_groups(pl.DataFrame(columns, schema=schema), max_distance)
+    labels = brute_force(values, max_distance)
     smallest = {
         label: min(n for n, each in zip(names, labels, strict=True) if each == label) for label in labels
     }
-    assert dict(found.rows()) == {n: smallest[label] for n, label in zip(names, labels, strict=True)}
+    assert dict(groups.rows()) == {n: smallest[label] for n, label in zip(names, labels, strict=True)}
 
 
 def test_images_without_a_hash_are_not_grouped() -> None:
@@ -240,8 +240,8 @@ def test_a_hundred_thousand_hashes_can_be_grouped() -> None:
     values = random.integers(0, 2**63, 100_000, dtype=np.uint64)
     values[50_000:50_100] = values[:100] ^ np.uint64(0b101)
     names = [f"{index:06}" for index in range(len(values))]
-    found = duplicate_groups(pl.DataFrame({"content_hash": names, "perceptual_hash": values}), 4)
-    assert len(found) == 100_000
-    assert found.filter(pl.col("content_hash") != pl.col("duplicate_group")).rows() == [
+    groups = duplicate_groups(pl.DataFrame({"content_hash": names, "perceptual_hash": values}), 4)
+    assert len(groups) == 100_000
+    assert groups.filter(pl.col("content_hash") != pl.col("duplicate_group")).rows() == [
         (names[50_000 + index], names[index]) for index in range(100)
     ]

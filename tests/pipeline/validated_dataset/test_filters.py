@@ -137,8 +137,8 @@ def test_an_expression_over_the_manifest_selects_images() -> None:
 )
 def test_an_invalid_expression_is_an_error_that_lists_the_columns(where: str) -> None:
     manifest = pl.DataFrame({"path": ["0.png"], "score": [1]})
-    with pytest.raises(DatasetError) as caught:
+    with pytest.raises(DatasetError) as excinfo:
         select(recipe({"path": "all.csv", "filters": {"where": where}}), raw(), {"d": manifest}, stage="s")
-    assert where in caught.value.what
-    assert "score (Int64)" in caught.value.fix
-    assert Path(caught.value.where).name == "all.csv"
+    assert where in excinfo.value.what
+    assert "score (Int64)" in excinfo.value.fix
+    assert Path(excinfo.value.where).name == "all.csv"

@@ -243,16 +243,16 @@ def test_an_image_that_ran_out_of_memory_is_tried_again(
     assert folder.ingest().report["kept"] == 1
 
 
-@pytest.mark.parametrize("gone", ["a.png", "c.png", "e.png"])
-def test_C06_deleting_an_image_does_not_shift_other_captions(folder: Any, gone: str) -> None:
+@pytest.mark.parametrize("deleted", ["a.png", "c.png", "e.png"])
+def test_C06_deleting_an_image_does_not_shift_other_captions(folder: Any, deleted: str) -> None:
     for name in "abcde":
         folder.add(f"{name}.png", folder.picture(ord(name)), caption=f"this is {name}")
     folder.ingest()
-    (folder.root / gone).unlink()
+    (folder.root / deleted).unlink()
     for _ in range(2):  # with indexes from before and from after the deletion
         captions = dict(folder.ingest().table.select("path", "caption").rows())
-        assert captions == {f"{name}.png": f"this is {name}" for name in "abcde" if f"{name}.png" != gone}
-    (folder.root / gone).with_suffix(".txt").unlink()
+        assert captions == {f"{name}.png": f"this is {name}" for name in "abcde" if f"{name}.png" != deleted}
+    (folder.root / deleted).with_suffix(".txt").unlink()
     assert dict(folder.ingest().table.select("path", "caption").rows()) == captions
 
 

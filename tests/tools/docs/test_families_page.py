@@ -26,15 +26,15 @@ def test_the_page_is_generated_from_the_families(tmp_path: Path) -> None:
 
 
 def test_every_family_has_a_tiny_model_and_a_test_of_the_complete_job(tmp_path: Path) -> None:
-    seen: set[str] = set()
+    tested: set[str] = set()
     for number, make in enumerate(TINY.values()):
         make(tmp_path / str(number))
         family = detect(tmp_path / str(number))
-        seen.add(family.name)
+        tested.add(family.name)
         text = (FAMILY_TESTS / proof(family)).read_text(encoding="utf-8")
         assert family.pipeline_classes[0] in text
         assert "the_complete_job" in text
-    assert seen == {spec.name for spec in FAMILIES}
+    assert tested == {spec.name for spec in FAMILIES}
 
 
 def test_prx_still_accepts_no_adapters_as_the_page_says() -> None:

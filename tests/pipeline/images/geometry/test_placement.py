@@ -51,17 +51,17 @@ def test_an_image_gets_the_largest_resolution_that_it_fills(
         geometry = Placement((ladder(each, 64, ratio),)).assign(size)
         assert geometry is not None
         nearest.append(geometry.target_size)
-    most = limit or Fraction(1)
-    filled = [target for target in nearest if enlarged(size, target) <= most]
-    found = rules(areas, limit, ratio, small="reject").assign(size)
+    max_scale = limit or Fraction(1)
+    filled = [target for target in nearest if enlarged(size, target) <= max_scale]
+    placed = rules(areas, limit, ratio, small="reject").assign(size)
     if filled:
-        assert found is not None
-        assert found.target_size == filled[0]
+        assert placed is not None
+        assert placed.target_size == filled[0]
     elif limit is None:
-        assert found is not None
-        assert found.target_size == nearest[-1]
+        assert placed is not None
+        assert placed.target_size == nearest[-1]
     else:
-        assert found is None
+        assert placed is None
 
 
 @given(sizes, resolutions, st.sampled_from([Fraction(1), Fraction(3, 2)]), ratios)
@@ -147,10 +147,10 @@ def test_with_each_an_image_is_used_at_every_resolution_that_it_fills(
     assert list(placed.image) == sorted(placed.image)
     for index, size in enumerate(originals):
         rows = np.flatnonzero(placed.image == index)
-        found = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
+        placements = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
         alone = [rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)]
         filled = list(dict.fromkeys(each for each in alone if each is not None))
-        assert found == (filled or [best.assign(size)])
+        assert placements == (filled or [best.assign(size)])
 
 
 @given(sizes, placements, st.floats(0, 1), st.floats(0, 1))

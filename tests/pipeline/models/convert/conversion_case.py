@@ -38,11 +38,11 @@ def planned(file: Path, like: Path, choices: Choices | None = None) -> Plan:
 def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch.dtype | None = None) -> None:
     """Assert that the components in `folder` have the tensors of `model`, in `dtype` or unchanged."""
     for role in roles:
-        made, wanted = weights(folder / role), weights(model / role)
-        assert made.keys() == wanted.keys(), role
-        for name, tensor in wanted.items():
-            assert made[name].dtype == (dtype or tensor.dtype), (role, name)
-            assert torch.equal(made[name], tensor.to(made[name].dtype)), (role, name)
+        actual, expected = weights(folder / role), weights(model / role)
+        assert actual.keys() == expected.keys(), role
+        for name, tensor in expected.items():
+            assert actual[name].dtype == (dtype or tensor.dtype), (role, name)
+            assert torch.equal(actual[name], tensor.to(actual[name].dtype)), (role, name)
         assert (folder / role / "config.json").read_bytes() == (model / role / "config.json").read_bytes()
 
 

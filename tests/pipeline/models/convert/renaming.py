@@ -23,11 +23,11 @@ def config(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
-def below(prefix: str, state: Mapping[str, Tensor]) -> State:
+def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> State:
     return {prefix + name: tensor.contiguous() for name, tensor in state.items()}
 
 
-def renamed(name: str, pairs: Mapping[str, str]) -> str:
+def rename(name: str, pairs: Mapping[str, str]) -> str:
     """The name with the first pair that begins it, or occurs in it after a dot, replaced."""
     for new, old in pairs.items():
         if name.startswith(new + "."):
@@ -35,17 +35,17 @@ def renamed(name: str, pairs: Mapping[str, str]) -> str:
     return name
 
 
-def replaced(name: str, pairs: Mapping[str, str]) -> str:
+def replace_all(name: str, pairs: Mapping[str, str]) -> str:
     for new, old in pairs.items():
         name = name.replace(new, old)
     return name
 
 
-def fused(state: State, parts: list[str], whole: str) -> None:
+def fuse(state: State, parts: list[str], fused_name: str) -> None:
     """Put several modules' tensors one below the other, as one module of the original."""
     for kind in ("weight", "bias"):
         if f"{parts[0]}.{kind}" in state:
-            state[f"{whole}.{kind}"] = torch.cat([state.pop(f"{part}.{kind}") for part in parts])
+            state[f"{fused_name}.{kind}"] = torch.cat([state.pop(f"{part}.{kind}") for part in parts])
 
 
 def shift_before_scale(tensor: Tensor) -> Tensor:

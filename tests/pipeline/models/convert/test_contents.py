@@ -25,11 +25,11 @@ SD15 = {
 
 def write(path: Path, tensors: dict[str, tuple[str, list[int]]], **metadata: str) -> Path:
     """Write a complete safetensors file with these tensors, all of them without values."""
-    said: dict[str, object] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, object] = {"__metadata__": metadata} if metadata else {}
     for name, (dtype, shape) in tensors.items():
-        said[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
-    header = json.dumps(said).encode()
-    path.write_bytes(len(header).to_bytes(8, "little") + header)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}
+    header_bytes = json.dumps(header).encode()
+    path.write_bytes(len(header_bytes).to_bytes(8, "little") + header_bytes)
     return path
 
 
@@ -40,10 +40,12 @@ def named(*names: str, dtype: str = "F16") -> dict[str, tuple[str, list[int]]]:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("prefix", ["", UNET])
 def test_each_layout_is_recognised_by_its_marks(tmp_path: Path, layout, prefix: str) -> None:
-    found = read_contents(write(tmp_path / "x.safetensors", named(*(prefix + mark for mark in layout.marks))))
-    assert found.layout == layout
-    assert (found.denoiser.prefix, found.denoiser.dtype, found.parts) == (prefix, "float16", {})
-    assert found.reference == layout.reference
+    contents = read_contents(
+        write(tmp_path / "x.safetensors", named(*(prefix + mark for mark in layout.marks)))
+    )
+    assert contents.layout == layout
+    assert (contents.denoiser.prefix, contents.denoiser.dtype, contents.parts) == (prefix, "float16", {})
+    assert contents.reference == layout.reference
 
 
 def test_the_page_on_families_lists_each_layout_with_its_reference() -> None:
@@ -51,22 +53,22 @@ def test_the_page_on_families_lists_each_layout_with_its_reference() -> None:
     rows = page.split("| file | reference model | components taken from the file |\n|---|---|---|\n")[
         1
     ].split("\n\n")[0]
-    told = [row.strip("| ").split(" | ")[:2] for row in rows.splitlines()]
-    assert [name for name, _ in told] == [layout.name for layout in LAYOUTS]
-    for (_, like), layout in zip(told, LAYOUTS, strict=True):
+    listed = [row.strip("| ").split(" | ")[:2] for row in rows.splitlines()]
+    assert [name for name, _ in listed] == [layout.name for layout in LAYOUTS]
+    for (_, like), layout in zip(listed, LAYOUTS, strict=True):
         assert f"`{layout.reference}`" in like
     assert f"`{SD2_REFERENCE}`" in page
 
 
 def test_the_components_of_a_checkpoint_are_found_with_their_dtypes(tmp_path: Path) -> None:
-    found = read_contents(write(tmp_path / "x.safetensors", SD15 | named("model_ema.1", "model_ema.2")))
-    assert found.layout.name == "Stable Diffusion 1.x"
-    assert found.denoiser.dtype == "float16"
-    assert {role: part.dtype for role, part in found.parts.items()} == {
+    contents = read_contents(write(tmp_path / "x.safetensors", SD15 | named("model_ema.1", "model_ema.2")))
+    assert contents.layout.name == "Stable Diffusion 1.x"
+    assert contents.denoiser.dtype == "float16"
+    assert {role: part.dtype for role, part in contents.parts.items()} == {
         "vae": "float32",
         "text_encoder": "float16",
     }
-    assert found.ignored == ()
+    assert contents.ignored == ()
     more = {f"model_ema.{number}": ("F16", [4]) for number in range(9)}
     assert read_contents(write(tmp_path / "y.safetensors", SD15 | more)).ignored == ("model_ema",)
 
@@ -76,8 +78,8 @@ def test_tensors_that_are_not_weights_do_not_decide_the_dtype(tmp_path: Path) ->
         "cond_stage_model.logit_scale": ("F32", []),
         f"{UNET}mark": ("F32", [0]),
     }
-    found = read_contents(write(tmp_path / "x.safetensors", SD15 | more))
-    assert (found.denoiser.dtype, found.parts["text_encoder"].dtype) == ("float16", "float16")
+    contents = read_contents(write(tmp_path / "x.safetensors", SD15 | more))
+    assert (contents.denoiser.dtype, contents.parts["text_encoder"].dtype) == ("float16", "float16")
     layout = next(layout for layout in LAYOUTS if layout.name == "Z-Image")
     unused = {UNET + name: ("F32", [8]) for name in layout.unused}
     marks = named(*(UNET + mark for mark in layout.marks), dtype="BF16")
@@ -86,21 +88,21 @@ def test_tensors_that_are_not_weights_do_not_decide_the_dtype(tmp_path: Path) ->
 
 def test_a_wider_text_embedding_belongs_to_version_2(tmp_path: Path) -> None:
     wide = {f"{UNET}input_blocks.1.1.transformer_blocks.0.attn2.to_k.weight": ("F16", [320, 1024])}
-    found = read_contents(write(tmp_path / "x.safetensors", SD15 | wide))
-    assert found.reference == SD2_REFERENCE
+    contents = read_contents(write(tmp_path / "x.safetensors", SD15 | wide))
+    assert contents.reference == SD2_REFERENCE
 
 
 def test_a_quantized_text_encoder_is_ignored(tmp_path: Path) -> None:
     layout = next(layout for layout in LAYOUTS if layout.name == "Stable Diffusion 3 medium")
     tensors = named(*(UNET + mark for mark in layout.marks))
     packed = [f"text_encoders.t5xxl.transformer.{name}" for name in ("shared.weight", "a", "b", "c")]
-    found = read_contents(write(tmp_path / "x.safetensors", tensors | named(*packed, dtype="F8_E4M3")))
-    assert found.parts == {}
-    assert found.ignored == ("text_encoders.t5xxl",)
+    contents = read_contents(write(tmp_path / "x.safetensors", tensors | named(*packed, dtype="F8_E4M3")))
+    assert contents.parts == {}
+    assert contents.ignored == ("text_encoders.t5xxl",)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         (named("lora_unet_down_blocks_0.lora_down.weight"), "a LoRA"),
         (named("transformer.blocks.0.attn.to_q.lora_A.weight"), "a LoRA"),
@@ -127,12 +129,12 @@ def test_a_quantized_text_encoder_is_ignored(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_unsupported_file_is_an_error_that_names_its_kind(tmp_path: Path, tensors, said: str) -> None:
+def test_an_unsupported_file_is_an_error_that_names_its_kind(tmp_path: Path, tensors, message: str) -> None:
     file = write(tmp_path / "x.safetensors", tensors)
-    with pytest.raises(ModelError, match=said) as caught:
+    with pytest.raises(ModelError, match=message) as excinfo:
         read_contents(file)
-    assert str(file) in caught.value.where
-    assert caught.value.fix
+    assert str(file) in excinfo.value.where
+    assert excinfo.value.fix
 
 
 def test_flux_fill_is_an_error(tmp_path: Path) -> None:
@@ -144,13 +146,13 @@ def test_flux_fill_is_an_error(tmp_path: Path) -> None:
 
 def test_a_text_encoder_that_diffusers_cannot_read_is_an_error(tmp_path: Path) -> None:
     mark = "cond_stage_model.transformer.text_model.embeddings.position_embedding.weight"
-    tensors = {name: said for name, said in SD15.items() if name != mark}
+    tensors = {name: tensor for name, tensor in SD15.items() if name != mark}
     with pytest.raises(ModelError, match="in a layout that diffusers cannot read"):
         read_contents(write(tmp_path / "x.safetensors", tensors))
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "said"),
+    ("name", "data", "message"),
     [
         ("x.ckpt", b"PK\x03\x04", "a pickle can run any code"),
         ("x.pt", b"whatever", "a pickle can run any code"),
@@ -162,11 +164,11 @@ def test_a_text_encoder_that_diffusers_cannot_read_is_an_error(tmp_path: Path) -
     ],
 )
 def test_a_file_of_another_format_is_an_error_before_it_is_read(
-    tmp_path: Path, name: str, data, said: str
+    tmp_path: Path, name: str, data, message: str
 ) -> None:
     file = tmp_path / name
     write(file, SD15) if data is None else file.write_bytes(data)
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         read_contents(file)
 
 
@@ -181,10 +183,10 @@ def test_an_incomplete_download_is_an_error(tmp_path: Path) -> None:
 def test_folders_and_missing_files_have_their_own_messages(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model_index.json").write_text("{}")
-    for path, said in {
+    for path, message in {
         tmp_path / "model": "already a diffusers folder",
         tmp_path: "got a folder",
         tmp_path / "none.safetensors": "does not exist",
     }.items():
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             read_contents(path)

@@ -93,27 +93,27 @@ def test_a_transformer_that_diffusers_converts_only_at_its_published_width(
 ) -> None:
     """One or two of its blocks take a gigabyte."""
     TINY[kind](model)
-    wide(model, kind)
+    widen_transformer(model, kind)
     state = {"Lumina Image 2": transformer_originals.lumina2}.get(kind, transformer_originals.flux)(
         model / "transformer"
     )
     prove_conversion(model, state, ("transformer",), prefix="model.diffusion_model.")
 
 
-def wide(model: Path, kind: str) -> None:
+def widen_transformer(model: Path, kind: str) -> None:
     """Replace the tiny transformer by one of the published width with few blocks."""
     from diffusers import ChromaTransformer2DModel, FluxTransformer2DModel, Lumina2Transformer2DModel
 
-    few = {"num_layers": 1, "num_single_layers": 1}
-    made = {
-        "FLUX.1 dev": lambda: FluxTransformer2DModel(**few, guidance_embeds=True),
-        "FLUX.1 schnell": lambda: FluxTransformer2DModel(**few),
-        "Chroma": lambda: ChromaTransformer2DModel(**few),
+    num_blocks = {"num_layers": 1, "num_single_layers": 1}
+    transformer = {
+        "FLUX.1 dev": lambda: FluxTransformer2DModel(**num_blocks, guidance_embeds=True),
+        "FLUX.1 schnell": lambda: FluxTransformer2DModel(**num_blocks),
+        "Chroma": lambda: ChromaTransformer2DModel(**num_blocks),
         "Lumina Image 2": lambda: Lumina2Transformer2DModel(num_layers=1),
     }[kind]()
     for file in (model / "transformer").iterdir():
         file.unlink()
-    made.to(torch.bfloat16).save_pretrained(model / "transformer")
+    transformer.to(torch.bfloat16).save_pretrained(model / "transformer")
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_the_dtype_is_unchanged_or_the_widest_of_several(
     }
     plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
     convert(plan, launch=convert_here)
-    made = unet_originals.unet(plan.folder / "unet")
-    assert made.keys() == state.keys()
-    for name, tensor in made.items():
+    converted_state = unet_originals.unet(plan.folder / "unet")
+    assert converted_state.keys() == state.keys()
+    for name, tensor in converted_state.items():
         assert tensor.dtype == written
         assert torch.equal(tensor, state[name].to(written))
 
@@ -174,8 +174,8 @@ def test_L06_all_files_are_synced_before_the_folder_gets_its_name(
         wait = getattr(convert_module, name)
         monkeypatch.setattr(convert_module, name, lambda path, wait=wait: (synced.append(path), wait(path)))
     convert(plan, launch=convert_here)
-    made = {plan.building / path.relative_to(plan.folder) for path in plan.folder.rglob("*")}
-    assert set(synced) == made | {plan.building, plan.folder.parent}
+    written_paths = {plan.building / path.relative_to(plan.folder) for path in plan.folder.rglob("*")}
+    assert set(synced) == written_paths | {plan.building, plan.folder.parent}
     assert synced[-1] == plan.folder.parent
 
 

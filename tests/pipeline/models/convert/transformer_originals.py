@@ -12,12 +12,12 @@ import torch
 
 from tests.pipeline.models.convert.renaming import (
     State,
-    below,
-    fused,
-    renamed,
-    replaced,
+    fuse,
+    rename,
+    replace_all,
     shift_before_scale,
     weights,
+    with_prefix,
 )
 from tests.pipeline.models.convert.unet_originals import clip, vae
 
@@ -28,13 +28,13 @@ def sd3_transformer(folder: Path) -> State:
     blocks = {name.split(".")[1] for name in state if name.startswith("transformer_blocks.")}
     last = max(blocks, key=int)
     for block in blocks:
-        here = f"transformer_blocks.{block}"
-        for whole, parts in {
+        ours = f"transformer_blocks.{block}"
+        for fused_name, parts in {
             "x_block.attn": ("attn.to_q", "attn.to_k", "attn.to_v"),
             "x_block.attn2": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
             "context_block.attn": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
         }.items():
-            fused(state, [f"{here}.{part}" for part in parts], f"joint_blocks.{block}.{whole}.qkv")
+            fuse(state, [f"{ours}.{part}" for part in parts], f"joint_blocks.{block}.{fused_name}.qkv")
     for name in (f"transformer_blocks.{last}.norm1_context.linear", "norm_out.linear"):
         for kind in ("weight", "bias"):
             state[f"{name}.{kind}"] = shift_before_scale(state[f"{name}.{kind}"])
@@ -66,7 +66,7 @@ def sd3_transformer(folder: Path) -> State:
         "proj_out": "final_layer.linear",
         "norm_out.linear": "final_layer.adaLN_modulation.1",
     }
-    return {replaced(renamed(name, ends).lstrip("."), pairs): tensor for name, tensor in state.items()}
+    return {replace_all(rename(name, ends).lstrip("."), pairs): tensor for name, tensor in state.items()}
 
 
 def stable_diffusion_3(folder: Path) -> State:
@@ -74,11 +74,11 @@ def stable_diffusion_3(folder: Path) -> State:
     first = clip(folder / "text_encoder")
     first.pop("text_projection.weight")  # not used by the original code, and not in its files
     return {
-        **below("model.diffusion_model.", sd3_transformer(folder / "transformer")),
-        **below("first_stage_model.", vae(folder / "vae")),
-        **below("text_encoders.clip_l.transformer.", first),
-        **below("text_encoders.clip_g.transformer.", clip(folder / "text_encoder_2")),
-        **below("text_encoders.t5xxl.transformer.", weights(folder / "text_encoder_3")),
+        **with_prefix("model.diffusion_model.", sd3_transformer(folder / "transformer")),
+        **with_prefix("first_stage_model.", vae(folder / "vae")),
+        **with_prefix("text_encoders.clip_l.transformer.", first),
+        **with_prefix("text_encoders.clip_g.transformer.", clip(folder / "text_encoder_2")),
+        **with_prefix("text_encoders.t5xxl.transformer.", weights(folder / "text_encoder_3")),
     }
 
 
@@ -126,18 +126,18 @@ def flux(folder: Path) -> State:
     state = weights(folder)
     for name in [name for name in state if name.startswith("norm_out.linear.")]:
         state[name] = shift_before_scale(state[name])
-    made: State = {}
+    originals: State = {}
     doubles = {name.split(".")[1] for name in state if name.startswith("transformer_blocks.")}
     singles = {name.split(".")[1] for name in state if name.startswith("single_transformer_blocks.")}
     for block in doubles:
-        here, there = f"transformer_blocks.{block}.attn", f"double_blocks.{block}"
-        fused(state, [f"{here}.to_{each}" for each in "qkv"], f"{there}.img_attn.qkv")
-        fused(state, [f"{here}.add_{each}_proj" for each in "qkv"], f"{there}.txt_attn.qkv")
+        ours, theirs = f"transformer_blocks.{block}.attn", f"double_blocks.{block}"
+        fuse(state, [f"{ours}.to_{each}" for each in "qkv"], f"{theirs}.img_attn.qkv")
+        fuse(state, [f"{ours}.add_{each}_proj" for each in "qkv"], f"{theirs}.txt_attn.qkv")
     for block in singles:
-        here, there = f"single_transformer_blocks.{block}", f"single_blocks.{block}"
-        if f"{here}.proj_mlp.weight" in state:
-            parts = [f"{here}.attn.to_{each}" for each in "qkv"]
-            fused(state, [*parts, f"{here}.proj_mlp"], f"{there}.linear1")
+        ours, theirs = f"single_transformer_blocks.{block}", f"single_blocks.{block}"
+        if f"{ours}.proj_mlp.weight" in state:
+            parts = [f"{ours}.attn.to_{each}" for each in "qkv"]
+            fuse(state, [*parts, f"{ours}.proj_mlp"], f"{theirs}.linear1")
     for name, tensor in state.items():
         single = name.startswith("single_transformer_blocks.")
         pairs = {
@@ -150,12 +150,12 @@ def flux(folder: Path) -> State:
             **_FLUX_BLOCKS,
         }
         inside = "transformer_blocks." in name
-        made[replaced(name, pairs) if inside else renamed(name, _FLUX_ENDS)] = tensor
+        originals[replace_all(name, pairs) if inside else rename(name, _FLUX_ENDS)] = tensor
     pairs = {"linear_1": "in_layer", "linear_2": "out_layer"}
     pairs |= {f"norms.{number}.weight": f"norms.{number}.scale" for number in range(5)}
     return {
-        replaced(name, pairs) if name.startswith("distilled_guidance_layer.") else name: tensor
-        for name, tensor in made.items()
+        replace_all(name, pairs) if name.startswith("distilled_guidance_layer.") else name: tensor
+        for name, tensor in originals.items()
     }
 
 
@@ -163,8 +163,8 @@ def z_image(folder: Path) -> State:
     """Tongyi's transformer, as ComfyUI's files have it: fused query, key and value."""
     state = weights(folder)
     for block in {name.split(".attention.")[0] for name in state if ".attention.to_q." in name}:
-        here = f"{block}.attention"
-        fused(state, [f"{here}.to_{each}" for each in "qkv"], f"{here}.qkv")
+        ours = f"{block}.attention"
+        fuse(state, [f"{ours}.to_{each}" for each in "qkv"], f"{ours}.qkv")
     pairs = {
         "all_final_layer.2-1.": "final_layer.",
         "all_x_embedder.2-1.": "x_embedder.",
@@ -172,14 +172,14 @@ def z_image(folder: Path) -> State:
         ".attention.norm_k.": ".attention.k_norm.",
         ".attention.norm_q.": ".attention.q_norm.",
     }
-    return {replaced(name, pairs): tensor for name, tensor in state.items()}
+    return {replace_all(name, pairs): tensor for name, tensor in state.items()}
 
 
 def lumina2(folder: Path) -> State:
     """Alpha-VLLM's transformer, with the last norm that it has and never uses."""
     state = weights(folder)
     for block in {name.split(".attn.")[0] for name in state if ".attn.to_q." in name}:
-        fused(state, [f"{block}.attn.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
+        fuse(state, [f"{block}.attn.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
     pairs = {
         "time_caption_embed.caption_embedder": "cap_embedder",
         "time_caption_embed.timestep_embedder.linear_1": "t_embedder.mlp.0",
@@ -199,17 +199,17 @@ def lumina2(folder: Path) -> State:
         "ffn_norm-two": "ffn_norm2",
         "feed_forward.linear_": "feed_forward.w",
     }
-    made = {replaced(name, pairs): tensor for name, tensor in state.items()}
-    return {**made, "norm_final.weight": torch.ones(4)}
+    originals = {replace_all(name, pairs): tensor for name, tensor in state.items()}
+    return {**originals, "norm_final.weight": torch.ones(4)}
 
 
 def sana(folder: Path) -> State:
     """NVIDIA's transformer, with the empty caption and the positions that diffusers leaves out."""
     state = weights(folder)
     for block in {name.split(".")[1] for name in state if name.startswith("transformer_blocks.")}:
-        here, there = f"transformer_blocks.{block}", f"blocks.{block}"
-        fused(state, [f"{here}.attn1.to_{each}" for each in "qkv"], f"{there}.attn.qkv")
-        fused(state, [f"{here}.attn2.to_{each}" for each in "kv"], f"{there}.cross_attn.kv_linear")
+        ours, theirs = f"transformer_blocks.{block}", f"blocks.{block}"
+        fuse(state, [f"{ours}.attn1.to_{each}" for each in "qkv"], f"{theirs}.attn.qkv")
+        fuse(state, [f"{ours}.attn2.to_{each}" for each in "kv"], f"{theirs}.cross_attn.kv_linear")
     ends = {
         "patch_embed.proj": "x_embedder.proj",
         "time_embed.emb.timestep_embedder.linear_1": "t_embedder.mlp.0",
@@ -229,9 +229,9 @@ def sana(folder: Path) -> State:
         "ff.conv_depth": "mlp.depth_conv.conv",
         "ff.conv_point": "mlp.point_conv.conv",
     }
-    made = {replaced(renamed(name, ends), pairs): tensor for name, tensor in state.items()}
-    made["final_layer.scale_shift_table"] = made.pop("scale_shift_table")
-    return {**made, "pos_embed": torch.zeros(1, 4, 32), "y_embedder.y_embedding": torch.zeros(300, 48)}
+    originals = {replace_all(rename(name, ends), pairs): tensor for name, tensor in state.items()}
+    originals["final_layer.scale_shift_table"] = originals.pop("scale_shift_table")
+    return {**originals, "pos_embed": torch.zeros(1, 4, 32), "y_embedder.y_embedding": torch.zeros(300, 48)}
 
 
 def aura_flow(folder: Path) -> State:
@@ -265,15 +265,15 @@ def aura_flow(folder: Path) -> State:
         **{f"attn.to_{each}.": f"attn.w1{each}." for each in "qkv"},
         "attn.to_out.0": "attn.w1o",
     }
-    made: State = {}
+    originals: State = {}
     for name, tensor in state.items():
         if "transformer_blocks." in name:
             pairs = double if name.startswith("joint_") else single
-            made[replaced(replaced(name, pairs), feed)] = tensor
+            originals[replace_all(replace_all(name, pairs), feed)] = tensor
         else:
-            made[renamed(name, ends)] = tensor
-    made["positional_encoding"] = made.pop("pos_embed.pos_embed")
-    return made
+            originals[rename(name, ends)] = tensor
+    originals["positional_encoding"] = originals.pop("pos_embed.pos_embed")
+    return originals
 
 
 def krea2(folder: Path) -> State:
@@ -304,7 +304,7 @@ def krea2(folder: Path) -> State:
         ".scale_shift_table": ".mod.lin",
     }
     return {
-        replaced(renamed(name, ends), pairs): tensor.flatten() if tensor.shape[:1] == (6,) else tensor
+        replace_all(rename(name, ends), pairs): tensor.flatten() if tensor.shape[:1] == (6,) else tensor
         for name, tensor in weights(folder).items()
     }
 

@@ -11,7 +11,15 @@ from pathlib import Path
 
 import torch
 
-from tests.pipeline.models.convert.renaming import State, below, config, fused, renamed, replaced, weights
+from tests.pipeline.models.convert.renaming import (
+    State,
+    config,
+    fuse,
+    rename,
+    replace_all,
+    weights,
+    with_prefix,
+)
 
 _RESIDUAL = {
     "norm1": "in_layers.0",
@@ -41,23 +49,23 @@ def unet(folder: Path) -> State:
     }
 
     def name_of(name: str) -> str:
-        if found := re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", name):
-            way, level, kind, layer, rest = found.groups()
+        if match := re.fullmatch(r"(down|up)_blocks\.(\d+)\.(resnets|attentions)\.(\d+)\.(.+)", name):
+            way, level, kind, layer, rest = match.groups()
             number = int(level) * (layers + 1) + int(layer)
             block = f"input_blocks.{number + 1}" if way == "down" else f"output_blocks.{number}"
-            return f"{block}.0.{renamed(rest, _RESIDUAL)}" if kind == "resnets" else f"{block}.1.{rest}"
-        if found := re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", name):
-            kind, number, rest = found.groups()
+            return f"{block}.0.{rename(rest, _RESIDUAL)}" if kind == "resnets" else f"{block}.1.{rest}"
+        if match := re.fullmatch(r"mid_block\.(resnets|attentions)\.(\d+)\.(.+)", name):
+            kind, number, rest = match.groups()
             if kind == "attentions":
                 return f"middle_block.1.{rest}"
-            return f"middle_block.{2 * int(number)}.{renamed(rest, _RESIDUAL)}"
-        if found := re.fullmatch(r"down_blocks\.(\d+)\.downsamplers\.0\.conv\.(.+)", name):
-            return f"input_blocks.{(int(found[1]) + 1) * (layers + 1)}.0.op.{found[2]}"
-        if found := re.fullmatch(r"up_blocks\.(\d+)\.upsamplers\.0\.conv\.(.+)", name):
-            level = int(found[1])
+            return f"middle_block.{2 * int(number)}.{rename(rest, _RESIDUAL)}"
+        if match := re.fullmatch(r"down_blocks\.(\d+)\.downsamplers\.0\.conv\.(.+)", name):
+            return f"input_blocks.{(int(match[1]) + 1) * (layers + 1)}.0.op.{match[2]}"
+        if match := re.fullmatch(r"up_blocks\.(\d+)\.upsamplers\.0\.conv\.(.+)", name):
+            level = int(match[1])
             member = 2 if level in up_with_attention else 1
-            return f"output_blocks.{level * (layers + 1) + layers}.{member}.conv.{found[2]}"
-        return renamed(name, _UNET_ENDS)
+            return f"output_blocks.{level * (layers + 1) + layers}.{member}.conv.{match[2]}"
+        return rename(name, _UNET_ENDS)
 
     return {name_of(name): tensor for name, tensor in state.items()}
 
@@ -68,14 +76,14 @@ def vae(folder: Path) -> State:
     levels = len(config(folder)["block_out_channels"])
 
     def name_of(name: str) -> str:
-        def level(found: re.Match[str]) -> int:  # counted from the other end
-            return levels - 1 - int(found[1])
+        def level(match: re.Match[str]) -> int:  # counted from the other end
+            return levels - 1 - int(match[1])
 
         old = re.sub(r"down_blocks\.(\d+)\.resnets\.", r"down.\1.block.", name)
         old = re.sub(r"down_blocks\.(\d+)\.downsamplers\.0", r"down.\1.downsample", old)
-        old = re.sub(r"up_blocks\.(\d+)\.resnets", lambda found: f"up.{level(found)}.block", old)
-        old = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda found: f"up.{level(found)}.upsample", old)
-        old = re.sub(r"mid_block\.resnets\.(\d)", lambda found: f"mid.block_{int(found[1]) + 1}", old)
+        old = re.sub(r"up_blocks\.(\d+)\.resnets", lambda match: f"up.{level(match)}.block", old)
+        old = re.sub(r"up_blocks\.(\d+)\.upsamplers\.0", lambda match: f"up.{level(match)}.upsample", old)
+        old = re.sub(r"mid_block\.resnets\.(\d)", lambda match: f"mid.block_{int(match[1]) + 1}", old)
         old = old.replace("conv_shortcut", "nin_shortcut").replace("conv_norm_out", "norm_out")
         if "mid_block.attentions.0" in old:
             old = old.replace("mid_block.attentions.0", "mid.attn_1").replace("to_out.0", "proj_out")
@@ -103,7 +111,7 @@ def open_clip(folder: Path) -> State:
     layers = {name.split(".")[2] for name in state if name.startswith("encoder.layers.")}
     for layer in layers:
         attention = f"encoder.layers.{layer}.self_attn"
-        fused(state, [f"{attention}.{each}_proj" for each in "qkv"], f"{attention}.in_proj")
+        fuse(state, [f"{attention}.{each}_proj" for each in "qkv"], f"{attention}.in_proj")
     pairs = {
         "encoder.layers.": "transformer.resblocks.",
         "self_attn.in_proj.": "attn.in_proj_",
@@ -116,18 +124,18 @@ def open_clip(folder: Path) -> State:
         "embeddings.token_embedding": "token_embedding",
         "embeddings.position_embedding.weight": "positional_embedding",
     }
-    made = {replaced(name, pairs): tensor for name, tensor in state.items()}
-    if "text_projection.weight" in made:
-        made["text_projection"] = made.pop("text_projection.weight").T
-    return made
+    originals = {replace_all(name, pairs): tensor for name, tensor in state.items()}
+    if "text_projection.weight" in originals:
+        originals["text_projection"] = originals.pop("text_projection.weight").T
+    return originals
 
 
 def stable_diffusion(folder: Path) -> State:
     """A checkpoint of 1.x."""
     return {
-        **below("model.diffusion_model.", unet(folder / "unet")),
-        **below("first_stage_model.", vae(folder / "vae")),
-        **below("cond_stage_model.transformer.", clip(folder / "text_encoder")),
+        **with_prefix("model.diffusion_model.", unet(folder / "unet")),
+        **with_prefix("first_stage_model.", vae(folder / "vae")),
+        **with_prefix("cond_stage_model.transformer.", clip(folder / "text_encoder")),
         "cond_stage_model.transformer.text_model.embeddings.position_ids": torch.arange(77)[None],
         "alphas_cumprod": torch.linspace(1, 0, 1000),
     }
@@ -136,16 +144,16 @@ def stable_diffusion(folder: Path) -> State:
 def stable_diffusion_2(folder: Path) -> State:
     """A checkpoint of 2.x, whose text encoder is OpenCLIP's."""
     return {
-        **below("model.diffusion_model.", unet(folder / "unet")),
-        **below("first_stage_model.", vae(folder / "vae")),
-        **below("cond_stage_model.model.", open_clip(folder / "text_encoder")),
+        **with_prefix("model.diffusion_model.", unet(folder / "unet")),
+        **with_prefix("first_stage_model.", vae(folder / "vae")),
+        **with_prefix("cond_stage_model.model.", open_clip(folder / "text_encoder")),
     }
 
 
 def stable_diffusion_xl(folder: Path) -> State:
     return {
-        **below("model.diffusion_model.", unet(folder / "unet")),
-        **below("first_stage_model.", vae(folder / "vae")),
-        **below("conditioner.embedders.0.transformer.", clip(folder / "text_encoder")),
-        **below("conditioner.embedders.1.model.", open_clip(folder / "text_encoder_2")),
+        **with_prefix("model.diffusion_model.", unet(folder / "unet")),
+        **with_prefix("first_stage_model.", vae(folder / "vae")),
+        **with_prefix("conditioner.embedders.0.transformer.", clip(folder / "text_encoder")),
+        **with_prefix("conditioner.embedders.1.model.", open_clip(folder / "text_encoder_2")),
     }

@@ -193,8 +193,8 @@ def check_decoding(
     latent = read_torch(entries.store, entries.latent_spec(row))["latent"][None]
     height, width = Geometry.from_row(row).target_size
 
-    def replaced(pipe: Any, step: int, time: Any, given: dict[str, Any]) -> dict[str, Any]:
-        tokens = given["latents"]
+    def replaced(pipe: Any, step: int, time: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+        tokens = arguments["latents"]
         if tokens.ndim == 4:
             return {"latents": latent}
         if tokens.ndim == 5:  # frames, and channels last
@@ -203,8 +203,8 @@ def check_decoding(
         return {"latents": torch.nn.functional.unfold(latent, edge, stride=edge).transpose(1, 2)}
 
     size = {"height": height, "width": width, "num_inference_steps": 1}
-    given = {**size, **case.drawing, "callback_on_step_end": replaced, "output_type": "pt"}
-    expected = pipe(prompt="a cat", **given, return_dict=False)[0]
+    arguments = {**size, **case.drawing, "callback_on_step_end": replaced, "output_type": "pt"}
+    expected = pipe(prompt="a cat", **arguments, return_dict=False)[0]
     decoded = family.vae.decode(family.vae.load("float32", "cpu"), latent)
     assert decoded.shape == (1, 3, height, width)
     assert decoded.std() > 0.01
@@ -234,10 +234,13 @@ def check_cut(family: WorkerFamily) -> None:
     encoded = family.text.encode_caption(encoders, caption)
     cut = encoded.cut_from
     assert cut is not None
-    kept, lost = caption[:cut], caption[cut:]
-    assert 0 < encoded.num_cut <= encoded.num_tokens - lost.count("cat") // 2
+    kept, cut_part = caption[:cut], caption[cut:]
+    assert 0 < encoded.num_cut <= encoded.num_tokens - cut_part.count("cat") // 2
     before, word, rest = kept.rpartition("cat")
-    for other, same in ((kept + lost.replace("cat", "cup"), True), (before + "cup" + rest + lost, False)):
+    for other, same in (
+        (kept + cut_part.replace("cat", "cup"), True),
+        (before + "cup" + rest + cut_part, False),
+    ):
         assert word == "cat"
         assert len(other) == len(caption)
         tensors = family.text.encode_caption(encoders, other).tensors
@@ -249,9 +252,9 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     expected = drawn(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
-    np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
+    np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
 
 
 def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
@@ -262,11 +265,11 @@ def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
     with torch.no_grad():
         noisy = case.noisy(pipe, micro)
         expected = case.predict(pipe, noisy, micro)
-        got = family.denoiser.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
+        predicted = family.denoiser.predict(engine.denoiser, noisy, micro.timesteps, micro.conditions)
         losses = engine.losses(micro, engine.denoiser)
-    assert got.shape == micro.latent.shape
-    assert got.std() > 1e-3
-    torch.testing.assert_close(got, expected, **TOLERANCE)
+    assert predicted.shape == micro.latent.shape
+    assert predicted.std() > 1e-3
+    torch.testing.assert_close(predicted, expected, **TOLERANCE)
     by_hand = ((expected - case.target(micro)) ** 2).mean(dim=(1, 2, 3))
     torch.testing.assert_close(losses, by_hand, **TOLERANCE)
     check_checkpointing(family, engine, micro)
@@ -290,23 +293,25 @@ def check_lengths(order: Any, family: WorkerFamily) -> None:
         for at, text in enumerate(texts):
             alone = family.text.stack([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
             its = slice(at, at + 1)
-            answer = family.denoiser.predict(engine.denoiser, micro.latent[its], micro.timesteps[its], alone)
-            torch.testing.assert_close(together[its], answer, **TOLERANCE)
+            prediction = family.denoiser.predict(
+                engine.denoiser, micro.latent[its], micro.timesteps[its], alone
+            )
+            torch.testing.assert_close(together[its], prediction, **TOLERANCE)
 
 
 def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput) -> None:
     """Recomputed activations give bit-identical gradients."""
-    found: list[list[torch.Tensor]] = []
-    for again in (False, True):
-        if again:
+    gradient_sets: list[list[torch.Tensor]] = []
+    for checkpointing in (False, True):
+        if checkpointing:
             family.denoiser.recompute_activations(engine.denoiser)
         engine.losses(micro, engine.denoiser).sum().backward()
-        found.append([weight.grad for weight in engine.weights if weight.grad is not None])
+        gradient_sets.append([weight.grad for weight in engine.weights if weight.grad is not None])
         for weight in engine.weights:
             weight.grad = None
-    assert len(found[0]) == len(found[1]) > 0
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert any(bool(gradient.any()) for gradient in found[0])
+    assert len(gradient_sets[0]) == len(gradient_sets[1]) > 0
+    assert all(torch.equal(one, other) for one, other in zip(*gradient_sets, strict=True))
+    assert any(bool(gradient.any()) for gradient in gradient_sets[0])
 
 
 def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None:
@@ -347,5 +352,5 @@ def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
 def drawn(case: Case, pipe: Any, **options: Any) -> np.ndarray[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     size = {"height": 64, "width": 64, "num_inference_steps": 2}
-    given = {**size, **case.drawing, **options}
-    return pipe(prompt="a cat", **given, generator=generator, output_type="np", return_dict=False)[0][0]
+    arguments = {**size, **case.drawing, **options}
+    return pipe(prompt="a cat", **arguments, generator=generator, output_type="np", return_dict=False)[0][0]

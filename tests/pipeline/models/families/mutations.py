@@ -163,8 +163,10 @@ def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) ->
     environment.pop("PYTEST_XDIST_WORKER", None)
     if first_only:
         command.append("-x")
-    done = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode in (0, 1), done.stdout[-2000:] + done.stderr[-2000:]
+    completed = subprocess.run(
+        command, cwd=sources, env=environment, capture_output=True, text=True, check=False
+    )
+    assert completed.returncode in (0, 1), completed.stdout[-2000:] + completed.stderr[-2000:]
     cases = ElementTree.parse(report).getroot().iter("testcase")
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return {f"{case.get('classname', '').rsplit('.', 1)[-1]}.py" for case in failed}

@@ -48,9 +48,9 @@ class SizedUNetCase(Case):
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Compute time ids with the pipeline's own function, one sample at a time."""
         names = ("original_size_hw", "crop_top_left", "target_size_hw")
-        told = {"dtype": torch.float32, "text_encoder_projection_dim": self.pooled_width(pipe)}
+        arguments = {"dtype": torch.float32, "text_encoder_projection_dim": self.pooled_width(pipe)}
         sizes = zip(*(micro.conditions[name].tolist() for name in names), strict=True)
-        ids = [pipe._get_add_time_ids(*map(tuple, row), **told) for row in sizes]
+        ids = [pipe._get_add_time_ids(*map(tuple, row), **arguments) for row in sizes]
         pooled = micro.conditions["pooled_text_embedding"]
         added = {"text_embeds": pooled, "time_ids": torch.cat(ids)}
         text = micro.conditions["text_embedding"]

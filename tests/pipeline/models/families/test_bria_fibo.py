@@ -44,7 +44,7 @@ class FiboCase(Case):
         """Each sample for itself, without a mask; four blocks, and the last of three layers twice."""
         height, width = noisy.shape[2:]
         places = [[0.0, row, column] for row in range(height) for column in range(width)]
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             layers = text[None, :length].reshape(1, length, LAYERS, WIDTH).unbind(2)
@@ -56,8 +56,8 @@ class FiboCase(Case):
                 img_ids=torch.tensor(places),
                 txt_ids=torch.zeros(length, 3),
             ).sample
-            answers.append(tokens.transpose(1, 2).reshape(1, *noisy.shape[1:]))
-        return torch.cat(answers)
+            predictions.append(tokens.transpose(1, 2).reshape(1, *noisy.shape[1:]))
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         double = {f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in DOUBLE}

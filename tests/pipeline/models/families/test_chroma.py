@@ -43,7 +43,7 @@ class ChromaCase(Case):
         """Each sample for itself; tokens are rows of patches 2x2, channels first within one."""
         height, width = noisy.shape[2:]
         ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             patches = torch.nn.functional.unfold(noisy[index : index + 1], 2, stride=2).transpose(1, 2)
             mask = torch.cat([micro.conditions["text_mask"][index], torch.ones(len(ids))])
@@ -55,8 +55,8 @@ class ChromaCase(Case):
                 torch.zeros(len(text), 3),
                 mask[None],
             ).sample
-            answers.append(torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2))
-        return torch.cat(answers)
+            predictions.append(torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2))
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         double = {f"lora_unet_double_blocks_{block}_{layer}" for block in range(2) for layer in DOUBLE}
@@ -87,9 +87,9 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     pipe = ChromaPipeline.from_pretrained(tmp_path)
     expected = drawn(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
-    np.testing.assert_allclose(np.asarray(own) / 255, expected, atol=0.6 / 255)
-    told = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert any(each.startswith("scipy") for each in told["dependencies"])  # diffusers' own optional one
+    np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
+    project = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert any(each.startswith("scipy") for each in project["dependencies"])  # diffusers' own optional one

@@ -36,7 +36,7 @@ class CogView4Case(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself."""
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             original, target, crop = (
@@ -45,8 +45,8 @@ class CogView4Case(Case):
             )
             time = micro.timesteps[index : index + 1]
             one = pipe.transformer(noisy[index][None], text[None, :length], time, original, target, crop)
-            answers.append(one.sample)
-        return torch.cat(answers)
+            predictions.append(one.sample)
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         modules = [f"transformer_blocks.{block}.attn1.{layer}" for block in range(2) for layer in LAYERS]
@@ -65,5 +65,5 @@ def test_the_shift_grows_with_the_square_root_of_the_number_of_tokens(tmp_path: 
     scheduler = family.noise.load_scheduler()
     half = torch.tensor([0.5], dtype=torch.float64)
     for edge, mu in ((32, 1.0), (128, 0.75 * 4 + 0.25)):
-        got = family.noise.timesteps(scheduler, half, (16, edge, edge)).item()
-        assert got == pytest.approx(1000 * mu / (mu + 1), abs=1e-2)
+        actual = family.noise.timesteps(scheduler, half, (16, edge, edge)).item()
+        assert actual == pytest.approx(1000 * mu / (mu + 1), abs=1e-2)

@@ -43,13 +43,15 @@ class ErnieImageCase(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself, with its own tokens alone."""
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             time = micro.timesteps[index : index + 1]
             lengths = torch.tensor([length])
-            answers.append(pipe.transformer(noisy[index][None], time, text[None, :length], lengths).sample)
-        return torch.cat(answers)
+            predictions.append(
+                pipe.transformer(noisy[index][None], time, text[None, :length], lengths).sample
+            )
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         modules = [f"layers.{block}.{layer}" for block in range(2) for layer in LAYERS]

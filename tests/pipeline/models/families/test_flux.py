@@ -111,8 +111,8 @@ def test_dev_shifts_larger_pictures_to_more_noise_and_schnell_does_not(
     half = torch.tensor([0.5], dtype=torch.float64)
     for each, expected in ((family, (622.459, 759.511)), (load_family(tmp_path), (500.0, 500.0))):
         scheduler = each.noise.load_scheduler()
-        got = [each.noise.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
-        assert got == pytest.approx(expected, abs=0.01)
+        actual = [each.noise.timesteps(scheduler, half, (16, edge, edge)).item() for edge in (32, 128)]
+        assert actual == pytest.approx(expected, abs=0.01)
 
 
 def test_diffusers_reads_kohyas_layout_of_the_published_width(family: WorkerFamily, tmp_path: Path) -> None:

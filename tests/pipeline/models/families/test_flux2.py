@@ -33,9 +33,9 @@ def test_the_shift_equals_the_pipelines(tmp_path: Path) -> None:
     scheduler = family.noise.load_scheduler()
     half = torch.tensor([0.5], dtype=torch.float64)
     for edge in (16, 64, 80):  # 64: what the pipeline computes for 1024 px; 80: beyond its 4300 tokens
-        got = family.noise.timesteps(scheduler, half, (32, edge, edge)).item()
+        actual = family.noise.timesteps(scheduler, half, (32, edge, edge)).item()
         tokens = edge * edge
         slow, fast = 0.00016927 * tokens + 0.45666666, 8.73809524e-05 * tokens + 1.89833333
         mu = slow if tokens > 4300 else slow + (fast - slow) * 150 / 190
         expected = 1000 / (1 + torch.exp(torch.tensor(-mu)).item())
-        assert got == pytest.approx(expected, abs=1e-2)
+        assert actual == pytest.approx(expected, abs=1e-2)

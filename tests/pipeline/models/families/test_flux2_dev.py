@@ -45,5 +45,5 @@ def test_cut_tokens_are_counted_after_the_system_message(tmp_path: Path) -> None
         caption = "a" + " cat" * (512 - before - len(["a", "[/INST]"]) + extra)
         encoded = family.text.encode_caption(encoders, caption)
         assert (encoded.num_tokens, encoded.num_cut) == (512 + extra, extra)
-        lost = " cat" * (extra - 1) if extra else None  # the first that is cut is the end mark
-        assert encoded.cut_from == (None if lost is None else len(caption) - len(lost))
+        cut_text = " cat" * (extra - 1) if extra else None  # the first that is cut is the end mark
+        assert encoded.cut_from == (None if cut_text is None else len(caption) - len(cut_text))

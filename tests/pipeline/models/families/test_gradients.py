@@ -54,5 +54,5 @@ def backward(family: WorkerFamily, denoiser: torch.nn.Module) -> None:
     sizes = {name: torch.tensor([tuple(size)] * count) for name in ("original_size_hw", "target_size_hw")}
     conditions = {**family.text.stack(texts), **sizes, "crop_top_left": torch.zeros(count, 2)}
     noisy = family.noise.add_noise(scheduler, latent, noise, timesteps)
-    answer = family.denoiser.predict(denoiser, noisy, timesteps, conditions)
-    (answer - family.noise.target(scheduler, latent, noise, timesteps)).square().mean().backward()
+    prediction = family.denoiser.predict(denoiser, noisy, timesteps, conditions)
+    (prediction - family.noise.target(scheduler, latent, noise, timesteps)).square().mean().backward()

@@ -48,18 +48,18 @@ class HiDreamCase(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself; the sign is the pipeline's."""
-        answers = []
+        predictions = []
         for index, llama in enumerate(micro.conditions["llama_embeddings"]):
             one = slice(index, index + 1)
-            answer = pipe.transformer(
+            prediction = pipe.transformer(
                 noisy[one],
                 micro.timesteps[one],
                 micro.conditions["text_embedding"][one],
                 torch.stack([layer[None] for layer in llama]),
                 micro.conditions["pooled_text_embedding"][one],
             )
-            answers.append(-answer.sample)
-        return torch.cat(answers)
+            predictions.append(-prediction.sample)
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         double, single = (
@@ -93,8 +93,8 @@ def test_training_mode_predicts_the_same_and_experts_get_gradients(tiny: Path, s
     conditions = {name: torch.randn(shape, generator=random) for name, shape in shapes.items()}
     expected = family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
     denoiser.train()
-    got = family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
-    torch.testing.assert_close(got, expected, rtol=0.0, atol=1e-5)
+    actual = family.denoiser.predict(denoiser, noisy, torch.tensor([300.0, 700.0]), conditions)
+    torch.testing.assert_close(actual, expected, rtol=0.0, atol=1e-5)
     experts = [module for name, module in denoiser.named_modules() if name.endswith("ff_i.experts")]
     weights = [weight for module in experts for weight in module.parameters()]
     for weight in weights:
@@ -119,11 +119,11 @@ def test_a_published_model_requires_a_user_provided_llama(tiny: Path, tmp_path: 
         part.role for part in load_family(tiny).fingerprint_parts("text")
     ]
     encoders = [each.text.load("float32", "cpu") for each in (family, load_family(tiny))]
-    own, whole = (
+    from_folder, complete = (
         each.text.encode_caption(pipe, "a cat").tensors
         for each, pipe in zip((family, load_family(tiny)), encoders, strict=True)
     )
-    assert all(torch.equal(own[name], whole[name]) for name in whole)
+    assert all(torch.equal(from_folder[name], complete[name]) for name in complete)
 
 
 def test_images_that_are_not_square_must_fit_the_padded_sequence(tiny: Path) -> None:

@@ -33,9 +33,9 @@ class Ideogram4Case(Case):
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         """What has the role of text; in front of it there is padding."""
         states, _, _, roles = pipe.encode_prompt(caption, 2, 3, 256, "cpu")
-        own = states[:, roles[0] == 3]
-        assert 0 < own.shape[1] < 256
-        return {"text_embedding": own, "text_mask": torch.ones(own.shape[:2])}
+        text_states = states[:, roles[0] == 3]
+        assert 0 < text_states.shape[1] < 256
+        return {"text_embedding": text_states, "text_mask": torch.ones(text_states.shape[:2])}
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         """What becomes the raw latent again where the pipeline ends: rows, columns, channels of a patch."""
@@ -48,14 +48,14 @@ class Ideogram4Case(Case):
         """Each sample for itself, without padding; the picture stands far away from its text."""
         rows, columns = noisy.shape[2:]
         places = [[0, row, column] for row in range(rows) for column in range(columns)]
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             tokens = noisy[index].flatten(1).T
             positions = torch.tensor(
                 [[at] * 3 for at in range(length)] + [[65536 + i for i in p] for p in places]
             )
-            answer = pipe.transformer(
+            prediction = pipe.transformer(
                 torch.cat([torch.zeros(length, tokens.shape[1]), tokens])[None],
                 1 - micro.timesteps[index : index + 1] / 1000,
                 torch.cat([text[:length], torch.zeros(len(places), text.shape[1])])[None],
@@ -63,8 +63,8 @@ class Ideogram4Case(Case):
                 torch.ones(1, len(positions), dtype=torch.int64),
                 torch.tensor([[3] * length + [2] * len(places)]),
             ).sample
-            answers.append(-answer[0, length:].T.reshape(noisy.shape[1:]))
-        return torch.stack(answers)
+            predictions.append(-prediction[0, length:].T.reshape(noisy.shape[1:]))
+        return torch.stack(predictions)
 
     def kohya_keys(self) -> set[str]:
         return {f"lora_unet_{key}".replace(".", "_") for key in originals()}
@@ -106,8 +106,10 @@ def test_noise_levels_have_the_density_of_the_pipelines_steps(tmp_path: Path) ->
     levels = torch.sigmoid(torch.special.ndtri(shares))  # at equal shares of a logit-normal density
     for height, width in ((512, 512), (1024, 2048), (64, 96)):
         expected = _logit_normal_sigmas(8, _resolution_aware_mu(height, width, 0.0), std=1.5)
-        got = family.noise.timesteps(family.noise.load_scheduler(), levels, (32, height // 16, width // 16))
-        torch.testing.assert_close(got, 1000 * expected, rtol=0, atol=1e-3)
+        actual = family.noise.timesteps(
+            family.noise.load_scheduler(), levels, (32, height // 16, width // 16)
+        )
+        torch.testing.assert_close(actual, 1000 * expected, rtol=0, atol=1e-3)
 
 
 def test_a_caption_that_the_pipeline_rejects_is_cut_and_the_template_is_kept(tmp_path: Path) -> None:
@@ -116,8 +118,8 @@ def test_a_caption_that_the_pipeline_rejects_is_cut_and_the_template_is_kept(tmp
     encoders = family.text.load("float32", "cpu")
     around = family.text.encode_caption(encoders, "").num_tokens
     fits = "a" + " cat" * (2048 - around - 1)
-    whole = family.text.encode_caption(encoders, fits)
-    assert (whole.num_tokens, whole.num_cut, whole.cut_from) == (2048, 0, None)
+    encoded = family.text.encode_caption(encoders, fits)
+    assert (encoded.num_tokens, encoded.num_cut, encoded.cut_from) == (2048, 0, None)
     longer = family.text.encode_caption(encoders, fits + " cup cup")
     assert (longer.num_tokens, longer.num_cut, longer.cut_from) == (2050, 2, len(fits))
-    assert torch.equal(longer.tensors["text_embedding"], whole.tensors["text_embedding"])
+    assert torch.equal(longer.tensors["text_embedding"], encoded.tensors["text_embedding"])

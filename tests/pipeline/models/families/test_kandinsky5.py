@@ -52,10 +52,10 @@ class Kandinsky5Case(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself, with its own tokens alone; frames and channels change places."""
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
-            answer = pipe.transformer(
+            prediction = pipe.transformer(
                 noisy[index].movedim(0, -1)[None, None],
                 text[None, :length],
                 micro.timesteps[index : index + 1],
@@ -63,8 +63,8 @@ class Kandinsky5Case(Case):
                 [torch.arange(1), torch.arange(noisy.shape[2] // 2), torch.arange(noisy.shape[3] // 2)],
                 torch.arange(length),
             ).sample
-            answers.append(answer[0].movedim(-1, 1))
-        return torch.cat(answers)
+            predictions.append(prediction[0].movedim(-1, 1))
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         text = {f"text_transformer_blocks.0.{layer}" for layer in SELF + FEED_FORWARD}
@@ -85,9 +85,9 @@ def test_a_caption_is_cut_where_the_language_models_input_ends(word: str, last: 
     make_tiny_kandinsky5(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")
-    given: list[list[int]] = []
+    token_ids: list[list[int]] = []
     encoders.text_encoder.register_forward_pre_hook(
-        lambda _, __, told: given.append(told["input_ids"][0].tolist()), with_kwargs=True
+        lambda _, __, kwargs: token_ids.append(kwargs["input_ids"][0].tolist()), with_kwargs=True
     )
     fits = 552 - family.text.encode_caption(encoders, f"{last} {last}").num_tokens
     for extra in (1, 2, 3, 9, 40):
@@ -98,9 +98,9 @@ def test_a_caption_is_cut_where_the_language_models_input_ends(word: str, last: 
         cut = encoded.cut_from
         assert cut is not None
         before, _ = encoders.prompt_template.split("{}")
-        seen = encoders.tokenizer.decode(given[-1])
-        assert seen.startswith(before + caption[:cut])
-        assert cut == len(caption) or seen == before + caption[:cut]
+        decoded_text = encoders.tokenizer.decode(token_ids[-1])
+        assert decoded_text.startswith(before + caption[:cut])
+        assert cut == len(caption) or decoded_text == before + caption[:cut]
 
 
 def test_a_size_beyond_the_position_tables_is_an_error(tmp_path: Path) -> None:

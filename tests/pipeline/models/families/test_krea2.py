@@ -31,9 +31,9 @@ class Krea2Case(Case):
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         """What the mask lets through: between the caption and its template's end there is padding."""
         states, mask = pipe.encode_prompt(caption)
-        own = states[:, mask[0]]
-        assert own.shape[1] < states.shape[1] == 512
-        return {"text_embedding": own.flatten(2), "text_mask": torch.ones(own.shape[:2])}
+        valid_states = states[:, mask[0]]
+        assert valid_states.shape[1] < states.shape[1] == 512
+        return {"text_embedding": valid_states.flatten(2), "text_mask": torch.ones(valid_states.shape[:2])}
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
         config = pipe.vae.config
@@ -47,7 +47,7 @@ class Krea2Case(Case):
         """Each sample for itself, without a mask; text stands at the origin."""
         rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
         places = [[0, row, column] for row in range(rows) for column in range(columns)]
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             states = text[:length].reshape(1, length, 3, 32)
@@ -58,9 +58,9 @@ class Krea2Case(Case):
                 micro.timesteps[index : index + 1] / 1000,
                 torch.tensor([[0, 0, 0]] * length + places, dtype=torch.float32),
             ).sample
-            answer = tokens.reshape(rows, columns, 16, 2, 2).permute(2, 0, 3, 1, 4)
-            answers.append(answer.reshape(1, *noisy.shape[1:]))
-        return torch.cat(answers)
+            prediction = tokens.reshape(rows, columns, 16, 2, 2).permute(2, 0, 3, 1, 4)
+            predictions.append(prediction.reshape(1, *noisy.shape[1:]))
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         return {f"lora_unet_{key}".replace(".", "_") for key in originals()}

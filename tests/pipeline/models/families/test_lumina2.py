@@ -38,13 +38,13 @@ class Lumina2Case(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself, with its own tokens alone."""
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             time = 1 - micro.timesteps[index : index + 1] / 1000
             mask = torch.ones(1, length, dtype=torch.int64)
-            answers.append(-pipe.transformer(noisy[index][None], time, text[None, :length], mask).sample)
-        return torch.cat(answers)
+            predictions.append(-pipe.transformer(noisy[index][None], time, text[None, :length], mask).sample)
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         return {f"lora_unet_{block}_{layer}" for block in BLOCKS for layer in ORIGINAL}

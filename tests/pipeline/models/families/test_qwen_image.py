@@ -51,7 +51,7 @@ class QwenImageCase(Case):
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself, without a mask; rows of patches 2x2, channels first within one."""
         height, width = noisy.shape[2:]
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             patches = torch.nn.functional.unfold(noisy[index : index + 1], 2, stride=2).transpose(1, 2)
             length = int(micro.conditions["text_mask"][index].sum())
@@ -61,8 +61,8 @@ class QwenImageCase(Case):
                 timestep=micro.timesteps[index : index + 1] / 1000,
                 img_shapes=[[(1, height // 2, width // 2)]],
             ).sample
-            answers.append(torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2))
-        return torch.cat(answers)
+            predictions.append(torch.nn.functional.fold(tokens.transpose(1, 2), (height, width), 2, stride=2))
+        return torch.cat(predictions)
 
     def kohya_keys(self) -> set[str]:
         return {f"lora_unet_{module.replace('.', '_')}" for module in LAYERS}

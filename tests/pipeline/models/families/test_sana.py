@@ -29,18 +29,18 @@ class SanaCase(Case):
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         """What the pipeline itself is given when it draws."""
-        told: list[Any] = []
+        arguments: list[Any] = []
         encode = pipe.encode_prompt
 
-        def listening(*args: Any, **given: Any) -> Any:
-            told.append(encode(*args, **given))
+        def record_arguments(*args: Any, **kwargs: Any) -> Any:
+            arguments.append(encode(*args, **kwargs))
             raise StopIteration
 
-        pipe.encode_prompt = listening
+        pipe.encode_prompt = record_arguments
         try:
             pipe(caption, height=64, width=64, num_inference_steps=1, **self.drawing)
         except StopIteration:
-            embedding, mask, empty, empty_mask = told[0]
+            embedding, mask, empty, empty_mask = arguments[0]
         finally:
             del pipe.encode_prompt
         if not caption:  # what pictures are guided away from
@@ -84,15 +84,15 @@ def test_cut_tokens_are_counted_after_the_instruction(tmp_path: Path) -> None:
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")
     caption = "cat" + " cat" * 305
-    whole = family.text.encode_caption(encoders, caption)
-    assert family.max_length() == len(whole.tensors["text_embedding"]) == 300
-    assert whole.num_cut > 0
-    assert family.text.encode_caption(encoders, caption[: whole.cut_from]).num_cut == 0
-    same, less = (
-        family.text.encode_caption(encoders, caption[: (whole.cut_from or 0) - letters]).tensors[
+    encoded = family.text.encode_caption(encoders, caption)
+    assert family.max_length() == len(encoded.tensors["text_embedding"]) == 300
+    assert encoded.num_cut > 0
+    assert family.text.encode_caption(encoders, caption[: encoded.cut_from]).num_cut == 0
+    same, shorter = (
+        family.text.encode_caption(encoders, caption[: (encoded.cut_from or 0) - letters]).tensors[
             "text_embedding"
         ]
         for letters in (0, 4)
     )
-    assert torch.equal(same, whole.tensors["text_embedding"])
-    assert not torch.equal(less, whole.tensors["text_embedding"])
+    assert torch.equal(same, encoded.tensors["text_embedding"])
+    assert not torch.equal(shorter, encoded.tensors["text_embedding"])

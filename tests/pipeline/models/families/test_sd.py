@@ -114,10 +114,10 @@ def test_facts_from_configurations_need_no_torch(tiny_sd: Path) -> None:
         "      'torch' in sys.modules, 'diffusers' in sys.modules, 'transformers' in sys.modules)"
     )
     root = str(Path(__file__).parents[4])
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(tiny_sd)], cwd=root, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == (
+    assert completed.stdout.strip() == (
         "(4, 8, 12) {'text_embedding': (77, 32)} 77 epsilon 8 stable-diffusion-v1 [1, 2, 2] False False False"
     )
 
@@ -196,14 +196,14 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, ti
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    drawn = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
-    whole = StableDiffusionPipeline.from_pretrained(tiny_sd)
-    expected = whole(
+    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
+    pipeline_of_diffusers = StableDiffusionPipeline.from_pretrained(tiny_sd)
+    expected = pipeline_of_diffusers(
         "a cat", height=64, width=64, num_inference_steps=2, generator=torch.Generator().manual_seed(7)
     ).images[0]
-    assert np.array_equal(np.asarray(drawn), np.asarray(expected))
-    assert drawn.size == (64, 64)
-    assert np.asarray(drawn).std() > 1
+    assert np.array_equal(np.asarray(preview), np.asarray(expected))
+    assert preview.size == (64, 64)
+    assert np.asarray(preview).std() > 1
 
 
 def test_lora_targets_exist_and_have_names_in_both_layouts(family: WorkerFamily) -> None:

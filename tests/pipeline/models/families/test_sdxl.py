@@ -35,7 +35,7 @@ def family(tiny_sdxl: Path) -> WorkerFamily:
 
 
 @pytest.fixture(scope="module")
-def whole(tiny_sdxl: Path) -> Any:
+def complete_pipeline(tiny_sdxl: Path) -> Any:
     pipeline = StableDiffusionXLPipeline.from_pretrained(tiny_sdxl, add_watermarker=False)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -108,10 +108,10 @@ def test_shards_of_a_variant_load_and_have_the_same_fingerprint(
     vae.rename(vae.with_suffix(".fp16.safetensors"))
     changed, hashes = load_family(other), Fingerprints(tmp_path)
     for role in ("unet", "text_encoder", "vae"):
-        expected, got = (
+        expected, actual = (
             load_component(each, role, "float32", "cpu").state_dict() for each in (family, changed)
         )
-        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     assert hashes.of(changed.fingerprint_parts("latents")) == hashes.of(family.fingerprint_parts("latents"))
 
 
@@ -155,9 +155,14 @@ def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
     raw = posterior.mean + posterior.std * torch.randn(1, 4, 8, 8, generator=draw.manual_seed(2))
     latent = changed.vae.normalise(raw)
     pipe: Any = StableDiffusionXLImg2ImgPipeline.from_pretrained(tmp_path, add_watermarker=False)
-    told = {"generator": draw.manual_seed(2), "add_noise": False, "dtype": torch.float32, "device": "cpu"}
+    arguments = {
+        "generator": draw.manual_seed(2),
+        "add_noise": False,
+        "dtype": torch.float32,
+        "device": "cpu",
+    }
     with torch.no_grad():
-        expected = pipe.prepare_latents(pixels, None, 1, 1, **told)
+        expected = pipe.prepare_latents(pixels, None, 1, 1, **arguments)
     torch.testing.assert_close(latent, expected, rtol=0, atol=1e-5)
     pipe = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
@@ -167,12 +172,12 @@ def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
     torch.testing.assert_close(decoded, picture, rtol=0, atol=1e-5)
 
 
-def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, whole: Any) -> None:
+def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, complete_pipeline: Any) -> None:
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    own = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
-    np.testing.assert_allclose(np.asarray(own) / 255, drawn(whole), atol=0.6 / 255)
+    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    np.testing.assert_allclose(np.asarray(preview) / 255, drawn(complete_pipeline), atol=0.6 / 255)
 
 
 def test_cut_tokens_are_counted(family: WorkerFamily) -> None:
@@ -182,16 +187,16 @@ def test_cut_tokens_are_counted(family: WorkerFamily) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [({"_class_name": "EDMEulerScheduler"}, "EDMEuler"), ({"prediction_type": "sample"}, "sample")],
 )
 def test_a_schedule_that_cannot_be_trained_is_an_error(
-    tiny_sdxl: Path, tmp_path: Path, change: dict[str, str], said: str
+    tiny_sdxl: Path, tmp_path: Path, change: dict[str, str], message: str
 ) -> None:
     folder = shutil.copytree(tiny_sdxl, tmp_path / "other")
     path = folder / "scheduler" / "scheduler_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(FamilyError, match=said):
+    with pytest.raises(FamilyError, match=message):
         load_family(folder).prediction_type()
 
 
@@ -223,11 +228,11 @@ def test_diffusers_reads_the_kohya_names_of_convolutions(
 
 
 def test_large_sizes_stay_exact_in_half_precision(family: WorkerFamily) -> None:
-    told: list[torch.Tensor] = []
+    time_ids: list[torch.Tensor] = []
 
     class Listening(torch.nn.Module):
         def forward(self, noisy: torch.Tensor, times: Any, **given: Any) -> Any:
-            told.append(given["added_cond_kwargs"]["time_ids"])
+            time_ids.append(given["added_cond_kwargs"]["time_ids"])
             return SimpleNamespace(sample=noisy)
 
     sizes = {"original_size_hw": [[3001, 4099]], "crop_top_left": [[257, 0]], "target_size_hw": [[1024, 960]]}
@@ -237,8 +242,8 @@ def test_large_sizes_stay_exact_in_half_precision(family: WorkerFamily) -> None:
         "pooled_text_embedding": torch.ones(1, 48).bfloat16(),
     }
     family.denoiser.predict(Listening(), torch.ones(1, 4, 8, 8), torch.tensor([5]), conditions)
-    assert told[0].dtype == torch.float32
-    assert told[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
+    assert time_ids[0].dtype == torch.float32
+    assert time_ids[0].tolist() == [[3001, 4099, 257, 0, 1024, 960]]
 
 
 def test_the_pipeline_class_decides_and_an_unknown_one_lists_the_families(
@@ -246,7 +251,7 @@ def test_the_pipeline_class_decides_and_an_unknown_one_lists_the_families(
 ) -> None:
     assert load_family(tiny_sdxl).name == "Stable Diffusion XL"
     (tmp_path / "model_index.json").write_text(json.dumps({"_class_name": "NobodysPipeline"}))
-    with pytest.raises(FamilyError, match="NobodysPipeline") as caught:
+    with pytest.raises(FamilyError, match="NobodysPipeline") as excinfo:
         load_family(tmp_path)
-    assert "StableDiffusionXLPipeline" in caught.value.fix
-    assert "StableDiffusionPipeline" in caught.value.fix
+    assert "StableDiffusionXLPipeline" in excinfo.value.fix
+    assert "StableDiffusionPipeline" in excinfo.value.fix

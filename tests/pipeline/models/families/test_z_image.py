@@ -34,13 +34,13 @@ class ZImageCase(Case):
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
         """Each sample for itself."""
-        answers = []
+        predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
             time = (1000 - micro.timesteps[index : index + 1]) / 1000
             sample = pipe.transformer([noisy[index][:, None]], time, [text[:length]]).sample[0]
-            answers.append(-sample[:, 0])
-        return torch.stack(answers)
+            predictions.append(-sample[:, 0])
+        return torch.stack(predictions)
 
     def kohya_keys(self) -> set[str]:
         return {f"lora_unet_{block}_{layer}".replace(".", "_") for block in BLOCKS for layer in LAYERS}

@@ -28,17 +28,17 @@ def test_without_a_shift_a_timestep_is_the_noise_level(line: FlowProcess) -> Non
 
 def test_a_fixed_shift_is_the_one_of_the_schedules_own_sigmas(line: FlowProcess) -> None:
     plain, shifted = (FlowMatchEulerDiscreteScheduler(shift=shift) for shift in (1.0, 3.0))
-    got = line.shift_sigma(shifted, plain.sigmas[:-1].double(), (4, 8, 8))
-    torch.testing.assert_close(got.float(), shifted.sigmas[:-1], rtol=0, atol=1e-6)
+    actual = line.shift_sigma(shifted, plain.sigmas[:-1].double(), (4, 8, 8))
+    torch.testing.assert_close(actual.float(), shifted.sigmas[:-1], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("edge", "mu"), [(32, 0.5), (128, 1.15), (64, 0.63)])
 def test_a_dynamic_shift_grows_with_the_number_of_tokens(line: FlowProcess, edge: int, mu: float) -> None:
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     sigma = torch.tensor([0.0, 0.1, 0.5, 0.9], dtype=torch.float64)
-    got = line.shift_sigma(scheduler, sigma, (4, edge, edge))
+    actual = line.shift_sigma(scheduler, sigma, (4, edge, edge))
     e = torch.tensor(mu, dtype=torch.float64).exp()
-    torch.testing.assert_close(got, e * sigma / (e * sigma + 1 - sigma), rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, e * sigma / (e * sigma + 1 - sigma), rtol=0, atol=1e-6)
 
 
 def test_the_noisy_latent_lies_on_the_line_and_its_slope_is_the_target(line: FlowProcess) -> None:

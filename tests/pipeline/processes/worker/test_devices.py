@@ -27,10 +27,10 @@ def test_each_process_uses_the_gpu_with_its_local_rank() -> None:
 
 
 def test_the_error_of_too_many_processes_states_the_number_of_gpus() -> None:
-    with pytest.raises(LaunchError, match="process 3 has no GPU to itself: 2 GPUs are visible") as caught:
+    with pytest.raises(LaunchError, match="process 3 has no GPU to itself: 2 GPUs are visible") as excinfo:
         gpu_of(2, 2)
-    assert "num_processes" in caught.value.where
-    assert "set it to 2" in caught.value.fix
+    assert "num_processes" in excinfo.value.where
+    assert "set it to 2" in excinfo.value.fix
 
 
 @without_gpu
@@ -55,9 +55,9 @@ def test_a_driver_that_torch_cannot_use_is_reported_with_a_fix(
 
 
 def test_a_real_out_of_memory_error_is_distinguished_from_other_errors() -> None:
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(RuntimeError) as excinfo:
         torch.empty(IMPOSSIBLE_BYTES, dtype=torch.uint8)
-    assert is_out_of_memory(caught.value)
+    assert is_out_of_memory(excinfo.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 

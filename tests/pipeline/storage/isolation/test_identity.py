@@ -31,8 +31,8 @@ def tree():
     """Folders a/b and b/a, links between them, and names that do not exist."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        for made in ("a/b", "b/a"):
-            (root / made).mkdir(parents=True)
+        for path in ("a/b", "b/a"):
+            (root / path).mkdir(parents=True)
         (root / "link").symlink_to("a")
         (root / "a" / "link").symlink_to("../b")
         (root / "b" / "link").symlink_to(root)

@@ -18,10 +18,10 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "data"
 
 
-def found(data: Path, place: Path) -> list[str]:
+def links_found(data: Path, place: Path) -> list[str]:
     """Return the links below `data` that reach `place`, relative to the temporary folder."""
-    found_links = links_into(identify(data), {"cache": identify(place)})
-    return sorted(Path(link.path).relative_to(data.parent).as_posix() for link in found_links)
+    links = links_into(identify(data), {"cache": identify(place)})
+    return sorted(Path(link.path).relative_to(data.parent).as_posix() for link in links)
 
 
 @pytest.mark.parametrize(
@@ -38,13 +38,13 @@ def found(data: Path, place: Path) -> list[str]:
 )
 def test_I19_a_link_to_the_folder_inside_it_or_around_it_is_found(data: Path, target: str):
     (data / "sub" / "x").symlink_to(target)
-    assert found(data, data.parent / "cache") == ["data/sub/x"]
+    assert links_found(data, data.parent / "cache") == ["data/sub/x"]
 
 
 def test_I19_a_link_to_a_file_in_the_folder_is_found(data: Path):
     (data.parent / "cache" / "latents" / "a.png").touch()
     (data / "a.png").symlink_to("../cache/latents/a.png")
-    assert found(data, data.parent / "cache") == ["data/a.png"]
+    assert links_found(data, data.parent / "cache") == ["data/a.png"]
 
 
 def test_I19_a_link_to_a_link_is_found(data: Path):
@@ -61,7 +61,7 @@ def test_I19_a_link_inside_a_linked_folder_is_found(data: Path):
     outside.mkdir(parents=True)
     (data / "x").symlink_to("../outside")
     (outside / "y").symlink_to("../../cache")
-    assert found(data, data.parent / "cache") == ["outside/more/y"]
+    assert links_found(data, data.parent / "cache") == ["outside/more/y"]
 
 
 def test_I19_other_links_are_allowed_and_loops_end(data: Path):
@@ -75,13 +75,13 @@ def test_I19_other_links_are_allowed_and_loops_end(data: Path):
     (data / "sub" / "up").symlink_to("..")
     (data / "loop").symlink_to("loop")
     (data / "dead").symlink_to("nowhere/at/all")
-    assert found(data, data.parent / "cache") == []
+    assert links_found(data, data.parent / "cache") == []
 
 
 def test_I25_a_fifo_named_as_an_image_and_a_link_to_it_do_not_block(data: Path):
     os.mkfifo(data / "x.jpg")
     (data / "y.jpg").symlink_to("x.jpg")
-    assert found(data, data.parent / "cache") == []
+    assert links_found(data, data.parent / "cache") == []
 
 
 def test_I18_a_name_that_is_not_valid_text_is_found(data: Path):
@@ -92,7 +92,7 @@ def test_I18_a_name_that_is_not_valid_text_is_found(data: Path):
 
 
 def test_a_missing_dataset_has_no_links(tmp_path: Path):
-    assert found(tmp_path / "data", tmp_path / "cache") == []
+    assert links_found(tmp_path / "data", tmp_path / "cache") == []
 
 
 def test_only_links_are_resolved_one_by_one(data: Path, monkeypatch: pytest.MonkeyPatch):
@@ -108,7 +108,7 @@ def test_only_links_are_resolved_one_by_one(data: Path, monkeypatch: pytest.Monk
         return resolve(self, link)
 
     monkeypatch.setattr(links._Targets, "resolve", counting)  # pyright: ignore[reportPrivateUsage]
-    assert found(data, data.parent / "cache") == []
+    assert links_found(data, data.parent / "cache") == []
     assert resolved == ["one.jpg"]
 
 
@@ -116,7 +116,7 @@ def test_L01_a_bind_mount_of_the_folder_inside_the_dataset_is_found(
     data: Path, bind: Callable[[Path, Path], None]
 ):
     bind(data.parent / "cache", data / "sub")
-    assert found(data, data.parent / "cache") == ["data/sub"]
+    assert links_found(data, data.parent / "cache") == ["data/sub"]
 
 
 def test_links_in_an_output_folder_into_a_dataset_are_found_to_the_given_depth(data: Path):

@@ -84,19 +84,19 @@ def test_a_subset_of_columns_is_read_only_from_a_valid_table(tmp_path: Path, nam
 
 
 def test_the_error_about_a_missing_table_names_its_path_and_the_job_that_creates_it(tmp_path: Path) -> None:
-    with pytest.raises(TableError, match="table of vae_latents does not exist") as caught:
+    with pytest.raises(TableError, match="table of vae_latents does not exist") as excinfo:
         Tables(tmp_path).read("vae_latents")
-    assert "vae_latents.parquet" in caught.value.where
-    assert "_cache" in caught.value.fix
+    assert "vae_latents.parquet" in excinfo.value.where
+    assert "_cache" in excinfo.value.fix
 
 
 def test_L06_a_truncated_table_is_an_error_with_its_path_and_never_a_previous_table(tmp_path: Path) -> None:
     tables = Tables(tmp_path)
     path = tables.write("aspect_buckets", empty("aspect_buckets"))
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(TableError) as excinfo:
         tables.read("aspect_buckets")
-    assert str(path) in str(caught.value)
+    assert str(path) in str(excinfo.value)
     assert tables.read_previous("aspect_buckets") is None
 
 
@@ -166,9 +166,9 @@ def test_L06_truncated_rejected_rows_are_an_error_that_names_the_stage_to_repeat
     part = tables.folder / "rejected" / "raw_images.parquet"
     part.write_bytes(part.read_bytes()[:-20])
     for call in (tables.read_rejected, lambda: tables.write_rejected("vae_latents", empty("rejected"))):
-        with pytest.raises(TableError, match="materialize raw_images again") as caught:
+        with pytest.raises(TableError, match="materialize raw_images again") as excinfo:
             call()
-        assert caught.value.where == str(part)
+        assert excinfo.value.where == str(part)
 
 
 def test_a_digest_does_not_depend_on_how_many_rows_are_encoded_at_a_time(

@@ -59,12 +59,12 @@ def test_the_error_names_column_row_and_table_and_counts_further_failures() -> N
     rows = [{"variant": index} for index in range(9)]
     table = pl.concat([one_row("text_embeddings").with_columns(**row) for row in rows])
     table = table.cast(SCHEMAS["text_embeddings"]).with_columns(caption=pl.lit(None, pl.String))
-    with pytest.raises(TableError) as caught:
+    with pytest.raises(TableError) as excinfo:
         validated("text_embeddings", table, "out/tables/text_embeddings.parquet")
-    assert "caption: check not_nullable failed for None in row 0" in caught.value.what
-    assert "and 4 more" in caught.value.what
-    assert caught.value.where == "out/tables/text_embeddings.parquet"
-    assert "materialize text_embeddings again" in caught.value.fix
+    assert "caption: check not_nullable failed for None in row 0" in excinfo.value.what
+    assert "and 4 more" in excinfo.value.what
+    assert excinfo.value.where == "out/tables/text_embeddings.parquet"
+    assert "materialize text_embeddings again" in excinfo.value.fix
 
 
 def test_every_column_has_a_description() -> None:

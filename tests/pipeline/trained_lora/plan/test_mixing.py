@@ -91,8 +91,8 @@ def test_leave_draws_every_sample_once_per_epoch_for_any_weights(
     mix: tuple[list[PlanSample], dict[str, float]],
 ) -> None:
     samples, weights = mix
-    seen = Counter(draw.variant_id for draw in Mixed(samples, weights, "leave").in_order(2))
-    assert seen == Counter({sample.variant_id: sample.repeats for sample in samples})
+    counts = Counter(draw.variant_id for draw in Mixed(samples, weights, "leave").in_order(2))
+    assert counts == Counter({sample.variant_id: sample.repeats for sample in samples})
 
 
 @given(mixes(), st.sampled_from(["end_epoch", "repeat"]))
@@ -101,10 +101,10 @@ def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_s
 ) -> None:
     samples, weights = mix
     mixed = Mixed(samples, weights, exhausted)
-    seen = Counter[str]()
+    counts = Counter[str]()
     for epoch in range(8):
         drawn = Counter(draw.variant_id for of in mixed.draws(epoch).values() for draw in of)
-        seen += drawn
+        counts += drawn
         drawn_by_dataset = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
         epoch_sizes = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
         progress = {name: drawn_by_dataset[name] / epoch_sizes[name] for name in weights}
@@ -112,13 +112,15 @@ def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_s
             assert max(progress.values()) == 1
         else:
             assert min(progress.values()) == 1
-    total = sum(seen.values())
+    total = sum(counts.values())
     for name in weights:
-        own = {s.variant_id: seen[s.variant_id] for s in samples if s.dataset == name}
+        dataset_counts = {s.variant_id: counts[s.variant_id] for s in samples if s.dataset == name}
         repeats = next(s.repeats for s in samples if s.dataset == name)
-        assert max(own.values()) - min(own.values()) <= repeats
+        assert max(dataset_counts.values()) - min(dataset_counts.values()) <= repeats
         # Draws are rounded to integers once over all epochs, not once per epoch.
-        assert abs(sum(own.values()) - total * weights[name] / sum(weights.values())) <= len(weights)
+        assert abs(sum(dataset_counts.values()) - total * weights[name] / sum(weights.values())) <= len(
+            weights
+        )
 
 
 @pytest.mark.parametrize("exhausted", WEIGHTED)
@@ -156,9 +158,9 @@ def test_R01_R02_R03_a_weighted_plan_is_exact_and_can_restart_at_any_step(
     epochs = [batch.epoch for _, batch in all_steps]
     assert epochs == sorted(epochs)
     assert plan.num_epochs == epochs[-1] + 1
-    seen = Counter(slot.variant_id for _, batch in all_steps for slot in batch.slots())
+    counts = Counter(slot.variant_id for _, batch in all_steps for slot in batch.slots())
     times = dict(zip(plan.samples, plan.times_seen().tolist(), strict=True))
-    assert Counter({sample.variant_id: number for sample, number in times.items()}) == seen
+    assert Counter({sample.variant_id: number for sample, number in times.items()}) == counts
     for _, batch in all_steps:
         assert (
             sum(slot.weight for m in batch.micro_batches for share in m for slot in share)

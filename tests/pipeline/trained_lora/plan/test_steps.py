@@ -69,8 +69,8 @@ def test_B01_B07_each_epoch_contains_every_sample_repeats_times(
     probe = plan_of(samples, shape)
     plan = plan_of(samples, settings_of(2 * probe.steps_per_epoch, *_shape(shape)))
     for epoch in (0, 1):
-        seen = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
-        assert seen == Counter({sample.variant_id: sample.repeats for sample in samples})
+        counts = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
+        assert counts == Counter({sample.variant_id: sample.repeats for sample in samples})
         assert {slot.epoch for slot in epoch_slots(plan, epoch)} == {epoch}
     assert times_seen(plan) == {sample.variant_id: 2 * sample.repeats for sample in samples}
 
@@ -187,8 +187,8 @@ def test_another_seed_gives_another_order() -> None:
 
 def test_the_order_equals_the_stored_order_that_resumed_runs_rely_on() -> None:
     plan = plan_of(samples_of({"a": 3, "b": 2}), settings_of(4, seed=42, dropout=0.5))
-    drawn = [[(slot.variant_id, slot.drop_caption) for slot in step.slots()] for step in plan]
-    assert drawn == GOLDEN
+    actual = [[(slot.variant_id, slot.drop_caption) for slot in step.slots()] for step in plan]
+    assert actual == GOLDEN
 
 
 GOLDEN: list[list[tuple[str, bool]]] = [
@@ -257,10 +257,10 @@ def test_repeat_uses_each_sample_in_every_epoch_and_fills_batches_evenly(
     plan = plan_of(samples, replace(probe.settings, steps=probe.steps_per_epoch))
     slots = epoch_slots(plan, 0)
     assert len({(slot.variant_id, slot.occurrence) for slot in slots}) == len(slots)
-    seen = Counter(slot.variant_id for slot in slots)
-    assert seen == Counter(times_seen(plan))
+    counts = Counter(slot.variant_id for slot in slots)
+    assert counts == Counter(times_seen(plan))
     for bucket in {sample.bucket for sample in samples}:
-        turns = [seen[s.variant_id] / s.repeats for s in samples if s.bucket == bucket]
+        turns = [counts[s.variant_id] / s.repeats for s in samples if s.bucket == bucket]
         assert min(turns) >= 1
         assert max(turns) - min(turns) <= 1
 
@@ -283,8 +283,8 @@ def test_B02_dropped_samples_are_listed_and_rotate(samples: list[PlanSample], sh
     dropped = Counter[str]()
     for epoch in range(epochs):
         dropped_in_epoch = plan.dropped(epoch)
-        seen = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
-        assert seen + Counter(dropped_in_epoch) == everything
+        counts = Counter(slot.variant_id for slot in epoch_slots(plan, epoch))
+        assert counts + Counter(dropped_in_epoch) == everything
         dropped.update(dropped_in_epoch)
     for sample in samples:
         size = sizes[sample.bucket]
@@ -311,10 +311,10 @@ def test_variants_and_views_depend_on_sample_and_epoch_and_leave_the_plan_unchan
     for before, after in zip(plain, rich, strict=True):
         assert [replace(slot, variant=0, view=0) for slot in after.slots()] == before.slots()
     one_by_one = plan_of(with_choices(samples), replace(shape, batch_size=1, gradient_accumulation=1))
-    drawn = {(s.variant_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
+    actual = {(s.variant_id, s.epoch, s.occurrence): (s.variant, s.view) for s in epoch_slots(one_by_one, 0)}
     for slot in epoch_slots(rich, 0):
-        if (slot.variant_id, slot.epoch, slot.occurrence) in drawn:
-            assert drawn[slot.variant_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
+        if (slot.variant_id, slot.epoch, slot.occurrence) in actual:
+            assert actual[slot.variant_id, slot.epoch, slot.occurrence] == (slot.variant, slot.view)
 
 
 def test_variants_views_and_dropout_are_uniform_and_independent() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
-def made(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
+def engine_and_input(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
     order = project.changed("-".join(["made", *training]), **training).order()
     family = load_family(order.base)
     engine = Engine(order, family)
@@ -52,11 +52,11 @@ def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[tor
 
 def test_gradient_checkpointing_keeps_less_and_changes_no_bit(make_project: Callable[..., Project]) -> None:
     project = make_project()
-    losses, expected, num_bytes = gradients(*made(project))
-    again, found, fewer_bytes = gradients(*made(project, gradient_checkpointing=True))
-    assert torch.equal(again, losses)
-    assert len(found) == len(expected) == 64
-    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    losses, expected, num_bytes = gradients(*engine_and_input(project))
+    loss, actual, fewer_bytes = gradients(*engine_and_input(project, gradient_checkpointing=True))
+    assert torch.equal(loss, losses)
+    assert len(actual) == len(expected) == 64
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     assert fewer_bytes < 0.7 * num_bytes
 
 
@@ -64,12 +64,12 @@ def test_gradient_checkpointing_keeps_less_and_changes_no_bit(make_project: Call
 @pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_give_the_same_gradients(make_project: Callable[..., Project]) -> None:
     project = make_project()
-    losses, expected, _ = gradients(*made(project))
-    engine, micro = made(project, compile=True)
+    losses, expected, _ = gradients(*engine_and_input(project))
+    engine, micro = engine_and_input(project, compile=True)
     assert any(module._compiled_call_impl is not None for module in engine.denoiser.modules())
-    again, found, _ = gradients(engine, micro)
-    torch.testing.assert_close(again, losses, rtol=1e-4, atol=1e-6)
-    for one, other in zip(found, expected, strict=True):
+    loss, actual, _ = gradients(engine, micro)
+    torch.testing.assert_close(loss, losses, rtol=1e-4, atol=1e-6)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * float(other.abs().max()))
 
 
@@ -81,15 +81,15 @@ def test_blocks_traced_for_the_compiler_give_the_same_gradients(
     project = make_project(
         sizes={"64x64": 2}, lora={"rank": 4, "alpha": 2.0, "modules": ["mid_block.*.to_q"]}
     )
-    losses, expected, _ = gradients(*made(project))
-    engine, micro = made(project, compile=True)
+    losses, expected, _ = gradients(*engine_and_input(project))
+    engine, micro = engine_and_input(project, compile=True)
     compiled = [module for module in engine.denoiser.modules() if module._compiled_call_impl is not None]
     assert {type(module).__name__ for module in compiled} == {"BasicTransformerBlock"}
     denoiser: Any = engine.denoiser
     denoiser.compile_repeated_blocks(backend="eager")
-    again, found, _ = gradients(engine, micro)
-    torch.testing.assert_close(again, losses)
-    for one, other in zip(found, expected, strict=True):
+    loss, actual, _ = gradients(engine, micro)
+    torch.testing.assert_close(loss, losses)
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -100,16 +100,16 @@ def test_blocks_traced_for_the_compiler_give_the_same_gradients(
 def test_bitsandbytes_without_a_gpu_is_an_error_with_an_alternative(
     kind: str, message: str, fix: str
 ) -> None:
-    with pytest.raises(TrainingError, match=message) as caught:
+    with pytest.raises(TrainingError, match=message) as excinfo:
         quantization(kind, "float32", "cpu")
-    assert fix in caught.value.fix
+    assert fix in excinfo.value.fix
 
 
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
 def test_a_missing_quantisation_package_is_named(make_project: Callable[..., Project]) -> None:
-    with pytest.raises(TrainingError, match="int8_torchao needs torchao") as caught:
-        made(make_project(), quantize="int8_torchao")
-    assert "pip install torchao" in caught.value.fix
+    with pytest.raises(TrainingError, match="int8_torchao needs torchao") as excinfo:
+        engine_and_input(make_project(), quantize="int8_torchao")
+    assert "pip install torchao" in excinfo.value.fix
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
@@ -119,14 +119,14 @@ def test_quantised_weights_give_almost_the_same_output_and_can_be_trained_and_ex
     make_project: Callable[..., Project], tmp_path: Path, kind: str
 ) -> None:
     project = make_project()
-    losses, expected, _ = gradients(*made(project))
-    engine, micro = made(project, quantize=kind)
-    plain, _ = made(project)
+    losses, expected, _ = gradients(*engine_and_input(project))
+    engine, micro = engine_and_input(project, quantize=kind)
+    plain, _ = engine_and_input(project)
     assert _bytes(engine) < 0.6 * _bytes(plain)
-    again, found, _ = gradients(engine, micro)
-    torch.testing.assert_close(again, losses, rtol=0.1, atol=0.0)
-    assert not torch.equal(again, losses)
-    for one, other in zip(found, expected, strict=True):
+    loss, actual, _ = gradients(engine, micro)
+    torch.testing.assert_close(loss, losses, rtol=0.1, atol=0.0)
+    assert not torch.equal(loss, losses)
+    for one, other in zip(actual, expected, strict=True):
         assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.98
     exported = Exporter(load_family(project.order().base), "demo", {}).export(engine.denoiser, tmp_path)
     assert max(file.max_error for file in exported) < 1e-6
@@ -169,5 +169,5 @@ ADAPTERS_OF_PLAIN_WEIGHTS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("lora", ADAPTERS_OF_PLAIN_WEIGHTS)
 def test_adapters_that_need_plain_weights_are_recipe_errors_with_quantisation(lora: dict[str, Any]) -> None:
     smallest = {"datasets": [{"name": "p", "path": "p"}], "output_dir": "o", "model": {"base": "a/b"}}
-    found = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
-    assert [dotted(each.path) for each in found] == ["training.quantize"]
+    actual = find_mistakes({**smallest, "training": {"quantize": "nf4", "lora": lora}})
+    assert [dotted(each.path) for each in actual] == ["training.quantize"]

@@ -55,9 +55,9 @@ def test_R07_the_newest_valid_checkpoint_is_loaded_and_damaged_ones_are_reported
         content[len(content) // 2] ^= 1
         file.write_bytes(content if damage == "flipped" else content[: len(content) // 2])
     log: list[str] = []
-    found = newest_checkpoint(tmp_path, "run", last_step=10, log=log.append)
-    assert found is not None
-    assert found.step == 2
+    newest = newest_checkpoint(tmp_path, "run", last_step=10, log=log.append)
+    assert newest is not None
+    assert newest.step == 2
     assert len(log) == 1
     assert "step-00000004" in log[0]
 
@@ -78,9 +78,9 @@ def test_another_run_s_checkpoint_is_an_error(tmp_path: Path) -> None:
 
 def test_a_checkpoint_beyond_the_plan_is_ignored(tmp_path: Path) -> None:
     saved(tmp_path, 2, 4)
-    found = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
-    assert found is not None
-    assert found.step == 2
+    newest = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
+    assert newest is not None
+    assert newest.step == 2
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:

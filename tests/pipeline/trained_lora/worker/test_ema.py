@@ -23,41 +23,41 @@ def train(
     averaging: AveragedWeights,
     steps: int,
 ) -> list[torch.Tensor]:
-    seen = [weights[0].detach().clone()]
+    history = [weights[0].detach().clone()]
     for step in range(steps):
         ((weights[0] - step) ** 2).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
         averaging.update()
-        seen.append(weights[0].detach().clone())
-    return seen
+        history.append(weights[0].detach().clone())
+    return history
 
 
 def test_the_moving_average_follows_its_formula() -> None:
     weights, optimizer, averaging = setting_of(ema_decay=0.3)
-    seen = train(weights, optimizer, averaging, 6)
-    shadow = seen[0]
-    for step, weight in enumerate(seen[1:]):
+    history = train(weights, optimizer, averaging, 6)
+    shadow = history[0]
+    for step, weight in enumerate(history[1:]):
         decay = 0.0 if step == 0 else min(0.3, (1 + step) / (10 + step))
         shadow = decay * shadow + (1 - decay) * weight
     with averaging.applied():
         torch.testing.assert_close(weights[0].data, shadow)
-    assert torch.equal(weights[0].data, seen[-1])
+    assert torch.equal(weights[0].data, history[-1])
 
 
 @pytest.mark.parametrize("values", [{"ema_decay": 0.9}, {"optimizer": "schedule_free"}], ids=str)
 def test_applying_the_average_restores_the_weights_even_after_a_failure(values: dict[str, Any]) -> None:
     weights, optimizer, averaging = setting_of(**values)
-    seen = train(weights, optimizer, averaging, 4)
+    history = train(weights, optimizer, averaging, 4)
 
     def fail_inside() -> None:
         with averaging.applied():
-            assert not torch.equal(weights[0].data, seen[-1])
+            assert not torch.equal(weights[0].data, history[-1])
             raise RuntimeError("inside the context")
 
     with pytest.raises(RuntimeError, match="inside the context"):
         fail_inside()
-    assert torch.equal(weights[0].data, seen[-1])
+    assert torch.equal(weights[0].data, history[-1])
     others, other_optimizer, other = setting_of(**values)
     train(others, other_optimizer, other, 4)
     for _ in range(2):
@@ -70,7 +70,7 @@ def test_applying_the_average_restores_the_weights_even_after_a_failure(values: 
 
 def test_without_an_average_the_weights_stay_unchanged() -> None:
     weights, optimizer, averaging = setting_of()
-    seen = train(weights, optimizer, averaging, 2)
+    history = train(weights, optimizer, averaging, 2)
     with averaging.applied():
-        assert torch.equal(weights[0].data, seen[-1])
+        assert torch.equal(weights[0].data, history[-1])
     assert averaging.state() == {}

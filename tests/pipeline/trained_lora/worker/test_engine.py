@@ -119,10 +119,10 @@ def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     ((_, micro),) = inputs_of(order, engine, batch)
     micro.latent[1] = math.nan
     before = adapter_state(engine.denoiser)
-    with pytest.raises(TrainingError, match="loss of step 0 must be finite, got nan") as caught:
+    with pytest.raises(TrainingError, match="loss of step 0 must be finite, got nan") as excinfo:
         engine.step(batch, iter([(batch, micro)]), stop=False)
-    assert micro.variant_ids[1] in caught.value.where
-    assert micro.variant_ids[0] not in caught.value.where
+    assert micro.variant_ids[1] in excinfo.value.where
+    assert micro.variant_ids[0] not in excinfo.value.where
     after = adapter_state(engine.denoiser)
     assert all(torch.equal(before[name], after[name]) for name in before)
 
@@ -173,9 +173,9 @@ def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
         one_step(engine, order, step)
     with pytest.raises(
         TrainingError, match="fp16 loss scaling skipped the last 20 steps, up to step 20"
-    ) as caught:
+    ) as excinfo:
         one_step(engine, order, 20)
-    assert "bf16" in caught.value.fix
+    assert "bf16" in excinfo.value.fix
     assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())
 
 

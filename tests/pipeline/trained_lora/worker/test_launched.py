@@ -34,7 +34,7 @@ class Silent:
     """A report that discards everything."""
 
     def info(self, text: str) -> None: ...
-    def progress(self, done: int, total: int, text: str) -> None: ...
+    def progress(self, num_steps_done: int, total: int, text: str) -> None: ...
 
 
 def outcome(order: TrainingJob) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
@@ -75,21 +75,24 @@ def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_u
     wait_for_steps(order, 3, stopped)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(60) == 128 + signal.SIGTERM
-    done = len(read_metrics(RunLayout(order.folder).metrics, STEPS))
-    assert 3 <= done < STEPS
-    assert load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, done), order.run).step == done
+    num_steps_done = len(read_metrics(RunLayout(order.folder).metrics, STEPS))
+    assert 3 <= num_steps_done < STEPS
+    assert (
+        load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, num_steps_done), order.run).step
+        == num_steps_done
+    )
 
     killed = started(path)
-    wait_for_steps(order, min(done + 6, STEPS - 2), killed)
+    wait_for_steps(order, min(num_steps_done + 6, STEPS - 2), killed)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait(60) == -signal.SIGKILL
     assert not RunLayout(order.folder).result.exists()
 
     assert started(path).wait(120) == 0
-    got = outcome(order)
-    assert got[0] == expected[0]
-    assert all(torch.equal(got[1][name], expected[1][name]) for name in expected[1])
-    assert json.loads(RunLayout(order.folder).result.read_text())["resumed_from"] >= done
+    actual = outcome(order)
+    assert actual[0] == expected[0]
+    assert all(torch.equal(actual[1][name], expected[1][name]) for name in expected[1])
+    assert json.loads(RunLayout(order.folder).result.read_text())["resumed_from"] >= num_steps_done
 
 
 @pytest.mark.timeout(240)
@@ -111,10 +114,10 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
-    expected, got = in_this_process(alone), outcome(pair)
-    assert got[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    expected, actual = in_this_process(alone), outcome(pair)
+    assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
     for name, weight in expected[1].items():
-        torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
     rates = [read_metrics(RunLayout(order.folder).metrics, 6)[-1]["learning_rate"] for order in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
@@ -132,10 +135,10 @@ def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
     alone = project.changed("alone").order()
     pair = project.changed("pair", num_processes=2, batch_size=2).order()
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
-    expected, got = in_this_process(alone), outcome(pair)
-    assert got[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
+    expected, actual = in_this_process(alone), outcome(pair)
+    assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
     for name, weight in expected[1].items():
-        torch.testing.assert_close(got[1][name], weight, rtol=1e-2, atol=1e-5)
+        torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
 
 
 def _require_the_same_validation(alone: TrainingJob, pair: TrainingJob) -> None:

@@ -33,16 +33,16 @@ def maker_of(order: TrainingJob) -> MicroBatchMaker:
 def test_micro_batches_follow_the_plan_from_any_start(make_project: Callable[..., Project]) -> None:
     order = make_project().order()
     plan = order.plan()
-    made = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
+    batches = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
     expected = [
         (step.step, tuple(slot.variant_id for slot in micro[0]))
         for step in plan[2:]
         for micro in step.micro_batches
     ]
-    assert [(step.step, micro.variant_ids) for step, micro in made] == expected
+    assert [(step.step, micro.variant_ids) for step, micro in batches] == expected
     inputs = {item.variant_id: item for item in order.inputs}
     store = Store(order.recipe.cache_dir)
-    for _, micro in made:
+    for _, micro in batches:
         for index, variant_id in enumerate(micro.variant_ids):
             stored = read_torch(store, inputs[variant_id].views[0].entry)["latent"].float()
             assert torch.equal(micro.latent[index], stored)
@@ -60,10 +60,10 @@ def test_L03_a_shape_that_differs_from_the_table_is_an_error_with_the_sample(
     tensors = pl.when(pl.col("variant_id") == first.variant_id).then(wrong).otherwise("latent_tensors")
     order = replace(order, inputs=TrainingInputs(order.inputs.table.with_columns(latent_tensors=tensors)))
     slot = next(s for step in order.plan() for s in step.slots() if s.variant_id == first.variant_id)
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError) as excinfo:
         maker_of(order).make(0, (slot,))
-    assert first.variant_id in caught.value.where
-    assert key in caught.value.where
+    assert first.variant_id in excinfo.value.where
+    assert key in excinfo.value.where
 
 
 def test_T06_a_missing_embedding_is_an_error_with_its_file_and_is_not_encoded(
@@ -72,9 +72,9 @@ def test_T06_a_missing_embedding_is_an_error_with_its_file_and_is_not_encoded(
     order = make_project(dropout=0.0).order()
     for item in order.inputs:
         Store(order.recipe.cache_dir).path(item.variants[0].entry).unlink()
-    with pytest.raises(StoreError, match="read") as caught:
+    with pytest.raises(StoreError, match="read") as excinfo:
         list(micro_inputs(order.plan(), maker_of(order), rank=0, start=0, pin=False))
-    assert "text" in caught.value.where
+    assert "text" in excinfo.value.where
 
 
 def test_T04_training_needs_no_text_encoder_and_no_vae(

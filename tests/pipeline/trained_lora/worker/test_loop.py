@@ -142,24 +142,24 @@ def torture_project(make_project: Callable[..., Project], **training: Any) -> Pr
 class Recording(MicroBatchMaker):
     """A maker that records the hash of its inputs and checks that they are the same when built again."""
 
-    made: Recorded
+    recorded_hashes: Recorded
 
     def make(self, step: int, share: tuple[Slot, ...]) -> MicroInput:
         micro = super().make(step, share)
         parts = [micro.latent, micro.noise, micro.input_noise, micro.timesteps, *micro.conditions.values()]
         digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts)).hexdigest()
         place = (step, tuple(slot.index for slot in share))
-        assert self.made.setdefault(place, digest) == digest, f"other inputs in step {step}"
+        assert self.recorded_hashes.setdefault(place, digest) == digest, f"other inputs in step {step}"
         return micro
 
 
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     """Hashes of the inputs of all runs of this test; building other inputs for the same slots is an error."""
-    made: Recorded = {}
-    monkeypatch.setattr(Recording, "made", made, raising=False)
+    recorded_hashes: Recorded = {}
+    monkeypatch.setattr(Recording, "recorded_hashes", recorded_hashes, raising=False)
     monkeypatch.setattr(loop, "MicroBatchMaker", Recording)
-    return made
+    return recorded_hashes
 
 
 def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) -> None:
@@ -218,8 +218,8 @@ def test_sample_losses_stay_with_their_images_when_the_holdout_changes_before_a_
         order = project.changed(output).order()
         assert not run_until(replace(order, inputs=before), stop_after=2)[0]
         assert run_until(replace(order, inputs=after))[0]
-        found = sample_statistics(after, RunLayout(order.folder), 4)
-        assert found.equals(expected)
+        statistics = sample_statistics(after, RunLayout(order.folder), 4)
+        assert statistics.equals(expected)
 
 
 def signalled(order: TrainingJob, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
@@ -237,7 +237,7 @@ def signalled(order: TrainingJob, number: signal.Signals, after: int, recorded: 
 
 def train_signalled(order: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
     torch.set_num_threads(1)
-    Recording.made, loop.MicroBatchMaker = recorded, Recording
+    Recording.recorded_hashes, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
         report = RecordingReport(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
         if after == 0:
@@ -286,8 +286,8 @@ def test_R01_R12_processes_signalled_at_any_one_or_two_steps_end_with_the_weight
 
 def poisoned(order: TrainingJob) -> tuple[TrainingJob, str]:
     """Return the job with a NaN latent in one sample after the first two steps, and that sample's id."""
-    seen = {slot.variant_id for step in order.plan()[:2] for slot in step.slots()}
-    chosen = next(item for item in order.inputs if item.variant_id not in seen)
+    drawn_samples = {slot.variant_id for step in order.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in order.inputs if item.variant_id not in drawn_samples)
     store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
     path, (latent,) = store.path(entry), entry.tensors.values()
     odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
@@ -302,13 +302,13 @@ def test_R05_a_nan_loss_stops_the_run_names_the_sample_and_keeps_the_last_good_l
     good = project.changed("good", steps=2).order()
     assert run_until(good)[0]
     order, culprit = poisoned(project.changed("poisoned").order())
-    with pytest.raises(TrainingError, match="the LoRA after 2 steps is in") as caught:
+    with pytest.raises(TrainingError, match="the LoRA after 2 steps is in") as excinfo:
         run_until(order)
     others = {item.variant_id for item in order.inputs} - {culprit}
-    assert culprit in caught.value.where
-    assert not any(name in caught.value.where for name in others)
+    assert culprit in excinfo.value.where
+    assert not any(name in excinfo.value.where for name in others)
     layout = RunLayout(order.folder)
-    assert str(layout.last_good) in caught.value.what
+    assert str(layout.last_good) in excinfo.value.what
     for path in sorted(RunLayout(good.folder).exported.iterdir()):
         kept = load_file(layout.last_good / path.name)
         assert bits(kept) == bits(load_file(path))
@@ -327,29 +327,29 @@ def test_R05_a_failure_to_save_the_last_good_lora_does_not_hide_the_first_error(
     monkeypatch.setattr(loop, "save_checkpoint", full)
     with pytest.raises(
         TrainingError, match=r"the loss of step 2 must be finite, got nan.*not be saved: no space left"
-    ) as caught:
+    ) as excinfo:
         run_until(order)
-    assert culprit in caught.value.where
+    assert culprit in excinfo.value.where
 
 
 def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order = make_project().order()
-    update, done = loop.Engine._update, list[int]()
+    update, updated_steps = loop.Engine._update, list[int]()
 
     def half(engine: loop.Engine, batch: StepPlan, grad_norm: float) -> None:
         if batch.step < 2:
             return update(engine, batch, grad_norm)
         with torch.no_grad():
             engine.weights[0].add_(1.0)
-        done.append(batch.step)
+        updated_steps.append(batch.step)
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(loop.Engine, "_update", half)
     with pytest.raises(TrainingError, match="memory ran out in step 2"):
         run_until(order)
-    assert done == [2]
+    assert updated_steps == [2]
     assert steps_kept(order) == [0]
     assert not RunLayout(order.folder).last_good.exists()
 

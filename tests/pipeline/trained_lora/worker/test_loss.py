@@ -39,8 +39,8 @@ def test_huber_and_smooth_l1_are_squared_below_delta_and_linear_above() -> None:
     errors = torch.tensor([0.0, 0.05, -0.2, 1.0])
     delta = 0.1
     huber = [0.0, 0.5 * 0.05**2, delta * (0.2 - delta / 2), delta * (1.0 - delta / 2)]
-    found = sample_losses(errors.view(4, 1, 1, 1), target, LossSettings(kind="huber", delta=delta))
-    torch.testing.assert_close(found, torch.tensor(huber))
+    losses = sample_losses(errors.view(4, 1, 1, 1), target, LossSettings(kind="huber", delta=delta))
+    torch.testing.assert_close(losses, torch.tensor(huber))
     smooth = sample_losses(errors.view(4, 1, 1, 1), target, LossSettings(kind="smooth_l1", delta=delta))
     torch.testing.assert_close(smooth, torch.tensor(huber) / delta)
 

@@ -77,15 +77,15 @@ def test_an_import_path_works_and_its_arguments_are_checked() -> None:
     ],
 )
 def test_an_invalid_import_path_is_an_error_with_a_fix(path: str, message: str) -> None:
-    with pytest.raises(TrainingError, match=message) as caught:
+    with pytest.raises(TrainingError, match=message) as excinfo:
         make_optimizer(weights(), settings(optimizer=path))
-    assert caught.value.where == "training.optimizer"
+    assert excinfo.value.where == "training.optimizer"
 
 
 def test_a_value_that_the_optimizer_does_not_accept_is_an_error_with_its_signature() -> None:
-    with pytest.raises(TrainingError, match="does not accept these arguments") as caught:
+    with pytest.raises(TrainingError, match="does not accept these arguments") as excinfo:
         make_optimizer(weights(), settings(optimizer_arguments={"eps": -1.0}))
-    assert "eps" in caught.value.fix
+    assert "eps" in excinfo.value.fix
 
 
 def rates(**values: Any) -> list[float]:

@@ -102,14 +102,14 @@ def test_previews_are_decoded_in_float32_although_training_uses_half_precision(
     order = make_project(sample_every=2).order()
     family = load_family(order.base)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    seen: list[torch.dtype] = []
+    dtypes: list[torch.dtype] = []
     pipeline.vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(
-        lambda module, inputs, output: seen.append(output.dtype)
+        lambda module, inputs, output: dtypes.append(output.dtype)
     )
     text = read_entry(Store(order.recipe.cache_dir), order.prompts[0].text, "a prompt")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         family.drawing.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
-    assert seen == [torch.float32]
+    assert dtypes == [torch.float32]
 
 
 def test_a_quantised_weight_does_not_decide_the_dtype() -> None:

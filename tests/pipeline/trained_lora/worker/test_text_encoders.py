@@ -327,8 +327,8 @@ def test_a_family_without_trainable_text_encoders_is_an_error_before_launch(
     def launch(module: str, order: Path) -> None:
         pytest.fail("the training process was launched")
 
-    with pytest.raises(TrainingError, match=r"LoRA on the text encoders of FLUX\.2") as caught:
+    with pytest.raises(TrainingError, match=r"LoRA on the text encoders of FLUX\.2") as excinfo:
         train_lora(project.recipe, project.latents, project.text, launch=launch, log=print)
-    assert caught.value.where == "training.lora.text_encoders"
-    assert "Stable Diffusion XL" in caught.value.fix
-    assert "FLUX.2" not in caught.value.fix
+    assert excinfo.value.where == "training.lora.text_encoders"
+    assert "Stable Diffusion XL" in excinfo.value.fix
+    assert "FLUX.2" not in excinfo.value.fix

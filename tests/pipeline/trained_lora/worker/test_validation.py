@@ -29,8 +29,8 @@ def test_the_validation_loss_equals_an_independent_computation_at_fixed_noise(
     order = make_project(datasets=HALF, batch_size=3).order()
     family = load_family(order.base)
     engine = Engine(order, family)
-    found = Validation(order, family, order.inputs.held_out).loss(engine)
-    assert set(found.by_variant) == {item.variant_id for item in order.inputs.held_out}
+    losses = Validation(order, family, order.inputs.held_out).loss(engine)
+    assert set(losses.by_variant) == {item.variant_id for item in order.inputs.held_out}
 
     unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
     ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
@@ -49,10 +49,10 @@ def test_the_validation_loss_equals_an_independent_computation_at_fixed_noise(
                 answer = unet(ddpm.add_noise(latent, noise, at), at, text).sample
             row.append(float(((answer - noise) ** 2).mean()))
         table.append(row)
-        assert found.by_variant[item.variant_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
+        assert losses.by_variant[item.variant_id] == pytest.approx(sum(row) / len(row), rel=1e-4)
     errors = torch.tensor(table)
-    assert found.mean == pytest.approx(float(errors.mean()), rel=1e-4)
-    assert found.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
+    assert losses.mean == pytest.approx(float(errors.mean()), rel=1e-4)
+    assert losses.by_level == pytest.approx(errors.mean(dim=0).tolist(), rel=1e-4)
 
 
 def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_changes_no_weight(
@@ -62,19 +62,19 @@ def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_chan
     loss = project.recipe.training.loss.model_copy(update={"kind": "huber", "weighting": "min_snr"})
     other = project.changed("other", seed=8, batch_size=4, loss=loss).order()
     order = project.order()
-    found = []
+    losses = []
     for each in (order, other):
         family = load_family(each.base)
         engine = Engine(each, family)
         before = adapter_state(engine.denoiser)
         validation = Validation(each, family, each.inputs.held_out)
-        found.append(validation.loss(engine))
-        assert validation.loss(engine) == found[-1]
+        losses.append(validation.loss(engine))
+        assert validation.loss(engine) == losses[-1]
         assert engine.denoiser.training
         assert all(
             torch.equal(weight, before[name]) for name, weight in adapter_state(engine.denoiser).items()
         )
-    assert found[0].mean == pytest.approx(found[1].mean, rel=1e-5)
+    assert losses[0].mean == pytest.approx(losses[1].mean, rel=1e-5)
 
 
 def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(

@@ -127,14 +127,14 @@ def test_with_overlap_a_pass_starts_before_the_previous_one_has_finished(
     encoder._batches.overlap = 1
     sizes = sizes_of_passes(encoder)
     started_passes: list[int] = []
-    found: dict[str, np.ndarray] = {}
+    latents: dict[str, np.ndarray] = {}
     for job, outcome in encoder.encoded(order.jobs, Store(order.store_root)):
         assert isinstance(outcome, Encoded)
         started_passes.append(len(sizes))
-        found[job.name] = outcome.tensors["latent"]
+        latents[job.name] = outcome.tensors["latent"]
     assert started_passes == [3, 3, 3, 5, 5], "the probes finish together, then one pass runs ahead"
-    assert list(found) == list(plain)
-    assert all(np.array_equal(found[name].astype(np.float32), plain[name]) for name in plain)
+    assert list(latents) == list(plain)
+    assert all(np.array_equal(latents[name].astype(np.float32), plain[name]) for name in plain)
 
 
 def test_L09_images_encoded_before_memory_ran_out_are_not_lost(order: Order, listener: Listener) -> None:
@@ -207,9 +207,9 @@ def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp
     order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
     command = [sys.executable, "-m", "tests.pipeline.encoding.cramped"]
     command += [str(write_order(order, tmp_path)), str(320 * 2**20)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert "memory does not suffice for cat.png whole, it is encoded in tiles of 512 px" in ran.stdout
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    assert "memory does not suffice for cat.png whole, it is encoded in tiles of 512 px" in completed.stdout
     state = Store(order.store_root).check(job.spec)
     assert state.valid
     assert state.metadata is not None
@@ -316,9 +316,9 @@ def test_L05_an_overflow_in_half_precision_is_encoded_again_in_float32(cache, tm
     half = order_of(cache, tmp_path, compute_dtype="float16")
     expected = encode(encoder_of(exact, listener), exact)
     assert max(np.abs(latent).max() for latent in expected.values()) / 0.18215 > 65504
-    got = encode(encoder_of(half, listener), half)
+    actual = encode(encoder_of(half, listener), half)
     assert any("encoding again in float32" in line for line in listener.lines)
-    assert sum(np.array_equal(got[name], expected[name]) for name in expected) >= 3
+    assert sum(np.array_equal(actual[name], expected[name]) for name in expected) >= 3
 
 
 def test_an_entry_written_by_another_job_in_the_meantime_is_not_encoded(
@@ -328,7 +328,7 @@ def test_an_entry_written_by_another_job_in_the_meantime_is_not_encoded(
     store.write(job.spec, {"latent": np.zeros(job.spec.tensors["latent"].shape, "<f2")}, {})
     encoder = encoder_of(order, listener)
     sizes = sizes_of_passes(encoder)
-    outcomes = {made.name: outcome for made, outcome in encoder.encoded(order.jobs, store)}
+    outcomes = {encoded_job.name: outcome for encoded_job, outcome in encoder.encoded(order.jobs, store)}
     assert outcomes[job.name] == "present"
     assert sum(sizes) == 4
 

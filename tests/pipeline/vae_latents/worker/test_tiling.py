@@ -45,12 +45,12 @@ def test_tiles_cover_the_edge_start_at_multiples_and_overlap(steps: int, multipl
 
 
 def test_no_tile_exceeds_the_requested_size_and_a_short_edge_is_one_tile() -> None:
-    seen: list[tuple[int, ...]] = []
+    sizes: list[tuple[int, ...]] = []
 
-    def noting(pixels: torch.Tensor) -> Posterior:
-        seen.append(tuple(pixels.shape[-2:]))
+    def record_size(pixels: torch.Tensor) -> Posterior:
+        sizes.append(tuple(pixels.shape[-2:]))
         return local(pixels)
 
-    tiled_posterior(noting, torch.zeros((1, 3, 64, 320)), tile_px=128, multiple=FACTOR)
-    assert set(seen) == {(64, 128)}
-    assert len(seen) == 3
+    tiled_posterior(record_size, torch.zeros((1, 3, 64, 320)), tile_px=128, multiple=FACTOR)
+    assert set(sizes) == {(64, 128)}
+    assert len(sizes) == 3

@@ -64,6 +64,6 @@ def test_a_state_of_another_adapter_is_an_error(tiny_bases: dict[str, Path]) -> 
 
 
 def test_targets_without_a_match_are_named_in_the_error(tiny_bases: dict[str, Path]) -> None:
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as excinfo:
         adapted(tiny_bases["epsilon"], targets=["no_such_module"])
-    assert "no_such_module" in caught.value.what
+    assert "no_such_module" in excinfo.value.what

@@ -87,7 +87,7 @@ def loosen(denoiser: Any) -> None:
                 weight.copy_(weight * (1 + change) if "magnitude" in name else change)
 
 
-def answer(unet: Any) -> torch.Tensor:
+def output(unet: Any) -> torch.Tensor:
     rng = torch.Generator().manual_seed(5)
     noisy, text = torch.randn(2, 4, 8, 8, generator=rng), torch.randn(2, 77, 32, generator=rng)
     with torch.no_grad():
@@ -131,12 +131,12 @@ def test_R06_the_base_model_with_any_file_equals_the_trained_model(
     make_project: Callable[..., Project], tmp_path: Path, kind: str
 ) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
-    expected = answer(loose.denoiser)
-    plain = answer(UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval())
+    expected = output(loose.denoiser)
+    plain = output(UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval())
     assert (expected - plain).abs().max() > 0.05
-    torch.testing.assert_close(answer(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
     for layout in ("kohya", "comfyui"):
-        torch.testing.assert_close(answer(merged(loose, layout)), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output(merged(loose, layout)), expected, rtol=0, atol=1e-4)
     if kind in {
         "patterns",
         "attention",
@@ -144,7 +144,7 @@ def test_R06_the_base_model_with_any_file_equals_the_trained_model(
         "locon",
     }:  # diffusers reads no DoRA and one alpha per network
         kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
-        torch.testing.assert_close(answer(kohya), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(output(kohya), expected, rtol=0, atol=1e-4)
 
 
 def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project], tmp_path: Path) -> None:
@@ -234,8 +234,8 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
             with pytest.raises(InterruptedError):
                 train_lora(which.recipe, which.latents, which.text, launch=Here(stop), log=print)
         train_lora(which.recipe, which.latents, which.text, launch=Here(), log=print)
-        found = (which.recipe.output_dir / "lora").glob("*.safetensors")
-        return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in found}
+        paths = (which.recipe.output_dir / "lora").glob("*.safetensors")
+        return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in paths}
 
     uninterrupted = files(project)
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
@@ -262,8 +262,8 @@ def test_R06_the_gates_find_an_adapter_that_never_left_its_initial_weights(
     lora = {"rank": 4, "alpha": 2.0, "init": init}
     project = make_project(lora=lora, gradient_accumulation=1, steps=1, learning_rate=1e-60)
     train_lora(project.recipe, project.latents, project.text, launch=Here(), log=print)
-    found = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
-    closed = {finding.name for finding in found if not finding.passed}
+    findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
+    closed = {finding.name for finding in findings if not finding.passed}
     assert {"adapter_not_zero", "modules_touched", "output_changed"} <= closed
     assert "reload_equals" not in closed
 
@@ -287,9 +287,9 @@ def test_R06_in_bfloat16_training_changes_the_output_and_svd_initialisation_does
 
 
 def engine_error(order: TrainingJob) -> TrainingError:
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as excinfo:
         Engine(order, load_family(order.base))
-    return caught.value
+    return excinfo.value
 
 
 @pytest.mark.parametrize(
@@ -312,8 +312,8 @@ def effective(module: Any) -> torch.Tensor:
     """Return the effective weight of an adapted linear layer, from its outputs for unit vectors."""
     plain = module.get_base_layer()
     with torch.no_grad():
-        answers = module.eval()(torch.eye(plain.in_features))
-    return (answers if plain.bias is None else answers - plain.bias).T
+        outputs = module.eval()(torch.eye(plain.in_features))
+    return (outputs if plain.bias is None else outputs - plain.bias).T
 
 
 @pytest.mark.parametrize("kind", ["Stable Diffusion 3 and 3.5", "FLUX.1 dev", "Lumina Image 2"])
@@ -344,8 +344,8 @@ def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora
             weight = torch.cat([layer.get_base_layer().weight.detach() for layer in layers])
             expected = torch.cat([effective(layer) for layer in layers])
             assert not torch.allclose(expected, weight, atol=1e-2)
-            found = by_formula(weight, tensors, key, base_rows=layout == "comfyui")
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            actual = by_formula(weight, tensors, key, base_rows=layout == "comfyui")
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_R06_fused_layers_have_the_rows_of_their_parts_even_if_quantised(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tests.pipeline.trained_lora.adapters import delta_weights
 SETTINGS = {"rank": 4, "alpha": 2.0}
 
 
-def begun(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tuple[Any, Any]:
+def initialised(base: Path, init: Any, dtype: str = "float32", **settings: Any) -> tuple[Any, Any]:
     """Return a denoiser with the initialised adapter, and the same without an adapter."""
     family = load_family(base)
     denoiser: Any = family.denoiser.load(dtype, "cpu")
@@ -38,28 +38,28 @@ def weight_of(layer: Any, adapter: str = "default") -> torch.Tensor:
 def test_the_initial_adapter_equals_peft_s_and_the_model_still_equals_the_base_model(
     tiny_bases: dict[str, Path], init: Any
 ) -> None:
-    denoiser, plain = begun(tiny_bases["epsilon"], init)
+    denoiser, plain = initialised(tiny_bases["epsilon"], init)
     modules = dict(lora_modules(denoiser))
     for name, module in modules.items():
         layer = cast("Any", module)
         peft = nn.Sequential(copy.deepcopy(plain.get_submodule(name)))
         config = LoraConfig(r=4, lora_alpha=2, target_modules=["0"], init_lora_weights=init)
-        theirs: Any = cast("Any", inject_adapter_in_model(config, peft))[0]
-        torch.testing.assert_close(weight_of(layer), weight_of(theirs), rtol=0, atol=1e-5)
+        peft_layer: Any = cast("Any", inject_adapter_in_model(config, peft))[0]
+        torch.testing.assert_close(weight_of(layer), weight_of(peft_layer), rtol=0, atol=1e-5)
         assert weight_of(layer).abs().max() > 1e-3
-        ours = layer.base_layer.weight + weight_of(layer, "at_start")  # the base weight as peft changes it
-        torch.testing.assert_close(ours, theirs.base_layer.weight, rtol=0, atol=1e-5)
+        actual = layer.base_layer.weight + weight_of(layer, "at_start")  # the base weight as peft changes it
+        torch.testing.assert_close(actual, peft_layer.base_layer.weight, rtol=0, atol=1e-5)
         assert torch.equal(layer.base_layer.weight, plain.get_submodule(name).weight)
     assert max(float(delta.abs().max()) for delta in delta_weights(denoiser).values()) < 1e-6
     assert len(trainable_weights(denoiser)) == 2 * len(modules)
     noisy, text = torch.randn(2, 4, 8, 8), torch.randn(2, 77, 32)
     with torch.no_grad():
-        answers = [unet.eval()(noisy, torch.tensor([5, 700]), text).sample for unet in (denoiser, plain)]
-    torch.testing.assert_close(answers[0], answers[1], rtol=0, atol=1e-4)
+        outputs = [unet.eval()(noisy, torch.tensor([5, 700]), text).sample for unet in (denoiser, plain)]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=1e-4)
 
 
 def test_half_precision_base_weights_are_not_rounded(tiny_bases: dict[str, Path]) -> None:
-    denoiser, plain = begun(tiny_bases["epsilon"], "pissa", "bfloat16")
+    denoiser, plain = initialised(tiny_bases["epsilon"], "pissa", "bfloat16")
     for name, module in lora_modules(denoiser):
         assert torch.equal(cast("Any", module).base_layer.weight, plain.get_submodule(name).weight)
     assert {weight.dtype for weight in trainable_weights(denoiser)} == {torch.float32}
@@ -67,7 +67,7 @@ def test_half_precision_base_weights_are_not_rounded(tiny_bases: dict[str, Path]
 
 def test_a_rank_larger_than_a_module_is_an_error(tiny_bases: dict[str, Path]) -> None:
     with pytest.raises(TrainingError, match=r"init: pissa needs a rank of at most 32 for .*, got 33"):
-        begun(tiny_bases["epsilon"], "pissa", rank=33)
+        initialised(tiny_bases["epsilon"], "pissa", rank=33)
 
 
 @pytest.mark.parametrize("shape", [(300, 400), (400, 300), (40, 300)])

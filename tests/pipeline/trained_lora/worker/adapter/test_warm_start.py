@@ -62,9 +62,9 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     project = make_project()
     source = files(project, tmp_path / "lora", **kind)
     started = engine(project, start_from=tmp_path / "lora" / layout_file(layout, "demo"), **kind)
-    expected, found = adapter_state(source.denoiser), adapter_state(started.denoiser)
-    assert set(found) == set(expected)
-    for name, weight in found.items():
+    expected, actual = adapter_state(source.denoiser), adapter_state(started.denoiser)
+    assert set(actual) == set(expected)
+    for name, weight in actual.items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-6, atol=1e-7)
 
 
@@ -99,10 +99,10 @@ def test_a_file_of_another_adapter_is_an_error_that_lists_the_differences(
         ({"conv_rank": 3}, "the adapter has (3, 32, 3, 3), the file (2, 32, 3, 3)"),
         ({"conv_rank": 2, "targets": "blocks"}, "the file no such tensor"),
     ):
-        with pytest.raises(TrainingError) as caught:
+        with pytest.raises(TrainingError) as excinfo:
             engine(project, start_from=path, **lora)
-        assert message in caught.value.where
-        assert "read in the comfyui layout" in caught.value.what
+        assert message in excinfo.value.where
+        assert "read in the comfyui layout" in excinfo.value.what
     path.write_bytes(b"no such thing")
     with pytest.raises(TrainingError, match="cannot be read"):
         engine(project, start_from=path)

@@ -60,8 +60,8 @@ def picture(base: Path, lora: Path | None, weight_name: str | None = None) -> np
     if lora is not None:
         pipe.load_lora_weights(lora, **({"weight_name": weight_name} if weight_name else {}))
     rng = torch.Generator().manual_seed(1)
-    drawn = pipe("a cat", height=64, width=64, num_inference_steps=4, generator=rng, output_type="np")
-    return drawn.images[0]
+    image = pipe("a cat", height=64, width=64, num_inference_steps=4, generator=rng, output_type="np")
+    return image.images[0]
 
 
 def test_R06_load_lora_weights_draws_the_same_picture_from_folder_and_kohya_file(
@@ -123,11 +123,11 @@ def test_R06_a_file_that_does_not_reproduce_the_delta_weights_is_an_error(
         module = key.rsplit(".lora_", 1)[0]
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{module}.")}
     save_file(tensors, path, metadata=metadata)
-    with pytest.raises(TrainingError) as caught:
+    with pytest.raises(TrainingError) as excinfo:
         trained.exporter._verify(
             trained.engine.networks, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
         )
-    assert path.name in caught.value.where
+    assert path.name in excinfo.value.where
 
 
 def test_exporting_does_not_change_the_trained_adapter(trained: Trained, tmp_path: Path) -> None:

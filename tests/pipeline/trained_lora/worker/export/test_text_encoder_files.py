@@ -42,10 +42,10 @@ class Exported:
 
 def embedded(pipe: Any, caption: str) -> torch.Tensor:
     with torch.no_grad():
-        answer = pipe.encode_prompt(
+        embeddings = pipe.encode_prompt(
             caption, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
         )
-    return torch.cat([part.flatten() for part in answer if part is not None])
+    return torch.cat([part.flatten() for part in embeddings if part is not None])
 
 
 @pytest.mark.parametrize("layout", ["diffusers", "kohya"])
@@ -128,10 +128,10 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     for name, delta in collect(exported.engine.networks, delta_weights).items():
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
     alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
-    with pytest.raises(TrainingError, match="do not match the adapter") as caught:
+    with pytest.raises(TrainingError, match="do not match the adapter") as excinfo:
         engine_of(project.changed("alone", lora=alone).order())
-    assert "the adapter has no such tensor" in caught.value.where
-    assert "text_encoders" in caught.value.fix
+    assert "the adapter has no such tensor" in excinfo.value.where
+    assert "text_encoders" in excinfo.value.fix
 
 
 def test_a_zero_layer_without_an_adapter_is_ignored_and_a_nonzero_one_is_an_error(
