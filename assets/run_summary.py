@@ -37,6 +37,7 @@ from dagster import (
 
 from pipeline.errors import LatentlineError
 from pipeline.recipe.gates import SPECS
+from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
 from resources.run_worker import end_with_code_server
 from resources.tables import TableIOManager
 
@@ -46,13 +47,6 @@ if TYPE_CHECKING:
 BUG = "this is a bug in Latentline or in a package it uses: report it with the traceback above"
 STOPPED = "stopped by SIGINT, SIGTERM or Dagster"
 FINISHED_WORK = "finished work is kept"
-
-_SQLITE_FIXES = {
-    "database or disk is full": f"free space on that disk and start the command again; {FINISHED_WORK}",
-    "attempt to write a readonly database": "give this user write access to it and start the command again",
-    "disk I/O error": "free space if that disk is full (df -h), or check whether it fails (dmesg)",
-}
-"""Fixes for errors of SQLite, in which Dagster stores its history, by a part of SQLite's message."""
 
 _EVENT_TYPES = {
     DagsterEventType.ASSET_MATERIALIZATION,
@@ -165,7 +159,7 @@ def command_problem(err: BaseException) -> str:
         fix = f"start it again; {FINISHED_WORK}"
         return f"Stopped: the command was {STOPPED}\n  where: {command}\n  fix:   {fix}"
 
-    for message, fix in _SQLITE_FIXES.items():
+    for message, fix in SQLITE_FIXES.items():
         if message in str(err):
             home = os.environ.get("DAGSTER_HOME", "")
             where = f"{home} (DAGSTER_HOME)" if home else f"{Path.cwd()} (DAGSTER_HOME is not set)"
@@ -176,8 +170,6 @@ def command_problem(err: BaseException) -> str:
 
 
 def _command_fix(err: BaseException) -> str:
-    from pipeline.storage.os_errors import as_file_access_error
-
     access_error = as_file_access_error(err)
     if access_error is not None:
         return access_error.fix

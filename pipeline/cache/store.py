@@ -39,6 +39,7 @@ from pipeline.cache.entry_format import (
 from pipeline.errors import StoreError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import temp_path_for
+from pipeline.storage.os_errors import entry_disk_full_error, is_disk_full
 
 __all__ = ["KINDS", "EntrySpec", "EntryStat", "EntryState", "Kind", "Store", "TensorSpec"]
 
@@ -52,7 +53,6 @@ NO_STAT = (0, 0, 0, 0)
 """Row of `Store.stats` for a key without a file."""
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -223,13 +223,8 @@ class Store:
         try:
             return self._place(spec, path, raw)
         except OSError as err:
-            if err.errno in _DISK_FULL:
-                raise StoreError(
-                    f"the disk is full: an entry of {len(raw)} bytes cannot be written",
-                    where=self._shown(path),
-                    fix="free some space or set cache_dir to another disk, and start again: existing entries "
-                    "stay valid",
-                ) from err
+            if is_disk_full(err):
+                raise entry_disk_full_error(len(raw), self._shown(path)) from err
             raise self._access_error(path, err, "written") from err
 
     def remove(self, spec: EntrySpec) -> None:

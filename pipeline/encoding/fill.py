@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -29,7 +28,7 @@ from pipeline.encoding.jobs import (
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, Stopwatch
-from pipeline.storage.addresses import Address, Url
+from pipeline.storage.os_errors import require_disk_space
 
 Row: TypeAlias = Mapping[str, Any]
 
@@ -41,8 +40,6 @@ WORKERS: dict[Kind, str] = {
 
 _MAX_NAMED = 10
 _ROWS_AT_A_TIME = 1024
-_SPARE_BYTES = 64 * 2**20
-"""Disk space to keep free beyond the missing entries."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +206,9 @@ class _Fill:
             f"{len(missing) - num_damaged:,} missing, {num_damaged:,} damaged and encoded again"
         )
         self._log_damaged(missing.filter(pl.col("key").is_in(result.damaged)))
-        if not missing.is_empty():
-            _require_space(self._store.address, int(missing["about_bytes"].sum()))
+        # The free space of a remote store is unknown.
+        if not missing.is_empty() and isinstance(self._store.address, Path):
+            require_disk_space(self._store.address, int(missing["about_bytes"].sum()))
         return encoding_order(missing)
 
     def _check(self, rows: pl.DataFrame) -> Iterator[list[tuple[Row, EntryState]]]:
@@ -312,18 +310,3 @@ class _LazyJobs:
     def __iter__(self) -> Iterator[Job]:
         for part in self._rows.iter_slices(_ROWS_AT_A_TIME):
             yield from map(self._job, part.to_dicts())
-
-
-def _require_space(root: Address, needed_bytes: int) -> None:
-    """Raise StoreError if the local disk is too small; the free space of a remote store is unknown."""
-    if isinstance(root, Url):
-        return
-    existing = next(folder for folder in (root, *root.parents) if folder.exists())
-    free_bytes = shutil.disk_usage(existing).free
-    if free_bytes < needed_bytes + _SPARE_BYTES:
-        raise StoreError(
-            f"the disk must have {needed_bytes + _SPARE_BYTES:,} bytes free for the missing entries "
-            f"({_SPARE_BYTES:,} of them stay free), got {free_bytes:,}",
-            where=str(root),
-            fix="free some space there, or set cache_dir to another disk",
-        )

@@ -1,17 +1,32 @@
-"""Errors of the operating system, such as a full disk or a missing permission, with a fix for each."""
+"""Errors of the operating system, such as a full disk or a missing permission, with a fix for each.
+
+All behaviour on a full disk is decided here: the space that encoding requires before it starts, and the
+messages if a cache entry, any other file or Dagster's history cannot be written.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+import shutil
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipeline.errors import FileAccessError
+from pipeline.errors import FileAccessError, StoreError
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+SPARE_BYTES = 64 * 2**20
+"""Disk space that encoding keeps free beyond the missing entries."""
+
+SQLITE_FIXES = {
+    "database or disk is full": "free space on that disk and start the command again; finished work is kept",
+    "attempt to write a readonly database": "give this user write access to it and start the command again",
+    "disk I/O error": "free space if that disk is full (df -h), or check whether it fails (dmesg)",
+}
+"""Fixes for errors of SQLite, in which Dagster stores its history, by a part of SQLite's message."""
+
+_DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 """Error numbers raised when a disk or a quota is full."""
 
 _PERMISSION_FIX = "give this user permission (ls -l shows the owner), or run as a user who has it"
@@ -54,6 +69,38 @@ def os_error_number(err: BaseException) -> int | None:
     return int(match[1]) if match else None
 
 
+def is_disk_full(err: OSError) -> bool:
+    """Return whether a disk or a quota is full."""
+    return err.errno in _DISK_FULL
+
+
+def entry_disk_full_error(num_bytes: int, where: str) -> StoreError:
+    """Return the error for a cache entry of `num_bytes` bytes for which the disk has no space."""
+    return StoreError(
+        f"the disk is full: an entry of {num_bytes} bytes cannot be written",
+        where=where,
+        fix="free some space or set cache_dir to another disk, and start again: existing entries stay valid",
+    )
+
+
+def require_disk_space(cache_dir: Path, needed_bytes: int) -> None:
+    """Raise StoreError unless the disk has `SPARE_BYTES` more free space than the missing entries need.
+
+    Args:
+        cache_dir: Folder that need not exist yet.
+        needed_bytes: Size of the missing entries.
+    """
+    existing = next(folder for folder in (cache_dir, *cache_dir.parents) if folder.exists())
+    free_bytes = shutil.disk_usage(existing).free
+    if free_bytes < needed_bytes + SPARE_BYTES:
+        raise StoreError(
+            f"the disk must have {needed_bytes + SPARE_BYTES:,} bytes free for the missing entries "
+            f"({SPARE_BYTES:,} of them stay free), got {free_bytes:,}",
+            where=str(cache_dir),
+            fix="free some space there, or set cache_dir to another disk",
+        )
+
+
 @contextmanager
 def attach_path(path: Path) -> Generator[None]:
     """Add `path` to an error of the operating system raised in the body by a library that omits it.
@@ -72,7 +119,7 @@ def attach_path(path: Path) -> Generator[None]:
 
 def _file_access_error(err: BaseException, number: int) -> FileAccessError:
     paths = [str(name) for name in (getattr(err, "filename", None), getattr(err, "filename2", None)) if name]
-    what = "the disk is full" if number in DISK_FULL else os.strerror(number)
+    what = "the disk is full" if number in _DISK_FULL else os.strerror(number)
     return FileAccessError(
         f"{what} ({errno.errorcode.get(number, number)})",
         where="\n".join(paths) or str(err),

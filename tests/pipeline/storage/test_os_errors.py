@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from pathlib import Path
 
 import pytest
 
-from pipeline.storage.os_errors import as_file_access_error, attach_path
+from pipeline.errors import StoreError
+from pipeline.storage.os_errors import as_file_access_error, attach_path, require_disk_space
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EMFILE])
@@ -38,6 +40,13 @@ def test_an_error_number_is_found_in_the_text_of_a_rust_library_and_in_a_cause()
 def test_an_error_without_a_number_is_not_an_error_of_the_operating_system() -> None:
     assert as_file_access_error(ValueError("x")) is None
     assert as_file_access_error(OSError("a truncated image")) is None
+
+
+def test_encoding_needs_space_for_the_missing_entries_and_a_reserve(tmp_path: Path) -> None:
+    free_bytes = shutil.disk_usage(tmp_path).free
+    require_disk_space(tmp_path / "new" / "cache", 1)
+    with pytest.raises(StoreError, match="bytes free for the missing entries"):
+        require_disk_space(tmp_path / "new" / "cache", 2 * free_bytes)
 
 
 def test_an_error_of_a_library_gets_the_path_that_was_being_written() -> None:
