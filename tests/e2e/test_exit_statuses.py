@@ -80,7 +80,7 @@ def test_the_error_of_a_small_disk_names_its_folder(fresh, disk: str) -> None:
     (fresh.root / folder).mkdir()
     command = fresh.command("job", "execute", "-m", "assets.definitions", "-j", "small_train")
     problem = problem_of(fresh.run(on_small_disk(str(fresh.root / folder), size, command)))
-    assert "the disk is full" in problem.what or "the missing entries need" in problem.what
+    assert "the disk is full" in problem.what or "free for the missing entries" in problem.what
     assert str(fresh.root / folder) in problem.where + problem.what
 
 

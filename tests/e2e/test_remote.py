@@ -66,7 +66,7 @@ def test_a_cache_in_a_bucket_works_for_encoding_gates_commands_and_training(
     assert fresh.report("vae_latents")["encoded"] == 5
     assert not list(fresh.root.rglob("*.safetensors"))
     verified = fresh.latentline("verify", "small")
-    assert (verified.returncode, "0 of them bad" in verified.stdout) == (0, True), verified.stderr
+    assert (verified.returncode, "0 missing or damaged" in verified.stdout) == (0, True), verified.stderr
     files = fsspec.filesystem("s3", skip_instance_cache=True)
     entry = next(name for name in files.find("of-a-team/cache/latents") if name.endswith(".safetensors"))
     files.pipe_file(entry, files.cat_file(entry)[:-1])
