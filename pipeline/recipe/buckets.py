@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field
 
-from pipeline.recipe.settings import Settings, Violation, one_of, raise_violations, reject
+from pipeline.recipe.settings import Settings, Violation, one_of, reject
 
 MAX_EDGE_PX = 16_384
 """Longest edge of a bucket."""
@@ -59,6 +60,8 @@ Resolution = Annotated[int, Field(ge=8, le=MAX_EDGE_PX)]
 
 class BucketSettings(Settings):
     """Sizes that images are scaled and cropped to."""
+
+    requirements = (("crop_seed", "crop", "random"),)
 
     resolution: Resolution = Field(
         default=1024,
@@ -138,33 +141,52 @@ class BucketSettings(Settings):
             return None
         return Fraction(1) if self.upscale == "never" else Fraction(self.upscale[len("limit(") : -1])
 
-    @model_validator(mode="after")
-    def _settings_agree(self) -> BucketSettings:
-        violations = [*_step_violations(self), *_conflicts(self), *_unused_sizes(self)]
-        if violations:
-            keys = (
-                "resolution",
-                "resolutions",
-                "per_image",
-                "step",
-                "sizes",
-                "upscale",
-                "small_images",
-                "crop",
-                "crop_seed",
-            )
-            raise_violations(violations, involves=keys)
-        return self
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        yield from self._step_violations()
+        yield from self._unused_sizes()
 
+        if self.resolutions and self.sizes:
+            what = "buckets.sizes and buckets.resolutions cannot be used together"
+            yield Violation("sizes", what, "remove one of them", involves=("sizes", "resolutions"))
+        if len(set(self.resolutions)) < len(self.resolutions):
+            yield Violation("resolutions", "duplicate value in buckets.resolutions", "remove one")
+        if self.per_image == "each" and len(self.resolutions) < 2:
+            what, fix = "per_image: each requires several resolutions", "set resolutions, or remove per_image"
+            yield Violation("per_image", what, fix, involves=("per_image", "resolutions"))
+        if self.small_images == "reject" and self.upscale == "allow":
+            what = "small_images: reject requires upscale: never or limit(...), got upscale: allow"
+            fix = "set upscale: never or limit(1.5), or remove small_images"
+            yield Violation("small_images", what, fix, involves=("small_images", "upscale"))
 
-def _step_violations(settings: BucketSettings) -> list[Violation]:
-    if settings.sizes and not settings.resolutions:
-        return []
-    keys = {"resolution": settings.resolution}
-    if settings.resolutions:
-        keys = {f"resolutions[{index}]": each for index, each in enumerate(settings.resolutions)}
-    violations = [step_violation(key, resolution, settings.step) for key, resolution in keys.items()]
-    return [violation for violation in violations if violation is not None]
+    def _step_violations(self) -> Iterator[Violation]:
+        if self.sizes and not self.resolutions:
+            return
+        keys = {f"resolutions[{index}]": each for index, each in enumerate(self.resolutions)}
+        for key, resolution in (keys or {"resolution": self.resolution}).items():
+            if violation := step_violation(key, resolution, self.step):
+                yield violation
+
+    def _unused_sizes(self) -> Iterator[Violation]:
+        """Yield a violation for each duplicate size, and for each smaller than one of its aspect ratio.
+
+        Images go to the nearest aspect ratio and then to the larger size, so a smaller one would never be
+        used.
+        """
+        largest: dict[Fraction, tuple[int, int]] = {}
+        for height, width in self.size_pairs:
+            ratio = Fraction(width, height)
+            largest[ratio] = max(largest.get(ratio, (height, width)), (height, width))
+
+        for index, (height, width) in enumerate(self.size_pairs):
+            best = largest[Fraction(width, height)]
+            if (height, width) in self.size_pairs[:index]:
+                what = f"duplicate size {height}x{width}"
+                yield Violation(f"sizes[{index}]", what, "remove one", involves=("sizes",))
+            elif best != (height, width):
+                what = f"size {height}x{width} is never used: {best[0]}x{best[1]} has the same aspect ratio"
+                fix = "remove it, or use resolutions for buckets of several areas"
+                yield Violation(f"sizes[{index}]", what, fix, involves=("sizes",))
 
 
 def step_violation(key: str, resolution: int, step: int) -> Violation | None:
@@ -177,49 +199,4 @@ def step_violation(key: str, resolution: int, step: int) -> Violation | None:
     if smaller_steps:
         fix += f", or set buckets.step to {one_of(smaller_steps[-4:])}"
     what = f"buckets.{key} must be a multiple of buckets.step, got {resolution} and {step}"
-    return Violation(key, what, fix)
-
-
-def _conflicts(settings: BucketSettings) -> list[Violation]:
-    violations: list[Violation] = []
-    if settings.resolutions and settings.sizes:
-        what = "buckets.sizes and buckets.resolutions cannot be used together"
-        violations.append(Violation("sizes", what, "remove one of them"))
-    if len(set(settings.resolutions)) < len(settings.resolutions):
-        violations.append(Violation("resolutions", "duplicate value in buckets.resolutions", "remove one"))
-    if settings.per_image == "each" and len(settings.resolutions) < 2:
-        what = "per_image: each requires several resolutions"
-        violations.append(Violation("per_image", what, "set resolutions, or remove per_image"))
-    if settings.small_images == "reject" and settings.upscale == "allow":
-        what = "small_images: reject requires upscale: never or limit(...), got upscale: allow"
-        fix = "set upscale: never or limit(1.5), or remove small_images"
-        violations.append(Violation("small_images", what, fix))
-    if settings.crop_seed and settings.crop != "random":
-        what = f"crop_seed requires crop: random, got crop: {settings.crop}"
-        violations.append(Violation("crop_seed", what, "set crop: random, or remove crop_seed"))
-    return violations
-
-
-def _unused_sizes(settings: BucketSettings) -> list[Violation]:
-    """Return a violation for each duplicate size, and for each that is smaller than one of its aspect ratio.
-
-    Images go to the nearest aspect ratio and then to the larger size, so a smaller one would never be used.
-    """
-    largest: dict[Fraction, tuple[int, int]] = {}
-    for height, width in settings.size_pairs:
-        ratio = Fraction(width, height)
-        largest[ratio] = max(largest.get(ratio, (height, width)), (height, width))
-
-    violations: list[Violation] = []
-    seen: set[tuple[int, int]] = set()
-    for index, (height, width) in enumerate(settings.size_pairs):
-        best = largest[Fraction(width, height)]
-        if (height, width) in seen:
-            what = f"duplicate size {height}x{width}"
-            violations.append(Violation(f"sizes[{index}]", what, "remove one"))
-        elif best != (height, width):
-            what = f"size {height}x{width} is never used: {best[0]}x{best[1]} has the same aspect ratio"
-            fix = "remove it, or use resolutions for buckets of several areas"
-            violations.append(Violation(f"sizes[{index}]", what, fix))
-        seen.add((height, width))
-    return violations
+    return Violation(key, what, fix, involves=("resolution", "resolutions", "step", "sizes"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,10 +13,9 @@ from pydantic import (
     PlainSerializer,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    model_validator,
 )
 
-from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
     check_address,
@@ -50,13 +50,6 @@ JSON_KEY = "caption"
 MAX_VARIANTS = 64
 """Maximum number of cached tag orders per caption; each is a cache entry."""
 
-_REQUIRED_SOURCE = {
-    "text": "fixed",
-    "columns": "column",
-    **dict.fromkeys(("suffix", "json_key", "encoding", "fallback_encoding"), "sidecar"),
-}
-"""The value of `from` that a key of `captions` requires."""
-
 
 class ShuffleSettings(Settings):
     """Shuffling of captions that are lists of tags."""
@@ -74,6 +67,12 @@ class ShuffleSettings(Settings):
 
 class CaptionSettings(Settings):
     """Source and processing of a dataset's captions."""
+
+    requirements = (
+        ("text", "from_", "fixed"),
+        ("columns", "from_", "column"),
+        *((key, "from_", "sidecar") for key in ("suffix", "json_key", "encoding", "fallback_encoding")),
+    )
 
     from_: Literal["sidecar", "filename", "fixed", "column"] = Field(
         default="sidecar",
@@ -129,22 +128,15 @@ class CaptionSettings(Settings):
         description="Cache several orders of captions that are lists of tags; null disables shuffling.",
     )
 
-    @model_validator(mode="after")
-    def _keys_match_source(self) -> CaptionSettings:
-        violations: list[Violation] = []
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
         if self.from_ == "fixed" and self.text is None:
             what = "captions.text is required with from: fixed"
-            violations.append(Violation("text", what, "set text to the caption"))
-        for key, source in _REQUIRED_SOURCE.items():
-            if self.from_ != source and getattr(self, key) != CaptionSettings.model_fields[key].default:
-                what = f"{key} requires from: {source}, got from: {self.from_}"
-                violations.append(Violation(key, what, f"set from: {source}, or remove {key}"))
-        if not violations and self.json_key != JSON_KEY and self.suffix.lower() != ".json":
+            yield Violation("text", what, "set text to the caption", involves=("text", "from"))
+        if self.from_ == "sidecar" and self.json_key != JSON_KEY and self.suffix.lower() != ".json":
             what = f"json_key requires suffix: .json, got suffix: {self.suffix}"
-            violations.append(Violation("json_key", what, "set suffix: .json, or remove json_key"))
-        if violations:
-            raise_violations(violations, involves=("from", *_REQUIRED_SOURCE))
-        return self
+            fix = "set suffix: .json, or remove json_key"
+            yield Violation("json_key", what, fix, involves=("json_key", "suffix", "from"))
 
 
 class FilterSettings(Settings):
@@ -177,17 +169,13 @@ class FilterSettings(Settings):
         "`aesthetic > 5 AND language = 'en'`.",
     )
 
-    @model_validator(mode="after")
-    def _min_at_most_max(self) -> FilterSettings:
-        violations: list[Violation] = []
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
         for name in ("width", "height", "pixels", "aspect_ratio"):
             low, high = getattr(self, f"min_{name}"), getattr(self, f"max_{name}")
             if low is not None and high is not None and low > high:
                 what = f"filters.min_{name} must be at most max_{name} ({high}), got {low}"
-                violations.append(Violation(f"min_{name}", what, f"set min_{name} to at most {high}"))
-        if violations:
-            raise_violations(violations)
-        return self
+                yield Violation(f"min_{name}", what, f"set min_{name} to at most {high}")
 
 
 class DatasetSettings(Settings):
@@ -282,10 +270,10 @@ class DatasetSettings(Settings):
         """Key that decides `root`."""
         return "path" if self.images is None else "images"
 
-    @model_validator(mode="after")
-    def _columns_need_a_manifest(self) -> DatasetSettings:
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
         if self.is_manifest:
-            return self
+            return
         used = {
             "captions.from": self.captions.from_ == "column",
             "filters.where": self.filters.where is not None,
@@ -293,13 +281,8 @@ class DatasetSettings(Settings):
             "focus_columns": self.focus_columns is not None,
             "images": self.images is not None,
         }
-        fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
-        violations = [
-            Violation(key, f"{key} requires a manifest, got path {self.path.name or self.path}", fix)
-            for key, is_used in used.items()
-            if is_used
-        ]
-        if violations:
-            keys = ("path", "captions", "filters", "images", "path_column", "focus_columns")
-            raise_violations(violations, involves=keys)
-        return self
+        for key, is_used in used.items():
+            if is_used:
+                what = f"{key} requires a manifest, got path {self.path.name or self.path}"
+                fix = f"set path to a manifest ({', '.join(MANIFEST_SUFFIXES)}), or remove this key"
+                yield Violation(key, what, fix, involves=("path", key.partition(".")[0]))

@@ -68,14 +68,11 @@ def find_mistakes(data: Any) -> list[Mistake]:
     """
     errors = _validation_errors(data)
     invalid = {_path(error) for error in errors}
-    mistakes = [mistake for error in errors for mistake in _mistakes(error)]
-
+    mistakes = [mistake for error in errors for mistake in _mistakes(error, set())]
     if invalid:
         for error in _validation_errors(_without(data, invalid)):
-            path = _path(error)
-            compared = {(*path, key) for key in error.get("ctx", {}).get("involves", ())}
-            if path not in invalid and not compared & invalid:
-                mistakes += _mistakes(error)
+            if _path(error) not in invalid:
+                mistakes += _mistakes(error, invalid)
     return list(dict.fromkeys(mistakes))
 
 
@@ -137,12 +134,14 @@ def _child(holder: Any, part: str | int) -> Any:
     return None
 
 
-def _mistakes(error: ErrorDetails) -> Iterator[Mistake]:
+def _mistakes(error: ErrorDetails, invalid: set[KeyPath]) -> Iterator[Mistake]:
+    """Yield the mistakes of an error, without violations that compare an invalid key."""
     path = _path(error)
     if error["type"] == VIOLATION:
         violations: list[Violation] = error.get("ctx", {})["violations"]
         for violation in violations:
-            yield Mistake((*path, *_parts(violation.key)), violation.what, violation.fix)
+            if invalid.isdisjoint((*path, key) for key in violation.involves):
+                yield Mistake((*path, *_parts(violation.key)), violation.what, violation.fix)
         return
     describe = _DESCRIPTIONS.get(error["type"], _other)
     what, fix = describe(path, error["input"], error.get("ctx", {}))

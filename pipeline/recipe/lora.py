@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from pipeline.recipe.settings import Settings, Violation, raise_violations, reject
+from pipeline.recipe.settings import Settings, Violation, reject
 from pipeline.recipe.validators import check_path
 
 MAX_RANK = 4096
@@ -76,6 +77,12 @@ class TextEncoderSettings(Settings):
 
 class LoraSettings(Settings):
     """The adapter: its kind, its size and its modules."""
+
+    requirements = (
+        *((key, "kind", "lora") for key in ("dropout", "dora", "rslora", "init", "start_from")),
+        ("lokr_factor", "kind", "lokr"),
+        *((key, "init", "kaiming", "gaussian") for key in ("dora", "start_from")),
+    )
 
     rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Rank of each adapter.")
     alpha: float = Field(
@@ -163,71 +170,19 @@ class LoraSettings(Settings):
         "to both.",
     )
 
-    @model_validator(mode="after")
-    def _patterns_are_unique(self) -> LoraSettings:
-        seen: set[str] = set()
-        for index, each in enumerate(self.ranks):
-            if each.modules in seen:
-                what = f"duplicate pattern {each.modules} in lora.ranks; only the first one would apply"
-                raise_violations([Violation(f"ranks[{index}].modules", what, "remove one of the two")])
-            seen.add(each.modules)
-        return self
-
-    @model_validator(mode="after")
-    def _modules_or_targets(self) -> LoraSettings:
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        patterns = [each.modules for each in self.ranks]
+        for index, pattern in enumerate(patterns):
+            if pattern in patterns[:index]:
+                what = f"duplicate pattern {pattern} in lora.ranks; only the first one would apply"
+                yield Violation(f"ranks[{index}].modules", what, "remove one of the two")
         if self.modules and self.targets != "family":
             what = f"targets: {self.targets} cannot be combined with modules"
-            violation = Violation("targets", what, "remove one of the two")
-            raise_violations([violation], involves=("targets", "modules"))
-        return self
-
-    @model_validator(mode="after")
-    def _conv_alpha_has_an_effect(self) -> LoraSettings:
+            yield Violation("targets", what, "remove one of the two", involves=("targets", "modules"))
         if self.conv_alpha is not None and self.conv_rank is None:
-            what = "conv_alpha requires conv_rank"
-            violation = Violation("conv_alpha", what, "set conv_rank, or remove it")
-            raise_violations([violation], involves=("conv_alpha", "conv_rank"))
-        return self
-
-    @model_validator(mode="after")
-    def _kind_supports_the_other_settings(self) -> LoraSettings:
-        used = {
-            "dropout": self.dropout > 0.0,
-            "dora": self.dora,
-            "rslora": self.rslora,
-            "init": self.init != "kaiming",
-            "start_from": self.start_from is not None,
-        }
-        violations = [
-            Violation(
-                key, f"{key} requires kind: lora, got kind: {self.kind}", f"remove {key}, or set kind: lora"
-            )
-            for key, is_used in used.items()
-            if is_used and self.kind != "lora"
-        ]
-
-        if self.lokr_factor is not None and self.kind != "lokr":
-            what = f"lokr_factor requires kind: lokr, got kind: {self.kind}"
-            violations.append(Violation("lokr_factor", what, "remove it, or set kind: lokr"))
-        if violations:
-            raise_violations(violations, involves=("kind", "lokr_factor", *used))
-        return self
-
-    @model_validator(mode="after")
-    def _init_supports_the_other_settings(self) -> LoraSettings:
-        used = {"dora": self.dora, "start_from": self.start_from is not None}
-        violations = [
-            Violation(
-                key,
-                f"{key} requires init: kaiming or gaussian, got init: {self.init}",
-                f"remove {key}, or set init: kaiming",
-            )
-            for key, is_used in used.items()
-            if is_used and self.starts_from_base_weights
-        ]
-        if violations:
-            raise_violations(violations, involves=("init", *used))
-        return self
+            what, fix = "conv_alpha requires conv_rank", "set conv_rank, or remove it"
+            yield Violation("conv_alpha", what, fix, involves=("conv_alpha", "conv_rank"))
 
     @property
     def starts_from_base_weights(self) -> bool:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from pipeline.recipe.settings import Settings, Violation, raise_violations
-
-DEFAULT_DELTA = 0.1
-DEFAULT_GAMMA = 5.0
-DEFAULT_MODE_SCALE = 1.29
-"""Value of the Stable Diffusion 3 paper, https://arxiv.org/abs/2403.03206."""
+from pipeline.recipe.settings import Settings, Violation
 
 
 class LossSettings(Settings):
     """Loss between the denoiser's prediction and its target, and the weight of each noise level."""
+
+    requirements = (
+        ("delta", "kind", "huber", "smooth_l1"),
+        ("gamma", "weighting", "min_snr", "soft_min_snr"),
+    )
 
     kind: Literal["mse", "huber", "smooth_l1"] = Field(
         default="mse",
@@ -23,7 +24,7 @@ class LossSettings(Settings):
         "reduces the influence of outliers.",
     )
     delta: float = Field(
-        default=DEFAULT_DELTA,
+        default=0.1,
         gt=0.0,
         description="Error at which huber and smooth_l1 change from squared to linear.",
     )
@@ -34,29 +35,20 @@ class LossSettings(Settings):
         "levels. Not available for flow matching.",
     )
     gamma: float = Field(
-        default=DEFAULT_GAMMA,
+        default=5.0,
         gt=0.0,
         description="Signal-to-noise ratio at which min_snr and soft_min_snr limit the weight.",
     )
 
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> LossSettings:
-        violations: list[Violation] = []
-        if self.delta != DEFAULT_DELTA and self.kind == "mse":
-            what = "delta requires kind: huber or smooth_l1, got kind: mse"
-            fix = "set kind: huber or smooth_l1, or remove delta"
-            violations.append(Violation("delta", what, fix))
-        if self.gamma != DEFAULT_GAMMA and self.weighting not in ("min_snr", "soft_min_snr"):
-            what = f"gamma requires weighting: min_snr or soft_min_snr, got weighting: {self.weighting}"
-            fix = "set weighting: min_snr or soft_min_snr, or remove gamma"
-            violations.append(Violation("gamma", what, fix))
-        if violations:
-            raise_violations(violations, involves=("kind", "delta", "weighting", "gamma"))
-        return self
-
 
 class TimestepSettings(Settings):
     """Distribution of noise levels in training, from 0 (no noise) to 1 (noise only)."""
+
+    requirements = (
+        ("location", "density", "logit_normal"),
+        ("scale", "density", "logit_normal"),
+        ("mode_scale", "density", "mode"),
+    )
 
     density: Literal["auto", "uniform", "logit_normal", "mode"] = Field(
         default="auto",
@@ -69,7 +61,7 @@ class TimestepSettings(Settings):
     )
     scale: float = Field(default=1.0, gt=0.0, description="Width of logit_normal.")
     mode_scale: float = Field(
-        default=DEFAULT_MODE_SCALE,
+        default=1.29,  # the value of the Stable Diffusion 3 paper, https://arxiv.org/abs/2403.03206
         ge=-1.0,
         le=1.75,
         description="Strength of mode; 0 is uniform, larger values are steeper.",
@@ -83,25 +75,11 @@ class TimestepSettings(Settings):
         "uses the base model's schedule, which for some models depends on the image size.",
     )
 
-    @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> TimestepSettings:
-        violations: list[Violation] = []
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
         if self.min >= self.max:
             what = f"timesteps.min must be less than max ({self.max}), got {self.min}"
-            violations.append(Violation("min", what, "swap them, or remove one"))
-        for key, default, density in (
-            ("location", 0.0, "logit_normal"),
-            ("scale", 1.0, "logit_normal"),
-            ("mode_scale", DEFAULT_MODE_SCALE, "mode"),
-        ):
-            value = getattr(self, key)
-            if value != default and self.density != density:
-                what = f"{key} requires density: {density}, got density: {self.density}"
-                violations.append(Violation(key, what, f"set density: {density}, or remove {key}"))
-        if violations:
-            keys = ("density", "location", "scale", "mode_scale", "min", "max")
-            raise_violations(violations, involves=keys)
-        return self
+            yield Violation("min", what, "swap them, or remove one", involves=("min", "max"))
 
 
 class NoiseSettings(Settings):

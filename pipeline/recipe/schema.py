@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
 
 from pipeline.recipe.buckets import BucketSettings
 from pipeline.recipe.cron import check_cron
 from pipeline.recipe.datasets import DatasetSettings, FolderAddress, FolderPath
 from pipeline.recipe.gates import GATES
-from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 from pipeline.recipe.training import TrainingSettings
 from pipeline.recipe.validators import check_gate
 from pipeline.recipe.yaml_document import KeyPath
@@ -174,30 +174,10 @@ class RecacheSettings(Settings):
     enabled: bool = Field(default=False, description="Switch for both the schedule and the sensor.")
 
 
-def _names_are_unique(datasets: tuple[DatasetSettings, ...]) -> tuple[DatasetSettings, ...]:
-    """Return `datasets` if their names differ in more than case."""
-    first_names: dict[str, str] = {}
-    violations: list[Violation] = []
-    for index, dataset in enumerate(datasets):
-        folded = dataset.name.casefold()
-        if folded not in first_names:
-            first_names[folded] = dataset.name
-            continue
-        what = f"dataset names must be unique, got {dataset.name} twice"
-        if first_names[folded] != dataset.name:
-            what = (
-                f"dataset names must differ in more than case, got {first_names[folded]} and {dataset.name}"
-            )
-        violations.append(Violation(f"[{index}].name", what, "rename one of the datasets"))
-    if violations:
-        raise_violations(violations)
-    return datasets
-
-
 class RecipeFile(Settings):
     """A Latentline recipe: from images and captions to a trained LoRA."""
 
-    datasets: Annotated[tuple[DatasetSettings, ...], AfterValidator(_names_are_unique)] = Field(
+    datasets: tuple[DatasetSettings, ...] = Field(
         min_length=1, description="Folders or manifests of images with captions. They are never modified."
     )
     cache_dir: FolderAddress = Field(
@@ -234,40 +214,49 @@ class RecipeFile(Settings):
         default_factory=RecacheSettings, description="When the cache job starts automatically."
     )
 
-    @model_validator(mode="after")
-    def _sections_agree(self) -> RecipeFile:
-        if violations := _weight_violations(self):
-            raise_violations(violations, involves=("datasets", "training"))
-        if violations := _focus_violations(self):
-            raise_violations(violations, involves=("datasets", "buckets"))
-        return self
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
+        yield from self._name_violations()
+        yield from self._weight_violations()
+        yield from self._focus_violations()
 
+    def _name_violations(self) -> Iterator[Violation]:
+        first_names: dict[str, str] = {}
+        for index, dataset in enumerate(self.datasets):
+            folded = dataset.name.casefold()
+            if folded not in first_names:
+                first_names[folded] = dataset.name
+                continue
+            what = f"dataset names must be unique, got {dataset.name} twice"
+            if first_names[folded] != dataset.name:
+                first = first_names[folded]
+                what = f"dataset names must differ in more than case, got {first} and {dataset.name}"
+            yield Violation(f"datasets[{index}].name", what, "rename one of the datasets")
 
-def _weight_violations(recipe: RecipeFile) -> list[Violation]:
-    weights = [dataset.weight for dataset in recipe.datasets]
-    num_weights = sum(weight is not None for weight in weights)
-    exhausted = recipe.training.exhausted
-    if not num_weights and exhausted != "leave":
-        what = f"training.exhausted: {exhausted} requires datasets with weights"
-        return [Violation("training.exhausted", what, "give each dataset a weight, or remove exhausted")]
-    if num_weights and num_weights < len(weights):
-        what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
-        return [Violation(f"datasets[{weights.index(None)}]", what, "give each dataset a weight, or none")]
-    return []
+    def _weight_violations(self) -> Iterator[Violation]:
+        weights = [dataset.weight for dataset in self.datasets]
+        num_weights = sum(weight is not None for weight in weights)
+        exhausted, involves = self.training.exhausted, ("datasets", "training")
+        if not num_weights and exhausted != "leave":
+            what = f"training.exhausted: {exhausted} requires datasets with weights"
+            fix = "give each dataset a weight, or remove exhausted"
+            yield Violation("training.exhausted", what, fix, involves)
+        elif num_weights and num_weights < len(weights):
+            what = f"either all datasets or none must have a weight, got {num_weights} of {len(weights)}"
+            fix = "give each dataset a weight, or none"
+            yield Violation(f"datasets[{weights.index(None)}]", what, fix, involves)
 
-
-def _focus_violations(recipe: RecipeFile) -> list[Violation]:
-    crop = recipe.buckets.crop
-    with_focus = [index for index, each in enumerate(recipe.datasets) if each.focus_columns is not None]
-    if crop == "focus" and not with_focus:
-        what = "buckets.crop: focus requires a dataset with focus_columns"
-        fix = "set datasets[].focus_columns, or use crop: centre"
-        return [Violation("buckets.crop", what, fix)]
-    if crop != "focus" and with_focus:
-        what = f"focus_columns require buckets.crop: focus, got buckets.crop: {crop}"
-        key = f"datasets[{with_focus[0]}].focus_columns"
-        return [Violation(key, what, "set buckets.crop: focus, or remove focus_columns")]
-    return []
+    def _focus_violations(self) -> Iterator[Violation]:
+        crop, involves = self.buckets.crop, ("datasets", "buckets")
+        with_focus = [index for index, each in enumerate(self.datasets) if each.focus_columns is not None]
+        if crop == "focus" and not with_focus:
+            what = "buckets.crop: focus requires a dataset with focus_columns"
+            fix = "set datasets[].focus_columns, or use crop: centre"
+            yield Violation("buckets.crop", what, fix, involves)
+        elif crop != "focus" and with_focus:
+            what = f"focus_columns require buckets.crop: focus, got buckets.crop: {crop}"
+            fix = "set buckets.crop: focus, or remove focus_columns"
+            yield Violation(f"datasets[{with_focus[0]}].focus_columns", what, fix, involves)
 
 
 class Recipe(RecipeFile):

@@ -1,16 +1,16 @@
-"""Base class of every recipe section, and how a section's validators report violations.
+"""Base class of every recipe section, and how sections report violations of their rules.
 
-A validator calls `raise_violations`, or `reject` for the value being validated. `errors.find_mistakes` turns
-violations into mistakes with file and line.
+A section lists what its keys require and yields further violations. A validator of one value calls `reject`.
+`errors.find_mistakes` turns violations into mistakes with file and line.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import ClassVar, NoReturn, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 from pydantic_core import PydanticCustomError
 
 MAX_COUNT = 1_000_000_000
@@ -18,6 +18,25 @@ MAX_COUNT = 1_000_000_000
 
 VIOLATION = "latentline"
 """Pydantic error type of every violation."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A value that breaks a rule.
+
+    Attributes:
+        key: Key relative to the section that the rule belongs to (`resolution`, `[1].name`); empty for the
+            value being validated.
+        what: The rule and the value, "X must be Y, got Z".
+        fix: What to write instead.
+        involves: Keys of the section that the rule compares. If one of them is invalid by itself, the
+            violation is not reported.
+    """
+
+    key: str
+    what: str
+    fix: str
+    involves: tuple[str, ...] = ()
 
 
 class Settings(BaseModel):
@@ -32,36 +51,27 @@ class Settings(BaseModel):
         protected_namespaces=(),
     )
 
+    requirements: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """Fields that have an effect only with some values of another one: (field, other field, *values)."""
 
-@dataclass(frozen=True)
-class Violation:
-    """A value that breaks a rule.
+    def violations(self) -> Iterator[Violation]:
+        """Yield the violations of the section's rules, except `requirements`."""
+        yield from ()
 
-    Attributes:
-        key: Key relative to the section that the rule belongs to (`resolution`, `[1].name`); empty for the
-            value being validated.
-        what: The rule and the value, "X must be Y, got Z".
-        fix: What to write instead.
-    """
+    def _unmet_requirements(self) -> Iterator[Violation]:
+        fields = type(self).model_fields
+        for key, field, *values in self.requirements:
+            actual, other = getattr(self, field), fields[field].alias or field
+            if actual not in values and getattr(self, key) != fields[key].default:
+                what = f"{key} requires {other}: {one_of(values)}, got {other}: {actual}"
+                fix = f"set {other}: {one_of(values)}, or remove {key}"
+                yield Violation(key, what, fix, involves=(key, other))
 
-    key: str
-    what: str
-    fix: str
-
-
-def raise_violations(violations: Sequence[Violation], *, involves: Iterable[str] = ()) -> NoReturn:
-    """Report violations to pydantic.
-
-    Args:
-        violations: At least one.
-        involves: Keys of the section that the rule compares. If one of them is invalid by itself, the
-            violations are not reported.
-
-    Raises:
-        PydanticCustomError: Always.
-    """
-    context = {"violations": list(violations), "involves": list(involves)}
-    raise PydanticCustomError(VIOLATION, "{violations}", context)
+    @model_validator(mode="after")
+    def _keeps_its_rules(self) -> Self:
+        if violations := [*self._unmet_requirements(), *self.violations()]:
+            raise _error(violations)
+        return self
 
 
 def reject(what: str, fix: str) -> NoReturn:
@@ -70,7 +80,11 @@ def reject(what: str, fix: str) -> NoReturn:
     Raises:
         PydanticCustomError: Always.
     """
-    raise_violations([Violation("", what, fix)])
+    raise _error([Violation("", what, fix)])
+
+
+def _error(violations: list[Violation]) -> PydanticCustomError:
+    return PydanticCustomError(VIOLATION, "{violations}", {"violations": violations})
 
 
 def one_of(choices: Iterable[object]) -> str:

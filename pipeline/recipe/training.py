@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, ConfigDict, Field
 
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_optimizer
-from pipeline.recipe.settings import MAX_COUNT, Settings, Violation, raise_violations
+from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
 OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
 
@@ -37,6 +39,12 @@ class OptimizerArguments(Settings):
 
 class TrainingSettings(Settings):
     """How the LoRA is trained. Keys that affect the weights are part of the run's fingerprint."""
+
+    requirements = (
+        ("lr_cycles", "lr_scheduler", "cosine_with_restarts"),
+        ("lr_power", "lr_scheduler", "polynomial"),
+        ("decay_steps", "lr_scheduler", "wsd"),
+    )
 
     steps: int | None = Field(
         default=None,
@@ -179,120 +187,69 @@ class TrainingSettings(Settings):
         """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
 
-    @model_validator(mode="after")
-    def _steps_or_epochs(self) -> TrainingSettings:
+    def violations(self) -> Iterator[Violation]:
+        """See `Settings.violations`."""
         if self.steps is not None and self.epochs is not None:
-            what = (
-                f"training.steps ({self.steps}) and training.epochs ({self.epochs}) cannot be used together"
-            )
-            violation = Violation("epochs", what, "remove one of the two")
-            raise_violations([violation], involves=("steps", "epochs"))
-        return self
+            what = f"training.steps ({self.steps}) and training.epochs ({self.epochs})"
+            what += " cannot be used together"
+            yield Violation("epochs", what, "remove one of the two", involves=("steps", "epochs"))
+        for violation in argument_violations(self.optimizer, self.optimizer_arguments.given()):
+            yield replace(violation, involves=("optimizer", "optimizer_arguments"))
+        yield from self._adapter_violations()
+        yield from self._schedule_violations()
 
-    @model_validator(mode="after")
-    def _warmup_fits(self) -> TrainingSettings:
-        if self.epochs is None and self.warmup_steps > self.num_steps:
-            what = f"training.warmup_steps must be at most steps ({self.num_steps}), got {self.warmup_steps}"
-            fix = f"use at most {self.num_steps}, or raise training.steps"
-            keys = ("warmup_steps", "steps", "epochs")
-            raise_violations([Violation("warmup_steps", what, fix)], involves=keys)
-        return self
-
-    @model_validator(mode="after")
-    def _optimizer_accepts_its_arguments(self) -> TrainingSettings:
-        if violations := argument_violations(self.optimizer, self.optimizer_arguments.given()):
-            raise_violations(violations, involves=("optimizer", "optimizer_arguments"))
-        return self
-
-    @model_validator(mode="after")
-    def _prodigy_has_one_learning_rate(self) -> TrainingSettings:
+    def _adapter_violations(self) -> Iterator[Violation]:
+        """Yield the conflicts of the optimizer and of quantization with the adapter."""
         text = self.lora.text_encoders
         if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
             key = "lora.text_encoders.learning_rate"
             what = "prodigy estimates one step size for all weights, so the text encoders cannot have a "
             what += f"separate learning_rate, got {text.learning_rate}"
-            violation = Violation(key, what, "remove it, or use another training.optimizer")
-            raise_violations([violation], involves=("optimizer", "lora"))
-        return self
+            fix = "remove it, or use another training.optimizer"
+            yield Violation(key, what, fix, involves=("optimizer", "lora"))
 
-    @model_validator(mode="after")
-    def _adapter_supports_quantization(self) -> TrainingSettings:
-        if self.quantize == "none":
-            return self
-        conflicts = {
-            "lora.dora: true": (self.lora.dora, "training.lora.dora: false"),
-            f"lora.init: {self.lora.init}": (
+        conflicts = (
+            (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),
+            (
                 self.lora.starts_from_base_weights,
+                f"lora.init: {self.lora.init}",
                 "training.lora.init: kaiming",
             ),
-            f"lora.kind: {self.lora.kind}": (self.lora.kind != "lora", "training.lora.kind: lora"),
-        }
-        for setting, (is_conflict, alternative) in conflicts.items():
-            if is_conflict:
+            (self.lora.kind != "lora", f"lora.kind: {self.lora.kind}", "training.lora.kind: lora"),
+        )
+        for is_conflict, setting, alternative in conflicts:
+            if self.quantize != "none" and is_conflict:
                 what = f"quantize: {self.quantize} cannot be combined with {setting}"
-                violation = Violation("quantize", what, f"set quantize: none, or {alternative}")
-                raise_violations([violation], involves=("quantize", "lora"))
-        return self
+                fix = f"set quantize: none, or {alternative}"
+                yield Violation("quantize", what, fix, involves=("quantize", "lora"))
 
-    @model_validator(mode="after")
-    def _schedule_fits(self) -> TrainingSettings:
-        keys = (
-            "optimizer",
-            "lr_scheduler",
-            "lr_cycles",
-            "lr_power",
-            "decay_steps",
-            "warmup_steps",
-            "steps",
-            "epochs",
-        )
-        if violations := _schedule_violations(self):
-            raise_violations(violations, involves=keys)
-        return self
+    def _schedule_violations(self) -> Iterator[Violation]:
+        """Yield the contradictions in the learning rate schedule."""
+        kind, optimizer = self.lr_scheduler, OPTIMIZERS.get(self.optimizer)
+        if optimizer is not None and optimizer.own_schedule and kind != "constant":
+            what = f"{self.optimizer} averages its steps and needs lr_scheduler: constant, got {kind}"
+            fix = "set lr_scheduler: constant; warmup_steps is still used"
+            yield Violation("lr_scheduler", what, fix, involves=("optimizer", "lr_scheduler"))
+        if kind == "polynomial" and self.learning_rate <= POLYNOMIAL_END:
+            what = f"training.learning_rate must be greater than {POLYNOMIAL_END}, the final rate of "
+            what += f"lr_scheduler: polynomial, got {self.learning_rate}"
+            fix, involves = "raise it, or use another lr_scheduler", ("learning_rate", "lr_scheduler")
+            yield Violation("learning_rate", what, fix, involves)
+        if kind == "wsd" and self.decay_steps == 0:
+            what = "lr_scheduler: wsd needs decay_steps, the number of steps in which the rate decays to zero"
+            fix, involves = "set it, for example to a fifth of the steps", ("decay_steps", "lr_scheduler")
+            yield Violation("decay_steps", what, fix, involves)
 
-
-def _schedule_violations(settings: TrainingSettings) -> list[Violation]:
-    """Return all contradictions in the learning rate schedule."""
-    kind = settings.lr_scheduler
-    violations: list[Violation] = []
-
-    optimizer = OPTIMIZERS.get(settings.optimizer)
-    if optimizer is not None and optimizer.own_schedule and kind != "constant":
-        what = f"{settings.optimizer} averages its steps and needs lr_scheduler: constant, got {kind}"
-        violations.append(
-            Violation("lr_scheduler", what, "set lr_scheduler: constant; warmup_steps is still used")
-        )
-
-    for key, default, scheduler in (
-        ("lr_cycles", 1, "cosine_with_restarts"),
-        ("lr_power", 1.0, "polynomial"),
-        ("decay_steps", 0, "wsd"),
-    ):
-        value = getattr(settings, key)
-        if value != default and kind != scheduler:
-            what = f"{key} requires lr_scheduler: {scheduler}, got lr_scheduler: {kind}"
-            violations.append(Violation(key, what, f"remove {key}, or set lr_scheduler: {scheduler}"))
-
-    if kind == "wsd":
-        violations += _decay_violations(settings)
-    if kind == "polynomial" and settings.learning_rate <= POLYNOMIAL_END:
-        what = f"training.learning_rate must be greater than {POLYNOMIAL_END}, the final rate of "
-        what += f"lr_scheduler: polynomial, got {settings.learning_rate}"
-        violations.append(Violation("learning_rate", what, "raise it, or use another lr_scheduler"))
-    return violations
-
-
-def _decay_violations(settings: TrainingSettings) -> list[Violation]:
-    if settings.decay_steps == 0:
-        what = "lr_scheduler: wsd needs decay_steps, the number of steps in which the rate decays to zero"
-        return [Violation("decay_steps", what, "set it, for example to a fifth of the steps")]
-    # The number of steps of a recipe with epochs is known only when the dataset has been counted.
-    if settings.epochs is not None:
-        return []
-    most = settings.num_steps - settings.warmup_steps
-    if settings.decay_steps > most:
-        what = (
-            f"training.decay_steps must be at most the {most} steps after warm-up, got {settings.decay_steps}"
-        )
-        return [Violation("decay_steps", what, f"use at most {most}")]
-    return []
+        # The number of steps of a recipe with epochs is known only when the dataset has been counted.
+        if self.epochs is not None:
+            return
+        involves = ("decay_steps", "warmup_steps", "steps", "epochs", "lr_scheduler")
+        most = self.num_steps - self.warmup_steps
+        if most < 0:
+            what = f"training.warmup_steps must be at most steps ({self.num_steps}), got {self.warmup_steps}"
+            fix = f"use at most {self.num_steps}, or raise training.steps"
+            yield Violation("warmup_steps", what, fix, involves)
+        elif kind == "wsd" and self.decay_steps > most:
+            what = f"training.decay_steps must be at most the {most} steps after warm-up"
+            what += f", got {self.decay_steps}"
+            yield Violation("decay_steps", what, f"use at most {most}", involves)
