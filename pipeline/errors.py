@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+EXECUTE_JOB = "DAGSTER_HOME=$PWD/.dagster .venv/bin/dagster job execute -m assets.definitions -j"
+"""Shell command, without the job's name, that executes a job in the project's Dagster instance."""
+
 
 class LatentlineError(Exception):
     """Base class of every error that Latentline raises on purpose.

@@ -202,27 +202,28 @@ def parse(spec: EntrySpec, raw: bytes, *, verify: bool) -> tuple[dict[str, Array
     header = read_header(raw[:DATA_START])
     metadata = stated_metadata(header)
     if (metadata.get("kind"), metadata.get("key")) != (spec.kind, spec.key):
-        raise WrongEntryError(f"it is the entry of {metadata.get('kind')} {metadata.get('key')}")
+        stored = f"{metadata.get('kind')} {metadata.get('key')}"
+        raise WrongEntryError(f"expected the entry {spec.kind} {spec.key}, got {stored}")
 
     stated = stated_tensors(header)
     if not spec.admits(stated):
-        raise WrongEntryError(f"it contains {_described(stated)}, {_described(spec.tensors)} is expected")
+        raise WrongEntryError(f"expected {_described(spec.tensors)}, got {_described(stated)}")
     if len(raw) != spec.holding(stated).file_bytes:
         raise _wrong_size(len(raw), spec.holding(stated))
 
     try:
         tensors = dict(safetensors.deserialize(raw))
     except safetensors.SafetensorError as err:
-        raise WrongEntryError(f"its header is damaged: {err}") from err
+        raise WrongEntryError(f"the header is damaged: {err}") from err
     if verify and _checksum(metadata, memoryview(raw)[DATA_START:]) != metadata.get("checksum"):
-        raise WrongEntryError("its checksum does not match")
+        raise WrongEntryError("the checksum does not match the content")
 
     arrays = {
         name: np.frombuffer(tensors[name]["data"], _NUMPY_TYPES[tensor.dtype]).reshape(tensor.shape)
         for name, tensor in stated.items()
     }
     if verify and not all(_all_finite(array) for array in arrays.values()):
-        raise WrongEntryError("it contains values that are not finite")
+        raise WrongEntryError("it contains NaN or infinite values")
     return arrays, metadata
 
 
@@ -233,13 +234,13 @@ def read_header(start: bytes) -> dict[str, Any]:
         WrongEntryError: The bytes are not the start of an entry.
     """
     if int.from_bytes(start[:8], "little") != DATA_START - 8 or len(start) < DATA_START:
-        raise WrongEntryError("its header is not that of an entry")
+        raise WrongEntryError("it does not start with the header of a cache entry")
     try:
         header = json.loads(start[8:])
     except ValueError as err:
-        raise WrongEntryError("its header is damaged") from err
+        raise WrongEntryError("the header is damaged: it is not valid JSON") from err
     if not isinstance(header, dict):
-        raise WrongEntryError("its header is damaged")
+        raise WrongEntryError("the header is damaged: it is not a JSON object")
     return cast("dict[str, Any]", header)
 
 
@@ -247,15 +248,19 @@ def stated_metadata(header: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata in a header, including `kind`, `key` and `checksum`.
 
     Raises:
-        WrongEntryError: The metadata is damaged or of another format.
+        WrongEntryError: The metadata is damaged, or its `format` is not `FORMAT`.
     """
     try:
         metadata = json.loads(header["__metadata__"][_METADATA_KEY])
     except (KeyError, TypeError, ValueError) as err:
-        raise WrongEntryError("its metadata is damaged") from err
-    if not isinstance(metadata, dict) or cast("dict[str, Any]", metadata).get("format") != FORMAT:
-        raise WrongEntryError(f"its format is not {FORMAT}")
-    return cast("dict[str, Any]", metadata)
+        raise WrongEntryError("the metadata in the header is missing or damaged") from err
+    if not isinstance(metadata, dict):
+        raise WrongEntryError("the metadata in the header is not a JSON object")
+
+    metadata = cast("dict[str, Any]", metadata)
+    if metadata.get("format") != FORMAT:
+        raise WrongEntryError(f"expected format {FORMAT}, got {metadata.get('format')}")
+    return metadata
 
 
 def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
@@ -271,12 +276,12 @@ def stated_tensors(header: dict[str, Any]) -> dict[str, TensorSpec]:
             if name != "__metadata__"
         }
     except (KeyError, TypeError) as err:
-        raise WrongEntryError("its header is damaged") from err
+        raise WrongEntryError("the header describes a tensor without a supported dtype and shape") from err
 
 
 def _wrong_size(num_bytes: int, spec: EntrySpec) -> WrongEntryError:
-    most = "at most " if spec.ragged else ""
-    return WrongEntryError(f"it has {num_bytes} bytes, {most}{spec.file_bytes} are expected")
+    limit = "at most " if spec.ragged else ""
+    return WrongEntryError(f"expected {limit}{spec.file_bytes} bytes, got {num_bytes} bytes")
 
 
 def _described(tensors: Mapping[str, TensorSpec]) -> str:

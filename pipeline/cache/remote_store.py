@@ -80,7 +80,7 @@ class FsspecStore(Store):
     def _stat(self, path: Path) -> EntryStat:
         info = self.folder.info(path.as_posix())
         if info["type"] != "file":
-            raise WrongEntryError("its path is a folder")
+            raise WrongEntryError("its path must be a regular file, got a folder")
         return _entry_stat(info)
 
     def _read_with_stat(self, path: Path) -> tuple[bytes, EntryStat]:

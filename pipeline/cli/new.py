@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.conventions import as_recipe_path
-from pipeline.errors import RecipeError, counted
+from pipeline.errors import EXECUTE_JOB, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
 
@@ -58,7 +58,7 @@ def command(recipe: str, images: Path, base: str) -> None:
 
     click.echo(f"wrote {file}: {counted(sum(each.num_images for each in folders), 'image')}")
     click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
-    click.echo(f"then: dagster job execute -m assets.definitions -j {name}_train")
+    click.echo(f"then: {EXECUTE_JOB} {name}_train")
 
 
 def _already_exists(file: Path) -> RecipeError:

@@ -21,14 +21,11 @@ import polars as pl
 from pipeline.cache.requests import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store
 from pipeline.checks.findings import Outcome
-from pipeline.errors import counted
+from pipeline.errors import EXECUTE_JOB, counted
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
-REPAIR = (
-    "run the cache job, which encodes missing and damaged entries: "
-    "dagster job execute -m assets.definitions -j <recipe>_cache"
-)
+REPAIR = f"run the cache job, which encodes missing and damaged entries: {EXECUTE_JOB} <recipe>_cache"
 
 AT_ONCE = 5_000
 """Number of rows whose keys and stats are in memory at a time."""
@@ -64,7 +61,7 @@ class Problems:
             return
         row = {
             "sample_id": name,
-            "problem": state.reason or "it is missing",
+            "problem": state.reason or "the entry is missing",
             "bytes": state.stat.num_bytes if state.stat else None,
             "expected_bytes": spec.file_bytes,
             "path": store.where(spec),

@@ -256,10 +256,10 @@ class _Fill:
         return missing, results
 
     def _collect(self, states: list[tuple[Row, EntryState]], results: Results) -> None:
-        """Add encoded and failed entries to the result; the store counts, not a process's report.
+        """Add encoded and failed entries to the result, by their state in the store, not by worker reports.
 
         Raises:
-            StoreError: An entry is not valid and has no failure.
+            StoreError: An entry is missing or damaged although no worker reported a failure.
         """
         for row, state in states:
             key = row["key"]
@@ -269,12 +269,12 @@ class _Fill:
             elif key in results.failed:
                 self._result.failed[key] = results.failed[key]
             else:
-                problem = f"wrong: {state.reason}" if state.status == "wrong" else "missing"
+                problem = f"damaged: {state.reason}" if state.status == "wrong" else "missing"
                 raise StoreError(
-                    f"the entry of {self._requests.job(row).name} was encoded, but it is {problem}",
+                    f"the cache entry of {self._requests.job(row).name} was written, but now it is {problem}",
                     where=self._store.where(self._requests.spec(row)),
-                    fix="make sure that no other program changes cache_dir and that its disk works, and "
-                    "start again",
+                    fix="check the disk, stop any program that deletes or changes files in cache_dir, and "
+                    "run the job again",
                 )
         self._add_valid(states)
 

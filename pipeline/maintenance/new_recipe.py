@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeline.errors import DatasetError, LatentlineError, counted
+from pipeline.errors import EXECUTE_JOB, DatasetError, LatentlineError, counted
 from pipeline.images.formats import SUFFIXES
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families import detect
@@ -215,7 +215,7 @@ def recipe_text(name: str, folders: Sequence[ImageFolder], base: str, size: Mode
 #
 # Written by `latentline new`. docs/recipes.md lists all keys. Run these two commands first:
 #   latentline plan {name}
-#   dagster job execute -m assets.definitions -j {name}_train
+#   {EXECUTE_JOB} {name}_train
 
 datasets:
 {_datasets_text(name, folders)}

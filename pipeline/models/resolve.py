@@ -147,9 +147,10 @@ def _local_base(recipe: Recipe) -> Path | None:
         return local
     if local.is_dir():
         raise ModelError(
-            f"model.revision {recipe.model.revision} is ignored: model.base {base} is a local folder",
+            f"model.revision {recipe.model.revision} requires a Hub repository, but model.base {base} is a "
+            "local folder",
             where=f"{recipe.source}, model.revision",
-            fix=f"remove it; or, to use the Hub repository of that name, move {local} away",
+            fix=f"remove model.revision; to use the Hub repository {base} instead, rename the folder {local}",
         )
 
     expected = f"{_where(recipe)}, expected at {local}"

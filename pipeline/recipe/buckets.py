@@ -22,7 +22,7 @@ _LIMIT = re.compile(r"limit\((\d+(?:\.\d+)?)\)")
 
 
 def check_size(value: str) -> str:
-    """Return `value` if it is <height>x<width> with edges that a model supports."""
+    """Return `value` if it is `<height>x<width>` with edges that are multiples of 8, up to `MAX_EDGE_PX`."""
     match = _SIZE.fullmatch(value)
     if not match:
         reject(f"a size must be <height>x<width>, got {value!r}", "write both in pixels, such as 832x1216")
@@ -38,7 +38,7 @@ def check_size(value: str) -> str:
 
 
 def check_upscale(value: str) -> str:
-    """Return `value` if it is allow, never, or limit(x) with x of at least 1."""
+    """Return `value` if it is `allow`, `never`, or `limit(x)` with x >= 1."""
     if value in ("allow", "never"):
         return value
     match = _LIMIT.fullmatch(value)

@@ -6,9 +6,11 @@ Any other optimizer is given by its import path, such as `torch.optim.NAdam`.
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.recipe.settings import Violation, one_of, reject
 
@@ -19,36 +21,55 @@ class OptimizerClass:
 
     Attributes:
         path: Module and class.
-        arguments: Names that `optimizer_arguments` may contain, without the learning rate.
+        arguments: Arguments that `optimizer_arguments` may contain, with the library's defaults. The learning
+            rate is not one of them.
         package: Package to install if the module is missing; None if Latentline depends on it.
         own_schedule: True if the optimizer averages its steps and needs a constant learning rate.
     """
 
     path: str
-    arguments: tuple[str, ...]
+    arguments: Mapping[str, Any]
     package: str | None = None
     own_schedule: bool = False
 
 
 OPTIMIZERS: dict[str, OptimizerClass] = {
-    "adamw": OptimizerClass("torch.optim.AdamW", ("betas", "eps", "weight_decay", "amsgrad")),
+    "adamw": OptimizerClass(
+        "torch.optim.AdamW",
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False},
+    ),
     "adamw8bit": OptimizerClass(
         "bitsandbytes.optim.AdamW8bit",
-        ("betas", "eps", "weight_decay", "min_8bit_size"),
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "min_8bit_size": 4096},
         package="bitsandbytes",
     ),
-    "adafactor": OptimizerClass("torch.optim.Adafactor", ("beta2_decay", "eps", "d", "weight_decay")),
+    "adafactor": OptimizerClass(
+        "torch.optim.Adafactor",
+        {"beta2_decay": -0.8, "eps": (None, 0.001), "d": 1.0, "weight_decay": 0.0},
+    ),
     "prodigy": OptimizerClass(
         "prodigyopt.Prodigy",
-        (
-            *("betas", "beta3", "eps", "weight_decay", "decouple", "use_bias_correction"),
-            *("safeguard_warmup", "d0", "d_coef", "growth_rate", "slice_p"),
-        ),
+        {
+            "betas": (0.9, 0.999),
+            "beta3": None,
+            "eps": 1e-8,
+            "weight_decay": 0.0,
+            "decouple": True,
+            "use_bias_correction": False,
+            "safeguard_warmup": False,
+            "d0": 1e-6,
+            "d_coef": 1.0,
+            "growth_rate": math.inf,
+            "slice_p": 1,
+        },
     ),
-    "lion": OptimizerClass("lion_pytorch.Lion", ("betas", "weight_decay", "decoupled_weight_decay")),
+    "lion": OptimizerClass(
+        "lion_pytorch.Lion",
+        {"betas": (0.9, 0.99), "weight_decay": 0.0, "decoupled_weight_decay": False},
+    ),
     "schedule_free": OptimizerClass(
         "schedulefree.AdamWScheduleFree",
-        ("betas", "eps", "weight_decay", "r", "weight_lr_power"),
+        {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "r": 0.0, "weight_lr_power": 2.0},
         own_schedule=True,
     ),
 }
@@ -90,5 +111,5 @@ def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violat
             close = difflib.get_close_matches(name, accepted, n=1)
             hint = f"did you mean {close[0]}? " if close else ""
             what = f"{optimizer} does not accept the argument {name}"
-            violations.append(Violation(key, what, f"{hint}its arguments are {', '.join(accepted)}"))
+            violations.append(Violation(key, what, f"{hint}use {one_of(accepted)}"))
     return violations

@@ -95,14 +95,14 @@ def _scalar_constructor() -> SafeConstructor:
 
 
 class _Reader:
-    """Converts composed nodes into plain data and records lines and flaws in a document."""
+    """Converts YAML nodes into dicts, lists and scalars, and records their line numbers and any flaws."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self._ancestors: set[int] = set()
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """Return the plain data of the node at `path`."""
+        """Return a node as a dict, list or scalar, and record its line as that of `path`."""
         self._document.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)

@@ -30,21 +30,20 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
         return
     supported = [each.name for each in FAMILIES if each.trains_text_encoders]
     raise TrainingError(
-        f"a LoRA on the text encoders of {family.name} is not supported, either by diffusers' loader or by "
-        "Latentline",
+        f"the text encoders of {family.name} cannot be trained; only those of {one_of(supported)} can",
         where="training.lora.text_encoders",
-        fix=f"remove the key, or use a base model of {one_of(supported)}",
+        fix=f"remove training.lora.text_encoders, or set model.base to a {one_of(supported)} model",
     )
 
 
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:
     """Raise TrainingError on the first setting that has no meaning for a model that predicts `prediction`."""
+    # With zero signal the input is the noise itself, so an epsilon model would only learn to copy it.
     if settings.noise.zero_terminal_snr and prediction != "v_prediction":
         raise TrainingError(
-            f"zero_terminal_snr requires a v-prediction model, but this model predicts {prediction}: at zero "
-            "signal, predicting the noise teaches nothing",
+            f"noise.zero_terminal_snr requires a v-prediction model, but this model predicts {prediction}",
             where="training.noise.zero_terminal_snr",
-            fix="set it to false, or use a base model with v-prediction",
+            fix="set it to false, or use a v-prediction base model",
         )
 
     if prediction != "flow":
@@ -53,7 +52,8 @@ def require_objective(settings: TrainingSettings, prediction: Prediction) -> Non
                 f"timesteps.shift {settings.timesteps.shift} requires a flow-matching model, but this model "
                 f"predicts {prediction} on a beta schedule",
                 where="training.timesteps.shift",
-                fix="set it to null; for more noise use timesteps.density logit_normal, location above 0",
+                fix="set it to null; to train more on noisy timesteps, use timesteps.density: logit_normal "
+                "with timesteps.location above 0",
             )
         return
 

@@ -6,11 +6,13 @@ Run `python -m tools.docs.recipes_page` to write the page.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pipeline.recipe.load import project_root
+from pipeline.recipe.optimizers import OPTIMIZERS
 from pipeline.recipe.settings import MAX_COUNT
 from pipeline.storage.atomic import write_text
 from tools.docs.recipe_schema import recipe_schema
@@ -30,6 +32,21 @@ to the project root. Keys without a default are required. This page is generated
 
 Node = Mapping[str, Any]
 """A node of the JSON schema."""
+
+_OPTIMIZER_ARGUMENTS = "training.optimizer_arguments"
+_OPTIMIZER_ARGUMENTS_INTRO = """\
+Keyword arguments of the class that `training.optimizer` names. The table lists those of the named optimizers,
+with the defaults of their libraries. An optimizer given by its import path accepts the arguments of its
+class; their names are checked when training starts. The learning rate is always `training.learning_rate`.
+
+```yaml
+training:
+  optimizer: adamw
+  optimizer_arguments: {betas: [0.9, 0.99], weight_decay: 0.1}
+```
+
+| optimizer | key | value | default |
+|---|---|---|---|"""
 
 _TYPES = {
     "integer": "an integer",
@@ -56,6 +73,9 @@ def page_path() -> Path:
 def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]:
     """Yield the lines of a section's table, followed by those of its subsections."""
     yield f"## {title}\n"
+    if prefix == f"{_OPTIMIZER_ARGUMENTS}.":
+        yield from _optimizer_arguments()
+        return
     if prefix:
         yield f"{node['description']}\n"
     yield "| key | value | default | description |\n|---|---|---|---|"
@@ -76,6 +96,36 @@ def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]
     for key, section in subsections:
         name = f"{prefix}{key}"
         yield from _section(schema, section, f"{name}.", f"`{name}`")
+
+
+def _optimizer_arguments() -> Iterator[str]:
+    """Yield the section about the optimizers' arguments, which the JSON schema does not list."""
+    yield _OPTIMIZER_ARGUMENTS_INTRO
+    for name, optimizer in OPTIMIZERS.items():
+        for argument, default in optimizer.arguments.items():
+            yield f"| `{name}` | `{argument}` | {_argument_value(default)} | `{_argument_default(default)}` |"
+    yield ""
+
+
+def _argument_value(default: object) -> str:
+    """Return the type of an optimizer's argument in words, from its default."""
+    if isinstance(default, tuple):
+        return "a list of two numbers"
+    if isinstance(default, bool):
+        return _TYPES["boolean"]
+    if isinstance(default, int):
+        return _TYPES["integer"]
+    return f"{_TYPES['number']}{' or `null`' if default is None else ''}"
+
+
+def _argument_default(default: object) -> str:
+    """Return the default as it is written in YAML."""
+    if default == math.inf:
+        return ".inf"
+    # YAML 1.1 reads 1e-08 as text, because it has no decimal point.
+    if isinstance(default, float) and "e" in repr(default):
+        return repr(default).replace("e", ".0e")
+    return _yaml(list(default) if isinstance(default, tuple) else default)
 
 
 def _section_of(schema: Node, info: Node) -> Node | None:

@@ -90,10 +90,15 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
     Raises:
         BucketError: `resolution` is not a positive multiple of `step`, or `max_aspect_ratio` is below 1.
     """
-    if step < 1 or resolution < 1 or resolution % step:
-        what = f"buckets.resolution must be a multiple of buckets.step, got {resolution} and {step}"
-        fix = "set the resolution to a multiple of the step"
-        raise BucketError(what, where="buckets.resolution, buckets.step", fix=fix)
+    if step < 1:
+        raise BucketError(f"buckets.step must be at least 1, got {step}", where="buckets.step", fix="use 64")
+    if resolution < 1 or resolution % step:
+        below = max(resolution // step * step, step)
+        raise BucketError(
+            f"buckets.resolution must be a multiple of buckets.step ({step}), got {resolution}",
+            where="buckets.resolution, buckets.step",
+            fix=f"set buckets.resolution to {below} or {below + step}",
+        )
     if not max_aspect_ratio >= 1:
         what = f"buckets.max_aspect_ratio must be at least 1, got {max_aspect_ratio}"
         raise BucketError(
@@ -110,5 +115,9 @@ def ladder(resolution: int, step: int, max_aspect_ratio: float) -> Buckets:
 
 def _require_bucket_edges(size: Size) -> None:
     if not (1 <= size.height <= MAX_BUCKET_EDGE_PX and 1 <= size.width <= MAX_BUCKET_EDGE_PX):
-        what = f"bucket edges must be between 1 and {MAX_BUCKET_EDGE_PX} pixels, got {size}"
-        raise BucketError(what, where="buckets", fix="change this size")
+        height, width = (min(max(edge, 1), MAX_BUCKET_EDGE_PX) for edge in (size.height, size.width))
+        raise BucketError(
+            f"both edges of a bucket must be between 1 and {MAX_BUCKET_EDGE_PX} pixels, got {size}",
+            where="buckets",
+            fix=f"replace {size} by a size within these limits, such as {Size(height, width)}",
+        )

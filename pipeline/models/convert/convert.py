@@ -104,7 +104,7 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
     """
     if folder.exists() or folder.is_symlink():
         fix = "name a new folder, or remove the existing one"
-        raise ModelError("the folder exists and is never replaced", where=str(folder), fix=fix)
+        raise ModelError("the folder exists already and is never overwritten", where=str(folder), fix=fix)
 
     reference = choices.reference or contents.reference
     family = resolve_reference(reference, ())
@@ -126,10 +126,10 @@ def plan_conversion(contents: Contents, folder: Path, choices: Choices) -> Plan:
     schedule = _schedule(contents, family, choices)
     if choices.parts_only and schedule is not None and schedule.config != family.scheduler_config:
         raise ModelError(
-            f"the file predicts {schedule.prediction}, unlike --like, and model.components cannot replace "
-            "the noise schedule",
+            f"the model in the file predicts {schedule.prediction} and its noise schedule differs from that "
+            f"of {reference}, but --parts-only does not write a noise schedule",
             where=f"{contents.header.file}, --parts-only",
-            fix="convert it without --parts-only",
+            fix="run the command without --parts-only, and set model.base to the new folder",
         )
     building = temp_path_for(folder)
     return Plan(contents, folder, building, reference, family, schedule, copied, choices.parts_only)

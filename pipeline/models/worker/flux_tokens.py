@@ -27,13 +27,13 @@ def text_ids(text: Tensor) -> Tensor:
 
 
 def unpack(pipeline: Any, tokens: Tensor, noisy: Tensor, factor: int) -> Tensor:
-    """Return tokens in the shape of `noisy`.
+    """Rearrange the transformer's output tokens (B, T, D) into a latent (B, C, h, w).
 
     Args:
-        pipeline: Pipeline class.
-        tokens: Output of the transformer.
-        noisy: Noisy latent (B, C, h, w).
-        factor: Pixels per latent value along an edge.
+        pipeline: diffusers' pipeline class, whose `_unpack_latents` does the work.
+        tokens: Output of the transformer, one token per 2x2 patch of the latent.
+        noisy: Latent (B, C, h, w) that was packed into the transformer's input.
+        factor: Downscaling factor of the VAE; `_unpack_latents` takes the image's size in pixels.
     """
     height, width = noisy.shape[2] * factor, noisy.shape[3] * factor
     return pipeline._unpack_latents(tokens, height, width, factor)

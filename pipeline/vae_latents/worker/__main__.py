@@ -14,7 +14,7 @@ from pipeline.processes.pipes import rank, reporter
 
 
 def main(order_file: Path) -> None:
-    """Encode this rank's share of the order."""
+    """Encode the images of `order_file` that belong to this rank, and report progress to the parent."""
     watch_parent()
     with reporter() as report:
         from pipeline.models.worker.loading import keep_quiet

@@ -94,5 +94,5 @@ finally:
 """
     completed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert completed.returncode == 1
-    assert "ModelError: the folder exists and is never replaced" in completed.stderr
+    assert "ModelError: the folder exists already and is never overwritten" in completed.stderr
     assert "AssertionError" not in completed.stderr

@@ -109,7 +109,7 @@ def test_verify_exits_with_1_and_shows_the_file_and_the_fix(cli: Any, job: Job) 
     path.write_bytes(path.read_bytes()[:-1])
     completed = cli("verify", "sample")
     assert completed.exit_code == 1
-    assert f"photos/cat.png: it has 2559 bytes, 2560 are expected\n    {path}" in completed.stdout
+    assert f"photos/cat.png: expected 2560 bytes, got 2559 bytes\n    {path}" in completed.stdout
     assert "latentline verify sample --repair" in completed.stderr
 
 

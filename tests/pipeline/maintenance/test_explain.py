@@ -52,7 +52,7 @@ def test_L08_mirrored_latents_and_further_captions_are_shown_with_their_state(jo
 def test_a_damaged_entry_and_a_rejected_image_are_explained(job: Job) -> None:
     job.entry("vae_latents").write_bytes(b"torn")
     known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
-    assert known["latents entry"]["state"] == "it has 4 bytes, 2560 are expected"
+    assert known["latents entry"]["state"] == "expected 2560 bytes, got 4 bytes"
     root = job.recipe.datasets[0].path
     (root / "broken.png").write_bytes(b"")
     (root / "broken.txt").write_text("a caption")

@@ -63,7 +63,7 @@ def test_L07_bit_rot_that_no_gate_can_detect_is_found(job: Job, asset: str) -> N
     assert (bad_entries.path, bad_entries.needed.name, bad_entries.problem) == (
         str(path),
         "photos/cat.png",
-        "its checksum does not match",
+        "the checksum does not match the content",
     )
 
 

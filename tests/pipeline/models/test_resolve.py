@@ -49,10 +49,10 @@ def test_a_local_folder_is_used_unchanged(tmp_path: Path, model: Path) -> None:
 def test_T01_a_revision_of_a_local_folder_is_an_error(tmp_path: Path, model: Path) -> None:
     requested = recipe(tmp_path, model, revision="v1")
     for look in (resolve_base, check_local_base):
-        with pytest.raises(ModelError, match=r"model\.revision v1 is ignored") as excinfo:
+        with pytest.raises(ModelError, match=r"model\.revision v1 requires a Hub repository") as excinfo:
             look(requested)
         assert excinfo.value.where.endswith("model.revision")
-        assert "remove it" in excinfo.value.fix
+        assert "remove model.revision" in excinfo.value.fix
 
 
 def test_a_relative_folder_starts_at_the_project_root(

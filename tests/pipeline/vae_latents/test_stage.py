@@ -311,7 +311,7 @@ def test_an_entry_that_was_reported_as_encoded_but_is_missing_is_an_error(cache)
             "\n".join([*lines, '{"work_s": 0.1, "aside_s": 0.0}', ""])
         )
 
-    with pytest.raises(StoreError, match="was encoded, but it is missing"):
+    with pytest.raises(StoreError, match="was written, but now it is missing"):
         cached(cache, launch_without_writing)
 
 

@@ -68,16 +68,17 @@ class BetaNoise(NoiseSpec):
         schedule = str(config.get("_class_name", ""))
         if schedule.startswith("EDM"):
             raise FamilyError(
-                f"the noise schedule {schedule} cannot be trained",
+                f"the noise schedule {schedule} is not supported for training",
                 where=path,
-                fix="use a base model with a table of betas, such as with a DDIM, Euler or PNDM scheduler",
+                fix="use a base model whose scheduler/scheduler_config.json names a DDIM, DDPM, Euler or "
+                "PNDM scheduler",
             )
         prediction = config.get("prediction_type", "epsilon")
         if prediction not in ("epsilon", "v_prediction"):
             raise FamilyError(
                 f"prediction_type must be epsilon or v_prediction, got {prediction!r}",
                 where=path,
-                fix="use a base model with one of these prediction types",
+                fix="use a base model with epsilon or v-prediction",
             )
         return prediction
 

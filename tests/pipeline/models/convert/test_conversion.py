@@ -158,7 +158,7 @@ def test_the_parts_only_folder_provides_components_for_the_reference(tmp_path: P
     assert family.component_folder("unet") == plan.folder / "unet"
     assert all(each.is_file() for part in family.fingerprint_parts("denoiser") for each in part.contents)
     plan.folder.rename(tmp_path / "parts")
-    with pytest.raises(ModelError, match="cannot replace the noise schedule"):
+    with pytest.raises(ModelError, match="does not write a noise schedule"):
         planned(
             file, tiny_sdxl, Choices(reference=str(tiny_sdxl), parts_only=True, prediction="v_prediction")
         )

@@ -35,9 +35,11 @@ def weights() -> list[torch.nn.Parameter]:
 @pytest.mark.parametrize("name", ON_THE_CPU)
 def test_a_named_optimizer_accepts_exactly_the_arguments_of_the_recipe_schema(name: str) -> None:
     module, _, kind = OPTIMIZERS[name].path.rpartition(".")
-    taken = set(inspect.signature(getattr(import_module(module), kind).__init__).parameters)
-    assert set(OPTIMIZERS[name].arguments) <= taken
-    assert {"betas", "eps", "weight_decay"} & taken <= set(OPTIMIZERS[name].arguments)
+    parameters = inspect.signature(getattr(import_module(module), kind).__init__).parameters
+    assert set(OPTIMIZERS[name].arguments) <= set(parameters)
+    assert {"betas", "eps", "weight_decay"} & set(parameters) <= set(OPTIMIZERS[name].arguments)
+    defaults = {argument: parameters[argument].default for argument in OPTIMIZERS[name].arguments}
+    assert defaults == OPTIMIZERS[name].arguments
 
 
 @pytest.mark.parametrize("name", ON_THE_CPU)
