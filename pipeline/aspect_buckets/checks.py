@@ -1,4 +1,9 @@
-"""Checks of aspect_buckets: conservation, valid sizes, possible batches, crop loss."""
+"""Checks of aspect_buckets: conservation, valid sizes, possible batches, crop loss.
+
+To add a check, such as a gate on the number of buckets: write a function here that returns an `Outcome`,
+and add it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the
+same name in `pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 

@@ -107,7 +107,8 @@ def findings(context: CheckContext, asset: str, outcomes: Mapping[str, Outcome])
     is replaced by the recipe's name.
     """
     specs = SPECS[asset]
-    assert set(outcomes) == {spec.name for spec in specs}, f"{asset}: {sorted(outcomes)}"
+    undeclared = set(outcomes) ^ {spec.name for spec in specs}
+    assert not undeclared, f"only in {asset}/checks.py or only in recipe/gates.py: {sorted(undeclared)}"
     allowed = context.recipe.checks.allow
     results = [_finding(spec, outcomes[spec.name], allowed=spec.name in allowed) for spec in specs]
     return [replace(each, fix=each.fix.replace("<recipe>", context.recipe.name)) for each in results]

@@ -1,6 +1,7 @@
 """The checks of each asset: name, gate or warning, description and advice.
 
-Loaded with the definitions, so it imports nothing heavy. The order is that of `<stage>/checks.py`.
+A check is implemented under the same name, and in the same order, in `pipeline/<asset>/checks.py`. All other
+lists of names follow from these two. Loaded with the definitions, so it imports nothing heavy.
 """
 
 from __future__ import annotations

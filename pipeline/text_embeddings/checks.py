@@ -1,4 +1,9 @@
-"""Checks of text_embeddings: every caption has an entry, of the encoders' shapes, exact size and finite."""
+"""Checks of text_embeddings: every caption has an entry, of the encoders' shapes, exact size and finite.
+
+To add a check, such as a gate on token counts: write a function here that returns an `Outcome`, and add it
+to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
+`pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 

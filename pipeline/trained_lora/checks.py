@@ -1,6 +1,10 @@
 """Checks of trained_lora: the published LoRA is complete, intact, and the result of a sound run.
 
 The checks read the files in `lora/` and the records of their run, without torch.
+
+To add a check, such as a gate on the final loss: write a function here that returns an `Outcome`, and add
+it to `outcomes` in `run`. Declare the check under the same name in `pipeline/recipe/gates.py`, then
+generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

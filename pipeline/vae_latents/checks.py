@@ -1,4 +1,9 @@
-"""Checks of vae_latents: every latent exists, with the geometry's shape, exact size and finite values."""
+"""Checks of vae_latents: every latent exists, with the geometry's shape, exact size and finite values.
+
+To add a check, such as a gate on latent means: write a function here that returns an `Outcome`, and add it
+to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name in
+`pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 

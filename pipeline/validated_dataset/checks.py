@@ -1,4 +1,9 @@
-"""Checks of validated_dataset: captions, the rejected fraction, duplicates, and changed files."""
+"""Checks of validated_dataset: captions, the rejected fraction, duplicates, and changed files.
+
+To add a check, such as a gate on caption length: write a function here that returns an `Outcome`, and add
+it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name
+in `pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 
