@@ -33,7 +33,8 @@ from pipeline.images import colour
 from pipeline.images.colour import Background
 from pipeline.images.formats import ImageError, formats_of, plugin_version, plugin_versions, require_image
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
-from pipeline.storage.source import SourceFile, UnreachableError
+from pipeline.storage.remote_folder import UnreachableError
+from pipeline.storage.source import SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
 
 MAX_IMAGE_PX = 178_956_970

@@ -13,14 +13,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from stat import S_ISDIR, S_ISREG
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
-from pipeline.storage.source import open_nonblocking, to_int64
-
-if TYPE_CHECKING:
-    from pipeline.storage.source import ListedPath, RemoteSource
+from pipeline.storage.source import ListedPath, RemoteSource, open_nonblocking, to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]

@@ -10,6 +10,7 @@ from stat import S_ISDIR
 
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
+from pipeline.storage.source import RemoteSource
 
 IGNORED_PREFIX = "."
 """Prefix of names that do not belong to a dataset: editors, file managers and copying tools create them."""
@@ -68,10 +69,6 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
 
 
 def _remote_lines(url: Url) -> Iterator[bytes]:
-    from pipeline.storage.source import (
-        RemoteSource,  # imports fsspec, which local datasets do not need
-    )
-
     if url.suffix.lower() in MANIFEST_SUFFIXES:
         (stat,) = RemoteSource(url.parent).stats([url.name]).tolist()
         yield f"{url}\0{stat}\n".encode()

@@ -15,8 +15,8 @@ from email.utils import parsedate_to_datetime
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipeline.errors import StoreError
-from pipeline.storage.addresses import Url
+from pipeline.errors import DatasetError, StoreError
+from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
 
 ACCESS_FIX = (
@@ -57,6 +57,10 @@ _PACKAGES = {
     "git": "pygit2",
 }
 """Packages required by protocols that fsspec implements itself."""
+
+
+class UnreachableError(OSError):
+    """A remote file that could not be read, although it may exist."""
 
 
 def open_url(url: Url) -> tuple[Any, str]:
@@ -288,3 +292,24 @@ def _nanoseconds(value: object) -> int | None:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         return round(value * 1e6) * 1000
     return None
+
+
+def unreadable_error(address: Address | str, err: Exception) -> DatasetError:
+    """Return the error for a dataset address or one of its folders that cannot be opened or listed."""
+    text = " ".join(str(err).split()) or type(err).__name__
+    if isinstance(err, ImportError) and isinstance(address, Url):
+        what = f"the dataset address needs a package that is not installed: {text}"
+        return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
+    if isinstance(err, (FileNotFoundError, NotADirectoryError)):
+        what = f"the dataset address does not exist: {text}"
+        fix = "correct the server or bucket, folder or archive in datasets[].path"
+        return DatasetError(what, where=str(address), fix=fix)
+    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
+    return DatasetError(what, where=str(address), fix=ACCESS_FIX)
+
+
+def as_os_error(err: Exception) -> OSError:
+    """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
+    if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
+        return err
+    return UnreachableError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}")

@@ -22,13 +22,13 @@ import numpy.typing as npt
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.remote_folder import (
-    ACCESS_FIX,
+    as_os_error,
     join_path,
-    missing_package,
     open_url,
     request_lock,
     stat_from_info,
     text_number,
+    unreadable_error,
 )
 
 Stat = tuple[int, int, int, int]
@@ -46,10 +46,6 @@ REMOTE_THREADS = 16
 
 MAX_BUFFERED_BYTES = 64_000_000
 """Size up to which an opened remote file is read into memory at once."""
-
-
-class UnreachableError(OSError):
-    """A remote file that could not be read, although it may exist."""
 
 
 class SourceFile(NamedTuple):
@@ -203,7 +199,7 @@ class RemoteSource(Source):
         try:
             self._files, base = open_url(url)
         except Exception as err:
-            raise _unreadable(url, err) from err
+            raise unreadable_error(url, err) from err
         self._base = base.rstrip("/")
         self._default_version = text_number(url)
         self._lock = request_lock(self._files)
@@ -219,7 +215,7 @@ class RemoteSource(Source):
             with self._lock:
                 return self._files.open(self._full(path), "rb")
         except Exception as err:
-            raise _as_os_error(err) from err
+            raise as_os_error(err) from err
 
     def read(self, path: str) -> bytes:
         """See `Source.read`."""
@@ -274,7 +270,7 @@ class RemoteSource(Source):
                     raise NotADirectoryError("it is a file")
                 return list(self._items(folder, infos))
         except Exception as err:
-            raise _unreadable(self.where(folder) if folder else self.address, err) from err
+            raise unreadable_error(self.where(folder) if folder else self.address, err) from err
 
     def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
         """Yield every file below a folder, without files and folders whose names begin with a dot."""
@@ -291,7 +287,7 @@ class RemoteSource(Source):
             with self._lock:
                 return bytes(self._files.cat_file(self._full(path), **limits))
         except Exception as err:
-            raise _as_os_error(err) from err
+            raise as_os_error(err) from err
 
     def _list_or_empty(self, folder: str) -> list[ListedPath]:
         try:
@@ -384,23 +380,3 @@ def _stat_or_none(path: str) -> Stat:
     except OSError:
         return NO_FILE
     return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-
-
-def _unreadable(address: Address | str, err: Exception) -> DatasetError:
-    text = " ".join(str(err).split()) or type(err).__name__
-    if isinstance(err, ImportError) and isinstance(address, Url):
-        what = f"the dataset address needs a package that is not installed: {text}"
-        return DatasetError(what, where=str(address), fix=f"pip install {missing_package(address)}")
-    if isinstance(err, (FileNotFoundError, NotADirectoryError)):
-        what = f"the dataset address does not exist: {text}"
-        fix = "correct the server or bucket, folder or archive in datasets[].path"
-        return DatasetError(what, where=str(address), fix=fix)
-    what = f"the dataset cannot be read: {type(err).__name__}: {text}"
-    return DatasetError(what, where=str(address), fix=ACCESS_FIX)
-
-
-def _as_os_error(err: Exception) -> OSError:
-    """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
-    if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
-        return err
-    return UnreachableError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}")
