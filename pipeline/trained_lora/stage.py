@@ -112,8 +112,7 @@ def train_lora(
 
     with hold_run(layout, log):
         finished = read_finished(layout, steps=recipe.training.num_steps, recipe_name=recipe.name)
-        launched = finished is None
-        if finished is None:
+        if launched := finished is None:
             finished = _train(job, facts, table, launch=launch, log=log)
             watch.startup_s = finished["startup_s"]
         else:
@@ -129,8 +128,7 @@ def train_lora(
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
     log(f"lora/ holds run {job.run}: " + (f"replaced {', '.join(replaced)}" if replaced else "unchanged"))
-    report = _report(job, finished, launched=launched)
-    report |= {"overrides": changes, **watch.numbers()}
+    report = {**_report(job, finished, launched=launched), "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
 
 

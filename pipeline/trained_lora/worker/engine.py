@@ -35,7 +35,7 @@ from pipeline.trained_lora.worker.distributed import exclude_frozen_weights, mak
 from pipeline.trained_lora.worker.ema import AveragedWeights
 from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
-from pipeline.trained_lora.worker.loss import sample_losses, share_of_mean, snr_weights
+from pipeline.trained_lora.worker.loss import not_finite_error, sample_losses, share_of_mean, snr_weights
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.plan.steps import StepPlan
-
-MAX_NAMED_SAMPLES = 20
-"""Maximum number of samples listed in an error."""
 
 MAX_SKIPPED_STEPS = 20
 """Maximum number of consecutive steps that fp16's loss scaling may skip before the run stops.
@@ -140,7 +137,7 @@ class Engine:
 
     def _add_adapter(self, denoiser: nn.Module) -> nn.Module:
         lora, seed = self._settings.lora, self._settings.seed
-        add_lora(cast("Any", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
+        add_lora(denoiser, lora, targets=self._family.lora_targets(), seed=seed)
         if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
@@ -198,7 +195,7 @@ class Engine:
             samples = [
                 slot.variant_id for slot in batch.slots() if not math.isfinite(losses_by_slot[slot.index])
             ]
-            raise _not_finite("loss", batch.step, loss, samples)
+            raise not_finite_error("loss", batch.step, loss, samples)
 
         learning_rate = float(self._schedule.get_last_lr()[0])
         self._update(batch, grad_norm)
@@ -265,7 +262,8 @@ class Engine:
         # With a gradient scaler an infinite gradient is normal: the scaler skips the step.
         if not math.isfinite(grad_norm) and self.accelerator.scaler is None:
             self._optimizer.zero_grad()
-            raise _not_finite("gradient", batch.step, grad_norm, [slot.variant_id for slot in batch.slots()])
+            samples = [slot.variant_id for slot in batch.slots()]
+            raise not_finite_error("gradient", batch.step, grad_norm, samples)
 
         self._optimizer.step()
         self._optimizer.zero_grad()
@@ -393,16 +391,3 @@ class Engine:
     def weights_finite(self) -> bool:
         """Return whether every trained weight is finite."""
         return all(bool(torch.isfinite(weight).all()) for weight in self.weights)
-
-
-def _not_finite(quantity: str, step: int, value: float, samples: list[str]) -> TrainingError:
-    listed = "\n".join(samples[:MAX_NAMED_SAMPLES])
-    more = f"\nand {len(samples) - MAX_NAMED_SAMPLES} more" if len(samples) > MAX_NAMED_SAMPLES else ""
-    return TrainingError(
-        f"the {quantity} of step {step} must be finite, got {value}",
-        where=f"samples:\n{listed}{more}",
-        fix=(
-            "lower training.learning_rate, set accelerate.mixed_precision to bf16 or no, or check these "
-            "images; the weights before this step are kept"
-        ),
-    )

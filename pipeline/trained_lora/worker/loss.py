@@ -12,12 +12,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import huber_loss, mse_loss, smooth_l1_loss
 
+from pipeline.errors import TrainingError
+
 if TYPE_CHECKING:
     from pipeline.models.families import Prediction
     from pipeline.recipe import LossSettings
 
 MAX_SNR = 1000.0
 """Largest SNR of the `debiased` weighting, so that nearly clean timesteps keep some weight."""
+
+MAX_NAMED_SAMPLES = 20
+"""Maximum number of samples listed in an error."""
 
 
 def sample_losses(prediction: Tensor, target: Tensor, settings: LossSettings) -> Tensor:
@@ -93,3 +98,17 @@ def share_of_mean(losses: Tensor, weights: Tensor, *, num_samples: int, num_proc
         A scalar to call `backward` on.
     """
     return (losses * weights).sum() * (num_processes / num_samples)
+
+
+def not_finite_error(quantity: str, step: int, value: float, samples: list[str]) -> TrainingError:
+    """Return the error for a loss or gradient that is not finite, with the samples of the step."""
+    listed = "\n".join(samples[:MAX_NAMED_SAMPLES])
+    more = f"\nand {len(samples) - MAX_NAMED_SAMPLES} more" if len(samples) > MAX_NAMED_SAMPLES else ""
+    return TrainingError(
+        f"the {quantity} of step {step} must be finite, got {value}",
+        where=f"samples:\n{listed}{more}",
+        fix=(
+            "lower training.learning_rate, set accelerate.mixed_precision to bf16 or no, or check these "
+            "images; the weights before this step are kept"
+        ),
+    )

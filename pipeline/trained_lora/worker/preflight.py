@@ -48,7 +48,7 @@ def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[
         )
 
     # A fresh adapter is zero, and zeros pass verification at any scale: verify nonzero weights.
-    folder = layout.exported.with_name("lora.rehearsal")
+    folder = layout.exported.with_name("lora.preflight")
     with perturbed_weights(engine.weights):
         export(folder)
     shutil.rmtree(folder)

@@ -63,11 +63,12 @@ def _load(job: ConversionJob, family: Family, role: str, component: ComponentJob
             return getattr(pipeline, role)
         tensors = _read_tensors(job, component)
         return component_class(family, role).from_single_file(tensors, subfolder=role, **common)
-    except NotImplementedError as err:  # raised by torch for a weight without a tensor
-        raise _mismatch_error(job, role, "the file lacks some of the weights") from err
     except (ValueError, KeyError, IndexError, RuntimeError, SingleFileComponentError) as err:
-        reason = str(err).strip().splitlines() or [type(err).__name__]
-        raise _mismatch_error(job, role, f"error of diffusers: {reason[0]}") from err
+        reason, *_ = str(err).strip().splitlines() or [type(err).__name__]
+        # diffusers leaves a weight that the file lacks as a meta tensor, which torch cannot copy.
+        is_incomplete = "meta tensor" in reason
+        reason = "the file lacks some of the weights" if is_incomplete else f"error of diffusers: {reason}"
+        raise _mismatch_error(job, role, reason) from err
 
 
 def _read_tensors(job: ConversionJob, component: ComponentJob) -> dict[str, Tensor]:
