@@ -146,7 +146,7 @@ def serialise(spec: EntrySpec, tensors: Mapping[str, Array], metadata: Mapping[s
         if not tensor.admits(given) or array.dtype != np.dtype(_NUMPY_TYPES[tensor.dtype]):
             raise ValueError(f"{name} must be {tensor.dtype} {tensor.shape}, got {array.dtype} {array.shape}")
         if not _all_finite(array):
-            raise ValueError(f"{name} contains values that are not finite")
+            raise ValueError(f"{name} contains NaN or infinite values")
         arrays[name] = array
 
     # The header's length must be known before the checksum, which covers it; so serialise once with a blank.
