@@ -12,18 +12,19 @@ export DO_NOT_TRACK := 1
 .PHONY: help demo test test-full check bench bench-compare ui format clean install
 
 help:
-	@echo "make demo    install, make the offline model and photographs, run the whole job demo_train on the CPU"
-	@echo "make test    the test suite; make test-full adds the full versions of its long tests"
-	@echo "make check   format, lint, types, import layers"
-	@echo "make bench   ours against what the machine can do, in minutes; make bench BENCH=full for the quoted sizes"
-	@echo "make bench-compare   the same, beside the newest run in bench/results; says what got slower"
-	@echo "make ui      the Dagster UI on http://127.0.0.1:3000"
-	@echo "make format  rewrite the sources in the project's format"
+	@echo "make demo    install, create a tiny offline model and photographs, and run the job demo_train on the CPU"
+	@echo "make test    run the test suite without slow tests; make test-full runs all tests"
+	@echo "make check   check format, lint, types and import layers"
+	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
+	@echo "make bench-compare   run the benchmarks, and list what is slower than the newest run in bench/results"
+	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000"
+	@echo "make format  format the sources and fix lint errors"
+	@echo "make clean   remove the cache and the files of the demo"
 
 install: $(VENV)/installed
 
-# torch first and by its exact pin, so that no other package chooses a build of it.
-# Dagster's history last: two commands that make it at the same moment leave one that no command can read.
+# Install torch first with its exact pin; otherwise a dependency could select another build.
+# Create Dagster's database last: if two commands created it at the same time, it would become unreadable.
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
@@ -56,7 +57,7 @@ format: install
 bench: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full)
 
-# BENCH_BEFORE names the JSON of the run to compare with: the newest that was made here, or else the project's.
+# JSON of the run to compare with: the newest local run, or the published one if there is none.
 BENCH_BEFORE ?= $(firstword $(shell ls -t bench/results/2*.json 2>/dev/null) bench/results/cpu.json)
 
 bench-compare: install
