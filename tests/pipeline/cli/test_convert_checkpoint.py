@@ -78,7 +78,7 @@ def test_an_error_in_the_converting_process_ends_the_command_and_leaves_no_files
     completed = run(file, tmp_path / "noob", "--like", tiny_sdxl)
     assert completed.returncode == 1
     assert "ModelError: the file's unet does not match the configuration" in completed.stderr
-    assert "fix:   name in --like the model that the file was made from" in completed.stderr
+    assert "fix:   name the model that the file was made from in --like" in completed.stderr
     assert [each.name for each in tmp_path.iterdir()] == [file.name]
 
 
