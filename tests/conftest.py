@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 
 from pipeline.processes.launch import Meanwhile
-from tests.elsewhere import S3_ENVIRONMENT, s3_server
+from tests.remote_folders import S3_ENVIRONMENT, s3_server
 
 # Set before torch is imported: spinning OpenMP threads lose all progress on a shared machine.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -80,7 +80,7 @@ class LaunchHere:
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         from pipeline.encoding.fill import WORKERS
-        from tests.worker_runs import run
+        from tests.in_process_worker import run
 
         if meanwhile is not None:
             meanwhile()

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.elsewhere import in_archive, in_bucket
+from tests.remote_folders import in_archive, in_bucket
 
 
 @pytest.mark.usefixtures("s3")

@@ -1,7 +1,13 @@
-"""The checks of both cache stages, on tables and entries written by the real stages."""
+"""The checks of both cache stages, on tables and entries written by the real stages.
+
+The last test damages every entry of a small cache in every way.
+"""
 
 from __future__ import annotations
 
+import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,3 +243,89 @@ def test_L08_a_missing_mirrored_latent_closes_the_gate(job: Job) -> None:
     assert job.failing("vae_latents", job.changed())["completeness"].rows[0]["problem"] == (
         "the recipe does not need its mirrored latent"
     )
+
+
+_rng = random.Random(4)
+"""Generator of positions to damage."""
+
+
+def emptied(path: Path, _: Path) -> None:
+    path.write_bytes(b"")
+
+
+def cut(path: Path, _: Path) -> None:
+    raw = path.read_bytes()
+    path.write_bytes(raw[: _rng.randrange(1, len(raw))])
+
+
+def flipped_in_header(path: Path, _: Path) -> None:
+    _flip(path, 0, DATA_START)
+
+
+def flipped_in_data(path: Path, _: Path) -> None:
+    _flip(path, DATA_START, path.stat().st_size)
+
+
+def replaced(path: Path, neighbour: Path) -> None:
+    path.write_bytes(neighbour.read_bytes())
+
+
+def grown(path: Path, _: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"\0" * _rng.randrange(1, 100))
+
+
+def deleted(path: Path, _: Path) -> None:
+    path.unlink()
+
+
+def a_folder(path: Path, _: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "inside").write_text("kept")
+
+
+def _flip(path: Path, start: int, end: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[_rng.randrange(start, end)] ^= 1 << _rng.randrange(8)
+    path.write_bytes(raw)
+
+
+DAMAGES = [emptied, cut, flipped_in_header, flipped_in_data, replaced, grown, deleted, a_folder]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("asset", ASSETS)
+def test_L02_L06_L07_damage_to_any_entry_is_reported_and_repaired(
+    job: Job, asset: str, damage: Callable[[Path, Path], None]
+) -> None:
+    entries = RecipeEntries(job.recipe)
+    sound = contents(job)
+    for row in job.tables.read(asset).to_dicts():
+        spec = entries.latent_spec(row) if asset == "vae_latents" else entries.text_spec(row["caption"])
+        path = entries.store.path(spec)
+        neighbour = next(other for other in sorted(path.parents[1].rglob("*.safetensors")) if other != path)
+        damage(path, neighbour)
+
+        bad_rows = [row for finding in job.failing(asset).values() for row in finding.rows]
+        assert {row["path"] for row in bad_rows} == {str(path)}
+        assert all(row["problem"] for row in bad_rows)
+        others = {"vae_latents", "text_embeddings"} - {asset}
+        assert all(job.failing(other) == {} for other in others), (
+            "a check of the other stage reports the damage"
+        )
+
+        job.cache()
+        assert job.failing(asset) == {}
+        assert contents(job) == sound
+        displaced = list(path.parent.glob("*.displaced"))
+        assert bool(displaced) == (damage is a_folder)
+        for folder in displaced:
+            assert (folder / "inside").read_text() == "kept", (
+                "the contents of the displaced folder were deleted"
+            )
+            shutil.rmtree(folder)
+
+
+def contents(job: Any) -> dict[str, bytes]:
+    root = job.recipe.cache_dir
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.safetensors")}

@@ -19,8 +19,8 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.storage.source import source_at
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
-from tests.elsewhere import in_bucket
 from tests.pipeline.conftest import picture
+from tests.remote_folders import in_bucket
 
 ROWS = [
     {"path": "a.png", "caption": "a cat", "other": "a small cat", "score": 7},

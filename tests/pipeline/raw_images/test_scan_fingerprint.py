@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import DatasetError
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.storage.addresses import Url
-from tests.elsewhere import in_bucket
+from tests.remote_folders import in_bucket
 
 
 @pytest.fixture

@@ -1,10 +1,14 @@
-"""A file is replaced completely or not at all."""
+"""A file is replaced completely or not at all, also on a full disk."""
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_atomically, write_bytes, write_text
+from tests.pipeline.namespaces import namespace
 
 
 def test_a_file_is_written_with_its_parent_folders(tmp_path: Path) -> None:
@@ -43,3 +47,23 @@ def test_I18_a_name_at_the_file_systems_limit_can_be_written(tmp_path: Path) -> 
     path = tmp_path / ("n" * 255)
     write_bytes(path, b"x")
     assert path.read_bytes() == b"x"
+
+
+def test_L14_a_full_disk_names_the_file_and_leaves_tables_and_reports_unchanged(tmp_path: Path) -> None:
+    command = [*namespace(), sys.executable, "-m", "tests.pipeline.storage.full_table_disk", str(tmp_path)]
+    completed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert completed.returncode == 0, completed.stderr[-3000:]
+    observed = json.loads(completed.stdout.splitlines()[-1])
+    for error, path in (
+        (observed["table"], "tables/rejected/raw_images.parquet"),
+        (observed["report"], "reports/raw_images.json"),
+    ):
+        assert error["what"] == "the disk is full (ENOSPC)"
+        assert error["where"] == str(tmp_path / "out" / path)
+        assert "free space on that disk" in error["fix"]
+    assert observed["same_table"]
+    assert observed["same_report"]
+    assert observed["files"] == ["raw_images.json", "raw_images.parquet", "rejected.parquet"], (
+        "no temporary file"
+    )
+    assert observed["rows_with_room"] == 3

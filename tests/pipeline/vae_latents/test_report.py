@@ -28,7 +28,7 @@ from pipeline.vae_latents import report as decoded
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.vae_latents.worker.encoder import LatentEncoder
 from pipeline.vae_latents.worker.reconstruct import draw_pictures
-from tests.worker_runs import run
+from tests.in_process_worker import run
 
 WHITE = (255, 255, 255)
 

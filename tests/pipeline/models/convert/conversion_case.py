@@ -14,7 +14,7 @@ from pipeline.models.convert.job import read_job
 from pipeline.models.convert.worker.components import convert_components
 from pipeline.models.worker.family import WorkerFamily
 from pipeline.processes.launch import Meanwhile
-from tests.pipeline.models.convert.renaming import State, weights
+from tests.pipeline.models.convert.state_dicts import State, weights
 
 Originals = Callable[[Path], State]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tests.pipeline.models.convert.renaming import (
+from tests.pipeline.models.convert.state_dicts import (
     State,
     config,
     fuse,

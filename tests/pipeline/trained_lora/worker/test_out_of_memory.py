@@ -26,7 +26,7 @@ class Silent:
 def test_running_out_of_memory_in_a_step_names_the_step_and_the_settings(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(optimizer="tests.pipeline.trained_lora.greedy.Greedy").order()
+    order = make_project(optimizer="tests.pipeline.trained_lora.oversized_optimizer.OversizedStep").order()
     with pytest.raises(TrainingError, match="memory ran out in step 0") as excinfo:
         train(order, Silent(), StopRequest())
     assert "training.batch_size 2" in excinfo.value.where

@@ -205,7 +205,7 @@ def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp
     job = Job(entries.latent_spec(row), {}, work, row["path"], row["target_height"] * row["target_width"])
     settings = {"compute_dtype": "float32", "posterior": "mean", "background": [255, 255, 255]}
     order = Order("latents", Path(large.recipe.model.base), tmp_path / "store", settings, [job])
-    command = [sys.executable, "-m", "tests.pipeline.encoding.cramped"]
+    command = [sys.executable, "-m", "tests.pipeline.encoding.limited_memory"]
     command += [str(write_order(order, tmp_path)), str(320 * 2**20)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr[-3000:]

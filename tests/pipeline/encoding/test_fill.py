@@ -1,10 +1,12 @@
-"""Killed, concurrent and distributed jobs: the store is valid at every moment."""
+"""Filling the cache: killed, concurrent and distributed jobs, a full disk, and the memory of planning."""
 
 from __future__ import annotations
 
 import json
 import random
 import shutil
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from PIL import Image
 
 from pipeline.aspect_buckets.stage import assign_buckets
 from pipeline.cache.requests import RecipeEntries
+from pipeline.cache.store import Kind
 from pipeline.encoding.worker.run import WRITES_BEHIND
 from pipeline.errors import LaunchError
 from pipeline.processes.launch import LocalLaunch, Meanwhile
@@ -30,15 +33,16 @@ from pipeline.recipe import Recipe
 from pipeline.storage.tables import Tables
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
-from tests.pipeline.encoding.forked import Forked, ForkedLaunch
+from tests.pipeline.encoding.fork_server import ForkedLaunch, ForkServer
+from tests.pipeline.namespaces import namespace
 
 SIZES = ((64, 64), (48, 80), (80, 48), (200, 150))
 
 
 @pytest.fixture(scope="module")
-def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
-    with Forked(tmp_path_factory.mktemp("forked")) as process:
-        yield process
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with ForkServer(tmp_path_factory.mktemp("forked")) as server:
+        yield server
 
 
 def with_images(cache: Any, count: int) -> Any:
@@ -64,7 +68,7 @@ def visible(recipe: Recipe) -> set[str]:
 
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_encode_a_finished_one_again(
-    cache: Any, forked: Forked, launch_here: Any, entry_bytes: Any, kills: int
+    cache: Any, fork_server: ForkServer, launch_here: Any, entry_bytes: Any, kills: int
 ) -> None:
     cache = with_images(cache, 32)
     recipe, buckets = cache.recipe, cache.buckets()
@@ -78,7 +82,7 @@ def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_en
     undisturbed = entry_bytes()
     shutil.rmtree(recipe.cache_dir)
     started_s = time.perf_counter()
-    run(ForkedLaunch(forked))
+    run(ForkedLaunch(fork_server))
     full_run_s = time.perf_counter() - started_s
     assert entry_bytes() == undisturbed
 
@@ -92,7 +96,7 @@ def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_en
         while True:
             before = visible(recipe)
             launch = ForkedLaunch(
-                forked, kill_after_s=moments.uniform(0, full_run_s) if num_kills < kills else None
+                fork_server, kill_after_s=moments.uniform(0, full_run_s) if num_kills < kills else None
             )
             try:
                 run(launch)
@@ -121,7 +125,7 @@ def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_en
 
 @pytest.mark.parametrize("num_jobs", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
-    cache: Any, forked: Forked, tmp_path: Path, entry_bytes: Any, launch_here: Any, num_jobs: int
+    cache: Any, fork_server: ForkServer, tmp_path: Path, entry_bytes: Any, launch_here: Any, num_jobs: int
 ) -> None:
     cache = with_images(cache, 30)
     alone = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
@@ -134,7 +138,7 @@ def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
         file = tmp_path / f"job{job}.json"
         file.write_text(recipe.model_dump_json(), encoding="utf-8")
         tasks.append({"kind": "stages", "recipe": str(file)})
-    assert forked.run(tasks) == [0] * num_jobs
+    assert fork_server.run(tasks) == [0] * num_jobs
 
     written = entry_bytes()
     assert {name: data for name, data in written.items() if name.startswith("latents")} == expected
@@ -304,3 +308,64 @@ def encoded_alone(cache: Any, launch: Any) -> dict[str, bytes]:
         spec = RecipeEntries(cache.recipe).latent_spec(encoded_row)
         alone[encoded_row["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
     return alone
+
+
+def test_L14_a_disk_that_fills_up_during_a_job_loses_no_entry_and_the_next_run_resumes(
+    photos: Path, tiny_sd: Path
+) -> None:
+    command = [*namespace(), sys.executable, "-m", "tests.pipeline.encoding.full_cache_disk"]
+    process = subprocess.run(
+        [*command, str(photos.parent), str(tiny_sd)], capture_output=True, text=True, check=False
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    observed = json.loads(process.stdout.splitlines()[-1])
+    filled, full, room = observed["filled"], observed["full"], observed["room"]
+
+    assert "the disk is full: an entry of " in filled["error"]
+    assert str(photos.parent / "cache" / "latents") in filled["error"]
+    assert "existing entries stay valid" in filled["error"]
+    assert [Path(name).suffix for name in filled["files"]] == [".safetensors"] * 2, (
+        "a temporary file was not removed"
+    )
+
+    assert "bytes free for the missing entries" in full["error"]
+    assert "(67,108,864 of them stay free), got 0" in full["error"]
+    assert full["launched"] == filled["launched"] == 1, (
+        "the space estimate must run before the encoder starts"
+    )
+    assert full["files"] == filled["files"]
+    assert "the cache cannot be written: the disk is full" in observed["text"]["error"]
+    assert "free space on that disk" in observed["text"]["error"]
+    assert observed["text"]["launched"] == 1
+
+    assert room["error"] == ""
+    assert {name: room["report"][name] for name in ("encoded", "reused", "damaged")} == {
+        "encoded": 3,
+        "reused": 2,
+        "damaged": 0,
+    }
+    assert {name: room["files"][name] for name in filled["files"]} == filled["files"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
+@pytest.mark.parametrize(
+    "counts", [(1_000, 16_000), pytest.param((10_000, 100_000), marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("kind", ["latents", "text"])
+def test_L12_planning_a_cold_cache_takes_less_than_one_kilobyte_per_sample(
+    tiny_sd: Path, tmp_path: Path, kind: Kind, counts: tuple[int, int]
+) -> None:
+    few, many = (peak_of_planning(tiny_sd, tmp_path / str(count), kind, count) for count in counts)
+    bytes_per_sample = (many - few) / (counts[1] - counts[0])
+    sys.stdout.write(
+        f"{kind}: {bytes_per_sample:.0f} bytes per sample, {many / 2**20:.0f} MiB for {counts[1]}\n"
+    )
+    assert bytes_per_sample < 1000
+
+
+def peak_of_planning(base: Path, folder: Path, kind: Kind, count: int) -> int:
+    command = [sys.executable, "-m", "tests.pipeline.encoding.planning_memory"]
+    command += [str(base), str(folder), kind, str(count)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return int(process.stdout)

@@ -1,6 +1,6 @@
 """Real encoding processes that start in milliseconds: forked from a server that has already imported torch.
 
-`python -m tests.pipeline.encoding.forked` reads one JSON line per batch of tasks and answers with one
+`python -m tests.pipeline.encoding.fork_server` reads one JSON line per batch of tasks and answers with one
 after all children have exited. The server computes nothing itself, so its children inherit no threads.
 """
 
@@ -28,14 +28,14 @@ ENCODED_LOG = "encoded.log"
 """Name of a file next to an order's results, with one key per line for each image that the VAE encoded."""
 
 
-class Forked:
+class ForkServer:
     """A context manager for the fork server; see `ForkedLaunch` for its use as a launch."""
 
     def __init__(self, folder: Path) -> None:
         """Start the server; the output of its children goes to `folder`."""
         self._log = (folder / "forked.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.pipeline.encoding.forked"],
+            [sys.executable, "-m", "tests.pipeline.encoding.fork_server"],
             cwd=ROOT,
             env=launch_environment(AccelerateSettings(), folder / "error.json"),
             stdin=subprocess.PIPE,
@@ -52,7 +52,7 @@ class Forked:
         self._process.stdin.flush()
         return self._read_answer()
 
-    def __enter__(self) -> Forked:
+    def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(
@@ -72,8 +72,8 @@ class Forked:
 class ForkedLaunch:
     """A `Launch` of one forked encoding process, optionally killed after `kill_after_s` seconds."""
 
-    def __init__(self, forked: Forked, kill_after_s: float | None = None) -> None:
-        self._server = forked
+    def __init__(self, server: ForkServer, kill_after_s: float | None = None) -> None:
+        self._server = server
         self._kill_after_s = kill_after_s
         self.encoded: list[str] = []
         self.ended: set[str] = set()
@@ -116,7 +116,7 @@ def _log_encoded(folder: Path) -> None:
 
 
 def _encode(task: dict[str, Any]) -> None:
-    from tests.worker_runs import run
+    from tests.in_process_worker import run
 
     order = Path(task["order"])
     _log_encoded(order.parent)

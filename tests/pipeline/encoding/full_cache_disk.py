@@ -1,7 +1,7 @@
 """Run cache jobs on a small tmpfs that fills up. Run in a mount namespace.
 
-Usage: `python -m tests.pipeline.encoding.filled FOLDER MODEL`. A ballast file takes the free space after the
-estimate and before the first entry, and is deleted later. The observations are printed as JSON.
+Usage: `python -m tests.pipeline.encoding.full_cache_disk FOLDER MODEL`. A ballast file takes the free
+space after the estimate and before the first entry, and is deleted later. Observations are printed as JSON.
 """
 
 from __future__ import annotations

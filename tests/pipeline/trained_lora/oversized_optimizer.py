@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-class Greedy(torch.optim.SGD):
+class OversizedStep(torch.optim.SGD):
     """An optimizer whose step requests 2**60 bytes, so that the allocation fails."""
 
     def step(self, closure: Any = None) -> Any:

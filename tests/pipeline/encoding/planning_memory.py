@@ -1,6 +1,6 @@
 """Measure the peak memory of planning a cold cache of many samples, up to the start of the encoder.
 
-    python -m tests.pipeline.encoding.planned <base model> <folder> <kind> <count>
+    python -m tests.pipeline.encoding.planning_memory <base model> <folder> <kind> <count>
 
 prints the peak memory of planning in bytes, in addition to the process with the stage's input table loaded.
 """

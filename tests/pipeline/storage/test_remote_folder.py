@@ -16,8 +16,8 @@ from pipeline.errors import DatasetError
 from pipeline.raw_images import checks as raw_images
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.report import write_dataset_report
-from tests.elsewhere import Elsewhere, in_archive, in_bucket, web_server
 from tests.pipeline.conftest import Folder
+from tests.remote_folders import Elsewhere, in_archive, in_bucket, web_server
 
 BACKENDS = ("zip", "tar", "tar.gz", "dir", "memory", "web", "s3", "zip on s3")
 

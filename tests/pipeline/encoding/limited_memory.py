@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from pipeline.vae_latents.worker import encoder as latent_encoder
-from tests.worker_runs import run
+from tests.in_process_worker import run
 
 WARM_UP_PX = 256
 """Edge of the warm-up image. What torch loads and allocates for it does not count against the allowance."""

@@ -20,7 +20,7 @@ from tests.pipeline.models.convert.conversion_case import (
     prove_conversion,
     require_same,
 )
-from tests.pipeline.models.convert.renaming import weights
+from tests.pipeline.models.convert.state_dicts import weights
 
 XL = ("unet", "vae", "text_encoder", "text_encoder_2")
 

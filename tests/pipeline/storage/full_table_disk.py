@@ -1,6 +1,6 @@
 """Write tables and reports to a small tmpfs until it is full. Run in a mount namespace.
 
-Usage: `python -m tests.pipeline.full_tables FOLDER`. The observations are printed as JSON.
+Usage: `python -m tests.pipeline.storage.full_table_disk FOLDER`. The observations are printed as JSON.
 """
 
 from __future__ import annotations

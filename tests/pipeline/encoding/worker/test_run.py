@@ -1,8 +1,9 @@
-"""Peak memory of a real encoding process and of planning, for small and large numbers of jobs."""
+"""An encoding process: the modules it imports, the entries it writes, and its peak memory."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,11 +14,58 @@ import pytest
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Kind
-from pipeline.encoding.jobs import Job, Order, read_results, write_order
-from pipeline.processes.launch import launch_environment
+from pipeline.encoding.jobs import JOBS_FILE, Job, Order, read_results, write_order
+from pipeline.processes.launch import Meanwhile, launch_environment
 from pipeline.recipe import AccelerateSettings
+from pipeline.text_embeddings.stage import cache_text
+from pipeline.vae_latents.stage import cache_latents
 
 PROCESS = """
+import json, sys
+from pathlib import Path
+from importlib import import_module
+
+import_module(f"{sys.argv[1]}.__main__").main(Path(sys.argv[2]))
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+class RecordingLaunch:
+    """A launch of one separate process that records the modules it imported."""
+
+    def __init__(self) -> None:
+        self.modules: set[str] = set()
+
+    def __call__(self, module: str, order: Path, meanwhile: Meanwhile) -> None:
+        command = [sys.executable, "-c", PROCESS, module, str(order)]
+        environment = launch_environment(AccelerateSettings(), order.parent / "error.json")
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+            assert not (order.parent / JOBS_FILE).exists()
+            meanwhile()
+            output, _ = process.communicate()
+        assert process.returncode == 0
+        self.modules = set(json.loads(output.splitlines()[-1]))
+
+
+FORBIDDEN_MODULES = {"polars", "dagster", "pandera"}
+
+
+@pytest.mark.parametrize("stage", [cache_latents, cache_text], ids=["latents", "text"])
+def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
+    cache: Any, entry_bytes: Any, launch_here: Any, stage: Any
+) -> None:
+    rows = cache.buckets() if stage is cache_latents else cache.captions()
+    launch = RecordingLaunch()
+    stage(cache.recipe, rows, cache.tables, launch=launch, log=str)
+    assert not FORBIDDEN_MODULES & launch.modules
+    alone = entry_bytes()
+    for path in cache.recipe.cache_dir.rglob("*.safetensors"):
+        path.unlink()
+    stage(cache.recipe, rows, cache.tables, launch=launch_here, log=str)
+    assert entry_bytes() == alone, "the bytes do not depend on what else the process has imported"
+
+
+MEMORY_PROCESS = """
 import sys
 from pathlib import Path
 from pipeline.vae_latents.worker.__main__ import main
@@ -69,7 +117,7 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     The process reads its own VmHWM, because the `ru_maxrss` its parent receives includes the parent's own.
     """
     folder.mkdir()
-    command = [sys.executable, "-c", PROCESS, str(write_order(order, folder))]
+    command = [sys.executable, "-c", MEMORY_PROCESS, str(write_order(order, folder))]
     process = subprocess.run(
         command,
         env=launch_environment(AccelerateSettings(), folder / "error.json"),
@@ -80,27 +128,3 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     assert process.returncode == 0, process.stderr[-3000:]
     assert len(read_results(folder).made) == len(order.jobs)
     return int(process.stdout.split("VmHWM:")[1].split()[0]) * 1024
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
-@pytest.mark.parametrize(
-    "counts", [(1_000, 16_000), pytest.param((10_000, 100_000), marks=pytest.mark.slow)], ids=str
-)
-@pytest.mark.parametrize("kind", ["latents", "text"])
-def test_L12_planning_a_cold_cache_takes_less_than_one_kilobyte_per_sample(
-    tiny_sd: Path, tmp_path: Path, kind: Kind, counts: tuple[int, int]
-) -> None:
-    few, many = (peak_of_planning(tiny_sd, tmp_path / str(count), kind, count) for count in counts)
-    bytes_per_sample = (many - few) / (counts[1] - counts[0])
-    sys.stdout.write(
-        f"{kind}: {bytes_per_sample:.0f} bytes per sample, {many / 2**20:.0f} MiB for {counts[1]}\n"
-    )
-    assert bytes_per_sample < 1000
-
-
-def peak_of_planning(base: Path, folder: Path, kind: Kind, count: int) -> int:
-    command = [sys.executable, "-m", "tests.pipeline.encoding.planned"]
-    command += [str(base), str(folder), kind, str(count)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr[-3000:]
-    return int(process.stdout)

@@ -1,0 +1,156 @@
+"""The bytes of an entry: its header, its size, and ragged entries.
+
+The first dimension of a ragged entry varies up to the maximum in the spec's shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from pipeline.cache.entry_format import serialise
+from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.cache.worker.tensors import read_torch
+from pipeline.errors import StoreError
+
+SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
+VALUES = {"latent": np.arange(192, dtype="<f2").reshape(4, 8, 6)}
+FACTS = {"inputs": {"content_hash": "12"}, "original_size": [512, 384]}
+RAGGED = EntrySpec("text", "ef" * 32, {"text_embedding": TensorSpec("float16", (9, 6), ragged=True)})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "cache")
+
+
+@pytest.mark.parametrize("length", [1, 5, 9])
+def test_T03_a_ragged_entry_is_stored_at_its_actual_length(store: Store, length: int) -> None:
+    values = np.arange(length * 6, dtype="<f2").reshape(length, 6)
+    assert store.write(RAGGED, {"text_embedding": values}, {})
+    exact = RAGGED.holding({"text_embedding": TensorSpec("float16", (length, 6))})
+    assert store.path(RAGGED).stat().st_size == exact.file_bytes == DATA_START + 12 * length
+    state = store.check(RAGGED)
+    assert state.valid
+    assert state.shapes == {"text_embedding": (length, 6)}
+    assert store.check(RAGGED, state.stat).valid
+    assert store.check(exact).valid
+    for spec in (RAGGED, exact):
+        assert np.array_equal(store.read(spec)["text_embedding"], values)
+    longer = RAGGED.holding({"text_embedding": TensorSpec("float16", (length + 1, 6))})
+    assert store.check(longer).status == "wrong"
+
+
+@pytest.mark.parametrize("shape", [(0, 6), (10, 6), (5, 7), (5, 6, 1), (30,)])
+def test_T02_a_ragged_entry_of_an_invalid_shape_is_neither_written_nor_accepted(
+    store: Store, shape: tuple[int, ...]
+) -> None:
+    values = {"text_embedding": np.ones(shape, dtype="<f2")}
+    with pytest.raises(ValueError, match="text_embedding must be"):
+        store.write(RAGGED, values, {})
+    exact = RAGGED.holding({"text_embedding": TensorSpec("float16", shape)})
+    assert store.write(exact, values, {})
+    assert store.check(RAGGED).status == "wrong"
+    with pytest.raises(StoreError, match="damaged"):
+        store.read(RAGGED)
+
+
+def test_L02_a_ragged_entry_must_have_the_size_its_header_states(
+    store: Store,
+) -> None:
+    assert store.write(RAGGED, {"text_embedding": np.ones((5, 6), dtype="<f2")}, {})
+    sound = store.path(RAGGED).read_bytes()
+    for damaged in (sound[:-12], sound + bytes(12), sound[:DATA_START], sound + bytes(1000)):
+        store.path(RAGGED).write_bytes(damaged)
+        assert f"{len(damaged)} bytes" in store.check(RAGGED).reason
+        with pytest.raises(StoreError, match=f"{len(damaged)} bytes"):
+            store.read(RAGGED)
+
+
+@given(
+    dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3),
+    facts=st.dictionaries(st.text(max_size=8), st.text(max_size=20), max_size=3),
+)
+def test_all_tensors_survive_a_round_trip_and_the_file_has_the_expected_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    dtype: str,
+    shapes: list[tuple[int, ...]],
+    facts: dict[str, str],
+) -> None:
+    spec = EntrySpec("text", "0123456789", {f"t{i}": TensorSpec(dtype, s) for i, s in enumerate(shapes)})
+    kind = {"float16": "<f2", "bfloat16": "<u2", "float32": "<f4"}[dtype]
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.integers(0, 0x3F80, t.shape).astype("<u2")
+        if dtype == "bfloat16"
+        else rng.normal(size=t.shape).astype(kind)
+        for name, t in spec.tensors.items()
+    }
+    facts = {name: text for name, text in facts.items() if name not in ("format", "kind", "key", "checksum")}
+    store = Store(tmp_path_factory.mktemp("store"))
+    store.write(spec, tensors, facts)
+    assert store.path(spec).stat().st_size == spec.file_bytes == DATA_START + spec.data_bytes
+    assert store.check(spec).valid
+    for name, array in store.read(spec).items():
+        assert np.array_equal(array, tensors[name])
+
+
+def test_the_safetensors_library_can_read_an_entry(store: Store) -> None:
+    assert store.write(SPEC, VALUES, FACTS)
+    path = store.path(SPEC)
+    assert np.array_equal(load_file(path)["latent"], VALUES["latent"])
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+    assert list(metadata) == ["latentline"]
+    assert json.loads(metadata["latentline"])["inputs"] == {"content_hash": "12"}
+
+
+def test_bfloat16_values_reach_torch_unchanged(store: Store) -> None:
+    import torch
+
+    spec = EntrySpec("latents", "ef" * 32, {"latent": TensorSpec("bfloat16", (3,))})
+    values = torch.tensor([0.5, -1.0, 3.0], dtype=torch.bfloat16)
+    store.write(spec, {"latent": values.view(torch.uint16).numpy()}, {})
+    read = read_torch(store, spec)["latent"]
+    assert read.dtype == torch.bfloat16
+    assert torch.equal(read, values)
+
+
+def test_an_entry_has_the_same_bytes_in_every_process_and_for_any_order_of_facts(tmp_path: Path) -> None:
+    code = (
+        "import sys, hashlib; sys.path.insert(0, sys.argv[1]); from test_entry_format import *\n"
+        "facts = dict(reversed(list(FACTS.items())))\n"
+        "print(hashlib.sha256(serialise(SPEC, VALUES, facts)).hexdigest())"
+    )
+    args = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    hashes = {
+        subprocess.run(
+            args, env={**os.environ, "PYTHONHASHSEED": str(seed)}, capture_output=True, text=True, check=True
+        ).stdout
+        for seed in (1, 2)
+    }
+    assert len(hashes) == 1
+    assert hashes == {hashlib.sha256(serialise(SPEC, VALUES, FACTS)).hexdigest() + "\n"}
+
+
+def test_a_header_over_the_size_limit_is_refused(store: Store) -> None:
+    with pytest.raises(ValueError, match="2040"):
+        store.write(SPEC, VALUES, {"inputs": "x" * 2000})
+
+
+def test_L02_only_the_bytes_of_a_slice_are_written(store: Store) -> None:
+    batch = np.zeros((16, 4, 8, 6), "<f2")
+    store.write(SPEC, {"latent": batch[3]}, FACTS)
+    assert store.path(SPEC).stat().st_size == DATA_START + 4 * 8 * 6 * 2
