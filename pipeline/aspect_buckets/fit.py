@@ -11,11 +11,11 @@ from pipeline.aspect_buckets.fit_cost import (
     LOG_SPACING,
     WEIGHTS,
     Dataset,
-    Trade,
+    FitQuality,
     Weights,
     candidates,
+    measure_fit,
     placement_in,
-    trade_of,
 )
 from pipeline.aspect_buckets.fit_search import MAX_STATES, best_lists, num_states
 from pipeline.errors import BucketError
@@ -32,7 +32,7 @@ MAX_COST_RATIO = 1.03
 
 
 @dataclass(frozen=True)
-class Request:
+class SizeConstraints:
     """Constraints on the sizes of a list.
 
     Attributes:
@@ -53,10 +53,12 @@ class FittedList:
     """Sizes from the tallest to the widest, and their consequences for the dataset."""
 
     sizes: tuple[Size, ...]
-    trade: Trade
+    quality: FitQuality
 
 
-def fitted_lists(dataset: Dataset, request: Request, numbers: Iterable[int]) -> dict[int, FittedList]:
+def fitted_lists(
+    dataset: Dataset, constraints: SizeConstraints, numbers: Iterable[int]
+) -> dict[int, FittedList]:
     """Return the best list with at most that many sizes for each of `numbers`.
 
     The best list is the one with the least cost. If it enlarges more images than the ladder of step 64, the
@@ -65,7 +67,7 @@ def fitted_lists(dataset: Dataset, request: Request, numbers: Iterable[int]) -> 
 
     Args:
         dataset: Images that the sizes are fitted to.
-        request: Constraints on the sizes.
+        constraints: Constraints on the sizes.
         numbers: Maximum numbers of sizes, each at least 1.
 
     Returns:
@@ -77,17 +79,17 @@ def fitted_lists(dataset: Dataset, request: Request, numbers: Iterable[int]) -> 
     """
     if not len(dataset):
         raise BucketError("fitting buckets needs at least one image", where="the dataset", fix="add images")
-    sizes = _candidates(dataset, request)
-    ladder_upscaled = trade_of(_ladder(request), dataset).upscaled
+    sizes = _candidates(dataset, constraints)
+    ladder_upscaled = measure_fit(_ladder(constraints), dataset).upscaled
 
     pending = sorted(set(numbers))
     fits: list[FittedList] = []
     best: dict[int, FittedList] = {}
     for weights in SEARCHES:
-        lists = best_lists(dataset, sizes, pending[-1], mirrored=request.mirrored, weights=weights)
-        fits += [FittedList(each, trade_of(placement_in(each), dataset)) for each in lists.values()]
+        lists = best_lists(dataset, sizes, pending[-1], mirrored=constraints.mirrored, weights=weights)
+        fits += [FittedList(each, measure_fit(placement_in(each), dataset)) for each in lists.values()]
         best |= _best_of(fits, pending, ladder_upscaled)
-        pending = [number for number in best if best[number].trade.upscaled > ladder_upscaled]
+        pending = [number for number in best if best[number].quality.upscaled > ladder_upscaled]
         if not pending:
             break
     return dict(sorted(best.items()))
@@ -97,7 +99,7 @@ def _best_of(fits: list[FittedList], numbers: list[int], max_upscaled: float) ->
     """Return the best of `fits` for each maximum number of sizes."""
 
     def rank(fit: FittedList) -> tuple[float, int]:
-        return fit.trade.cost, len(fit.sizes)
+        return fit.quality.cost, len(fit.sizes)
 
     best: dict[int, FittedList] = {}
     for number in numbers:
@@ -105,29 +107,32 @@ def _best_of(fits: list[FittedList], numbers: list[int], max_upscaled: float) ->
         if not possible:
             continue
         cheapest = min(possible, key=rank)
-        max_cost = cheapest.trade.cost * MAX_COST_RATIO
-        affordable = [fit for fit in possible if fit.trade.cost <= max_cost]
-        sharp = [fit for fit in affordable if fit.trade.upscaled <= max_upscaled]
+        max_cost = cheapest.quality.cost * MAX_COST_RATIO
+        affordable = [fit for fit in possible if fit.quality.cost <= max_cost]
+        sharp = [fit for fit in affordable if fit.quality.upscaled <= max_upscaled]
         best[number] = min(sharp, key=rank, default=cheapest)
     return best
 
 
-def _ladder(request: Request) -> Placement:
+def _ladder(constraints: SizeConstraints) -> Placement:
     """Return the ladder of step 64, or of the next step that the resolution is a multiple of."""
-    step = max(request.step, gcd(request.resolution, LADDER_STEP))
-    return Placement((ladder(request.resolution, step, request.max_aspect_ratio),))
+    step = max(constraints.step, gcd(constraints.resolution, LADDER_STEP))
+    return Placement((ladder(constraints.resolution, step, constraints.max_aspect_ratio),))
 
 
-def _candidates(dataset: Dataset, request: Request) -> list[Size]:
+def _candidates(dataset: Dataset, constraints: SizeConstraints) -> list[Size]:
     """Return candidates as closely spaced as the search can handle.
 
     The number of search states grows with the batch size, so large batches get fewer candidates.
     """
     for doublings in count():
         sizes = candidates(
-            request.resolution, request.step, request.max_aspect_ratio, spacing=LOG_SPACING * 2**doublings
+            constraints.resolution,
+            constraints.step,
+            constraints.max_aspect_ratio,
+            spacing=LOG_SPACING * 2**doublings,
         )
-        if num_states(len(sizes), dataset.batch_size, mirrored=request.mirrored) <= MAX_STATES:
+        if num_states(len(sizes), dataset.batch_size, mirrored=constraints.mirrored) <= MAX_STATES:
             return sizes
         if len(sizes) <= 2:
             break

@@ -69,7 +69,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class Trade:
+class FitQuality:
     """Consequences of a list of sizes for a dataset.
 
     Attributes:
@@ -93,13 +93,13 @@ class Trade:
         return self.crop_loss + WEIGHTS.upscaled * self.upscaled + WEIGHTS.partial * partial
 
 
-def trade_of(placement: Placement, dataset: Dataset) -> Trade:
+def measure_fit(placement: Placement, dataset: Dataset) -> FitQuality:
     """Return the consequences of the placement's sizes, measured with the geometry itself."""
     columns = placement.assign_many(dataset.height, dataset.width).columns
     targets = np.stack([columns.target_height, columns.target_width], axis=1)
     _, counts = np.unique(targets, axis=0, return_counts=True)
     num_partial = int((counts % dataset.batch_size).sum())
-    return Trade(
+    return FitQuality(
         crop_loss=float(columns.crop_loss.mean()),
         worst_crop_loss=float(columns.crop_loss.max()),
         upscaled=float((columns.scale > 1).mean()),

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from pipeline.aspect_buckets.fit import FittedList, Request, fitted_lists
-from pipeline.aspect_buckets.fit_cost import Dataset, Trade, placement_in, trade_of
+from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
+from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
 from pipeline.cli.conventions import RECIPE
 from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
@@ -50,7 +50,7 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     """
     _require_one_resolution(recipe)
     images, dataset, source = _datasets(recipe)
-    request = Request(
+    constraints = SizeConstraints(
         resolution=recipe.buckets.resolution,
         step=step or _model_step(recipe),
         max_aspect_ratio=recipe.buckets.max_aspect_ratio,
@@ -58,19 +58,19 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
     )
     click.echo(
         f"{recipe.name}: {counted(len(images), 'image')} from {source}, batches of {dataset.batch_size}, "
-        f"budget {request.resolution}x{request.resolution}, step {request.step}"
+        f"budget {constraints.resolution}x{constraints.resolution}, step {constraints.step}"
     )
     current = placement_of(recipe.buckets)
     click.echo(_HEAD)
-    click.echo(_line("current recipe", len(current.sizes), trade_of(current, dataset), 0))
+    click.echo(_line("current recipe", len(current.sizes), measure_fit(current, dataset), 0))
 
     shown: set[int] = set()
-    for number, fit in fitted_lists(dataset, request, (write,) if write else NUMBERS).items():
+    for number, fit in fitted_lists(dataset, constraints, (write,) if write else NUMBERS).items():
         if len(fit.sizes) in shown:
             continue
         shown.add(len(fit.sizes))
         num_changed = _num_changed(current, fit, images)
-        click.echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.trade, num_changed))
+        click.echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.quality, num_changed))
         if write:
             _write(recipe, fit)
             click.echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes to {recipe.source}")
@@ -123,10 +123,10 @@ def _model_step(recipe: Recipe) -> int:
     return multiple * -(-8 // multiple)
 
 
-def _line(name: str, num_sizes: int, trade: Trade, num_changed: int) -> str:
+def _line(name: str, num_sizes: int, quality: FitQuality, num_changed: int) -> str:
     return (
-        f"{name:22} {num_sizes:>5} {trade.num_buckets:>5} {trade.crop_loss:>10.2%} "
-        f"{trade.worst_crop_loss:>7.1%} {trade.upscaled:>9.1%} {trade.in_full_batches:>16.1%} "
+        f"{name:22} {num_sizes:>5} {quality.num_buckets:>5} {quality.crop_loss:>10.2%} "
+        f"{quality.worst_crop_loss:>7.1%} {quality.upscaled:>9.1%} {quality.in_full_batches:>16.1%} "
         f"{num_changed:>9,}"
     )
 

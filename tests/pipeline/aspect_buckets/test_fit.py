@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from pipeline.aspect_buckets.fit import FittedList, Request, fitted_lists
-from pipeline.aspect_buckets.fit_cost import Dataset, Trade, placement_in, trade_of
+from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
+from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
 from pipeline.images.geometry import Placement, ladder
 
 LADDER = Placement((ladder(1024, 64, 3.0),))
@@ -32,23 +32,23 @@ def population(seed: int, count: int = 500) -> Dataset:
 
 
 def fit(dataset: Dataset, *, mirrored: bool) -> dict[int, FittedList]:
-    return fitted_lists(dataset, Request(1024, 8, 3.0, mirrored=mirrored), LIMITS[mirrored])
+    return fitted_lists(dataset, SizeConstraints(1024, 8, 3.0, mirrored=mirrored), LIMITS[mirrored])
 
 
 def assert_better_than_ladder(seeds: range, *, mirrored: bool) -> None:
     """Check the limits for each seed; with 12 sizes or more, no list enlarges more images than the ladder."""
     for seed in seeds:
         dataset = population(seed)
-        ladder_trade = trade_of(LADDER, dataset)
-        assert ladder_trade.crop_loss <= 0.0315
-        assert ladder_trade.in_full_batches >= 0.92
+        ladder_quality = measure_fit(LADDER, dataset)
+        assert ladder_quality.crop_loss <= 0.0315
+        assert ladder_quality.in_full_batches >= 0.92
         for number, fitted in fit(dataset, mirrored=mirrored).items():
             most_loss, least_full = LIMITS[mirrored][number]
-            assert fitted.trade.crop_loss <= most_loss, (seed, number)
-            assert fitted.trade.in_full_batches >= least_full, (seed, number)
+            assert fitted.quality.crop_loss <= most_loss, (seed, number)
+            assert fitted.quality.in_full_batches >= least_full, (seed, number)
             assert len(fitted.sizes) <= number
             assert all(0.94 <= s.height * s.width / 1024**2 <= 1.03 for s in fitted.sizes)
-            assert fitted.trade.upscaled <= ladder_trade.upscaled or number < 12, (seed, number)
+            assert fitted.quality.upscaled <= ladder_quality.upscaled or number < 12, (seed, number)
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -70,8 +70,8 @@ def test_a_fitted_list_stays_good_when_images_are_added() -> None:
         assert before.in_full_batches - after.in_full_batches <= 0.06
 
 
-def _aged(seed: int) -> tuple[Trade, Trade]:
+def _aged(seed: int) -> tuple[FitQuality, FitQuality]:
     images = population(seed, 550)
     first = Dataset(images.height[:500], images.width[:500], 4)
     placement = placement_in(fit(first, mirrored=True)[20].sizes)
-    return trade_of(placement, first), trade_of(placement, images)
+    return measure_fit(placement, first), measure_fit(placement, images)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.aspect_buckets.fit import Request, fitted_lists
+from pipeline.aspect_buckets.fit import SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import WEIGHTS, Dataset, candidates
 from pipeline.aspect_buckets.fit_search import best_lists
 from pipeline.errors import BucketError
@@ -77,9 +77,9 @@ def test_candidates_are_multiples_near_the_budget_with_their_transposed() -> Non
 def test_large_batches_get_fewer_candidates_and_too_large_batches_are_an_error() -> None:
     random = np.random.default_rng(0)
     height, width = random.integers(300, 3000, (2, 200))
-    request = Request(1024, 8, 3.0, mirrored=True)
-    assert 6 in fitted_lists(Dataset(height, width, 24), request, [6])
+    constraints = SizeConstraints(1024, 8, 3.0, mirrored=True)
+    assert 6 in fitted_lists(Dataset(height, width, 24), constraints, [6])
     with pytest.raises(BucketError, match="search for a free list with --free"):
-        fitted_lists(Dataset(height, width, 6000), request, [6])
+        fitted_lists(Dataset(height, width, 6000), constraints, [6])
     with pytest.raises(BucketError, match="at least one image"):
-        fitted_lists(Dataset(height[:0], width[:0], 4), request, [6])
+        fitted_lists(Dataset(height[:0], width[:0], 4), constraints, [6])
