@@ -165,7 +165,7 @@ class Rig:
         assert launch.order is not None
         return Encoding(launch.order, launch.jobs)
 
-    def order(self, **training: Any) -> TrainingJob:
+    def training_job(self, **training: Any) -> TrainingJob:
         """Return a training job. An incomplete cache is filled in this process first."""
         from pipeline.trained_lora.job import TrainingJob
         from pipeline.trained_lora.samples import training_inputs

@@ -29,7 +29,7 @@ class Steps:
         from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
         before_bytes = held_bytes(rig.bench.device)
-        job = rig.order(**training)
+        job = rig.training_job(**training)
         self.plan = job.plan()
         self._engine = Engine(job, rig.family)
         self._maker = MicroBatchMaker(job, rig.family, self._engine.scheduler)
@@ -63,7 +63,7 @@ def inputs_of(rig: Rig) -> list[MicroInput]:
     from pipeline.trained_lora.worker.loader import MicroBatchMaker
     from pipeline.trained_lora.worker.noise import make_noise_scheduler
 
-    job = rig.order()
+    job = rig.training_job()
     maker = MicroBatchMaker(job, rig.family, make_noise_scheduler(rig.family, job.recipe.training))
     return [maker.make(step, batch.micro_batches[0][0]) for step, batch in job.plan().iterate()]
 

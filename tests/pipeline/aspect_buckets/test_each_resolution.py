@@ -24,11 +24,11 @@ BUCKETS = {"resolutions": [64, 96], "step": 16, "per_image": "each"}
 class TrainInProcess:
     """Launcher that trains in this process."""
 
-    order: TrainingJob | None = None
+    job: TrainingJob | None = None
 
     def __call__(self, module: str, file: Path) -> None:
-        self.order = read_job(file)
-        assert train(self.order, self, StopRequest())
+        self.job = read_job(file)
+        assert train(self.job, self, StopRequest())
 
     def info(self, text: str) -> None: ...
 
@@ -60,8 +60,8 @@ def test_each_image_is_cached_and_trained_at_each_resolution(job: Job) -> None:
     launch = TrainInProcess()
     text = job.tables.read("text_embeddings")
     table = train_lora(job.recipe, latents, text, launch=launch, log=lambda _: None).table
-    assert launch.order is not None
-    epoch = launch.order.plan()[: 2 * len(images)]
+    assert launch.job is not None
+    epoch = launch.job.plan()[: 2 * len(images)]
     shown = [slot.variant_id for step in epoch for slot in step.slots()]
     assert sorted(shown) == sorted(f"{row['sample_id']} ({row['bucket']})" for row in buckets.to_dicts())
     assert table["sample_id"].to_list() == images

@@ -109,11 +109,11 @@ def test_L13_an_unfinished_run_keeps_its_entries_and_a_finished_one_does_not(job
     tables = job.tables.read("vae_latents"), job.tables.read("text_embeddings")
     entries = RecipeEntries(job.recipe)
     inputs = training_inputs(job.recipe, entries, *tables)
-    order = TrainingJob(
+    training_job = TrainingJob(
         job.recipe, entries.model_folder, "0123456789abcdef", inputs, entries.text_spec(""), ()
     )
-    order.write()
-    run = order.folder
+    training_job.write()
+    run = training_job.folder
     latent, text = drop_sample(job)
     make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}

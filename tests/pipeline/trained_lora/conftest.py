@@ -39,7 +39,7 @@ class Project:
     latents: pl.DataFrame
     text: pl.DataFrame
 
-    def order(self, run: str = "0123456789abcdef") -> TrainingJob:
+    def job(self, run: str = "0123456789abcdef") -> TrainingJob:
         entries = RecipeEntries(self.recipe)
         inputs = training_inputs(self.recipe, entries, self.latents, self.text)
         prompts = preview_prompts(self.recipe, entries, inputs)

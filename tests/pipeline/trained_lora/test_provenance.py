@@ -44,7 +44,7 @@ TABLE = trained_on(("a.png", "rose", "train"), ("b.png", "oak", "train"), ("c.pn
 
 
 def record_of(project: Project, table: pl.DataFrame = TABLE) -> dict[str, Any]:
-    job, entries = project.order(), RecipeEntries(project.recipe)
+    job, entries = project.job(), RecipeEntries(project.recipe)
     return provenance(project.recipe, entries, run_facts(project.recipe, entries, job.inputs), table)
 
 

@@ -63,7 +63,7 @@ def test_default_settings_are_valid_for_every_model(prediction: Prediction) -> N
 def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
     make_project: Callable[..., Project], prediction: str, training: dict[str, Any]
 ) -> None:
-    job = make_project(prediction=prediction, gradient_accumulation=1, **training).order()
+    job = make_project(prediction=prediction, gradient_accumulation=1, **training).job()
     family = load_family(job.base)
     engine = Engine(job, family)
     micro = MicroBatchMaker(job, family, engine.scheduler).make(0, job.plan()[0].micro_batches[0][0])

@@ -18,7 +18,7 @@ def test_the_outlier_is_listed_first_although_its_losses_are_not_the_largest(
     make_project: Callable[..., Project],
 ) -> None:
     """Losses fall a hundredfold from the first to the last timestep; one sample is 1.5 times too high."""
-    job, rng = make_project().order(), np.random.default_rng(3)
+    job, rng = make_project().job(), np.random.default_rng(3)
     layout = RunLayout(job.folder)
     layout.sample_losses.parent.mkdir(parents=True)
     outlier, total = 5, dict.fromkeys(range(8), 0.0)
@@ -50,14 +50,14 @@ def test_the_outlier_is_listed_first_although_its_losses_are_not_the_largest(
 
 
 def test_a_run_without_steps_has_no_statistics(make_project: Callable[..., Project]) -> None:
-    job = make_project().order()
+    job = make_project().job()
     assert sample_statistics(job.inputs, RunLayout(job.folder), 5).is_empty()
 
 
 def test_the_loss_trend_is_detected_despite_timestep_noise(
     make_project: Callable[..., Project],
 ) -> None:
-    job, rng = make_project().order(), np.random.default_rng(4)
+    job, rng = make_project().job(), np.random.default_rng(4)
     layout = RunLayout(job.folder)
     layout.sample_losses.parent.mkdir(parents=True)
     with layout.sample_losses.open("w") as file:

@@ -59,7 +59,7 @@ def test_the_mirrored_view_comes_second_with_a_mirrored_crop(make_project: Calla
 def test_samples_are_found_by_name_and_unknown_names_raise_key_errors(
     make_project: Callable[..., Project],
 ) -> None:
-    inputs = make_project().order().inputs
+    inputs = make_project().job().inputs
     for number, item in enumerate(inputs):
         assert inputs.number_of(item.variant_id) == number
         assert inputs.named(item.variant_id) == item
@@ -73,7 +73,7 @@ def test_inputs_need_only_the_listed_columns_and_ignore_row_order_and_chunks(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(datasets={"photos": {"validation_fraction": 0.5}})
-    entries, expected = RecipeEntries(project.recipe), project.order().inputs
+    entries, expected = RecipeEntries(project.recipe), project.job().inputs
     latents, text = (
         pl.concat([rows[5:], rows[:2], rows[2:5]], rechunk=False).select(NEEDED["trained_lora"][name])
         for name, rows in (("vae_latents", project.latents), ("text_embeddings", project.text))
@@ -132,7 +132,7 @@ def test_cached_moments_give_a_new_reproducible_latent_in_each_epoch(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=12, sizes={"64x64": 2}, batch_size=2, gradient_accumulation=1)
-    job, store = project.order(), Store(project.recipe.cache_dir)
+    job, store = project.job(), Store(project.recipe.cache_dir)
     shape = (4, 8, 8)
     moments = {name: TensorSpec("float32", shape) for name in ("mean", "std")}
     inputs = TrainingInputs(job.inputs.table.with_columns(latent_tensors=pl.lit(tensors_json(moments))))
@@ -155,13 +155,13 @@ def test_the_holdout_is_the_same_in_every_run_and_is_never_trained_on(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(sizes={"64x64": 200}, datasets={"photos": {"validation_fraction": 0.2}}, steps=400)
-    job = project.order()
+    job = project.job()
     held_out = {item.variant_id for item in job.inputs.held_out}
     # 200 draws of 0.2 have a standard deviation of 5.7, so 20 is more than three deviations.
     assert 20 <= len(held_out) <= 60
     assert len(job.inputs.trained) + len(held_out) == 200
     assert not held_out & {sample.variant_id for sample in job.plan().samples}
-    assert {item.variant_id for item in project.changed("other", seed=8).order().inputs.held_out} == held_out
+    assert {item.variant_id for item in project.changed("other", seed=8).job().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
     again = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)
     remaining = set(fewer["sample_id"])

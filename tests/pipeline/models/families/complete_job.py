@@ -98,14 +98,14 @@ class Here:
         self.encode = encode
         self.orders: list[Path] = []
 
-    def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    def __call__(self, module: str, job: Path, meanwhile: Meanwhile | None = None) -> None:
         from pipeline.encoding.fill import WORKERS
 
         if module in WORKERS.values():
-            self.encode(module, order, meanwhile)
+            self.encode(module, job, meanwhile)
         else:
-            self.orders.append(order)
-            assert train(read_job(order), self, StopRequest())
+            self.orders.append(job)
+            assert train(read_job(job), self, StopRequest())
 
     def info(self, text: str) -> None: ...
     def progress(self, done: int, total: int, text: str) -> None: ...
@@ -117,7 +117,7 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     case.make(base)
     recipe = recipe_from_mapping("demo", settings(folder, photos, base))
     tables, launch = Tables(recipe.output_dir), Here(encode)
-    entries, order = complete_job(recipe, tables, launch)
+    entries, job = complete_job(recipe, tables, launch)
     family = load_family(base)
     pipe = case.pipeline(base)
     pipe.set_progress_bar_config(disable=True)
@@ -127,12 +127,12 @@ def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     for caption in [*tables.read("text_embeddings")["caption"], ""]:
         check_text(case, caption, entries, family, pipe)
     check_cut(family)
-    check_step(case, order, family, pipe)
-    check_lengths(order, family)
+    check_step(case, job, family, pipe)
+    check_lengths(job, family)
     check_drawing(case, family, pipe)
-    assert json.loads((order.folder / "result.json").read_text())["warnings"] == []
-    drawn_at_0_and_2 = 2 * len(order.prompts)
-    assert len(list((order.folder / "samples").glob("*.png"))) == drawn_at_0_and_2 > 0
+    assert json.loads((job.folder / "result.json").read_text())["warnings"] == []
+    drawn_at_0_and_2 = 2 * len(job.prompts)
+    assert len(list((job.folder / "samples").glob("*.png"))) == drawn_at_0_and_2 > 0
     check_files(case, recipe.output_dir / "lora", pipe, family)
 
 
@@ -257,11 +257,11 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
 
 
-def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
+def check_step(case: Case, job: Any, family: WorkerFamily, pipe: Any) -> None:
     """A fresh adapter has delta weights of zero, so the base model is the oracle."""
-    engine = Engine(order, family)
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    micro = maker.make(0, next(iter(order.plan())).micro_batches[0][0])
+    engine = Engine(job, family)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    micro = maker.make(0, next(iter(job.plan())).micro_batches[0][0])
     with torch.no_grad():
         noisy = case.noisy(pipe, micro)
         expected = case.predict(pipe, noisy, micro)
@@ -275,11 +275,11 @@ def check_step(case: Case, order: Any, family: WorkerFamily, pipe: Any) -> None:
     check_checkpointing(family, engine, micro)
 
 
-def check_lengths(order: Any, family: WorkerFamily) -> None:
+def check_lengths(job: Any, family: WorkerFamily) -> None:
     """Captions of different lengths in one batch get the predictions that each gets alone."""
-    engine = Engine(order, family)
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    one = next(iter(order.plan())).micro_batches[0][0][0]
+    engine = Engine(job, family)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    one = next(iter(job.plan())).micro_batches[0][0][0]
     micro = maker.make(0, (one,) * 3)
     encoders = family.text.load("float32", "cpu")
     texts = [family.text.encode_caption(encoders, words).tensors for words in ("a cat", "", "a cat " * 40)]

@@ -25,14 +25,14 @@ HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
 def engine_and_input(project: Project, **training: Any) -> tuple[Engine, MicroInput]:
-    order = project.changed("-".join(["made", *training]), **training).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
+    job = project.changed("-".join(["made", *training]), **training).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
     with torch.no_grad():
         for number, weight in enumerate(engine.weights):
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(number))
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    return engine, maker.make(0, next(iter(order.plan())).micro_batches[0][0])
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    return engine, maker.make(0, next(iter(job.plan())).micro_batches[0][0])
 
 
 def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[torch.Tensor], int]:
@@ -128,7 +128,7 @@ def test_quantised_weights_give_almost_the_same_output_and_can_be_trained_and_ex
     assert not torch.equal(loss, losses)
     for one, other in zip(actual, expected, strict=True):
         assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.98
-    exported = Exporter(load_family(project.order().base), "demo", {}).export(engine.denoiser, tmp_path)
+    exported = Exporter(load_family(project.job().base), "demo", {}).export(engine.denoiser, tmp_path)
     assert max(file.max_error for file in exported) < 1e-6
 
 
@@ -138,7 +138,7 @@ def test_a_quantised_run_draws_previews_and_resumes_bit_for_bit(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(quantize="int8_torchao", sample_every=3, sample_prompts=["photograph 0 of 64x64"])
-    whole, cut = project.changed("whole").order(), project.changed("cut").order()
+    whole, cut = project.changed("whole").job(), project.changed("cut").job()
     assert run_until(whole)[0]
     assert not run_until(cut, stop_after=3)[0]
     assert run_until(cut)[0]

@@ -80,12 +80,12 @@ def test_a_model_with_unused_text_layers_trains_under_ddp(
     TINY["Qwen-Image"](tmp_path / "qwen")
     tiny_bases["qwen"] = tmp_path / "qwen"
     lora = {"rank": 4, "targets": "blocks"}
-    order = make_project(prediction="qwen", gradient_accumulation=1, lora=lora).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
+    job = make_project(prediction="qwen", gradient_accumulation=1, lora=lora).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
     engine._model = exchanging(engine.denoiser, engine.accelerator)
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    for batch in order.plan()[:3]:
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    for batch in job.plan()[:3]:
         inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
         engine.step(batch, iter(inputs), stop=False)
 

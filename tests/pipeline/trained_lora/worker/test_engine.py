@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def engine_of(order: TrainingJob) -> Engine:
-    return Engine(order, load_family(order.base))
+def engine_of(job: TrainingJob) -> Engine:
+    return Engine(job, load_family(job.base))
 
 
-def inputs_of(order: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
-    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
+def inputs_of(job: TrainingJob, engine: Engine, batch: StepPlan) -> list[tuple[StepPlan, MicroInput]]:
+    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
-def gradients(order: TrainingJob, step: int) -> dict[str, torch.Tensor]:
+def gradients(job: TrainingJob, step: int) -> dict[str, torch.Tensor]:
     """Return the gradients of one step, before the optimizer uses them."""
-    engine = engine_of(order)
-    batch = order.plan()[step]
-    for _, micro in inputs_of(order, engine, batch):
+    engine = engine_of(job)
+    batch = job.plan()[step]
+    for _, micro in inputs_of(job, engine, batch):
         engine._backward(micro, batch.num_samples, last=True)
     named = engine.denoiser.named_parameters()
     return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
@@ -48,15 +48,15 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
     project = make_project(prediction=prediction, gradient_accumulation=1, steps=3, max_grad_norm=0.05)
-    order = project.order()
-    engine = engine_of(order)
-    batch = order.plan()[0]
-    inputs = inputs_of(order, engine, batch)
+    job = project.job()
+    engine = engine_of(job)
+    batch = job.plan()[0]
+    inputs = inputs_of(job, engine, batch)
     micro = inputs[0][1]
     before = adapter_state(engine.denoiser)
     outcome = engine.step(batch, iter(inputs), stop=False)
 
-    unet = UNet2DConditionModel.from_pretrained(order.base / "unet")
+    unet = UNet2DConditionModel.from_pretrained(job.base / "unet")
     unet.requires_grad_(False)
     targets = ["to_q", "to_k", "to_v", "to_out.0"]
     unet.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=targets))
@@ -64,7 +64,7 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     with torch.no_grad():
         for name, weight in weights.items():
             weight.copy_(before[name.replace(".default.", ".")])
-    ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
+    ddpm = DDPMScheduler.from_pretrained(job.base / "scheduler")
     signal = ddpm.alphas_cumprod[micro.timesteps].view(-1, 1, 1, 1)
     noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
     velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
@@ -87,8 +87,8 @@ def test_R03_accumulating_four_batches_of_two_gives_the_gradient_of_one_batch_of
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(sizes={"64x64": 11}, steps=2, batch_size=8, gradient_accumulation=1)
-    windows = project.changed("windows", batch_size=2, gradient_accumulation=4).order()
-    large = project.order()
+    windows = project.changed("windows", batch_size=2, gradient_accumulation=4).job()
+    large = project.job()
     assert [step.num_samples for step in large.plan()] == [8, 3]
     for step in (0, 1):
         one, many = gradients(large, step), gradients(windows, step)
@@ -99,10 +99,10 @@ def test_R03_accumulating_four_batches_of_two_gives_the_gradient_of_one_batch_of
 
 
 def test_a_stand_in_of_weight_zero_does_not_change_the_gradient(make_project: Callable[..., Project]) -> None:
-    order = make_project(sizes={"64x64": 1}, steps=1).order()
-    engine = engine_of(order)
-    batch = order.plan()[0]
-    ((_, micro),) = inputs_of(order, engine, batch)
+    job = make_project(sizes={"64x64": 1}, steps=1).job()
+    engine = engine_of(job)
+    batch = job.plan()[0]
+    ((_, micro),) = inputs_of(job, engine, batch)
     engine._backward(micro, 1, last=True)
     alone = [weight.grad.clone() for weight in engine.weights if weight.grad is not None]
     engine._backward(MicroInput(**{**vars(micro), "weights": torch.zeros(1)}), 1, last=True)
@@ -113,10 +113,10 @@ def test_a_stand_in_of_weight_zero_does_not_change_the_gradient(make_project: Ca
 def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(steps=2, gradient_accumulation=1).order()
-    engine = engine_of(order)
-    batch = order.plan()[0]
-    ((_, micro),) = inputs_of(order, engine, batch)
+    job = make_project(steps=2, gradient_accumulation=1).job()
+    engine = engine_of(job)
+    batch = job.plan()[0]
+    ((_, micro),) = inputs_of(job, engine, batch)
     micro.latent[1] = math.nan
     before = adapter_state(engine.denoiser)
     with pytest.raises(TrainingError, match="loss of step 0 must be finite, got nan") as excinfo:
@@ -127,9 +127,9 @@ def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def in_fp16(order: TrainingJob) -> Engine:
+def in_fp16(job: TrainingJob) -> Engine:
     """Return an engine with fp16's loss scaling, which accelerate does not allow on a CPU."""
-    engine = engine_of(order)
+    engine = engine_of(job)
     accelerator = engine.accelerator
     accelerator.scaler = torch.amp.GradScaler("cpu")
     engine._optimizer = AcceleratedOptimizer(engine._optimizer.optimizer, scaler=accelerator.scaler)
@@ -138,9 +138,9 @@ def in_fp16(order: TrainingJob) -> Engine:
     return engine
 
 
-def one_step(engine: Engine, order: TrainingJob, step: int) -> StepOutcome:
-    batch = order.plan()[step]
-    return engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+def one_step(engine: Engine, job: TrainingJob, step: int) -> StepOutcome:
+    batch = job.plan()[step]
+    return engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
 
 
 @pytest.mark.usefixtures("any_precision")
@@ -148,12 +148,12 @@ def test_R05_a_step_skipped_by_loss_scaling_is_not_averaged_and_the_rate_stays_a
     make_project: Callable[..., Project],
 ) -> None:
     settings: dict[str, Any] = {"steps": 4, "ema_decay": 0.5, "lr_scheduler": "linear"}
-    order = make_project(gradient_accumulation=1, **settings).order()
-    engine = in_fp16(order)
+    job = make_project(gradient_accumulation=1, **settings).job()
+    engine = in_fp16(job)
     out_of_memory_error = engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
-    outcomes = [one_step(engine, order, step) for step in (0, 1)]
+    outcomes = [one_step(engine, job, step) for step in (0, 1)]
     out_of_memory_error.remove()
-    outcomes += [one_step(engine, order, step) for step in (2, 3)]
+    outcomes += [one_step(engine, job, step) for step in (2, 3)]
     assert [math.isfinite(outcome.grad_norm) for outcome in outcomes] == [False, False, True, True]
     assert engine.state(4).optimizer["ema"]["optimization_step"] == 2
     rates = [outcome.learning_rate for outcome in outcomes]
@@ -164,17 +164,17 @@ def test_R05_a_step_skipped_by_loss_scaling_is_not_averaged_and_the_rate_stays_a
 def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(steps=40, gradient_accumulation=1, batch_size=1).order()
-    engine = in_fp16(order)
-    one_step(engine, order, 0)
+    job = make_project(steps=40, gradient_accumulation=1, batch_size=1).job()
+    engine = in_fp16(job)
+    one_step(engine, job, 0)
     before = adapter_state(engine.denoiser)
     engine.weights[0].register_hook(lambda gradient: gradient + math.inf)
     for step in range(1, 20):
-        one_step(engine, order, step)
+        one_step(engine, job, step)
     with pytest.raises(
         TrainingError, match="fp16 loss scaling skipped the last 20 steps, up to step 20"
     ) as excinfo:
-        one_step(engine, order, 20)
+        one_step(engine, job, 20)
     assert "bf16" in excinfo.value.fix
     assert all(torch.equal(each, before[name]) for name, each in adapter_state(engine.denoiser).items())
 
@@ -183,12 +183,12 @@ def test_R05_a_run_whose_steps_are_all_skipped_stops_with_an_error(
 def test_R10_trained_weights_are_float32_and_the_bfloat16_base_does_not_change(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(steps=1).changed("half", mixed_precision="bf16").order()
-    engine = engine_of(order)
+    job = make_project(steps=1).changed("half", mixed_precision="bf16").job()
+    engine = engine_of(job)
     frozen = {name: weight for name, weight in engine.denoiser.named_parameters() if not weight.requires_grad}
     before = {name: weight.clone() for name, weight in frozen.items()}
-    batch = order.plan()[0]
-    outcome = engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False)
+    batch = job.plan()[0]
+    outcome = engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False)
     assert math.isfinite(outcome.loss)
     assert {weight.dtype for weight in engine.weights} == {torch.float32}
     assert {weight.dtype for weight in frozen.values()} == {torch.bfloat16}
@@ -197,10 +197,10 @@ def test_R10_trained_weights_are_float32_and_the_bfloat16_base_does_not_change(
 
 def test_a_slot_s_noise_depends_only_on_seed_step_and_slot(make_project: Callable[..., Project]) -> None:
     project = make_project(sizes={"64x64": 8}, steps=2, batch_size=4, gradient_accumulation=1)
-    order = project.order()
-    family = load_family(order.base)
-    maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
-    share = order.plan()[0].micro_batches[0][0]
+    job = project.job()
+    family = load_family(job.base)
+    maker = MicroBatchMaker(job, family, family.noise.load_scheduler())
+    share = job.plan()[0].micro_batches[0][0]
     together = maker.make(0, share)
     alone = [maker.make(0, (slot,)) for slot in share]
     assert torch.equal(together.noise, torch.cat([micro.noise for micro in alone]))
@@ -211,17 +211,17 @@ def test_a_slot_s_noise_depends_only_on_seed_step_and_slot(make_project: Callabl
 
 
 def test_dropped_captions_are_replaced_by_the_empty_caption(make_project: Callable[..., Project]) -> None:
-    order = make_project(dropout=1.0).order()
-    family = load_family(order.base)
-    maker = MicroBatchMaker(order, family, family.noise.load_scheduler())
-    micro = maker.make(0, order.plan()[0].micro_batches[0][0])
-    empty = read_torch(Store(order.recipe.cache_dir), order.empty_text)["text_embedding"].float()
+    job = make_project(dropout=1.0).job()
+    family = load_family(job.base)
+    maker = MicroBatchMaker(job, family, family.noise.load_scheduler())
+    micro = maker.make(0, job.plan()[0].micro_batches[0][0])
+    empty = read_torch(Store(job.recipe.cache_dir), job.empty_text)["text_embedding"].float()
     assert all(torch.equal(row, empty) for row in micro.conditions["text_embedding"])
 
 
-def _steps(order: TrainingJob, engine: Engine) -> Iterator[float]:
-    for _, batch in order.plan().iterate():
-        yield engine.step(batch, iter(inputs_of(order, engine, batch)), stop=False).learning_rate
+def _steps(job: TrainingJob, engine: Engine) -> Iterator[float]:
+    for _, batch in job.plan().iterate():
+        yield engine.step(batch, iter(inputs_of(job, engine, batch)), stop=False).learning_rate
 
 
 @pytest.mark.parametrize(
@@ -231,6 +231,6 @@ def _steps(order: TrainingJob, engine: Engine) -> Iterator[float]:
 def test_R04_the_schedule_is_stepped_once_per_optimizer_step(
     make_project: Callable[..., Project], schedule: str, rates: list[float]
 ) -> None:
-    order = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).order()
-    used = list(_steps(order, engine_of(order)))
+    job = make_project(lr_scheduler=schedule, warmup_steps=2, learning_rate=1e-3).job()
+    used = list(_steps(job, engine_of(job)))
     assert used == pytest.approx([1e-3 * rate for rate in rates])

@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def shuffled(order: TrainingJob) -> TrainingJob:
+def shuffled(job: TrainingJob) -> TrainingJob:
     """Return the job with each sample's caption replaced by the next sample's."""
     names = ["captions", "texts", "text_tensors"]
-    table = order.inputs.table
+    table = job.inputs.table
     moved = pl.concat([table[1:], table[:1]]).select(names)
-    return replace(order, inputs=TrainingInputs(table.with_columns(moved)))
+    return replace(job, inputs=TrainingInputs(table.with_columns(moved)))
 
 
-def losses(order: TrainingJob) -> tuple[float, float, float]:
+def losses(job: TrainingJob) -> tuple[float, float, float]:
     """Return the loss at fixed noise before training, after it, and after it with shuffled captions."""
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    true = Validation(order, family, order.inputs)
-    other = Validation(shuffled(order), family, order.inputs)
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    true = Validation(job, family, job.inputs)
+    other = Validation(shuffled(job), family, job.inputs)
     before = true.loss(engine).mean
-    plan = order.plan()
-    inputs = micro_inputs(plan, MicroBatchMaker(order, family, engine.scheduler), rank=0, start=0, pin=False)
+    plan = job.plan()
+    inputs = micro_inputs(plan, MicroBatchMaker(job, family, engine.scheduler), rank=0, start=0, pin=False)
     for _, batch in plan.iterate():
         engine.step(batch, inputs, stop=False)
     return before, true.loss(engine).mean, other.loss(engine).mean
@@ -60,7 +60,7 @@ def test_200_steps_on_8_images_lower_the_loss_by_a_quarter_and_shuffled_captions
         dropout=0.0,
         lora={"rank": 16, "alpha": 16.0},
     )
-    before, after, mixed_up = losses(project.order())
+    before, after, mixed_up = losses(project.job())
     assert after < 0.75 * before
     assert after < mixed_up
 
@@ -69,5 +69,5 @@ def test_40_steps_lower_the_loss_by_a_tenth(make_project: Callable[..., Project]
     project = make_project(
         sizes={"64x64": 8}, steps=40, batch_size=4, gradient_accumulation=1, learning_rate=1e-2, dropout=0.0
     )
-    before, after, _ = losses(project.order())
+    before, after, _ = losses(project.job())
     assert after < 0.9 * before

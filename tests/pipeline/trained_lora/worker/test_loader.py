@@ -25,23 +25,23 @@ if TYPE_CHECKING:
     from conftest import Project
 
 
-def maker_of(order: TrainingJob) -> MicroBatchMaker:
-    family = load_family(order.base)
-    return MicroBatchMaker(order, family, family.noise.load_scheduler())
+def maker_of(job: TrainingJob) -> MicroBatchMaker:
+    family = load_family(job.base)
+    return MicroBatchMaker(job, family, family.noise.load_scheduler())
 
 
 def test_micro_batches_follow_the_plan_from_any_start(make_project: Callable[..., Project]) -> None:
-    order = make_project().order()
-    plan = order.plan()
-    batches = list(micro_inputs(plan, maker_of(order), rank=0, start=2, pin=False))
+    job = make_project().job()
+    plan = job.plan()
+    batches = list(micro_inputs(plan, maker_of(job), rank=0, start=2, pin=False))
     expected = [
         (step.step, tuple(slot.variant_id for slot in micro[0]))
         for step in plan[2:]
         for micro in step.micro_batches
     ]
     assert [(step.step, micro.variant_ids) for step, micro in batches] == expected
-    inputs = {item.variant_id: item for item in order.inputs}
-    store = Store(order.recipe.cache_dir)
+    inputs = {item.variant_id: item for item in job.inputs}
+    store = Store(job.recipe.cache_dir)
     for _, micro in batches:
         for index, variant_id in enumerate(micro.variant_ids):
             stored = read_torch(store, inputs[variant_id].views[0].entry)["latent"].float()
@@ -53,15 +53,15 @@ def test_micro_batches_follow_the_plan_from_any_start(make_project: Callable[...
 def test_L03_a_shape_that_differs_from_the_table_is_an_error_with_the_sample(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project().order()
-    first = order.inputs[0]
+    job = make_project().job()
+    first = job.inputs[0]
     key = first.views[0].entry.key
     wrong = pl.lit(tensors_json({"latent": TensorSpec("float16", (4, 9, 9))}))
     tensors = pl.when(pl.col("variant_id") == first.variant_id).then(wrong).otherwise("latent_tensors")
-    order = replace(order, inputs=TrainingInputs(order.inputs.table.with_columns(latent_tensors=tensors)))
-    slot = next(s for step in order.plan() for s in step.slots() if s.variant_id == first.variant_id)
+    job = replace(job, inputs=TrainingInputs(job.inputs.table.with_columns(latent_tensors=tensors)))
+    slot = next(s for step in job.plan() for s in step.slots() if s.variant_id == first.variant_id)
     with pytest.raises(StoreError) as excinfo:
-        maker_of(order).make(0, (slot,))
+        maker_of(job).make(0, (slot,))
     assert first.variant_id in excinfo.value.where
     assert key in excinfo.value.where
 
@@ -69,11 +69,11 @@ def test_L03_a_shape_that_differs_from_the_table_is_an_error_with_the_sample(
 def test_T06_a_missing_embedding_is_an_error_with_its_file_and_is_not_encoded(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(dropout=0.0).order()
-    for item in order.inputs:
-        Store(order.recipe.cache_dir).path(item.variants[0].entry).unlink()
+    job = make_project(dropout=0.0).job()
+    for item in job.inputs:
+        Store(job.recipe.cache_dir).path(item.variants[0].entry).unlink()
     with pytest.raises(StoreError, match="read") as excinfo:
-        list(micro_inputs(order.plan(), maker_of(order), rank=0, start=0, pin=False))
+        list(micro_inputs(job.plan(), maker_of(job), rank=0, start=0, pin=False))
     assert "text" in excinfo.value.where
 
 
@@ -81,11 +81,11 @@ def test_T04_training_needs_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:
     """Training works without the files of the VAE and the text encoders."""
-    order = make_project(steps=2).order()
-    base = shutil.copytree(order.base, tmp_path / "denoiser_only")
+    job = make_project(steps=2).job()
+    base = shutil.copytree(job.base, tmp_path / "denoiser_only")
     for part in ("text_encoder", "tokenizer", "vae"):
         shutil.rmtree(base / part)
-    assert train(replace(order, base=base), Quiet(), StopRequest())
+    assert train(replace(job, base=base), Quiet(), StopRequest())
 
 
 class Quiet:
@@ -97,15 +97,15 @@ class Quiet:
 
 
 def test_a_job_reads_back_as_it_was_written(make_project: Callable[..., Project]) -> None:
-    order = make_project(sample_every=2).order()
-    assert len(order.prompts) == 2
-    assert read_job(order.write()) == order
+    job = make_project(sample_every=2).job()
+    assert len(job.prompts) == 2
+    assert read_job(job.write()) == job
 
 
 def test_L12_only_a_few_micro_batches_are_prepared_ahead(
     make_project: Callable[..., Project],
 ) -> None:
-    plan = make_project(steps=50).order().plan()
+    plan = make_project(steps=50).job().plan()
     started: list[int] = []
 
     def jobs() -> Iterator[tuple[StepPlan, Callable[[], int]]]:

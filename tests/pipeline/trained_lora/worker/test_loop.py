@@ -72,15 +72,15 @@ class StopDuringFirstStep(StopRequest):
         return self._looks > 1
 
 
-def run_until(order: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
+def run_until(job: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
     """Train a run with `start` steps done until `stop_after` steps are done."""
     if stop_after == start + 1:
         report = RecordingReport()
-        return train(order, report, StopDuringFirstStep()), report.lines
+        return train(job, report, StopDuringFirstStep()), report.lines
     report = RecordingReport(stop_after=stop_after)
     if stop_after <= start:
         report.stop.request()
-    return train(order, report, report.stop), report.lines
+    return train(job, report, report.stop), report.lines
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class Outcome:
     validation: list[Any]
 
 
-def outcome(order: TrainingJob) -> Outcome:
-    layout, plan = RunLayout(order.folder), order.plan()
+def outcome(job: TrainingJob) -> Outcome:
+    layout, plan = RunLayout(job.folder), job.plan()
     steps = read_metrics(layout.metrics, len(plan))
     assert [line["step"] for line in steps] == list(range(len(plan)))
     samples = read_metrics(layout.sample_losses, len(plan))
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), order.run)
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, len(plan)), job.run)
     return Outcome(
         [[line[name] for name in ("step", "epoch", "loss", "learning_rate", "grad_norm")] for line in steps],
         [
@@ -130,7 +130,7 @@ def torture_project(make_project: Callable[..., Project], **training: Any) -> Pr
         **training,
     }
     project = make_project(datasets=TWO_DATASETS, **settings)
-    steps = list(project.order().plan())
+    steps = list(project.job().plan())
     sizes = {len(share) for step in steps for micro in step.micro_batches for share in micro}
     assert sizes == {1, 2}, "partial batches and uninterrupted ones"
     assert len({len(step.micro_batches) for step in steps}) > 1, "partial windows and uninterrupted ones"
@@ -163,20 +163,20 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 
 
 def cut_and_compare(project: Project, expected: Outcome, cuts: tuple[int, ...]) -> None:
-    order = project.changed(f"cut-{'-'.join(map(str, cuts))}").order()
+    job = project.changed(f"cut-{'-'.join(map(str, cuts))}").job()
     for start, cut in zip((0, *cuts), cuts, strict=False):
-        finished, lines = run_until(order, stop_after=cut, start=start)
+        finished, lines = run_until(job, stop_after=cut, start=start)
         assert not finished
         assert f"stopped on request after {cut} of {STEPS} steps; a checkpoint is saved" in lines
-    assert run_until(order)[0]
-    assert outcome(order) == expected
+    assert run_until(job)[0]
+    assert outcome(job) == expected
 
 
 def test_R01_runs_interrupted_once_or_twice_equal_the_uninterrupted_run_bit_for_bit(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    uninterrupted = project.changed("uninterrupted").order()
+    uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     assert {step for step, _ in recorded} == set(range(STEPS))
     assert [step for step, _ in outcome(uninterrupted).validation] == [0, 4, 8, STEPS]
@@ -190,7 +190,7 @@ def test_R01_runs_interrupted_at_any_one_or_two_steps_equal_the_uninterrupted_ru
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    uninterrupted = project.changed("uninterrupted").order()
+    uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     expected = outcome(uninterrupted)
     for first in range(STEPS):
@@ -205,7 +205,7 @@ def test_sample_losses_stay_with_their_images_when_the_holdout_changes_before_a_
     """The run's id does not depend on the holdout, so the run resumes."""
     held_out = {"photos": {"validation_fraction": 0.4}}
     project = make_project(steps=4, gradient_accumulation=1, datasets=held_out)
-    uninterrupted = project.changed("uninterrupted").order()
+    uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     expected = sample_statistics(uninterrupted.inputs, RunLayout(uninterrupted.folder), 4)
     first, table = uninterrupted.inputs.held_out[0].variant_id, uninterrupted.inputs.table
@@ -215,52 +215,52 @@ def test_sample_losses_stay_with_their_images_when_the_holdout_changes_before_a_
         ("deleted", uninterrupted.inputs, fewer),
         ("added", fewer, uninterrupted.inputs),
     ):
-        order = project.changed(output).order()
-        assert not run_until(replace(order, inputs=before), stop_after=2)[0]
-        assert run_until(replace(order, inputs=after))[0]
-        statistics = sample_statistics(after, RunLayout(order.folder), 4)
+        job = project.changed(output).job()
+        assert not run_until(replace(job, inputs=before), stop_after=2)[0]
+        assert run_until(replace(job, inputs=after))[0]
+        statistics = sample_statistics(after, RunLayout(job.folder), 4)
         assert statistics.equals(expected)
 
 
-def signalled(order: TrainingJob, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
+def signalled(job: TrainingJob, number: signal.Signals, after: int, recorded: Recorded) -> int | None:
     """Train in a child process that is signalled after a number of steps; return its exit status.
 
     The child is forked from a server without threads, because Polars' threads do not survive a fork.
     """
     clean = multiprocessing.get_context("forkserver")
     clean.set_forkserver_preload(["pipeline.trained_lora.worker.loop"])
-    child = clean.Process(target=train_signalled, args=(order.write(), number, after, recorded))
+    child = clean.Process(target=train_signalled, args=(job.write(), number, after, recorded))
     child.start()
     child.join()
     return child.exitcode
 
 
-def train_signalled(order: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
+def train_signalled(job: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
     torch.set_num_threads(1)
     Recording.recorded_hashes, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
         report = RecordingReport(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
         if after == 0:
             os.kill(os.getpid(), number)
-        sys.exit(0 if train(read_job(order), report, stop) else 143)
+        sys.exit(0 if train(read_job(job), report, stop) else 143)
 
 
 def signal_and_compare(
     project: Project, expected: Outcome, number: signal.Signals, after: list[int], recorded: Recorded
 ) -> None:
-    order = project.changed(f"{number.name}-{'-'.join(map(str, after))}").order()
+    job = project.changed(f"{number.name}-{'-'.join(map(str, after))}").job()
     for steps in after:
-        status = signalled(order, number, steps, recorded)
+        status = signalled(job, number, steps, recorded)
         assert status == (-signal.SIGKILL if number == signal.SIGKILL else 143)
-    assert run_until(order)[0]
-    assert outcome(order) == expected
+    assert run_until(job)[0]
+    assert outcome(job) == expected
 
 
 def test_R01_R12_a_signalled_process_ends_with_the_weights_of_an_uninterrupted_run(
     make_project: Callable[..., Project], recorded: Recorded
 ) -> None:
     project = torture_project(make_project)
-    uninterrupted = project.changed("uninterrupted").order()
+    uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     signal_and_compare(project, outcome(uninterrupted), signal.SIGTERM, [5], recorded)
     signal_and_compare(project, outcome(uninterrupted), signal.SIGKILL, [3, 6], recorded)
@@ -275,7 +275,7 @@ def test_R01_R12_processes_signalled_at_any_one_or_two_steps_end_with_the_weight
     number: signal.Signals,
 ) -> None:
     project = torture_project(make_project)
-    uninterrupted = project.changed("uninterrupted").order()
+    uninterrupted = project.changed("uninterrupted").job()
     assert run_until(uninterrupted)[0]
     expected = outcome(uninterrupted)
     for first in range(1, STEPS - 1):
@@ -284,42 +284,42 @@ def test_R01_R12_processes_signalled_at_any_one_or_two_steps_end_with_the_weight
             signal_and_compare(project, expected, number, [first, second], recorded)
 
 
-def poisoned(order: TrainingJob) -> tuple[TrainingJob, str]:
+def poisoned(job: TrainingJob) -> tuple[TrainingJob, str]:
     """Return the job with a NaN latent in one sample after the first two steps, and that sample's id."""
-    drawn_samples = {slot.variant_id for step in order.plan()[:2] for slot in step.slots()}
-    chosen = next(item for item in order.inputs if item.variant_id not in drawn_samples)
-    store, entry = Store(order.recipe.cache_dir), chosen.views[0].entry
+    drawn_samples = {slot.variant_id for step in job.plan()[:2] for slot in step.slots()}
+    chosen = next(item for item in job.inputs if item.variant_id not in drawn_samples)
+    store, entry = Store(job.recipe.cache_dir), chosen.views[0].entry
     path, (latent,) = store.path(entry), entry.tensors.values()
     odd = np.full(latent.shape, np.nan, latent.dtype).tobytes()
     path.write_bytes(path.read_bytes()[: -len(odd)] + odd)
-    return order, chosen.variant_id
+    return job, chosen.variant_id
 
 
 def test_R05_a_nan_loss_stops_the_run_names_the_sample_and_keeps_the_last_good_lora(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=6, ema_decay=0.5)
-    good = project.changed("good", steps=2).order()
+    good = project.changed("good", steps=2).job()
     assert run_until(good)[0]
-    order, culprit = poisoned(project.changed("poisoned").order())
+    job, culprit = poisoned(project.changed("poisoned").job())
     with pytest.raises(TrainingError, match="the LoRA after 2 steps is in") as excinfo:
-        run_until(order)
-    others = {item.variant_id for item in order.inputs} - {culprit}
+        run_until(job)
+    others = {item.variant_id for item in job.inputs} - {culprit}
     assert culprit in excinfo.value.where
     assert not any(name in excinfo.value.where for name in others)
-    layout = RunLayout(order.folder)
+    layout = RunLayout(job.folder)
     assert str(layout.last_good) in excinfo.value.what
     for path in sorted(RunLayout(good.folder).exported.iterdir()):
         kept = load_file(layout.last_good / path.name)
         assert bits(kept) == bits(load_file(path))
     assert not layout.result.exists()
-    assert load_checkpoint(checkpoint_path(layout.checkpoints, 2), order.run).step == 2
+    assert load_checkpoint(checkpoint_path(layout.checkpoints, 2), job.run).step == 2
 
 
 def test_R05_a_failure_to_save_the_last_good_lora_does_not_hide_the_first_error(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order, culprit = poisoned(make_project().order())
+    job, culprit = poisoned(make_project().job())
 
     def full(*arguments: Any) -> None:
         raise OSError("no space left on device")
@@ -328,14 +328,14 @@ def test_R05_a_failure_to_save_the_last_good_lora_does_not_hide_the_first_error(
     with pytest.raises(
         TrainingError, match=r"the loss of step 2 must be finite, got nan.*not be saved: no space left"
     ) as excinfo:
-        run_until(order)
+        run_until(job)
     assert culprit in excinfo.value.where
 
 
 def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = make_project().order()
+    job = make_project().job()
     update, updated_steps = loop.Engine._update, list[int]()
 
     def half(engine: loop.Engine, batch: StepPlan, grad_norm: float) -> None:
@@ -348,15 +348,15 @@ def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
 
     monkeypatch.setattr(loop.Engine, "_update", half)
     with pytest.raises(TrainingError, match="memory ran out in step 2"):
-        run_until(order)
+        run_until(job)
     assert updated_steps == [2]
-    assert steps_kept(order) == [0]
-    assert not RunLayout(order.folder).last_good.exists()
+    assert steps_kept(job) == [0]
+    assert not RunLayout(job.folder).last_good.exists()
 
 
-def steps_kept(order: TrainingJob) -> list[int]:
+def steps_kept(job: TrainingJob) -> list[int]:
     return sorted(
-        int(path.name.removeprefix("step-")) for path in RunLayout(order.folder).checkpoints.iterdir()
+        int(path.name.removeprefix("step-")) for path in RunLayout(job.folder).checkpoints.iterdir()
     )
 
 
@@ -364,10 +364,10 @@ def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=7, checkpoint_every=2)
-    everything = project.changed("everything").order()
+    everything = project.changed("everything").job()
     assert run_until(everything)[0]
     assert steps_kept(everything) == [0, 2, 4, 6, 7]
-    two = project.changed("two", keep_checkpoints=2).order()
+    two = project.changed("two", keep_checkpoints=2).job()
     assert run_until(two)[0]
     assert steps_kept(two) == [6, 7]
     recipe = everything.recipe.model_copy(

@@ -37,28 +37,28 @@ class Silent:
     def progress(self, num_steps_done: int, total: int, text: str) -> None: ...
 
 
-def outcome(order: TrainingJob) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
-    layout, steps = RunLayout(order.folder), order.recipe.training.steps
-    state = load_checkpoint(checkpoint_path(layout.checkpoints, steps), order.run)
+def outcome(job: TrainingJob) -> tuple[list[tuple[int, float]], dict[str, torch.Tensor]]:
+    layout, steps = RunLayout(job.folder), job.recipe.training.steps
+    state = load_checkpoint(checkpoint_path(layout.checkpoints, steps), job.run)
     return [(line["step"], line["loss"]) for line in read_metrics(layout.metrics, steps)], state.adapter
 
 
-def in_this_process(order: TrainingJob) -> Any:
+def in_this_process(job: TrainingJob) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        assert train(order, Silent(), StopRequest())
+        assert train(job, Silent(), StopRequest())
     finally:
         torch.set_num_threads(threads)
-    return outcome(order)
+    return outcome(job)
 
 
-def started(order: Path) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, "-m", "pipeline.trained_lora.worker", str(order)])
+def started(job: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "pipeline.trained_lora.worker", str(job)])
 
 
-def wait_for_steps(order: TrainingJob, number: int, child: subprocess.Popen[bytes]) -> None:
-    while len(read_metrics(RunLayout(order.folder).metrics, STEPS)) < number:
+def wait_for_steps(job: TrainingJob, number: int, child: subprocess.Popen[bytes]) -> None:
+    while len(read_metrics(RunLayout(job.folder).metrics, STEPS)) < number:
         assert child.poll() is None, "the child ended before it was to be stopped"
         time.sleep(0.02)
 
@@ -67,32 +67,32 @@ def test_R01_R12_a_stopped_and_then_killed_process_ends_with_the_weights_of_an_u
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=STEPS, gradient_accumulation=1, checkpoint_every=4)
-    expected = in_this_process(project.changed("whole").order())
-    order = project.changed("cut").order()
-    path = order.write()
+    expected = in_this_process(project.changed("whole").job())
+    job = project.changed("cut").job()
+    path = job.write()
 
     stopped = started(path)
-    wait_for_steps(order, 3, stopped)
+    wait_for_steps(job, 3, stopped)
     stopped.send_signal(signal.SIGTERM)
     assert stopped.wait(60) == 128 + signal.SIGTERM
-    num_steps_done = len(read_metrics(RunLayout(order.folder).metrics, STEPS))
+    num_steps_done = len(read_metrics(RunLayout(job.folder).metrics, STEPS))
     assert 3 <= num_steps_done < STEPS
     assert (
-        load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, num_steps_done), order.run).step
+        load_checkpoint(checkpoint_path(RunLayout(job.folder).checkpoints, num_steps_done), job.run).step
         == num_steps_done
     )
 
     killed = started(path)
-    wait_for_steps(order, min(num_steps_done + 6, STEPS - 2), killed)
+    wait_for_steps(job, min(num_steps_done + 6, STEPS - 2), killed)
     killed.send_signal(signal.SIGKILL)
     assert killed.wait(60) == -signal.SIGKILL
-    assert not RunLayout(order.folder).result.exists()
+    assert not RunLayout(job.folder).result.exists()
 
     assert started(path).wait(120) == 0
-    actual = outcome(order)
+    actual = outcome(job)
     assert actual[0] == expected[0]
     assert all(torch.equal(actual[1][name], expected[1][name]) for name in expected[1])
-    assert json.loads(RunLayout(order.folder).result.read_text())["resumed_from"] >= num_steps_done
+    assert json.loads(RunLayout(job.folder).result.read_text())["resumed_from"] >= num_steps_done
 
 
 @pytest.mark.timeout(240)
@@ -108,8 +108,8 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
         datasets={"photos": {"validation_fraction": 0.2}},
         validate_every=2,
     )
-    alone = project.changed("alone").order()
-    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    alone = project.changed("alone").job()
+    pair = project.changed("pair", num_processes=2, batch_size=2).job()
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
@@ -118,7 +118,7 @@ def test_R03_R04_two_processes_reach_the_weights_rate_and_validation_loss_of_one
     assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
     for name, weight in expected[1].items():
         torch.testing.assert_close(actual[1][name], weight, rtol=1e-2, atol=1e-5)
-    rates = [read_metrics(RunLayout(order.folder).metrics, 6)[-1]["learning_rate"] for order in (alone, pair)]
+    rates = [read_metrics(RunLayout(job.folder).metrics, 6)[-1]["learning_rate"] for job in (alone, pair)]
     assert rates[0] == rates[1]
     _require_the_same_validation(alone, pair)
 
@@ -132,8 +132,8 @@ def test_two_processes_train_a_model_with_unused_text_layers_like_one_process(
     tiny_bases["qwen"] = tmp_path / "qwen"
     lora = {"rank": 4, "targets": "blocks"}
     project = make_project(prediction="qwen", batch_size=4, learning_rate=1e-3, steps=3, lora=lora)
-    alone = project.changed("alone").order()
-    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    alone = project.changed("alone").job()
+    pair = project.changed("pair", num_processes=2, batch_size=2).job()
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
     expected, actual = in_this_process(alone), outcome(pair)
     assert actual[0] == [(step, pytest.approx(loss, rel=1e-4)) for step, loss in expected[0]]
@@ -146,8 +146,8 @@ def _require_the_same_validation(alone: TrainingJob, pair: TrainingJob) -> None:
     buckets = Counter(item.bucket for item in pair.inputs.held_out)
     assert sum(math.ceil(len(NOISE_LEVELS) * size / 2) for size in buckets.values()) % 2 == 1
     lines = [
-        [json.loads(line) for line in RunLayout(order.folder).validation.read_text().splitlines()]
-        for order in (alone, pair)
+        [json.loads(line) for line in RunLayout(job.folder).validation.read_text().splitlines()]
+        for job in (alone, pair)
     ]
     assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]] == [0, 2, 4, 6]
     for one, two in zip(*lines, strict=True):

@@ -136,19 +136,19 @@ def test_schedules_follow_their_formulas() -> None:
 def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
     make_project: Callable[..., Project], tmp_path: Path, training: dict[str, Any]
 ) -> None:
-    order = make_project(steps=4, gradient_accumulation=1, **training).order()
-    uninterrupted = engine_of(order)
+    job = make_project(steps=4, gradient_accumulation=1, **training).job()
+    uninterrupted = engine_of(job)
     for step in range(4):
-        step_of(uninterrupted, order, step)
+        step_of(uninterrupted, job, step)
         if step == 1:
-            checkpoint = save_checkpoint(tmp_path / "checkpoints", order.run, uninterrupted.state(2))
-    resumed = engine_of(order)
-    resumed.restore(load_checkpoint(checkpoint, order.run))
+            checkpoint = save_checkpoint(tmp_path / "checkpoints", job.run, uninterrupted.state(2))
+    resumed = engine_of(job)
+    resumed.restore(load_checkpoint(checkpoint, job.run))
     for step in (2, 3):
         with resumed.result_weights():
             averaged = adapter_state(resumed.denoiser)
         assert averaged, "evaluating the result between two steps leaves no trace"
-        step_of(resumed, order, step)
+        step_of(resumed, job, step)
     with uninterrupted.result_weights(), resumed.result_weights():
         left, right = adapter_state(uninterrupted.denoiser), adapter_state(resumed.denoiser)
     assert all(torch.equal(left[name], right[name]) for name in left)
@@ -156,17 +156,17 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit_with_every_optimizer(
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def engine_of(order: Any) -> Engine:
+def engine_of(job: Any) -> Engine:
     from pipeline.models.worker.family import load_family
 
-    return Engine(order, load_family(order.base))
+    return Engine(job, load_family(job.base))
 
 
-def step_of(engine: Engine, order: Any, step: int) -> None:
+def step_of(engine: Engine, job: Any, step: int) -> None:
     from pipeline.models.worker.family import load_family
     from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
-    batch = order.plan()[step]
-    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
+    batch = job.plan()[step]
+    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
     inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)

@@ -26,9 +26,9 @@ class Silent:
 def test_running_out_of_memory_in_a_step_names_the_step_and_the_settings(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(optimizer="tests.pipeline.trained_lora.oversized_optimizer.OversizedStep").order()
+    job = make_project(optimizer="tests.pipeline.trained_lora.oversized_optimizer.OversizedStep").job()
     with pytest.raises(TrainingError, match="memory ran out in step 0") as excinfo:
-        train(order, Silent(), StopRequest())
+        train(job, Silent(), StopRequest())
     assert "training.batch_size 2" in excinfo.value.where
     assert "gradient_checkpointing: true" in excinfo.value.fix
     assert "batch_size: 1 and gradient_accumulation: 4" in excinfo.value.fix

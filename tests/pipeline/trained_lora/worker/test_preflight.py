@@ -30,14 +30,14 @@ class Silent:
     def progress(self, done: int, total: int, text: str) -> None: ...
 
 
-def trained(order: TrainingJob) -> bool:
-    return train(order, Silent(), StopRequest())
+def trained(job: TrainingJob) -> bool:
+    return train(job, Silent(), StopRequest())
 
 
 def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = make_project(sample_every=4).order()
+    job = make_project(sample_every=4).job()
 
     def broken(path: Path, run: str) -> Any:
         state = load_checkpoint(path, run)
@@ -46,14 +46,14 @@ def test_R08_saving_reloading_and_exporting_are_checked_before_the_first_step(
 
     monkeypatch.setattr(preflight, "load_checkpoint", broken)
     with pytest.raises(TrainingError, match="does not read back"):
-        trained(order)
+        trained(job)
     monkeypatch.undo()
-    assert not RunLayout(order.folder).metrics.exists()
-    shutil.rmtree(order.folder)
-    assert trained(order)
-    drawn = sorted(path.name for path in (order.folder / "samples").iterdir())
+    assert not RunLayout(job.folder).metrics.exists()
+    shutil.rmtree(job.folder)
+    assert trained(job)
+    drawn = sorted(path.name for path in (job.folder / "samples").iterdir())
     assert [name[5:13] for name in drawn[::2]] == ["00000000", "00000004", "00000006"]
-    assert json.loads(RunLayout(order.folder).result.read_text())["warnings"] == []
+    assert json.loads(RunLayout(job.folder).result.read_text())["warnings"] == []
 
 
 def test_R08_a_file_with_another_scale_is_detected_before_the_first_step(
@@ -67,10 +67,10 @@ def test_R08_a_file_with_another_scale_is_detected_before_the_first_step(
         return {name: each * 2 if name.endswith(".alpha") else each for name, each in tensors.items()}
 
     monkeypatch.setattr(exporter, "layout_tensors", doubled)
-    order = make_project().order()
+    job = make_project().job()
     with pytest.raises(TrainingError, match="in the file differs from the trained one"):
-        trained(order)
-    assert not RunLayout(order.folder).metrics.exists()
+        trained(job)
+    assert not RunLayout(job.folder).metrics.exists()
 
 
 def test_perturbed_weights_are_restored_bit_for_bit_even_after_a_failure() -> None:

@@ -25,33 +25,33 @@ if TYPE_CHECKING:
 def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(sample_every=2).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
+    job = make_project(sample_every=2).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
     warnings: list[str] = []
-    first = draw_previews(order, family, engine, step=2, warn=warnings.append)
+    first = draw_previews(job, family, engine, step=2, warn=warnings.append)
     assert warnings == []
     assert [path.name for path in first] == ["step-00000002-00.png", "step-00000002-01.png"]
     assert engine.denoiser.training
     with Image.open(first[0]) as picture:
         assert picture.size == (96, 32)  # PIL: width, height; the first sample's bucket is 32x96
-    again = draw_previews(order, family, engine, step=4, warn=warnings.append)
+    again = draw_previews(job, family, engine, step=4, warn=warnings.append)
     pixels = [np.asarray(Image.open(path)) for path in (first[0], again[0])]
     assert np.array_equal(*pixels)
     with torch.no_grad():
         for weight in engine.weights:
             weight.add_(0.3)
-    adapted = draw_previews(order, family, engine, step=6, warn=warnings.append)
+    adapted = draw_previews(job, family, engine, step=6, warn=warnings.append)
     assert not np.array_equal(pixels[0], np.asarray(Image.open(adapted[0])))
 
 
 def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Project]) -> None:
-    order = make_project(sample_every=2).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    Store(order.recipe.cache_dir).path(order.prompts[0].text).unlink()
+    job = make_project(sample_every=2).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    Store(job.recipe.cache_dir).path(job.prompts[0].text).unlink()
     warnings: list[str] = []
-    assert draw_previews(order, family, engine, step=2, warn=warnings.append) == []
+    assert draw_previews(job, family, engine, step=2, warn=warnings.append) == []
     assert len(warnings) == 1
     assert "step 2" in warnings[0]
     assert engine.denoiser.training
@@ -61,9 +61,9 @@ def test_R09_a_preview_that_fails_is_a_warning(make_project: Callable[..., Proje
 def test_the_vae_is_loaded_once_for_all_previews_and_then_released(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch, *, fails: bool
 ) -> None:
-    order = make_project(sample_every=2).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
+    job = make_project(sample_every=2).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
     load, loaded = family.vae.load, list[weakref.ref[Any]]()
 
     def remembered(*arguments: Any) -> Any:
@@ -73,14 +73,14 @@ def test_the_vae_is_loaded_once_for_all_previews_and_then_released(
 
     monkeypatch.setattr(family.vae, "load", remembered)
     if fails:
-        Store(order.recipe.cache_dir).path(order.prompts[1].text).unlink()
-    drawn = draw_previews(order, family, engine, step=2, warn=print)
+        Store(job.recipe.cache_dir).path(job.prompts[1].text).unlink()
+    drawn = draw_previews(job, family, engine, step=2, warn=print)
     assert len(drawn) == (1 if fails else 2)
     assert [vae() for vae in loaded] == [None]
 
 
 def test_deleting_the_pipeline_releases_its_vae(make_project: Callable[..., Project]) -> None:
-    pipeline = load_family(make_project().order().base).drawing.load_pipeline(dtype="float32", device="cpu")
+    pipeline = load_family(make_project().job().base).drawing.load_pipeline(dtype="float32", device="cpu")
     vae = weakref.ref(pipeline.vae)
     gc.disable()
     try:
@@ -91,22 +91,22 @@ def test_deleting_the_pipeline_releases_its_vae(make_project: Callable[..., Proj
 
 
 def test_the_recipe_s_prompts_are_drawn_as_squares(make_project: Callable[..., Project]) -> None:
-    order = make_project(sample_every=2, sample_prompts=["a red cat"]).order()
-    assert [(prompt.caption, prompt.size_hw) for prompt in order.prompts] == [("a red cat", (64, 64))]
+    job = make_project(sample_every=2, sample_prompts=["a red cat"]).job()
+    assert [(prompt.caption, prompt.size_hw) for prompt in job.prompts] == [("a red cat", (64, 64))]
 
 
 def test_previews_are_decoded_in_float32_although_training_uses_half_precision(
     make_project: Callable[..., Project],
 ) -> None:
     """SDXL's VAE overflows in float16, which draws a black picture."""
-    order = make_project(sample_every=2).order()
-    family = load_family(order.base)
+    job = make_project(sample_every=2).job()
+    family = load_family(job.base)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     dtypes: list[torch.dtype] = []
     pipeline.vae.decoder.mid_block.resnets[0].conv1.register_forward_hook(
         lambda module, inputs, output: dtypes.append(output.dtype)
     )
-    text = read_entry(Store(order.recipe.cache_dir), order.prompts[0].text, "a prompt")
+    text = read_entry(Store(job.recipe.cache_dir), job.prompts[0].text, "a prompt")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         family.drawing.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
     assert dtypes == [torch.float32]

@@ -49,31 +49,31 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
-def inputs_of(order: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
-    batch = order.plan()[step]
-    maker = MicroBatchMaker(order, load_family(order.base), engine.scheduler)
+def inputs_of(job: TrainingJob, engine: Engine, step: int) -> list[tuple[StepPlan, MicroInput]]:
+    batch = job.plan()[step]
+    maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
     return [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
 
 
-def step_of(engine: Engine, order: TrainingJob, step: int) -> Any:
-    inputs = inputs_of(order, engine, step)
+def step_of(engine: Engine, job: TrainingJob, step: int) -> Any:
+    inputs = inputs_of(job, engine, step)
     return engine.step(inputs[0][0], iter(inputs), stop=False)
 
 
 def test_without_the_key_training_loads_no_text_encoder_and_no_vae(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = make_project(steps=2).order()
-    family = load_family(order.base)
+    job = make_project(steps=2).job()
+    family = load_family(job.base)
 
     def loads(*_: Any) -> Any:
         pytest.fail("a VAE or a text encoder was loaded")
 
     for part, name in ((family.vae, "load"), (family.text, "load"), (family.drawing, "load_pipeline")):
         monkeypatch.setattr(type(part), name, loads)
-    assert train(order, Silent(), StopRequest())
+    assert train(job, Silent(), StopRequest())
     with pytest.raises(pytest.fail.Exception, match="was loaded"):
-        engine_of(replace(order, recipe=project_of(make_project).recipe))
+        engine_of(replace(job, recipe=project_of(make_project).recipe))
 
 
 class Silent:
@@ -87,11 +87,11 @@ class Silent:
 def test_with_zero_adapters_the_denoiser_gets_the_embeddings_that_the_cache_would_hold(
     make_project: Callable[..., Project], prediction: str
 ) -> None:
-    order = project_of(make_project, prediction, dropout=0.5).order()
-    engine, family = engine_of(order), load_family(order.base)
+    job = project_of(make_project, prediction, dropout=0.5).job()
+    engine, family = engine_of(job), load_family(job.base)
     assert engine.text is not None
     plain = family.text.load("float32", "cpu")
-    micros = [micro for step in range(6) for _, micro in inputs_of(order, engine, step)]
+    micros = [micro for step in range(6) for _, micro in inputs_of(job, engine, step)]
     assert {"text_embedding", "pooled_text_embedding"}.isdisjoint(micros[0].conditions), "no cache is read"
     captions = {caption for micro in micros for caption in micro.captions}
     assert "" in captions
@@ -114,14 +114,14 @@ def test_one_step_equals_an_independent_step_with_diffusers(
     project = project_of(
         make_project, prediction, text, gradient_accumulation=1, steps=3, max_grad_norm=0.05, dropout=0.5
     )
-    order = project.order()
-    engine = loosened(engine_of(order))
-    ((_, micro),) = inputs_of(order, engine, 0)
+    job = project.job()
+    engine = loosened(engine_of(job))
+    ((_, micro),) = inputs_of(job, engine, 0)
     before = collect(engine.networks, adapter_state)
-    outcome = step_of(engine, order, 0)
+    outcome = step_of(engine, job, 0)
 
     xl = prediction == "sdxl"
-    pipe: Any = (StableDiffusionXLPipeline if xl else StableDiffusionPipeline).from_pretrained(order.base)
+    pipe: Any = (StableDiffusionXLPipeline if xl else StableDiffusionPipeline).from_pretrained(job.base)
     encoders = [pipe.text_encoder, pipe.text_encoder_2] if xl else [pipe.text_encoder]
     pipe.unet.requires_grad_(False)
     pipe.unet.add_adapter(LoraConfig(r=4, lora_alpha=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
@@ -196,24 +196,24 @@ def test_R01_an_interrupted_run_resumes_bit_for_bit(
     project = project_of(
         make_project, "sdxl", {"learning_rate": 1e-3}, steps=4, gradient_accumulation=1, ema_decay=0.9
     )
-    order = project.order()
-    uninterrupted = engine_of(order)
+    job = project.job()
+    uninterrupted = engine_of(job)
     checkpoint = None
     for step in range(4):
-        step_of(uninterrupted, order, step)
+        step_of(uninterrupted, job, step)
         if step == 1:
-            checkpoint = save_checkpoint(tmp_path / "checkpoints", order.run, uninterrupted.state(2))
+            checkpoint = save_checkpoint(tmp_path / "checkpoints", job.run, uninterrupted.state(2))
     assert checkpoint is not None
-    resumed = engine_of(order)
-    resumed.restore(load_checkpoint(checkpoint, order.run))
+    resumed = engine_of(job)
+    resumed.restore(load_checkpoint(checkpoint, job.run))
     for step in (2, 3):
         with resumed.result_weights():
             assert resumed.embed_caption("a cat") is not None, "evaluating the result changes nothing"
-        step_of(resumed, order, step)
+        step_of(resumed, job, step)
     with uninterrupted.result_weights(), resumed.result_weights():
         same_bits(uninterrupted, resumed)
     same_bits(uninterrupted, resumed)
-    fresh = collect(engine_of(order).networks, adapter_state)
+    fresh = collect(engine_of(job).networks, adapter_state)
     moved = {
         name.split(".")[0]
         for name, weight in same_bits(uninterrupted, resumed).items()
@@ -237,16 +237,16 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
     text = {"learning_rate": 5e-4}
     settings = {"batch_size": 4, "learning_rate": 1e-3, "steps": 3, "sizes": {"64x64": 5, "32x96": 5}}
     project = project_of(make_project, "sdxl", text, dropout=0.5, **settings)
-    alone = project.changed("alone").order()
-    pair = project.changed("pair", num_processes=2, batch_size=2).order()
+    alone = project.changed("alone").job()
+    pair = project.changed("pair", num_processes=2, batch_size=2).job()
     assert [step.slots() for step in alone.plan()] == [step.slots() for step in pair.plan()]
     shares = [share for step in pair.plan() for micro in step.micro_batches for share in micro]
     assert any(slot.weight == 0 for share in shares for slot in share), "no rank is ever without a sample"
     LocalLaunch(pair.recipe.accelerate)("pipeline.trained_lora.worker", pair.write())
     assert train(alone, Silent(), StopRequest())
     expected, actual = (
-        load_checkpoint(checkpoint_path(RunLayout(order.folder).checkpoints, 3), order.run).adapter
-        for order in (alone, pair)
+        load_checkpoint(checkpoint_path(RunLayout(job.folder).checkpoints, 3), job.run).adapter
+        for job in (alone, pair)
     )
     assert {"text_encoder", "text_encoder_2"} < {name.split(".")[0] for name in actual}
     for name, weight in expected.items():
@@ -256,8 +256,8 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
 class Here(Silent):
     """A launcher that trains in this process."""
 
-    def __call__(self, module: str, order: Path) -> None:
-        assert train(read_job(order), self, StopRequest())
+    def __call__(self, module: str, job_file: Path) -> None:
+        assert train(read_job(job_file), self, StopRequest())
 
 
 def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -> None:
@@ -283,9 +283,9 @@ def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -
 def test_previews_and_validation_use_the_trained_text_encoders(
     make_project: Callable[..., Project],
 ) -> None:
-    order = project_of(make_project).order()
-    engine, family = engine_of(order), load_family(order.base)
-    validation = Validation(order, family, order.inputs[:1])
+    job = project_of(make_project).job()
+    engine, family = engine_of(job), load_family(job.base)
+    validation = Validation(job, family, job.inputs[:1])
     losses = [validation.loss(engine).mean]
     with engine.evaluation():
         before = engine.embed_caption("a cat")
@@ -298,7 +298,7 @@ def test_previews_and_validation_use_the_trained_text_encoders(
     assert before is not None
     assert after is not None
     assert (after["text_embedding"] - before["text_embedding"]).abs().max() > 0.05
-    micro = MicroBatchMaker(order, family, engine.scheduler).make_fixed(order.plan()[0].slots()[:1], [0.5])
+    micro = MicroBatchMaker(job, family, engine.scheduler).make_fixed(job.plan()[0].slots()[:1], [0.5])
     assert engine.output_change(micro) > 0
     assert all(network.training for network in engine.networks.values())
 
@@ -310,7 +310,7 @@ def test_text_encoder_settings_change_the_run_and_their_absence_does_not(
 
     def facts(lora: LoraSettings) -> Any:
         changed = project.changed("facts", lora=lora)
-        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.order().inputs)
+        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.job().inputs)
 
     assert "text_encoders" not in facts(LoraSettings())["lora"]
     variants = [settings(), settings(learning_rate=1e-5), settings(targets="blocks"), settings(rank=3)]
@@ -324,7 +324,7 @@ def test_a_family_without_trainable_text_encoders_is_an_error_before_launch(
     tiny_bases["klein"] = tmp_path / "klein"
     project = project_of(make_project, "klein")
 
-    def launch(module: str, order: Path) -> None:
+    def launch(module: str, job_file: Path) -> None:
         pytest.fail("the training process was launched")
 
     with pytest.raises(TrainingError, match=r"text encoders of FLUX\.2 klein cannot be trained") as excinfo:

@@ -33,9 +33,9 @@ class StopsAt:
             self.stop.request()
 
 
-def trained(order: TrainingJob, steps: int) -> bool:
+def trained(job: TrainingJob, steps: int) -> bool:
     report = StopsAt(steps)
-    return train(order, report, report.stop)
+    return train(job, report, report.stop)
 
 
 def shown(folder: Path) -> EventAccumulator:
@@ -48,10 +48,10 @@ def test_tensorboard_has_each_step_preview_and_validation_loss_once_also_after_a
     make_project: Callable[..., Project],
 ) -> None:
     half = {"photos": {"validation_fraction": 0.5}}
-    order = make_project(datasets=half, sample_every=2, validate_every=3, checkpoint_every=2).order()
-    assert not trained(order, 3)
-    assert trained(order, 99)
-    layout = RunLayout(order.folder)
+    job = make_project(datasets=half, sample_every=2, validate_every=3, checkpoint_every=2).job()
+    assert not trained(job, 3)
+    assert trained(job, 99)
+    layout = RunLayout(job.folder)
     events = shown(layout.metrics.parent)
     metrics = read_metrics(layout.metrics, 6)
     for name in ("loss", "learning_rate", "grad_norm"):
@@ -63,9 +63,9 @@ def test_tensorboard_has_each_step_preview_and_validation_loss_once_also_after_a
 
 
 def test_without_trackers_only_json_lines_are_written(make_project: Callable[..., Project]) -> None:
-    order = make_project(trackers=()).order()
-    assert trained(order, 99)
-    logs = RunLayout(order.folder).metrics.parent
+    job = make_project(trackers=()).job()
+    assert trained(job, 99)
+    logs = RunLayout(job.folder).metrics.parent
     assert {path.suffix for path in logs.iterdir()} == {".jsonl"}
 
 
@@ -95,15 +95,15 @@ class FakeWandb(ModuleType):
 def test_wandb_gets_the_run_its_metrics_and_its_previews(
     make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order = make_project(trackers=("wandb",), sample_every=6, sample_prompts=["a cat"]).order()
+    job = make_project(trackers=("wandb",), sample_every=6, sample_prompts=["a cat"]).job()
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    assert trained(order, 99)
-    folder = str(RunLayout(order.folder).metrics.parent)
-    expected = {"project": "latentline", "name": f"demo-{order.run}", "id": order.run, "resume": "allow"}
+    assert trained(job, 99)
+    folder = str(RunLayout(job.folder).metrics.parent)
+    expected = {"project": "latentline", "name": f"demo-{job.run}", "id": job.run, "resume": "allow"}
     assert wandb.started.items() >= {**expected, "dir": folder}.items()
     assert wandb.started["config"]["name"] == "demo"
-    metrics = read_metrics(RunLayout(order.folder).metrics, 6)
+    metrics = read_metrics(RunLayout(job.folder).metrics, 6)
     losses = [(step, values["loss"]) for step, values in wandb.logged if "loss" in values]
     assert losses == [(line["step"] + 1, line["loss"]) for line in metrics]
     previews = [(step, values["samples"]) for step, values in wandb.logged if "samples" in values]

@@ -26,17 +26,17 @@ HALF = {"photos": {"validation_fraction": 0.5}}
 def test_the_validation_loss_equals_an_independent_computation_at_fixed_noise(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project(datasets=HALF, batch_size=3).order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    losses = Validation(order, family, order.inputs.held_out).loss(engine)
-    assert set(losses.by_variant) == {item.variant_id for item in order.inputs.held_out}
+    job = make_project(datasets=HALF, batch_size=3).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    losses = Validation(job, family, job.inputs.held_out).loss(engine)
+    assert set(losses.by_variant) == {item.variant_id for item in job.inputs.held_out}
 
-    unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
-    ddpm = DDPMScheduler.from_pretrained(order.base / "scheduler")
-    store = Store(order.recipe.cache_dir)
+    unet = UNet2DConditionModel.from_pretrained(job.base / "unet").eval()
+    ddpm = DDPMScheduler.from_pretrained(job.base / "scheduler")
+    store = Store(job.recipe.cache_dir)
     table: list[list[float]] = []
-    for item in order.inputs.held_out:
+    for item in job.inputs.held_out:
         latent = read_torch(store, item.views[0].entry)["latent"].float()[None]
         text = read_torch(store, item.variants[0].entry)["text_embedding"].float()[None]
         row: list[float] = []
@@ -60,10 +60,10 @@ def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_chan
 ) -> None:
     project = make_project(datasets=HALF)
     loss = project.recipe.training.loss.model_copy(update={"kind": "huber", "weighting": "min_snr"})
-    other = project.changed("other", seed=8, batch_size=4, loss=loss).order()
-    order = project.order()
+    other = project.changed("other", seed=8, batch_size=4, loss=loss).job()
+    job = project.job()
     losses = []
-    for each in (order, other):
+    for each in (job, other):
         family = load_family(each.base)
         engine = Engine(each, family)
         before = adapter_state(engine.denoiser)
@@ -80,11 +80,11 @@ def test_the_validation_loss_does_not_depend_on_seed_loss_or_batch_size_and_chan
 def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(
     make_project: Callable[..., Project],
 ) -> None:
-    order = make_project().order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    job = make_project().job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5])
     assert engine.output_change(micro) == 0.0
     moved = []
@@ -96,7 +96,7 @@ def test_output_change_is_zero_for_a_fresh_adapter_and_grows_with_its_weights(
     assert 0 < moved[0] < moved[1]
     with engine.evaluation():
         adapted = engine._predict_noisy(micro, engine.scheduler)
-        unet = UNet2DConditionModel.from_pretrained(order.base / "unet").eval()
+        unet = UNet2DConditionModel.from_pretrained(job.base / "unet").eval()
         noisy = family.noise.add_noise(engine.scheduler, micro.latent, micro.noise, micro.timesteps)
         plain = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
     assert moved[1] == pytest.approx(float((adapted - plain).norm() / plain.norm()), rel=1e-4)

@@ -68,11 +68,11 @@ class Loose:
 
     def __init__(self, project: Project, folder: Path, lora: dict[str, Any]) -> None:
         settings = LoraSettings.model_validate_json(json.dumps({"rank": 4, "alpha": 2.0, **lora}))
-        self.order = project.changed("kind", lora=settings).order()
-        family = load_family(self.order.base)
-        self.denoiser: Any = Engine(self.order, family).denoiser.eval()
+        self.job = project.changed("kind", lora=settings).job()
+        family = load_family(self.job.base)
+        self.denoiser: Any = Engine(self.job, family).denoiser.eval()
         loosen(self.denoiser)
-        self.exporter = Exporter(family, "demo", header_metadata(self.order, family))
+        self.exporter = Exporter(family, "demo", header_metadata(self.job, family))
         self.files = self.exporter.export(self.denoiser, folder)
         self.folder = folder
 
@@ -117,7 +117,7 @@ def by_formula(weight: torch.Tensor, tensors: Tensors, key: str, *, base_rows: b
 
 def merged(loose: Loose, layout: Any) -> Any:
     """Return the base model with a file's weights merged."""
-    unet = UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval()
+    unet = UNet2DConditionModel.from_pretrained(loose.job.base / "unet").eval()
     tensors = load_file(loose.folder / layout_file(layout, "demo"))
     for module in loose.exporter.modules(loose.denoiser):
         key = module.kohya if layout == "kohya" else module.comfyui
@@ -132,9 +132,9 @@ def test_R06_the_base_model_with_any_file_equals_the_trained_model(
 ) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS[kind])
     expected = output(loose.denoiser)
-    plain = output(UNet2DConditionModel.from_pretrained(loose.order.base / "unet").eval())
+    plain = output(UNet2DConditionModel.from_pretrained(loose.job.base / "unet").eval())
     assert (expected - plain).abs().max() > 0.05
-    torch.testing.assert_close(output(loaded(loose.order.base, loose.folder)), expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(output(loaded(loose.job.base, loose.folder)), expected, rtol=0, atol=1e-4)
     for layout in ("kohya", "comfyui"):
         torch.testing.assert_close(output(merged(loose, layout)), expected, rtol=0, atol=1e-4)
     if kind in {
@@ -143,7 +143,7 @@ def test_R06_the_base_model_with_any_file_equals_the_trained_model(
         "blocks",
         "locon",
     }:  # diffusers reads no DoRA and one alpha per network
-        kohya = loaded(loose.order.base, loose.folder, "demo_kohya.safetensors")
+        kohya = loaded(loose.job.base, loose.folder, "demo_kohya.safetensors")
         torch.testing.assert_close(output(kohya), expected, rtol=0, atol=1e-4)
 
 
@@ -166,9 +166,9 @@ class Here:
     def __init__(self, stop_after: int | None = None) -> None:
         self.stop_after = stop_after
 
-    def __call__(self, module: str, order: Path) -> None:
+    def __call__(self, module: str, job_file: Path) -> None:
         self.stop = StopRequest()
-        self.finished = train(read_job(order), self, self.stop)
+        self.finished = train(read_job(job_file), self, self.stop)
         if not self.finished:
             raise InterruptedError
 
@@ -275,20 +275,20 @@ def test_R06_in_bfloat16_training_changes_the_output_and_svd_initialisation_does
 ) -> None:
     """Autocast caches cast weights, so a change within one context would go unnoticed."""
     project = make_project(lora={"rank": 4, "alpha": 2.0, **lora})
-    order = project.changed("half", mixed_precision="bf16").order()
-    family = load_family(order.base)
-    engine = Engine(order, family)
-    maker = MicroBatchMaker(order, family, engine.scheduler)
-    slot = Slot(order.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
+    job = project.changed("half", mixed_precision="bf16").job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    maker = MicroBatchMaker(job, family, engine.scheduler)
+    slot = Slot(job.inputs[0].variant_id, 0, epoch=0, occurrence=0, drop_caption=False)
     micro = maker.make_fixed((slot,), [0.5])
     assert engine.output_change(micro) == 0.0
     loosen(engine.denoiser)
     assert engine.output_change(micro) > 0.01
 
 
-def engine_error(order: TrainingJob) -> TrainingError:
+def engine_error(job: TrainingJob) -> TrainingError:
     with pytest.raises(TrainingError) as excinfo:
-        Engine(order, load_family(order.base))
+        Engine(job, load_family(job.base))
     return excinfo.value
 
 
@@ -303,7 +303,7 @@ def engine_error(order: TrainingJob) -> TrainingError:
 def test_a_pattern_without_a_match_is_an_error_that_lists_layers(
     make_project: Callable[..., Project], lora: dict[str, Any], expected_text: str
 ) -> None:
-    error = engine_error(make_project(lora={"rank": 4, **lora}).order())
+    error = engine_error(make_project(lora={"rank": 4, **lora}).job())
     assert expected_text in error.what
     assert ".to_" in error.fix
 

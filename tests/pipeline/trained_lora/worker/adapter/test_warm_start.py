@@ -35,8 +35,8 @@ def settings(**lora: Any) -> LoraSettings:
 
 
 def engine(project: Project, **lora: Any) -> Engine:
-    order = project.changed("started", lora=settings(**lora)).order()
-    return Engine(order, load_family(order.base))
+    job = project.changed("started", lora=settings(**lora)).job()
+    return Engine(job, load_family(job.base))
 
 
 @pytest.fixture(params=KINDS)
@@ -51,7 +51,7 @@ def files(project: Project, folder: Path, **lora: Any) -> Engine:
     with torch.no_grad():
         for weight in source.weights:
             weight.copy_(weight + 0.2 * torch.rand(weight.shape, generator=rng))
-    Exporter(load_family(project.order().base), "demo", {}).export(source.denoiser, folder)
+    Exporter(load_family(project.job().base), "demo", {}).export(source.denoiser, folder)
     return source
 
 
@@ -117,7 +117,7 @@ def test_the_run_depends_on_the_file_s_bytes_and_not_on_its_path(
 
     def facts(path: Path | None) -> Any:
         changed = project.changed("facts", lora=settings(start_from=path))
-        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.order().inputs)
+        return run_facts(changed.recipe, RecipeEntries(changed.recipe), changed.job().inputs)
 
     assert facts(tmp_path / "a") == facts(tmp_path / "b")
     assert len({json.dumps(facts(path)) for path in (None, tmp_path / "a", tmp_path / "c")}) == 3

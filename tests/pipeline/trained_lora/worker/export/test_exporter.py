@@ -36,14 +36,14 @@ class Trained:
     """An engine with a nonzero adapter, as after training, and its exporter."""
 
     def __init__(self, project: Project) -> None:
-        self.order = project.order()
-        self.family: WorkerFamily = load_family(self.order.base)
-        self.engine = Engine(self.order, self.family)
+        self.job = project.job()
+        self.family: WorkerFamily = load_family(self.job.base)
+        self.engine = Engine(self.job, self.family)
         rng = torch.Generator().manual_seed(3)
         with torch.no_grad():
             for weight in self.engine.weights:
                 weight.copy_(0.3 * torch.randn(weight.shape, generator=rng))
-        self.exporter = Exporter(self.family, "demo", header_metadata(self.order, self.family))
+        self.exporter = Exporter(self.family, "demo", header_metadata(self.job, self.family))
 
     def export(self, folder: Path) -> list[exporter.ExportedFile]:
         return self.exporter.export(self.engine.denoiser, folder)
@@ -68,7 +68,7 @@ def test_R06_load_lora_weights_draws_the_same_picture_from_folder_and_kohya_file
     trained: Trained, tmp_path: Path
 ) -> None:
     trained.export(tmp_path / "lora")
-    base = trained.order.base
+    base = trained.job.base
     plain = picture(base, None)
     adapted = picture(base, tmp_path / "lora")
     kohya = picture(base, tmp_path / "lora", "demo_kohya.safetensors")

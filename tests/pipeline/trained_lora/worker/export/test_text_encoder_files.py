@@ -34,9 +34,9 @@ class Exported:
     """An engine with large adapter weights, and its exported files."""
 
     def __init__(self, project: Project, folder: Path) -> None:
-        self.order = project.order()
-        self.engine = loosened(engine_of(self.order))
-        self.exporter = Exporter(load_family(self.order.base), "demo", {})
+        self.job = project.job()
+        self.engine = loosened(engine_of(self.job))
+        self.exporter = Exporter(load_family(self.job.base), "demo", {})
         self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
 
 
@@ -57,7 +57,7 @@ def test_R06_load_lora_weights_restores_the_trained_text_encoders(
     exported = Exported(project_of(make_project, prediction, text), tmp_path / "lora")
     assert max(file.max_error for file in exported.files) < 1e-6
     kind: Any = StableDiffusionXLPipeline if prediction == "sdxl" else StableDiffusionPipeline
-    plain, pipe = kind.from_pretrained(exported.order.base), kind.from_pretrained(exported.order.base)
+    plain, pipe = kind.from_pretrained(exported.job.base), kind.from_pretrained(exported.job.base)
     pipe.load_lora_weights(tmp_path / "lora", weight_name=layout_file(layout, "demo"))
     deltas = collect(exported.engine.networks, delta_weights)
     for role in ("unet", *exported.engine.text_networks):
@@ -116,7 +116,7 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
 
     def started(from_file: Path, **text: Any) -> Engine:
         lora = settings(**text).model_copy(update={"start_from": from_file})
-        return engine_of(project.changed("started", lora=lora).order())
+        return engine_of(project.changed("started", lora=lora).job())
 
     expected = collect(exported.engine.networks, adapter_state)
     for path in paths.values():
@@ -129,7 +129,7 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
     alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
     with pytest.raises(TrainingError, match="do not match the adapter") as excinfo:
-        engine_of(project.changed("alone", lora=alone).order())
+        engine_of(project.changed("alone", lora=alone).job())
     assert "the adapter has no such tensor" in excinfo.value.where
     assert "text_encoders" in excinfo.value.fix
 
@@ -145,10 +145,10 @@ def test_a_zero_layer_without_an_adapter_is_ignored_and_a_nonzero_one_is_an_erro
     for end in ("lora_down.weight", "lora_up.weight", "alpha"):
         tensors[name.format(1, end)] = tensors[name.format(0, end)].clone()
     lora = settings().model_copy(update={"start_from": path})
-    order = project.changed("started", lora=lora).order()
+    job = project.changed("started", lora=lora).job()
     save_file(tensors, path)
     with pytest.raises(TrainingError, match="do not match the adapter"):
-        engine_of(order)
+        engine_of(job)
     tensors[name.format(1, "lora_up.weight")].zero_()
     save_file(tensors, path)
-    engine_of(order)
+    engine_of(job)
