@@ -71,12 +71,12 @@ def photos(tmp_path: Path) -> Path:
     return folder
 
 
-class LaunchHere:
+class InProcessLaunch:
     """A `Launch` that runs the encoder in this process and counts its calls."""
 
     def __init__(self) -> None:
         self.modules: list[str] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         from pipeline.encoding.fill import WORKERS
@@ -89,16 +89,16 @@ class LaunchHere:
         run(order, self, rank=0, num_ranks=1)
 
     def info(self, text: str) -> None:
-        self.said.append(text)
+        self.lines.append(text)
 
     def progress(self, done: int, total: int, text: str) -> None:
-        self.said.append(f"{done}/{total} {text}")
+        self.lines.append(f"{done}/{total} {text}")
 
 
 @pytest.fixture
-def launch_here() -> LaunchHere:
+def in_process_launch() -> InProcessLaunch:
     """A launch of the real encoder in this process, which saves the seconds of starting a process."""
-    return LaunchHere()
+    return InProcessLaunch()
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Runs the worker of either cache stage in the calling process."""
+"""Run the worker of either cache stage in the calling process."""
 
 from importlib import import_module
 from pathlib import Path
@@ -9,6 +9,6 @@ from pipeline.encoding.progress import Report
 
 
 def run(order_file: Path, report: Report, *, rank: int, num_ranks: int) -> None:
-    """Encode the order with the worker of its kind."""
+    """Encode an order with the worker of its kind."""
     worker = import_module(f"{WORKERS[read_order(order_file).kind]}.run")
     worker.run(order_file, report, rank=rank, num_ranks=num_ranks)

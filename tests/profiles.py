@@ -1,4 +1,4 @@
-"""ICC profiles made of primaries and a curve, and what their colours are in sRGB by arithmetic alone."""
+"""ICC profiles built from primaries and a curve, and conversion of their colours to sRGB by arithmetic."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ Floats = npt.NDArray[np.float64]
 
 WHITE_D65 = (0.3127, 0.3290)
 SRGB = ((0.64, 0.33), (0.30, 0.60), (0.15, 0.06))
-"""Red, green and blue of IEC 61966-2-1, as chromaticities x, y."""
+"""Red, green and blue primaries of IEC 61966-2-1, as chromaticities (x, y)."""
 
 DISPLAY_P3 = ((0.680, 0.320), (0.265, 0.690), (0.150, 0.060))
-"""Of SMPTE EG 432-1 with D65 as white, which Apple's Display P3 is, with sRGB's curve."""
+"""Primaries of SMPTE EG 432-1. With D65 as white and sRGB's curve, they define Apple's Display P3."""
 
 _BRADFORD = np.array([[0.8951, 0.2664, -0.1614], [-0.7502, 1.7135, 0.0367], [0.0389, -0.0685, 1.0296]])
 _D50 = np.array([0.9642, 1.0, 0.8249])
 
 
 def to_xyz(primaries: tuple[tuple[float, float], ...]) -> Floats:
-    """The matrix (3, 3) from linear light of these primaries to XYZ, white being D65."""
+    """Return the matrix (3, 3) from linear light in these primaries to XYZ, with D65 as white."""
 
     def xyz(x: float, y: float) -> Floats:
         return np.array([x / y, 1.0, (1 - x - y) / y])
@@ -31,18 +31,18 @@ def to_xyz(primaries: tuple[tuple[float, float], ...]) -> Floats:
 
 
 def gamma_curve(gamma: float) -> bytes:
-    """A plain power, in steps of 1/256."""
+    """Return the ICC curve of a power function; the exponent is rounded to 1/256."""
     return b"curv\0\0\0\0" + struct.pack(">IH", 1, round(gamma * 256)) + b"\0\0"
 
 
 def srgb_curve() -> bytes:
-    """IEC 61966-2-1's, as a parametric curve of type 3."""
+    """Return the curve of IEC 61966-2-1, as a parametric ICC curve of type 3."""
     numbers = (2.4, 1 / 1.055, 0.055 / 1.055, 1 / 12.92, 0.04045)
     return b"para\0\0\0\0" + struct.pack(">HH", 3, 0) + _fixed(numbers)
 
 
 def matrix_profile(primaries: tuple[tuple[float, float], ...], curve: bytes) -> bytes:
-    """A display profile: primaries brought to D50 as ICC.1 asks, and one curve for all three channels."""
+    """Return a display profile with one curve for all channels; ICC.1 requires primaries adapted to D50."""
     white = to_xyz(primaries).sum(axis=1)
     adapt = np.linalg.inv(_BRADFORD) @ np.diag((_BRADFORD @ _D50) / (_BRADFORD @ white)) @ _BRADFORD
     tags = [(b"wtpt", b"XYZ \0\0\0\0" + _fixed(_D50))]
@@ -60,12 +60,12 @@ def matrix_profile(primaries: tuple[tuple[float, float], ...], curve: bytes) -> 
 
 
 def srgb_encoded(light: Floats) -> Floats:
-    """Linear light as sRGB levels, both in [0, 1]: IEC 61966-2-1."""
+    """Encode linear light in [0, 1] as sRGB levels in [0, 1], by IEC 61966-2-1."""
     return np.where(light <= 0.0031308, light * 12.92, 1.055 * light ** (1 / 2.4) - 0.055)
 
 
 def srgb_of_p3(levels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Display P3's levels (H, W, 3) as sRGB's, clipped to what sRGB can show, rounded to nearest."""
+    """Convert Display P3 levels (H, W, 3) to sRGB levels, clipped to sRGB's gamut and rounded to nearest."""
     shares = levels / 255.0
     light = np.where(shares <= 0.04045, shares / 12.92, ((shares + 0.055) / 1.055) ** 2.4)
     linear = light @ (np.linalg.inv(to_xyz(SRGB)) @ to_xyz(DISPLAY_P3)).T

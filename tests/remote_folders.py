@@ -1,4 +1,4 @@
-"""A folder's files where fsspec finds them: in archives, on a web server, in a bucket of an S3 server."""
+"""Copies of a folder that fsspec can read: in an archive, on a web server, in a bucket of an S3 server."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ S3_ENVIRONMENT = {
 
 
 @dataclass
-class Elsewhere:
-    """Where a folder's files are published; publish again after a change.
+class PublishedFolder:
+    """A published copy of a folder; call `publish` again after a change.
 
     Attributes:
-        address: Of the folder.
-        publish: Makes the folder's present state visible.
-        quote: What a name of the folder is called there.
+        address: Address of the copy.
+        publish: Updates the copy to the folder's current files.
+        quote: Returns the name of a file in the copy, from its name in the folder.
     """
 
     address: str
@@ -39,7 +39,7 @@ class Elsewhere:
 
 @contextmanager
 def s3_server() -> Generator[str]:
-    """The URL of an S3 server, in memory, that answers as long as the body runs."""
+    """Run an in-memory S3 server during the body, and provide its URL."""
     import logging
 
     from moto.server import ThreadedMotoServer
@@ -56,7 +56,7 @@ def s3_server() -> Generator[str]:
 
 @contextmanager
 def web_server(folder: Path) -> Generator[str]:
-    """The URL of a web server that shows `folder`."""
+    """Serve `folder` over HTTP during the body, and provide the URL."""
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *args: Any) -> None:
@@ -77,8 +77,8 @@ def files_of(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def in_bucket(folder: Path, protocol: str = "s3") -> Elsewhere:
-    """In a new bucket of the server that the environment names, or in this process's memory."""
+def published_in_bucket(folder: Path, protocol: str = "s3") -> PublishedFolder:
+    """Publish to a new bucket of the server in the environment, or to this process's memory."""
     import fsspec
 
     files = fsspec.filesystem(protocol, skip_instance_cache=True)
@@ -95,11 +95,11 @@ def in_bucket(folder: Path, protocol: str = "s3") -> Elsewhere:
                 files.pipe_file(name, path.read_bytes())
 
     publish()
-    return Elsewhere(f"{protocol}://{bucket}/photos", publish)
+    return PublishedFolder(f"{protocol}://{bucket}/photos", publish)
 
 
-def in_archive(folder: Path, archive: Path) -> Elsewhere:
-    """In `archive`, whose suffix says which kind, below `photos`."""
+def published_in_archive(folder: Path, archive: Path) -> PublishedFolder:
+    """Publish below `photos` in `archive`; its suffix decides between zip and tar."""
     kind = "zip" if archive.suffix == ".zip" else "tar"
 
     def publish() -> None:
@@ -114,4 +114,4 @@ def in_archive(folder: Path, archive: Path) -> Elsewhere:
         new_archive.replace(archive)
 
     publish()
-    return Elsewhere(f"{kind}://photos::{archive}", publish)
+    return PublishedFolder(f"{kind}://photos::{archive}", publish)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.remote_folders import in_archive, in_bucket
+from tests.remote_folders import published_in_archive, published_in_bucket
 
 
 @pytest.mark.usefixtures("s3")
@@ -24,7 +24,11 @@ def test_after_a_dataset_moved_to_remote_storage_only_changed_samples_are_encode
         pixels = 255 - np.asarray(image)
     Image.fromarray(pixels).save(file, compress_level=0)
     (cached.data / "photo3.txt").write_text("another caption\n", encoding="utf-8")
-    published = in_bucket(cached.data) if kind == "s3" else in_archive(cached.data, tmp_path / "photos.zip")
+    published = (
+        published_in_bucket(cached.data)
+        if kind == "s3"
+        else published_in_archive(cached.data, tmp_path / "photos.zip")
+    )
     shutil.rmtree(cached.data)
     cached.recipe(datasets=[{"name": "photos", "path": published.address}])
     process = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def bind() -> Iterator[Callable[[Path, Path], None]]:
-    """Return a function that makes its first folder visible at its second until the test ends."""
+    """Return a function that mounts its first folder at its second until the test ends."""
     mount_points: list[Path] = []
     mount = shutil.which("mount")
     if mount is None:

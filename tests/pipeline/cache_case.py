@@ -112,7 +112,7 @@ def cache(tmp_path: Path, photos: Path, tiny_sd: Path) -> Cache:
 
 @pytest.fixture
 def entry_bytes(cache: Cache) -> Callable[[], dict[str, bytes]]:
-    """A function that returns the bytes of every entry, keyed by its path relative to the cache."""
+    """Return a function that reads the bytes of every entry, by its path relative to the cache."""
 
     def read() -> dict[str, bytes]:
         root = cache.recipe.cache_dir

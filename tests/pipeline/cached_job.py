@@ -26,6 +26,8 @@ ASSETS = ["vae_latents", "text_embeddings"]
 
 @dataclass
 class Job:
+    """A project whose stages run in the calling process; `launch` starts the encoders."""
+
     recipe: Recipe
     launch: Any
 

@@ -1,4 +1,4 @@
-"""A dataset in a temporary folder, and the first stages run on it as the assets run them."""
+"""Fixtures: a dataset folder with the first stages, and a project with a complete cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.reports import StageResult, write_report
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
-from tests.conftest import LaunchHere
+from tests.conftest import InProcessLaunch
 from tests.pipeline.bind_mounts import bind
 from tests.pipeline.cache_case import cache, entry_bytes
 from tests.pipeline.cached_job import Job, recipe_of
@@ -28,7 +28,7 @@ __all__ = ["bind", "cache", "entry_bytes"]  # fixtures
 
 
 def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
-    """A small image file whose content follows from the seed."""
+    """Return the bytes of a small image of random pixels, which depend only on the seed and the size."""
     levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(levels).save(file, kind)
@@ -37,7 +37,7 @@ def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG")
 
 @dataclass
 class Folder:
-    """A dataset folder and the recipe that reads it; in a test its name is `folder`."""
+    """A dataset folder, its recipe, and the stages up to aspect_buckets; tests use the fixture `folder`."""
 
     root: Path
     output_dir: Path
@@ -81,7 +81,7 @@ class Folder:
         return picture(seed, height, width, kind)
 
     def add(self, name: str, data: bytes | None = None, caption: str | bytes | None = "a caption") -> Path:
-        """An image (by default one made from its name) and its sidecar caption."""
+        """Write an image and its sidecar caption; by default the file's name is the seed of its pixels."""
         path = self.root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(picture(sum(os.fsencode(name))) if data is None else data)
@@ -122,7 +122,7 @@ def folder(tmp_path: Path) -> Folder:
 
 @pytest.fixture
 def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it to let the clock's granularity pass at once: whatever was scanned is trusted from then on."""
+    """Return a function after whose call scanned files are trusted, as if the clock had ticked."""
 
     def pass_time() -> None:
         monkeypatch.setattr("pipeline.raw_images.stage.CLOCK_GRANULARITY_NS", -(10**18))
@@ -132,20 +132,22 @@ def settled(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Holds what the first test's job made, for the others to copy."""
+    """Return the folder with the results of the module's first job, from which later tests copy."""
     return tmp_path_factory.mktemp("finished") / "root"
 
 
 @pytest.fixture
-def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere, finished: Path) -> Job:
-    """Yours to change; only the first test of a module encodes."""
-    cached_job = Job(recipe_of(tmp_path, tiny_sd), launch_here)
+def job(
+    tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch, finished: Path
+) -> Job:
+    """Return a project with a complete cache. A module's first test encodes, later ones get a copy."""
+    cached_job = Job(recipe_of(tmp_path, tiny_sd), in_process_launch)
     if finished.is_dir():
         shutil.rmtree(photos)
         shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-        shutil.rmtree(tmp_path / "cache" / "outputs")  # names the first test's folder
-        cached_job.cache()  # launches nothing; copies have stats of their own
-        assert launch_here.modules == []
+        shutil.rmtree(tmp_path / "cache" / "outputs")  # contains paths of the first test
+        cached_job.cache()  # encodes nothing, but records the stats of the copies
+        assert in_process_launch.modules == []
     else:
         cached_job.run()
         shutil.copytree(tmp_path, finished)

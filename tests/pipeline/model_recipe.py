@@ -1,4 +1,4 @@
-"""A recipe that is about its model: the rest is the least that a recipe needs."""
+"""A minimal recipe for tests of the section `model`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pipeline.recipe import Recipe, recipe_from_mapping
 
 
 def recipe(tmp_path: Path, base: Path | str, **model: object) -> Recipe:
-    """Of photos, cache and output below `tmp_path`; `model` are further keys of its section."""
+    """Return a recipe with all folders below `tmp_path`, and `model` as further keys of that section."""
     return recipe_from_mapping(
         "sample",
         {

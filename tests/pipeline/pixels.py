@@ -1,4 +1,4 @@
-"""Images in memory whose pixels are known, and what they decode to."""
+"""Images in memory with known pixels, and their decoded values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def saved(image: Image.Image, kind: str = "PNG", **options: object) -> bytes:
 
 
 def pattern(height: int = 24, width: int = 40) -> Pixels:
-    """Colours that differ in each row and column, so that no flip or turn gives them back."""
+    """Return pixels (H, W, 3) that no flip or rotation maps to themselves."""
     rows, columns = np.mgrid[0:height, 0:width]
     return np.stack([rows * 255 // height, columns * 255 // width, (rows * columns) % 256], -1).astype(
         np.uint8

@@ -36,9 +36,9 @@ class TrainInProcess:
 
 
 @pytest.fixture
-def job(tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: Any) -> Job:
+def job(tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: Any) -> Job:
     training = {"steps": 10, "batch_size": 1, "sample_every": 0, "checkpoint_every": 100}
-    job = Job(recipe_of(tmp_path, tiny_sd, buckets=BUCKETS, training=training), launch_here)
+    job = Job(recipe_of(tmp_path, tiny_sd, buckets=BUCKETS, training=training), in_process_launch)
     job.run()
     return job
 

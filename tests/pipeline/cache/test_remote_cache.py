@@ -40,8 +40,8 @@ def address(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def job(address: str, tiny_sd: Path, photos: Path, launch_here: Any) -> Job:
-    cached_job = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), launch_here)
+def job(address: str, tiny_sd: Path, photos: Path, in_process_launch: Any) -> Job:
+    cached_job = Job(recipe_of(photos.parent, tiny_sd, cache_dir=address), in_process_launch)
     cached_job.run()
     return cached_job
 
@@ -57,9 +57,9 @@ def spec_of(job: Job, asset: str, sample: str = "photos/cat.png") -> Any:
 
 
 def test_a_remote_cache_gets_the_entries_and_tables_of_a_local_one_and_a_warm_run_encodes_nothing(
-    job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any, forbidden_launch: Any
+    job: Job, tmp_path: Path, tiny_sd: Path, in_process_launch: Any, forbidden_launch: Any
 ) -> None:
-    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), launch_here)
+    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), in_process_launch)
     local_job.run()
     warm = Job(job.recipe, forbidden_launch)
     for asset in ASSETS:
@@ -128,9 +128,9 @@ def test_explain_shows_the_addresses_of_a_samples_entries(job: Job, address: str
 
 
 def test_training_reads_the_same_tensors_from_a_remote_cache_as_from_a_local_one(
-    job: Job, tmp_path: Path, tiny_sd: Path, launch_here: Any
+    job: Job, tmp_path: Path, tiny_sd: Path, in_process_launch: Any
 ) -> None:
-    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), launch_here)
+    local_job = Job(recipe_of(tmp_path, tiny_sd, output_dir=str(tmp_path / "out-local")), in_process_launch)
     local_job.run()
     family = load_family(tiny_sd)
 

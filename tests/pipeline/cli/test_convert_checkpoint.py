@@ -1,4 +1,4 @@
-"""`latentline convert-checkpoint` as a user types it: the child process, what it says, what it leaves."""
+"""`latentline convert-checkpoint`: its child process, its output, and the files it writes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def file(tmp_path: Path, tiny_sdxl: Path) -> Path:
-    """A checkpoint marked as predicting the velocity, as current ones are."""
+    """Return a checkpoint with the marks of velocity prediction and zero terminal SNR."""
     marks = {"v_pred": torch.tensor([]), "ztsnr": torch.tensor([])}
     return as_file(tmp_path / "noob.safetensors", unet_originals.stable_diffusion_xl(tiny_sdxl) | marks)
 

@@ -1,4 +1,4 @@
-"""`latentline fit-buckets` on a folder of images: what it prints, and what it writes into the recipe."""
+"""`latentline fit-buckets` on a folder of images: its table, and the list it writes into the recipe."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from pipeline.cli.new import command
 from pipeline.cli.validate import command as validate
 from pipeline.errors import DatasetError, LatentlineError, ModelError, RecipeError
 from pipeline.recipe import Recipe, load_recipe
-from tests.conftest import LaunchHere
+from tests.conftest import InProcessLaunch
 from tests.pipeline.cached_job import Job
 
 SDXL = "stabilityai/stable-diffusion-xl-base-1.0"
@@ -52,9 +52,9 @@ def written(configs: Path, name: str) -> Recipe:
 def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
     configs: Path, tmp_path: Path, suffix: str
 ) -> None:
-    said = new("roses", images(tmp_path / "my roses", 4, suffix))
-    assert "latentline plan roses" in said
-    assert "dagster job execute -m assets.definitions -j roses_train" in said
+    output = new("roses", images(tmp_path / "my roses", 4, suffix))
+    assert "latentline plan roses" in output
+    assert "dagster job execute -m assets.definitions -j roses_train" in output
     recipe = written(configs, "roses")
     (dataset,) = recipe.datasets
     assert dataset.path == tmp_path / "my roses"
@@ -129,7 +129,7 @@ def test_more_images_get_more_steps_up_to_a_maximum(configs: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "said"),
+    ("arguments", "error", "message"),
     [
         (("bad-name", "roses", SDXL), RecipeError, "latentline new bad_name"),
         (("roses", "nowhere", SDXL), DatasetError, "does not exist"),
@@ -140,12 +140,12 @@ def test_more_images_get_more_steps_up_to_a_maximum(configs: Path, tmp_path: Pat
     ],
 )
 def test_a_mistake_is_reported_and_nothing_is_written(
-    configs: Path, tmp_path: Path, arguments: tuple[str, str, str], error: type[LatentlineError], said: str
+    configs: Path, tmp_path: Path, arguments: tuple[str, str, str], error: type[LatentlineError], message: str
 ) -> None:
     name, folder, base = arguments
     images(tmp_path / "roses", 1)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         new(name, tmp_path / folder, "--base", base)
     assert not configs.exists()
 
@@ -170,10 +170,10 @@ def on_this_disk(configs: Path, root: Path) -> Path:
 
 
 def test_the_recipe_for_photographs_can_be_cached(
-    configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path, launch_here: LaunchHere
+    configs: Path, tmp_path: Path, photos: Path, tiny_sd: Path, in_process_launch: InProcessLaunch
 ) -> None:
     new("photos", photos, "--base", str(tiny_sd))
-    job = Job(load_recipe(on_this_disk(configs, tmp_path)), launch_here)
+    job = Job(load_recipe(on_this_disk(configs, tmp_path)), in_process_launch)
     assert (job.recipe.buckets.resolution, job.recipe.buckets.step) == (64, 8)
     job.run()
     assert len(job.tables.read("vae_latents")) == len(job.tables.read("text_embeddings")) == 5

@@ -1,7 +1,7 @@
-"""Real encoding processes that start in milliseconds: forked from a server that has already imported torch.
+"""Encoding processes that start in milliseconds, because they are forked from a server that imported torch.
 
-`python -m tests.pipeline.encoding.fork_server` reads one JSON line per batch of tasks and answers with one
-after all children have exited. The server computes nothing itself, so its children inherit no threads.
+`python -m tests.pipeline.encoding.fork_server` reads one JSON line per batch of tasks. It writes one line
+after all children of the batch have exited. The server computes nothing, so its children inherit no threads.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def main() -> None:
     import diffusers
     from transformers import CLIPTextModel, CLIPTokenizer
 
-    assert diffusers.AutoencoderKL  # both packages import a class on first access
+    assert diffusers.AutoencoderKL  # both packages import a class when it is first used
     assert CLIPTextModel
     assert CLIPTokenizer
     for stage in ("vae_latents", "text_embeddings"):

@@ -25,7 +25,7 @@ from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import cache_text
 from pipeline.vae_latents.stage import cache_latents
 from pipeline.validated_dataset.stage import validate
-from tests.conftest import LaunchHere
+from tests.conftest import InProcessLaunch
 from tests.pipeline.cached_job import recipe_of
 
 DISK = "size=80m"
@@ -33,7 +33,7 @@ ROOM_BYTES = 2 * 4096
 """Space for two of the test's entries; tmpfs allocates full pages."""
 
 
-class DiskFillingLaunch(LaunchHere):
+class DiskFillingLaunch(InProcessLaunch):
     """A launch that fills the disk with a ballast file just before the first encoder starts."""
 
     def __init__(self, ballast: Path) -> None:

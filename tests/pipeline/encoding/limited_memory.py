@@ -1,4 +1,4 @@
-"""Run an encoding process under a memory limit. Usage: `cramped.py ORDER ALLOWANCE_BYTES`.
+"""Run an encoding process under a memory limit. Usage: `limited_memory.py ORDER ALLOWANCE_BYTES`.
 
 The allowance counts from the end of start-up. The kernel limits the address space, so allocations fail
 as they do on a machine without free memory.

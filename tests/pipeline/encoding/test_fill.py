@@ -68,7 +68,7 @@ def visible(recipe: Recipe) -> set[str]:
 
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_encode_a_finished_one_again(
-    cache: Any, fork_server: ForkServer, launch_here: Any, entry_bytes: Any, kills: int
+    cache: Any, fork_server: ForkServer, in_process_launch: Any, entry_bytes: Any, kills: int
 ) -> None:
     cache = with_images(cache, 32)
     recipe, buckets = cache.recipe, cache.buckets()
@@ -78,7 +78,7 @@ def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_en
     def run(launch: Any) -> None:
         cache_latents(recipe, buckets, cache.tables, launch=launch, log=str)
 
-    run(launch_here)
+    run(in_process_launch)
     undisturbed = entry_bytes()
     shutil.rmtree(recipe.cache_dir)
     started_s = time.perf_counter()
@@ -125,10 +125,15 @@ def test_L06_jobs_killed_at_random_moments_leave_only_valid_entries_and_never_en
 
 @pytest.mark.parametrize("num_jobs", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
-    cache: Any, fork_server: ForkServer, tmp_path: Path, entry_bytes: Any, launch_here: Any, num_jobs: int
+    cache: Any,
+    fork_server: ForkServer,
+    tmp_path: Path,
+    entry_bytes: Any,
+    in_process_launch: Any,
+    num_jobs: int,
 ) -> None:
     cache = with_images(cache, 30)
-    alone = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
+    alone = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=in_process_launch, log=str)
     expected = {name: data for name, data in entry_bytes().items() if name.startswith("latents")}
     shutil.rmtree(cache.recipe.cache_dir)
     tasks: list[dict[str, Any]] = []
@@ -173,11 +178,11 @@ def prepare(recipe: Recipe) -> None:
     ("samples", "ranks"), [(2, 3), pytest.param(25, 8, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
 )
 def test_L10_few_samples_on_many_ranks_are_each_encoded_once(
-    cache: Any, launch_here: Any, entry_bytes: Any, samples: int, ranks: int
+    cache: Any, in_process_launch: Any, entry_bytes: Any, samples: int, ranks: int
 ) -> None:
     """Accelerate launches the ranks, as for a recipe with `accelerate.num_processes`."""
     cache = with_images(cache, samples)
-    cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
+    cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=in_process_launch, log=str)
     expected = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     spread = cache.with_settings(accelerate={"num_processes": ranks})
@@ -233,10 +238,10 @@ class SpreadLaunch:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_L08_a_killed_rank_fails_the_stage_and_loses_only_entries_in_flight(
-    cache: Any, launch_here: Any, entry_bytes: Any
+    cache: Any, in_process_launch: Any, entry_bytes: Any
 ) -> None:
     cache = with_images(cache, 150)
-    cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=launch_here, log=str)
+    cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=in_process_launch, log=str)
     expected = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     spread = cache.with_settings(accelerate={"num_processes": 3})
@@ -248,7 +253,7 @@ def test_L08_a_killed_rank_fails_the_stage_and_loses_only_entries_in_flight(
     survived = entry_bytes()
     assert 0 < len(survived) < 150
     assert survived.items() <= expected.items()
-    resumed = cache_latents(spread.recipe, buckets, spread.tables, launch=launch_here, log=str)
+    resumed = cache_latents(spread.recipe, buckets, spread.tables, launch=in_process_launch, log=str)
     assert resumed.report["encoded"] == 150 - len(survived)
     assert entry_bytes() == expected
 
@@ -259,10 +264,10 @@ FATES = ("kept", "vanished", "changed", "cut", "a folder", "no image")
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(fates=st.lists(st.sampled_from(FATES), min_size=5, max_size=5))
 def test_L02_samples_that_fail_do_not_affect_the_latents_of_the_others(
-    cache: Any, launch_here: Any, fates: list[str]
+    cache: Any, in_process_launch: Any, fates: list[str]
 ) -> None:
     """Each remaining entry equals, byte for byte, the entry of its image encoded alone."""
-    alone = encoded_alone(cache, launch_here)
+    alone = encoded_alone(cache, in_process_launch)
     shutil.rmtree(cache.recipe.cache_dir)
     buckets = cache.buckets()
     paths = [cache.photos / name for name in buckets["path"]]
@@ -270,7 +275,7 @@ def test_L02_samples_that_fail_do_not_affect_the_latents_of_the_others(
     try:
         for path, fate in zip(paths, fates, strict=True):
             damage_image(path, fate)
-        result = cache_latents(cache.recipe, buckets, cache.tables, launch=launch_here, log=str)
+        result = cache_latents(cache.recipe, buckets, cache.tables, launch=in_process_launch, log=str)
     finally:
         for path, data in before.items():
             if path.is_dir():

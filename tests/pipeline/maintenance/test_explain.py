@@ -1,4 +1,4 @@
-"""A sample is found by any of its names, and every stage's facts about it are shown."""
+"""A sample is found by its id, its path or a part of either, and explained stage by stage."""
 
 from __future__ import annotations
 

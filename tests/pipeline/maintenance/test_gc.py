@@ -1,4 +1,4 @@
-"""latentline gc: what nobody needs, and never anything else."""
+"""`latentline gc` deletes orphaned entries and leftover temporary files, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OLD_S = 1_000_000_000
 
 
 def make_all_files_old(job: Job) -> None:
-    """Every file of the cache becomes old."""
+    """Set the modification time of every file in the cache to 2001, beyond any grace period."""
     for path in job.recipe.cache_dir.rglob("*"):
         os.utime(path, (OLD_S, OLD_S))
 
@@ -31,12 +31,12 @@ def entries(job: Job) -> set[Path]:
 
 
 def names_in_cache(job: Job, *paths: Path) -> set[str]:
-    """As a survey names them."""
+    """Return the paths relative to the cache, as in a survey."""
     return {path.relative_to(job.recipe.cache_dir).as_posix() for path in paths}
 
 
 def drop_sample(job: Job, name: str = "cat") -> tuple[Path, Path]:
-    """An image and its caption go, and the job runs again; its two entries."""
+    """Delete an image and its caption, run the job again, and return the sample's two entries."""
     dropped_entries = (
         job.entry("vae_latents", f"photos/{name}.png"),
         job.entry("text_embeddings", f"photos/{name}.png"),
@@ -84,11 +84,11 @@ def test_L13_the_empty_caption_and_preview_prompts_are_needed_without_a_table_ro
 def test_L13_an_entry_that_another_project_needs_is_not_an_orphan(job: Job, tmp_path: Path) -> None:
     latent, _ = drop_sample(job)
     register_user(
-        job.recipe.cache_dir, tmp_path / "elsewhere", recipe="other", kind="latents", keys=[latent.stem]
+        job.recipe.cache_dir, tmp_path / "other", recipe="other", kind="latents", keys=[latent.stem]
     )
     make_all_files_old(job)
     assert not names_in_cache(job, latent) & set(survey(job.recipe.cache_dir).orphans)
-    unregister_user(job.recipe.cache_dir, tmp_path / "elsewhere")
+    unregister_user(job.recipe.cache_dir, tmp_path / "other")
     assert names_in_cache(job, latent) <= set(survey(job.recipe.cache_dir).orphans)
 
 
@@ -99,7 +99,7 @@ def test_L13_a_missing_or_unmounted_output_folder_still_counts(job: Job) -> None
 
 
 def test_L13_entries_named_only_in_a_table_are_needed(job: Job) -> None:
-    """A job that is running has registered other keys; its last tables still stand."""
+    """A running job has registered other keys, but the tables of the last job still list these."""
     register_user(job.recipe.cache_dir, job.recipe.output_dir, recipe="sample", kind="latents", keys=[])
     make_all_files_old(job)
     assert survey(job.recipe.cache_dir).orphans == {}

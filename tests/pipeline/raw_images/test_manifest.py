@@ -20,7 +20,7 @@ from pipeline.storage.source import source_at
 from pipeline.storage.tables import Tables
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.conftest import picture
-from tests.remote_folders import in_bucket
+from tests.remote_folders import published_in_bucket
 
 ROWS = [
     {"path": "a.png", "caption": "a cat", "other": "a small cat", "score": 7},
@@ -290,7 +290,7 @@ def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
     rows = [*ROWS, {"path": "../out.png"}, {"path": "gone.png"}]
     local_manifest = write(folder, kind, rows)
     kept, reasons = run(recipe(local_manifest, captions={"from": "column", "columns": ["other"]}))
-    address = in_bucket(folder).address
+    address = published_in_bucket(folder).address
     settings = {"captions": {"from": "column", "columns": ["other"]}}
     for number, (path, images) in enumerate(
         [(f"{address}/list.{kind}", None), (local_manifest, address), (f"{address}/list.{kind}", folder)]
@@ -308,7 +308,7 @@ def test_a_manifest_and_its_images_may_each_be_local_or_in_an_object_store(
 def test_full_addresses_below_the_dataset_are_accepted_and_others_rejected(folder: Path, s3: str) -> None:
     del s3
     write(folder, "csv")
-    address = in_bucket(folder).address
+    address = published_in_bucket(folder).address
     inside = {f"{address}/a.png": "d/a.png", f"{address}//sub/../sub/b.png": "d/sub/b.png"}
     outside = [f"{address}-other/a.png", f"{address}/../a.png", "https://example.org/a.png"]
     manifest = write(folder, "jsonl", [{"path": path, "caption": "x"} for path in [*inside, *outside]])
@@ -322,7 +322,7 @@ def test_full_addresses_below_the_dataset_are_accepted_and_others_rejected(folde
 def test_an_unreadable_manifest_in_an_object_store_is_an_error(folder: Path, s3: str) -> None:
     del s3
     (folder / "bad.csv").write_bytes(b"path\n\xff\xfe\n")
-    address = in_bucket(folder).address
+    address = published_in_bucket(folder).address
     for name in ("bad.csv", "none.csv"):
         settings = recipe(folder / "x.csv", path=f"{address}/{name}").datasets[0]
         with pytest.raises(DatasetError, match="the manifest cannot be read") as excinfo:

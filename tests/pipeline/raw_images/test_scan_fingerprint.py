@@ -11,7 +11,7 @@ import pytest
 from pipeline.errors import DatasetError
 from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.storage.addresses import Url
-from tests.remote_folders import in_bucket
+from tests.remote_folders import published_in_bucket
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_O04_I21_an_unreadable_subfolder_counts_and_hides_no_other_change(
 def test_O04_a_change_in_an_object_store_is_a_change(folder: Path, s3: str) -> None:
     del s3
     (folder / "list.csv").write_text("path\na.jpg\n")
-    bucket = in_bucket(folder)
+    bucket = published_in_bucket(folder)
     url, listing = Url(bucket.address), Url(f"{bucket.address}/list.csv")
     before = scan_fingerprint([url]), scan_fingerprint([listing])
     assert (scan_fingerprint([url]), scan_fingerprint([listing])) == before

@@ -1,4 +1,4 @@
-"""A bar is drawn only on the terminal on which a person waits for this job."""
+"""A progress bar is drawn only on the terminal in which a person runs this job in the foreground."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ child.join()
 def terminal_found_by(
     code: str = FIND, *, background: bool = False, term: str = "xterm", has_input: bool = True
 ) -> tuple[str, str]:
-    """Return the name of a new terminal, and the one found by a process started on it."""
+    """Return the name of a new terminal, and of the terminal found by a process started on it."""
     controller, terminal = os.openpty()
     name = os.ttyname(terminal)
     # The process leads a new session, takes the terminal and is its foreground process.

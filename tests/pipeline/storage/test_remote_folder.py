@@ -17,7 +17,7 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.report import write_dataset_report
 from tests.pipeline.conftest import Folder
-from tests.remote_folders import Elsewhere, in_archive, in_bucket, web_server
+from tests.remote_folders import PublishedFolder, published_in_archive, published_in_bucket, web_server
 
 BACKENDS = ("zip", "tar", "tar.gz", "dir", "memory", "web", "s3", "zip on s3")
 
@@ -37,40 +37,40 @@ def filled(folder: Folder) -> Folder:
 
 
 @pytest.fixture(params=BACKENDS)
-def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[Elsewhere]:
+def remote(request: pytest.FixtureRequest, filled: Folder, tmp_path: Path) -> Iterator[PublishedFolder]:
     kind = request.param
     if "s3" in kind:
         request.getfixturevalue("s3")
     if kind == "web":
         with web_server(filled.root.parent) as url:
-            yield Elsewhere(f"{url}/data/", lambda: None, quote)
+            yield PublishedFolder(f"{url}/data/", lambda: None, quote)
     elif kind == "dir":
-        yield Elsewhere(f"dir://data::{tmp_path}", lambda: None)
+        yield PublishedFolder(f"dir://data::{tmp_path}", lambda: None)
     elif kind in ("s3", "memory"):
-        yield in_bucket(filled.root, kind)
+        yield published_in_bucket(filled.root, kind)
     elif kind == "zip on s3":
         archive = tmp_path / "archive" / "a.zip"
         archive.parent.mkdir()
-        local = in_archive(filled.root, archive)
-        bucket = in_bucket(archive.parent)
+        local = published_in_archive(filled.root, archive)
+        bucket = published_in_bucket(archive.parent)
 
         def publish() -> None:
             local.publish()
             bucket.publish()
 
-        yield Elsewhere(f"zip://photos::{bucket.address}/a.zip", publish)
+        yield PublishedFolder(f"zip://photos::{bucket.address}/a.zip", publish)
     else:
-        yield in_archive(filled.root, tmp_path / f"a.{kind}")
+        yield published_in_archive(filled.root, tmp_path / f"a.{kind}")
 
 
 @pytest.fixture
-def moved(filled: Folder, remote: Elsewhere, tmp_path: Path) -> Folder:
-    """The same dataset, read from a remote address."""
+def moved(filled: Folder, remote: PublishedFolder, tmp_path: Path) -> Folder:
+    """Return the same dataset, read from a remote address."""
     return Folder(remote.address, tmp_path / "moved")
 
 
 def outcome(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any]:
-    """Everything that a run reports about the dataset, except its address and the time."""
+    """Return everything that a run reports about the dataset, except its address and the time."""
     report, result = folder.scan().report, folder.validate()
     kept = result.table.select("sample_id", "content_hash", "height", "width", "caption", "caption_from")
     rejected = folder.tables.read_rejected().select("sample_id", "stage", "reason", "content_hash")
@@ -87,7 +87,7 @@ def outcome(folder: Folder, quoted: Callable[[str], str] = str) -> dict[str, Any
 
 
 def test_a_remote_dataset_gives_the_same_samples_as_a_local_one(
-    filled: Folder, moved: Folder, remote: Elsewhere
+    filled: Folder, moved: Folder, remote: PublishedFolder
 ) -> None:
     expected = outcome(filled, lambda name: remote.quote(name).replace("sidecar%3A", "sidecar:"))
     assert len(expected["kept"]) == 4
@@ -107,7 +107,9 @@ def test_a_remote_dataset_gives_the_same_samples_as_a_local_one(
 
 
 @pytest.mark.usefixtures("settled_everywhere")
-def test_only_changed_remote_files_are_read_again(filled: Folder, moved: Folder, remote: Elsewhere) -> None:
+def test_only_changed_remote_files_are_read_again(
+    filled: Folder, moved: Folder, remote: PublishedFolder
+) -> None:
     moved.ingest()
     report = moved.scan().report
     assert (report["read"], report["unchanged"], report["rejected_unchanged"]) == (0, 4, 2)
@@ -172,8 +174,8 @@ def test_an_error_names_the_missing_package(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("s3")
 def test_an_empty_address_is_an_error(tmp_path: Path) -> None:
-    archive = in_archive(tmp_path, tmp_path / "a.zip").address.partition("::")[2]
-    bucket = in_bucket(tmp_path).address
+    archive = published_in_archive(tmp_path, tmp_path / "a.zip").address.partition("::")[2]
+    bucket = published_in_bucket(tmp_path).address
     for address in (
         "s3://no-such-bucket-1/photos",
         f"{bucket}/nothing",

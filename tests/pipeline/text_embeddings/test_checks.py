@@ -1,4 +1,4 @@
-"""Ragged text entries, which are as long as their captions, in the cache, the gates and repair."""
+"""The gates on text entries, and on ragged ones, which are as long as their captions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ ASSET = "text_embeddings"
 
 
 @pytest.fixture
-def job(tmp_path: Path, photos: Path, launch_here: Any) -> Job:
+def job(tmp_path: Path, photos: Path, in_process_launch: Any) -> Job:
     make_tiny_z_image(tmp_path / "base")
     (photos / "cat.txt").write_text("a cat " * 30, encoding="utf-8")
-    cached_job = Job(recipe_of(photos.parent, tmp_path / "base"), launch_here)
+    cached_job = Job(recipe_of(photos.parent, tmp_path / "base"), in_process_launch)
     cached_job.run()
     return cached_job
 

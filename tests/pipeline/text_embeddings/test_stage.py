@@ -31,12 +31,12 @@ def set_caption(cache, name: str, caption: str) -> None:
     (cache.photos / f"{name}.txt").write_text(caption, encoding="utf-8")
 
 
-def test_embeddings_equal_those_of_encode_prompt_in_diffusers(cache, launch_here, tiny_sd) -> None:
+def test_embeddings_equal_those_of_encode_prompt_in_diffusers(cache, in_process_launch, tiny_sd) -> None:
     from diffusers import StableDiffusionPipeline
 
     cache = cache.with_settings(text={"dtype": "float32"})
     set_caption(cache, "cat", "a cat, " * 60 + "the end")
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     pipe = StableDiffusionPipeline.from_pretrained(tiny_sd)
     entries = RecipeEntries(cache.recipe)
     for caption in ["", *cache.captions()["caption"]]:
@@ -46,13 +46,15 @@ def test_embeddings_equal_those_of_encode_prompt_in_diffusers(cache, launch_here
         torch.testing.assert_close(stored, expected[0], rtol=0, atol=1e-6)
 
 
-def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(cache, launch_here, tiny_sd) -> None:
+def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(
+    cache, in_process_launch, tiny_sd
+) -> None:
     """The ids are the start token, the words of the caption and end tokens up to 77."""
     from transformers import CLIPTextModel
 
     cache = cache.with_settings(text={"dtype": "float32"})
     set_caption(cache, "cat", "a photo")
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     ids = json.loads((tiny_sd / "tokenizer" / "vocab.json").read_text(encoding="utf-8"))
     tokens = ["<|startoftext|>", "a</w>", "photo</w>"]
     tokens += ["<|endoftext|>"] * (77 - len(tokens))
@@ -65,11 +67,11 @@ def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(cache, 
 
 
 def test_T02_T03_each_distinct_caption_the_empty_caption_and_the_sample_prompts_are_encoded_once(
-    cache, launch_here
+    cache, in_process_launch
 ) -> None:
     cache = cache.with_settings(training={"sample_prompts": ["a moon", "a moon"]})
     set_caption(cache, "cat", (cache.photos / "rocket.txt").read_text(encoding="utf-8"))
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     assert counts(result) == {"encoded": 6, "reused": 0, "removed": 0, "failed": 0}
     assert result.report["samples"] == 5
     entries = RecipeEntries(cache.recipe)
@@ -78,12 +80,12 @@ def test_T02_T03_each_distinct_caption_the_empty_caption_and_the_sample_prompts_
 
 
 def test_T03_a_thousand_samples_with_five_captions_need_six_entries_of_the_predicted_size(
-    cache, launch_here
+    cache, in_process_launch
 ) -> None:
     rows = pl.concat(
         cache.captions().with_columns(pl.col("sample_id") + f"-{copy:03}") for copy in range(200)
     )
-    result = cache_text(cache.recipe, rows, cache.tables, launch=launch_here, log=lambda _: None)
+    result = cache_text(cache.recipe, rows, cache.tables, launch=in_process_launch, log=lambda _: None)
     assert len(result.table) == 1000
     assert result.table["key"].n_unique() == 5
     files = list(cache.recipe.cache_dir.rglob("*.safetensors"))
@@ -95,13 +97,13 @@ def test_T03_a_thousand_samples_with_five_captions_need_six_entries_of_the_predi
 
 
 def test_a_second_run_encodes_nothing_and_editing_a_caption_encodes_one_entry(
-    cache, launch_here, forbidden_launch
+    cache, in_process_launch, forbidden_launch
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     again = cached(cache, forbidden_launch)
     assert counts(again) == {"encoded": 0, "reused": 6, "removed": 0, "failed": 0}
     set_caption(cache, "cat", "another cat")
-    assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 5, "removed": 1, "failed": 0}
+    assert counts(cached(cache, in_process_launch)) == {"encoded": 1, "reused": 5, "removed": 1, "failed": 0}
 
 
 def test_the_needed_captions_do_not_depend_on_row_order(cache) -> None:
@@ -111,10 +113,12 @@ def test_the_needed_captions_do_not_depend_on_row_order(cache) -> None:
     assert needed == needed_captions(cache.recipe, captions[::-1]).to_list()
 
 
-def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character(cache, launch_here) -> None:
+def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character(
+    cache, in_process_launch
+) -> None:
     caption = "Ünïcode 日本 " + "the cat " * 80
     set_caption(cache, "cat", caption)
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     rows = {row["sample_id"]: row for row in result.table.to_dicts()}
     row = rows["photos/cat.png"]
     entries = RecipeEntries(cache.recipe)
@@ -126,7 +130,7 @@ def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character
     assert tail.startswith(("the", "cat"))
     cache.recipe.output_dir.mkdir(exist_ok=True)
     set_caption(cache, "rocket", kept.strip())
-    rows = {row["sample_id"]: row for row in cached(cache, launch_here).table.to_dicts()}
+    rows = {row["sample_id"]: row for row in cached(cache, in_process_launch).table.to_dicts()}
     assert (rows["photos/rocket.png"]["num_tokens"], rows["photos/rocket.png"]["num_cut"]) == (77, 0)
     names = ("photos/cat.png", "photos/rocket.png")
     same = [entries.store.read(entries.text_spec(rows[name]["caption"]))["text_embedding"] for name in names]
@@ -134,21 +138,21 @@ def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character
 
 
 def test_token_counts_are_the_same_for_trusted_entries_and_after_the_table_is_lost(
-    cache, launch_here, forbidden_launch
+    cache, in_process_launch, forbidden_launch
 ) -> None:
-    first = cached(cache, launch_here).table
+    first = cached(cache, in_process_launch).table
     assert cached(cache, forbidden_launch).table.equals(first)
     cache.tables.path("text_embeddings").unlink()
     assert cached(cache, forbidden_launch).table.equals(first)
 
 
-def test_a_very_long_caption_still_fits_an_entrys_header(cache, launch_here) -> None:
+def test_a_very_long_caption_still_fits_an_entrys_header(cache, in_process_launch) -> None:
     set_caption(cache, "cat", "日" * 20_000)
-    assert cached(cache, launch_here).report["failed"] == 0
+    assert cached(cache, in_process_launch).report["failed"] == 0
 
 
 def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
-    cache, launch_here, tmp_path: Path
+    cache, in_process_launch, tmp_path: Path
 ) -> None:
     import shutil
 
@@ -162,24 +166,24 @@ def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
     weights[name] = weights[name] * float("nan")
     save_file(weights, file, {"format": "pt"})
     with pytest.raises(ModelError, match="not finite") as excinfo:
-        cached(cache.with_settings(model={"base": str(folder)}), launch_here)
+        cached(cache.with_settings(model={"base": str(folder)}), in_process_launch)
     assert str(folder) in str(excinfo.value)
 
 
 def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(
-    cache, launch_here, monkeypatch: pytest.MonkeyPatch
+    cache, in_process_launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each caption allocates more memory than any machine has, so the allocator raises the error."""
     needs = "pipeline.models.worker.text.TextConditioner.encode_caption"
     monkeypatch.setattr(needs, lambda *_: torch.empty(2**60, dtype=torch.uint8))
     with pytest.raises(LaunchError, match="memory ran out with the text encoders in float32") as excinfo:
-        cached(cache, launch_here)
+        cached(cache, in_process_launch)
     assert "text.compute_dtype: bfloat16" in excinfo.value.fix
     assert "on cpu" in excinfo.value.where
 
 
-def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
-    cached(cache, launch_here)
+def test_a_warm_run_imports_no_torch(cache, in_process_launch) -> None:
+    cached(cache, in_process_launch)
     recipe_file = cache.recipe.output_dir / "recipe.json"
     recipe_file.write_text(cache.recipe.model_dump_json())
     captions = cache.recipe.output_dir / "captions.parquet"
@@ -206,10 +210,10 @@ def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
     assert completed.stdout.splitlines()[-1] == "[]"
 
 
-def test_rows_are_joined_by_sample_id_and_not_by_position(cache, launch_here) -> None:
-    cached(cache, launch_here)
+def test_rows_are_joined_by_sample_id_and_not_by_position(cache, in_process_launch) -> None:
+    cached(cache, in_process_launch)
     shuffled = cache.captions().sample(fraction=1.0, shuffle=True, seed=3)
-    result = cache_text(cache.recipe, shuffled, cache.tables, launch=launch_here, log=lambda _: None)
+    result = cache_text(cache.recipe, shuffled, cache.tables, launch=in_process_launch, log=lambda _: None)
     entries = RecipeEntries(cache.recipe)
     captions = dict(cache.captions().select("sample_id", "caption").iter_rows())
     assert [entries.text_spec(captions[name]).key for name in result.table["sample_id"]] == result.table[

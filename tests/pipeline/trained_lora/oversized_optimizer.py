@@ -1,4 +1,4 @@
-"""An optimizer that runs out of memory in its step."""
+"""An optimizer for tests of out-of-memory errors."""
 
 from __future__ import annotations
 

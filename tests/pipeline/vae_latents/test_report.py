@@ -77,12 +77,12 @@ def test_psnr_equals_that_of_scikit_image_and_is_finite_for_equal_images() -> No
 
 
 def test_each_picture_shows_the_image_next_to_the_latent_decoded_as_diffusers_does(
-    cache: Any, launch_here: Any, tiny_sd: Path
+    cache: Any, in_process_launch: Any, tiny_sd: Path
 ) -> None:
     from diffusers import AutoencoderKL
 
     cache = cache.with_settings(buckets={"resolution": 192, "step": 64})
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     rows, table = result.report["decoded"], {row["sample_id"]: row for row in result.table.to_dicts()}
     assert {row["sample_id"] for row in rows} == set(table)
     vae, entries = AutoencoderKL.from_pretrained(tiny_sd / "vae"), RecipeEntries(cache.recipe)
@@ -104,13 +104,13 @@ def test_each_picture_shows_the_image_next_to_the_latent_decoded_as_diffusers_do
     assert result.report["psnr_db"] == pytest.approx(np.mean(ratios), abs=1e-3)
     assert result.report["psnr_lowest_db"] == min(ratios)
     assert result.report["pictures_seconds"] > 0
-    assert any("5 latents decoded" in line for line in launch_here.said)
+    assert any("5 latents decoded" in line for line in in_process_launch.lines)
 
 
 def test_a_run_that_encodes_nothing_shows_the_previous_pictures(
-    cache: Any, launch_here: Any, forbidden_launch: Any
+    cache: Any, in_process_launch: Any, forbidden_launch: Any
 ) -> None:
-    first = cached(cache, launch_here)
+    first = cached(cache, in_process_launch)
     drawn = pictures(cache)
     again = cached(cache, forbidden_launch)
     shown = {"decoded", "psnr_db", "psnr_lowest_db", "latent_mean", "latent_std", "channels"}
@@ -125,13 +125,13 @@ def test_a_run_that_encodes_nothing_shows_the_previous_pictures(
 
 
 def test_only_changed_images_are_drawn_again_and_their_old_pictures_are_deleted(
-    cache: Any, launch_here: Any
+    cache: Any, in_process_launch: Any
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     before = {path.name: path.stat().st_mtime_ns for path in folder_of(cache).iterdir()}
     with Image.open(cache.photos / "cat.png") as image:
         image.rotate(180).save(cache.photos / "cat.png")
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     after = {path.name: path.stat().st_mtime_ns for path in folder_of(cache).iterdir()}
     assert sum(name.endswith(".jpg") for name in after) == 5
     new = set(after.items()) - set(before.items())
@@ -140,7 +140,7 @@ def test_only_changed_images_are_drawn_again_and_their_old_pictures_are_deleted(
 
 
 def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
-    cache: Any, launch_here: Any
+    cache: Any, in_process_launch: Any
 ) -> None:
     """Rank 0 draws the latents that it encoded and the existing ones; rank 1 draws only its own."""
     copied_orders: list[Path] = []
@@ -150,14 +150,14 @@ def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
         meanwhile()
         copied = shutil.copytree(order.parent, folder_of(cache).parent / "order")
         copied_orders.append(copied / order.name)
-        run(order, launch_here, rank=1, num_ranks=2)
+        run(order, in_process_launch, rank=1, num_ranks=2)
         by_rank_1.update(pictures(cache))
         for name in by_rank_1:
             (folder_of(cache) / name).write_bytes(b"drawn once")
-        run(order, launch_here, rank=0, num_ranks=2)
+        run(order, in_process_launch, rank=0, num_ranks=2)
 
     (cache.photos / "cat.png").rename(cache.photos / "cat.later")
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     (cache.photos / "cat.later").rename(cache.photos / "cat.png")
     shutil.rmtree(folder_of(cache))
     for name in ("coffee", "rocket"):
@@ -174,25 +174,25 @@ def test_two_ranks_draw_each_picture_once_including_those_of_existing_entries(
 class Drawing:
     """An encoder with finished entries, and the pictures to draw from them."""
 
-    def __init__(self, cache: Any, launch_here: Any) -> None:
+    def __init__(self, cache: Any, in_process_launch: Any) -> None:
         self.cache = cache
-        self.said: list[str] = launch_here.said
+        self.lines: list[str] = in_process_launch.lines
         entries = RecipeEntries(cache.recipe)
-        orders = [read_order(self._order(cache, launch_here))]
-        progress = Progress(launch_here, cache.photos, jobs=range(5), what="latents", rank=0)
+        orders = [read_order(self._order(cache, in_process_launch))]
+        progress = Progress(in_process_launch, cache.photos, jobs=range(5), what="latents", rank=0)
         self.encoder = LatentEncoder(orders[0], "cpu", progress)
         assert orders[0].pictures is not None
         self.pictures, self.store, self.progress = orders[0].pictures, entries.store, progress
         shutil.rmtree(folder_of(cache))
-        self.said.clear()
+        self.lines.clear()
 
-    def _order(self, cache: Any, launch_here: Any) -> Path:
+    def _order(self, cache: Any, in_process_launch: Any) -> Path:
         kept: list[Path] = []
 
         def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
             meanwhile()
             kept.append(shutil.copytree(order.parent, cache.photos.parent / "order") / order.name)
-            launch_here(module, order)
+            in_process_launch(module, order)
 
         cached(cache, launch)
         return kept[0]
@@ -203,9 +203,9 @@ class Drawing:
 
 
 def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_rest_are_drawn(
-    cache: Any, launch_here: Any
+    cache: Any, in_process_launch: Any
 ) -> None:
-    drawing = Drawing(cache, launch_here)
+    drawing = Drawing(cache, in_process_launch)
     (cache.photos / "cat.png").unlink()
     decode = drawing.encoder._family.vae.decode
 
@@ -219,12 +219,12 @@ def test_images_that_are_unreadable_or_too_large_for_memory_are_logged_and_the_r
     decoded_latents = drawing.draw()
     assert len(decoded_latents) == 5 - 1 - len(wide)
     assert len(wide) > 0
-    assert sum("memory ran out" in line for line in drawing.said) == len(wide)
-    assert sum("photos/cat.png: ImageError" in line for line in drawing.said) == 1
+    assert sum("memory ran out" in line for line in drawing.lines) == len(wide)
+    assert sum("photos/cat.png: ImageError" in line for line in drawing.lines) == 1
 
 
 def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
-    cache: Any, launch_here: Any, tiny_sd: Path, tmp_path: Path
+    cache: Any, in_process_launch: Any, tiny_sd: Path, tmp_path: Path
 ) -> None:
     base = shutil.copytree(tiny_sd, tmp_path / "loud")
     file = base / "vae" / "diffusion_pytorch_model.safetensors"
@@ -239,7 +239,7 @@ def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
     psnr_by_sample = []
     for each in (half, full):
         psnr_by_sample.append(
-            {row["sample_id"]: row["psnr_db"] for row in cached(each, launch_here).report["decoded"]}
+            {row["sample_id"]: row["psnr_db"] for row in cached(each, in_process_launch).report["decoded"]}
         )
         shutil.rmtree(folder_of(each))
     assert len(psnr_by_sample[0]) == 5
@@ -247,10 +247,10 @@ def test_a_decoder_that_overflows_in_half_precision_runs_again_in_float32(
 
 
 def test_on_a_cpu_only_the_centre_of_a_large_image_is_decoded(
-    cache: Any, launch_here: Any, monkeypatch: pytest.MonkeyPatch
+    cache: Any, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.vae_latents.worker.reconstruct.CPU_WINDOW_PX", 40)
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     sizes = {row["sample_id"]: (row["target_height"], row["target_width"]) for row in result.table.to_dicts()}
     assert len(result.report["decoded"]) == 5
     for row in result.report["decoded"]:
@@ -306,10 +306,10 @@ def test_results_of_another_key_and_truncated_results_are_ignored(tmp_path: Path
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("posterior", ["sample", "moments"])
 def test_statistics_equal_those_of_the_stored_values(
-    cache: Any, launch_here: Any, dtype: str, posterior: str
+    cache: Any, in_process_launch: Any, dtype: str, posterior: str
 ) -> None:
     cache = cache.with_settings(latents={"dtype": dtype, "posterior": posterior, "flip": True})
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     entries, stored = RecipeEntries(cache.recipe), list[torch.Tensor]()
     for row in result.table.filter(~pl.col("flipped")).to_dicts():
         tensors = read_torch(entries.store, entries.latent_spec(row))

@@ -44,11 +44,13 @@ def pixels_by_hand(path: Path, geometry: Geometry) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("posterior", ["sample", "mean"])
-def test_latents_equal_those_of_diffusers_for_the_same_pixels(cache, launch_here, tiny_sd, posterior) -> None:
+def test_latents_equal_those_of_diffusers_for_the_same_pixels(
+    cache, in_process_launch, tiny_sd, posterior
+) -> None:
     from diffusers import AutoencoderKL
 
     cache = cache.with_settings(latents={"posterior": posterior, "dtype": "float32"})
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
     entries = RecipeEntries(cache.recipe)
     assert result.table.height == 5
@@ -67,11 +69,11 @@ def test_latents_equal_those_of_diffusers_for_the_same_pixels(cache, launch_here
         assert 0.3 < stored.std() < 3
 
 
-def test_moments_and_mirrored_latents_equal_those_of_diffusers(cache, launch_here, tiny_sd) -> None:
+def test_moments_and_mirrored_latents_equal_those_of_diffusers(cache, in_process_launch, tiny_sd) -> None:
     from diffusers import AutoencoderKL
 
     cache = cache.with_settings(latents={"posterior": "moments", "flip": True, "dtype": "float32"})
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     vae = AutoencoderKL.from_pretrained(tiny_sd / "vae")
     entries = RecipeEntries(cache.recipe)
     assert counts(result) == {"encoded": 10, "reused": 0, "removed": 0, "failed": 0}
@@ -89,39 +91,46 @@ def test_moments_and_mirrored_latents_equal_those_of_diffusers(cache, launch_her
 
 
 def test_L11_adding_mirrored_latents_leaves_existing_entries_unchanged(
-    cache, launch_here, entry_bytes
+    cache, in_process_launch, entry_bytes
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     plain = entry_bytes()
     flipped = cache.with_settings(latents={"flip": True})
-    assert counts(cached(flipped, launch_here)) == {"encoded": 5, "reused": 5, "removed": 0, "failed": 0}
+    assert counts(cached(flipped, in_process_launch)) == {
+        "encoded": 5,
+        "reused": 5,
+        "removed": 0,
+        "failed": 0,
+    }
     assert plain.items() <= entry_bytes().items()
-    assert counts(cached(cache, launch_here)) == {"encoded": 0, "reused": 5, "removed": 5, "failed": 0}
+    assert counts(cached(cache, in_process_launch)) == {"encoded": 0, "reused": 5, "removed": 5, "failed": 0}
 
 
-def test_a_sample_is_rejected_if_its_mirrored_latent_fails(cache, launch_here) -> None:
+def test_a_sample_is_rejected_if_its_mirrored_latent_fails(cache, in_process_launch) -> None:
     buckets = cache.buckets()
     flipped = cache.with_settings(latents={"flip": True})
     (cache.photos / "cat.png").unlink()
-    result = cache_latents(flipped.recipe, buckets, cache.tables, launch=launch_here, log=str)
+    result = cache_latents(flipped.recipe, buckets, cache.tables, launch=in_process_launch, log=str)
     assert result.rejected.select("sample_id", "reason").rows() == [("photos/cat.png", "vanished")]
     assert "photos/cat.png" not in result.table["sample_id"].to_list()
     assert (result.report["in"], result.report["kept"], result.report["rejected"]) == (5, 4, 1)
 
 
-def test_a_second_run_encodes_nothing_and_reuses_every_entry(cache, launch_here, forbidden_launch) -> None:
-    assert counts(cached(cache, launch_here)) == {"encoded": 5, "reused": 0, "removed": 0, "failed": 0}
+def test_a_second_run_encodes_nothing_and_reuses_every_entry(
+    cache, in_process_launch, forbidden_launch
+) -> None:
+    assert counts(cached(cache, in_process_launch)) == {"encoded": 5, "reused": 0, "removed": 0, "failed": 0}
     again = cached(cache, forbidden_launch)
     assert counts(again) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
     assert again.report["startup_seconds"] == 0
 
 
 def test_a_warm_run_reads_no_entry_and_a_run_without_the_table_reads_all(
-    cache, launch_here, forbidden_launch, monkeypatch: pytest.MonkeyPatch
+    cache, in_process_launch, forbidden_launch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from pipeline.cache import store
 
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     read_paths: list[Path] = []
     read_file = store._read_file
     monkeypatch.setattr(store, "_read_file", lambda path: read_paths.append(path) or read_file(path))
@@ -133,14 +142,14 @@ def test_a_warm_run_reads_no_entry_and_a_run_without_the_table_reads_all(
 
 
 def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missing(
-    cache, launch_here, forbidden_launch
+    cache, in_process_launch, forbidden_launch
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     checked_before_launch: list[bool] = []
 
     def launch(module: str, order: Path, meanwhile: Meanwhile) -> None:
         checked_before_launch.append(bool(log_lines))
-        launch_here(module, order, meanwhile)
+        in_process_launch(module, order, meanwhile)
 
     log_lines: list[str] = []
     shutil.copy(cache.photos / "cat.png", cache.photos / "cat2.png")
@@ -154,27 +163,27 @@ def test_workers_start_before_all_entries_are_checked_if_one_is_certainly_missin
     assert checked_before_launch == [False, True], "entries recorded in a table are checked before the launch"
 
 
-def test_L10_entries_written_by_a_concurrent_job_count_as_reused(cache, launch_here) -> None:
+def test_L10_entries_written_by_a_concurrent_job_count_as_reused(cache, in_process_launch) -> None:
     def launch_twice(module: str, order: Path, meanwhile: Meanwhile) -> None:
-        launch_here(module, order, meanwhile)
-        launch_here(module, order)
+        in_process_launch(module, order, meanwhile)
+        in_process_launch(module, order)
 
     assert counts(cached(cache, launch_twice)) == {"encoded": 0, "reused": 5, "removed": 0, "failed": 0}
 
 
-def test_editing_an_image_in_place_encodes_one_latent(cache, launch_here) -> None:
-    cached(cache, launch_here)
+def test_editing_an_image_in_place_encodes_one_latent(cache, in_process_launch) -> None:
+    cached(cache, in_process_launch)
     path = cache.photos / "cat.png"
     with Image.open(path) as image:
         flipped = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     flipped.save(path)
-    assert counts(cached(cache, launch_here)) == {"encoded": 1, "reused": 4, "removed": 1, "failed": 0}
+    assert counts(cached(cache, in_process_launch)) == {"encoded": 1, "reused": 4, "removed": 1, "failed": 0}
 
 
 def test_renaming_duplicating_and_removing_images_encodes_nothing(
-    cache, launch_here, forbidden_launch
+    cache, in_process_launch, forbidden_launch
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     (cache.photos / "cat.png").rename(cache.photos / "renamed.png")
     assert counts(cached(cache, forbidden_launch))["reused"] == 5
     (cache.photos / "twin.png").write_bytes((cache.photos / "coffee.png").read_bytes())
@@ -186,9 +195,9 @@ def test_renaming_duplicating_and_removing_images_encodes_nothing(
 
 
 def test_L15_moving_the_dataset_and_the_cache_encodes_nothing(
-    cache, launch_here, forbidden_launch, tmp_path
+    cache, in_process_launch, forbidden_launch, tmp_path
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     cache.photos = cache.photos.rename(tmp_path / "moved")
     moved = cache.recipe.cache_dir.rename(tmp_path / "cache2")
     again = cache.with_settings(
@@ -200,9 +209,9 @@ def test_L15_moving_the_dataset_and_the_cache_encodes_nothing(
 
 
 def test_the_bytes_of_a_latent_do_not_depend_on_the_other_images_of_its_batch(
-    cache, launch_here, entry_bytes
+    cache, in_process_launch, entry_bytes
 ) -> None:
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     together = entry_bytes()
     for path in sorted(cache.photos.glob("*.png")):
         path.rename(path.with_suffix(".aside"))
@@ -210,7 +219,7 @@ def test_the_bytes_of_a_latent_do_not_depend_on_the_other_images_of_its_batch(
     for path in sorted(cache.photos.glob("*.aside")):
         shutil.rmtree(cache.recipe.cache_dir)
         path.rename(path.with_suffix(".png"))
-        cached(cache, launch_here)
+        cached(cache, in_process_launch)
         alone |= entry_bytes()
         path.with_suffix(".png").rename(path)
     assert alone == together
@@ -218,9 +227,9 @@ def test_the_bytes_of_a_latent_do_not_depend_on_the_other_images_of_its_batch(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_each_stored_dtype_reads_back(cache, launch_here, dtype: str) -> None:
+def test_each_stored_dtype_reads_back(cache, in_process_launch, dtype: str) -> None:
     cache = cache.with_settings(latents={"dtype": dtype})
-    result = cached(cache, launch_here)
+    result = cached(cache, in_process_launch)
     entries = RecipeEntries(cache.recipe)
     for row in result.table.to_dicts():
         assert row["dtype"] == dtype
@@ -229,18 +238,20 @@ def test_each_stored_dtype_reads_back(cache, launch_here, dtype: str) -> None:
         assert latent.isfinite().all()
 
 
-def test_an_image_changed_after_the_scan_is_rejected_and_the_others_are_encoded(cache, launch_here) -> None:
+def test_an_image_changed_after_the_scan_is_rejected_and_the_others_are_encoded(
+    cache, in_process_launch
+) -> None:
     buckets = cache.buckets()
     (cache.photos / "cat.png").write_bytes((cache.photos / "coffee.png").read_bytes())
     (cache.photos / "rocket.png").unlink()
-    result = cache_latents(cache.recipe, buckets, cache.tables, launch=launch_here, log=lambda _: None)
+    result = cache_latents(cache.recipe, buckets, cache.tables, launch=in_process_launch, log=lambda _: None)
     assert counts(result) == {"encoded": 3, "reused": 0, "removed": 0, "failed": 2}
     reasons = dict(result.rejected.select("sample_id", "reason").iter_rows())
     assert reasons == {"photos/cat.png": "changed", "photos/rocket.png": "vanished"}
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 5
 
 
-def test_L05_a_damaged_vae_is_an_error_and_writes_no_entry(cache, launch_here, tmp_path) -> None:
+def test_L05_a_damaged_vae_is_an_error_and_writes_no_entry(cache, in_process_launch, tmp_path) -> None:
     """The weights of the VAE's first layer are infinite."""
     from safetensors.torch import load_file, save_file
 
@@ -252,26 +263,26 @@ def test_L05_a_damaged_vae_is_an_error_and_writes_no_entry(cache, launch_here, t
     save_file(weights, file, {"format": "pt"})
     recipe = cache.with_settings(model={"base": str(folder)})
     with pytest.raises(ModelError, match=r"NaN or infinite values.*(?s:.*)fetch the base model again"):
-        cached(recipe, launch_here)
+        cached(recipe, in_process_launch)
     assert list(cache.recipe.cache_dir.rglob("*.safetensors")) == []
 
 
 def test_L05_latents_outside_the_range_of_the_stored_dtype_are_an_error_that_names_a_wider_dtype(
-    cache, launch_here, tmp_path
+    cache, in_process_launch, tmp_path
 ) -> None:
     folder = tmp_path / "loud"
     shutil.copytree(cache.recipe.model.base, folder)
     file = folder / "vae" / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "scaling_factor": 1e6}))
     with pytest.raises(ModelError, match=r"does not fit into float16(?s:.*)set latents\.dtype to bfloat16"):
-        cached(cache.with_settings(model={"base": str(folder)}), launch_here)
+        cached(cache.with_settings(model={"base": str(folder)}), in_process_launch)
     fits = cache.with_settings(model={"base": str(folder)}, latents={"dtype": "bfloat16"})
-    assert cached(fits, launch_here).report["failed"] == 0
+    assert cached(fits, in_process_launch).report["failed"] == 0
 
 
-def test_computing_in_half_precision_gives_nearly_the_same_latents(cache, launch_here) -> None:
+def test_computing_in_half_precision_gives_nearly_the_same_latents(cache, in_process_launch) -> None:
     exact, half = (
-        cached(cache.with_settings(latents={"compute_dtype": dtype, "posterior": "mean"}), launch_here)
+        cached(cache.with_settings(latents={"compute_dtype": dtype, "posterior": "mean"}), in_process_launch)
         for dtype in ("float32", "bfloat16")
     )
     a = RecipeEntries(cache.with_settings(latents={"posterior": "mean"}).recipe)
@@ -282,8 +293,8 @@ def test_computing_in_half_precision_gives_nearly_the_same_latents(cache, launch
         assert np.abs(first - second).max() < 0.25
 
 
-def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, launch_here, entry_bytes) -> None:
-    cached(cache, launch_here)
+def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, in_process_launch, entry_bytes) -> None:
+    cached(cache, in_process_launch)
     sound = entry_bytes()
     names = sorted(sound)
     cut, grown, flipped, deleted = (cache.recipe.cache_dir / name for name in names[:4])
@@ -294,7 +305,7 @@ def test_L06_L07_damaged_entries_are_logged_and_encoded_again(cache, launch_here
     flipped.write_bytes(raw)
     deleted.unlink()
     log_lines: list[str] = []
-    result = cached(cache, launch_here, log_lines)
+    result = cached(cache, in_process_launch, log_lines)
     assert result.report["encoded"] == 4
     assert result.report["damaged"] == 3
     assert entry_bytes() == sound
@@ -315,14 +326,14 @@ def test_an_entry_that_was_reported_as_encoded_but_is_missing_is_an_error(cache)
         cached(cache, launch_without_writing)
 
 
-def test_the_last_progress_line_counts_all_latents(cache, launch_here) -> None:
-    cached(cache, launch_here)
-    assert launch_here.said[-1] == "5/5 latents encoded"
+def test_the_last_progress_line_counts_all_latents(cache, in_process_launch) -> None:
+    cached(cache, in_process_launch)
+    assert in_process_launch.lines[-1] == "5/5 latents encoded"
 
 
-def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, launch_here, entry_bytes) -> None:
+def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, in_process_launch, entry_bytes) -> None:
     """Both jobs run real child processes and start at the same time."""
-    cached(cache, launch_here)
+    cached(cache, in_process_launch)
     expected_entries = entry_bytes()
     shutil.rmtree(cache.recipe.cache_dir)
     launch = LocalLaunch(cache.recipe.accelerate)
@@ -341,8 +352,8 @@ def test_L10_two_jobs_on_an_empty_cache_write_equal_entries(cache, launch_here, 
         assert result.report["encoded"] + result.report["reused"] == 5
 
 
-def test_a_warm_run_imports_no_torch(cache, launch_here) -> None:
-    cached(cache, launch_here)
+def test_a_warm_run_imports_no_torch(cache, in_process_launch) -> None:
+    cached(cache, in_process_launch)
     cache.tables.write("aspect_buckets", cache.buckets())
     recipe_file = cache.recipe.output_dir / "recipe.json"
     recipe_file.write_text(cache.recipe.model_dump_json())

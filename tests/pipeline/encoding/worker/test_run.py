@@ -52,7 +52,7 @@ FORBIDDEN_MODULES = {"polars", "dagster", "pandera"}
 
 @pytest.mark.parametrize("stage", [cache_latents, cache_text], ids=["latents", "text"])
 def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
-    cache: Any, entry_bytes: Any, launch_here: Any, stage: Any
+    cache: Any, entry_bytes: Any, in_process_launch: Any, stage: Any
 ) -> None:
     rows = cache.buckets() if stage is cache_latents else cache.captions()
     launch = RecordingLaunch()
@@ -61,7 +61,7 @@ def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
     alone = entry_bytes()
     for path in cache.recipe.cache_dir.rglob("*.safetensors"):
         path.unlink()
-    stage(cache.recipe, rows, cache.tables, launch=launch_here, log=str)
+    stage(cache.recipe, rows, cache.tables, launch=in_process_launch, log=str)
     assert entry_bytes() == alone, "the bytes do not depend on what else the process has imported"
 
 

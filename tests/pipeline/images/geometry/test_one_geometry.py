@@ -121,15 +121,15 @@ def _time_ids(order: TrainingJob) -> dict[str, tuple[float, ...]]:
 
 
 def test_L03_encoder_check_sampler_and_conditioning_use_the_same_geometry(
-    recipe: Recipe, launch_here: Any, monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe, in_process_launch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = cached(recipe, launch_here)
+    before = cached(recipe, in_process_launch)
     assert before.failing_checks == set()
     assert failing(recipe) == set()
 
     monkeypatch.setattr(Placement, "assign_many", other_geometry)
     assert "shape_uniformity" in failing(recipe), "the check does not use the geometry"
-    after = cached(recipe, launch_here)
+    after = cached(recipe, in_process_launch)
     assert after.failing_checks == set()
 
     assert before.latents.keys() == after.latents.keys() == after.time_ids.keys()

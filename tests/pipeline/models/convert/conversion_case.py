@@ -1,4 +1,4 @@
-"""A tiny model as a single file in its original layout, converted here and compared value by value."""
+"""Conversion of a tiny model from a single file in its original layout, compared value by value."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.pipeline.models.convert.state_dicts import State, weights
 Originals = Callable[[Path], State]
 
 
-def convert_here(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
-    """Convert in this process; a `Launch`."""
+def convert_in_process(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
+    """Convert in this process; see `Launch`."""
     assert module == "pipeline.models.convert.worker"
     convert_components(read_job(order), lambda done, total, text: None)
 
@@ -46,12 +46,12 @@ def require_same(folder: Path, model: Path, roles: tuple[str, ...], dtype: torch
         assert (folder / role / "config.json").read_bytes() == (model / role / "config.json").read_bytes()
 
 
-def prove_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> WorkerFamily:
-    """Convert a file with `state`, compare the folder with `model`, and return its family."""
+def check_conversion(model: Path, state: State, roles: tuple[str, ...], *, prefix: str = "") -> WorkerFamily:
+    """Convert a file with `state`, check that the folder equals `model`, and return its family."""
     file = as_file(model.parent / "single.safetensors", state, prefix=prefix)
     plan = planned(file, model)
     assert set(plan.parts) == set(roles)
-    family = convert(plan, launch=convert_here)
+    family = convert(plan, launch=convert_in_process)
     require_same(plan.folder, model, roles)
     for role in plan.copied:
         for copy in (plan.folder / role).iterdir():

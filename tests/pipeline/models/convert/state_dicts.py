@@ -1,4 +1,4 @@
-"""Weights of a diffusers folder, and renaming them."""
+"""State dicts of a diffusers folder, and functions that rename and fuse their tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ State = dict[str, Tensor]
 
 
 def weights(folder: Path) -> State:
-    """Of one component's folder."""
+    """Return the weights in a component's folder, which has a single file."""
     (file,) = folder.glob("*.safetensors")
     return load_file(file)
 
@@ -28,7 +28,7 @@ def with_prefix(prefix: str, state: Mapping[str, Tensor]) -> State:
 
 
 def rename(name: str, pairs: Mapping[str, str]) -> str:
-    """The name with the first pair that begins it, or occurs in it after a dot, replaced."""
+    """Replace the first key of `pairs` that is a prefix of the name, up to a dot."""
     for new, old in pairs.items():
         if name.startswith(new + "."):
             return old + name[len(new) :]
@@ -42,13 +42,13 @@ def replace_all(name: str, pairs: Mapping[str, str]) -> str:
 
 
 def fuse(state: State, parts: list[str], fused_name: str) -> None:
-    """Put several modules' tensors one below the other, as one module of the original."""
+    """Concatenate the tensors of several modules along the rows, as one module of the original."""
     for kind in ("weight", "bias"):
         if f"{parts[0]}.{kind}" in state:
             state[f"{fused_name}.{kind}"] = torch.cat([state.pop(f"{part}.{kind}") for part in parts])
 
 
 def shift_before_scale(tensor: Tensor) -> Tensor:
-    """The original's order of a last modulation, of which diffusers has the two halves swapped."""
+    """Swap the halves of a modulation: the original stores the shift first, diffusers the scale."""
     scale, shift = tensor.chunk(2, dim=0)
     return torch.cat([shift, scale], dim=0)

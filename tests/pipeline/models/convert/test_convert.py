@@ -15,9 +15,9 @@ from pipeline.models.convert.convert import Choices, convert
 from tests.pipeline.models.convert import transformer_originals, unet_originals
 from tests.pipeline.models.convert.conversion_case import (
     as_file,
-    convert_here,
+    check_conversion,
+    convert_in_process,
     planned,
-    prove_conversion,
     require_same,
 )
 from tests.pipeline.models.convert.state_dicts import weights
@@ -38,13 +38,13 @@ def xl_file(tmp_path: Path, tiny_sdxl: Path) -> Path:
 @pytest.mark.parametrize("version", [unet_originals.stable_diffusion, unet_originals.stable_diffusion_2])
 def test_stable_diffusion_with_either_text_encoder(model: Path, version) -> None:
     make_tiny(model)
-    family = prove_conversion(model, version(model), ("unet", "vae", "text_encoder"))
+    family = check_conversion(model, version(model), ("unet", "vae", "text_encoder"))
     assert family.name == "Stable Diffusion 1.x and 2.x"
 
 
 def test_stable_diffusion_xl(model: Path) -> None:
     make_tiny_sdxl(model)
-    family = prove_conversion(model, unet_originals.stable_diffusion_xl(model), XL)
+    family = check_conversion(model, unet_originals.stable_diffusion_xl(model), XL)
     assert family.name == "Stable Diffusion XL"
 
 
@@ -58,12 +58,12 @@ def test_stable_diffusion_3_with_all_its_encoders(
     first["text_projection.weight"] = torch.eye(32)
     as_file(model / "text_encoder" / "model.safetensors", first, format="pt")
     roles = ("transformer", "vae", "text_encoder", "text_encoder_2", "text_encoder_3")
-    family = prove_conversion(model, transformer_originals.stable_diffusion_3(model), roles)
+    family = check_conversion(model, transformer_originals.stable_diffusion_3(model), roles)
     assert family.prediction_type() == "flow"
 
 
 RENAMED = ("FLUX.2 klein", "Z-Image", "Sana", "AuraFlow", "Krea 2")
-"""Kinds whose original names differ from those of diffusers, once each."""
+"""One kind per original layout that differs from diffusers'."""
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_transformer_gets_its_other_components_from_the_reference(
 ) -> None:
     TINY[kind](model)
     state = transformer_originals.TRANSFORMERS[kind](model / "transformer")
-    family = prove_conversion(model, state, ("transformer",), prefix=prefix)
+    family = check_conversion(model, state, ("transformer",), prefix=prefix)
     assert family.prediction_type() == "flow"
 
 
@@ -91,13 +91,13 @@ def test_a_transformer_gets_its_other_components_from_the_reference(
 def test_a_transformer_that_diffusers_converts_only_at_its_published_width(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """One or two of its blocks take a gigabyte."""
+    """One or two blocks of the published width take a gigabyte of memory."""
     TINY[kind](model)
     widen_transformer(model, kind)
     state = {"Lumina Image 2": transformer_originals.lumina2}.get(kind, transformer_originals.flux)(
         model / "transformer"
     )
-    prove_conversion(model, state, ("transformer",), prefix="model.diffusion_model.")
+    check_conversion(model, state, ("transformer",), prefix="model.diffusion_model.")
 
 
 def widen_transformer(model: Path, kind: str) -> None:
@@ -133,7 +133,7 @@ def test_the_dtype_is_unchanged_or_the_widest_of_several(
         for name, tensor in unet_originals.unet(tiny_sdxl / "unet").items()
     }
     plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
-    convert(plan, launch=convert_here)
+    convert(plan, launch=convert_in_process)
     converted_state = unet_originals.unet(plan.folder / "unet")
     assert converted_state.keys() == state.keys()
     for name, tensor in converted_state.items():
@@ -145,14 +145,14 @@ def test_a_unet_gets_its_other_components_from_the_reference(tmp_path: Path, tin
     plan = planned(
         as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet")), tiny_sdxl
     )
-    convert(plan, launch=convert_here)
+    convert(plan, launch=convert_in_process)
     require_same(plan.folder, tiny_sdxl, XL)
 
 
 def test_the_parts_only_folder_provides_components_for_the_reference(tmp_path: Path, tiny_sdxl: Path) -> None:
     file = as_file(tmp_path / "single.safetensors", unet_originals.unet(tiny_sdxl / "unet"), modelspec="1")
     plan = planned(file, tiny_sdxl, Choices(reference=str(tiny_sdxl), parts_only=True))
-    family = convert(plan, launch=convert_here)
+    family = convert(plan, launch=convert_in_process)
     assert [each.name for each in plan.folder.iterdir()] == ["unet"]
     require_same(plan.folder, tiny_sdxl, ("unet",))
     assert family.component_folder("unet") == plan.folder / "unet"
@@ -173,7 +173,7 @@ def test_L06_all_files_are_synced_before_the_folder_gets_its_name(
     for name in ("sync_file", "sync_folder"):
         wait = getattr(convert_module, name)
         monkeypatch.setattr(convert_module, name, lambda path, wait=wait: (synced.append(path), wait(path)))
-    convert(plan, launch=convert_here)
+    convert(plan, launch=convert_in_process)
     written_paths = {plan.building / path.relative_to(plan.folder) for path in plan.folder.rglob("*")}
     assert set(synced) == written_paths | {plan.building, plan.folder.parent}
     assert synced[-1] == plan.folder.parent
@@ -204,7 +204,7 @@ def test_a_file_of_another_architecture_is_an_error_and_leaves_nothing(
     change(state)
     plan = planned(as_file(tmp_path / "single.safetensors", state), tiny_sdxl)
     with pytest.raises(ModelError, match=message):
-        convert(plan, launch=convert_here)
+        convert(plan, launch=convert_in_process)
     assert [each.name for each in tmp_path.iterdir()] == ["single.safetensors"]
 
 

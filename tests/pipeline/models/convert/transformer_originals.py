@@ -1,6 +1,6 @@
-"""Transformers under the names of their original code, made from a diffusers folder.
+"""Transformers with the module names of their original code, from a diffusers folder.
 
-As `unet_originals`, written from what the original repositories call their modules.
+The names are taken from the original repositories; see `unet_originals`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.pipeline.models.convert.unet_originals import clip, vae
 
 
 def sd3_transformer(folder: Path) -> State:
-    """Stability AI's MMDiT."""
+    """Return the weights of Stability AI's MMDiT."""
     state = weights(folder)
     blocks = {name.split(".")[1] for name in state if name.startswith("transformer_blocks.")}
     last = max(blocks, key=int)
@@ -70,9 +70,9 @@ def sd3_transformer(folder: Path) -> State:
 
 
 def stable_diffusion_3(folder: Path) -> State:
-    """A checkpoint with all that 3 medium's has, the largest text encoder too."""
+    """Return a checkpoint with all components of 3 medium, T5 included."""
     first = clip(folder / "text_encoder")
-    first.pop("text_projection.weight")  # not used by the original code, and not in its files
+    first.pop("text_projection.weight")  # original files do not contain it
     return {
         **with_prefix("model.diffusion_model.", sd3_transformer(folder / "transformer")),
         **with_prefix("first_stage_model.", vae(folder / "vae")),
@@ -122,7 +122,7 @@ _FLUX_ENDS = {
 
 
 def flux(folder: Path) -> State:
-    """Black Forest Labs' transformer, of FLUX.1, FLUX.2 and Chroma."""
+    """Return the weights of FLUX.1, FLUX.2 or Chroma in Black Forest Labs' layout."""
     state = weights(folder)
     for name in [name for name in state if name.startswith("norm_out.linear.")]:
         state[name] = shift_before_scale(state[name])
@@ -160,7 +160,7 @@ def flux(folder: Path) -> State:
 
 
 def z_image(folder: Path) -> State:
-    """Tongyi's transformer, as ComfyUI's files have it: fused query, key and value."""
+    """Return the weights of Z-Image in ComfyUI's layout, with fused query, key and value."""
     state = weights(folder)
     for block in {name.split(".attention.")[0] for name in state if ".attention.to_q." in name}:
         ours = f"{block}.attention"
@@ -176,7 +176,7 @@ def z_image(folder: Path) -> State:
 
 
 def lumina2(folder: Path) -> State:
-    """Alpha-VLLM's transformer, with the last norm that it has and never uses."""
+    """Return the weights of Alpha-VLLM's Lumina 2, including its unused final norm."""
     state = weights(folder)
     for block in {name.split(".attn.")[0] for name in state if ".attn.to_q." in name}:
         fuse(state, [f"{block}.attn.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
@@ -204,7 +204,7 @@ def lumina2(folder: Path) -> State:
 
 
 def sana(folder: Path) -> State:
-    """NVIDIA's transformer, with the empty caption and the positions that diffusers leaves out."""
+    """Return the weights of NVIDIA's Sana, with the empty caption and the positions that diffusers omits."""
     state = weights(folder)
     for block in {name.split(".")[1] for name in state if name.startswith("transformer_blocks.")}:
         ours, theirs = f"transformer_blocks.{block}", f"blocks.{block}"
@@ -235,7 +235,7 @@ def sana(folder: Path) -> State:
 
 
 def aura_flow(folder: Path) -> State:
-    """Fal's transformer."""
+    """Return the weights of Fal's AuraFlow."""
     state = weights(folder)
     state["norm_out.linear.weight"] = shift_before_scale(state["norm_out.linear.weight"])
     ends = {
@@ -277,7 +277,7 @@ def aura_flow(folder: Path) -> State:
 
 
 def krea2(folder: Path) -> State:
-    """Krea's transformer, each block's six modulations in one row."""
+    """Return the weights of Krea 2, with the six modulations of a block in one row."""
     ends = {
         "img_in": "first",
         "time_embed.linear_1": "tmlp.0",
@@ -320,4 +320,4 @@ TRANSFORMERS: dict[str, Callable[[Path], State]] = {
     "ERNIE-Image": weights,
     "Krea 2": krea2,
 }
-"""A kind of model to its transformer's original weights, where diffusers' function takes any width."""
+"""Function that returns the original weights, for each kind that diffusers converts at any width."""

@@ -1,7 +1,7 @@
-"""A checkpoint of a model with a UNet under the names of its original code, made from a diffusers folder.
+"""Checkpoints of UNet models with the module names of their original code, from a diffusers folder.
 
-Written from what the original repositories call their modules, and not with diffusers' own conversion: the
-two must be each other's inverse.
+The names are taken from the original repositories and not from diffusers' conversion, so that the conversion
+is tested against an independent inverse.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _UNET_ENDS = {
 
 
 def unet(folder: Path) -> State:
-    """CompVis's and Stability AI's UNet."""
+    """Return the weights of the UNet in CompVis's and Stability AI's layout."""
     layers = config(folder)["layers_per_block"]
     state = weights(folder)
     up_with_attention = {
@@ -71,12 +71,12 @@ def unet(folder: Path) -> State:
 
 
 def vae(folder: Path) -> State:
-    """CompVis's autoencoder, whose attention is made of convolutions of one pixel."""
+    """Return the weights of CompVis's autoencoder, in which attention uses 1x1 convolutions."""
     state = weights(folder)
     levels = len(config(folder)["block_out_channels"])
 
     def name_of(name: str) -> str:
-        def level(match: re.Match[str]) -> int:  # counted from the other end
+        def level(match: re.Match[str]) -> int:  # the original counts from the other end
             return levels - 1 - int(match[1])
 
         old = re.sub(r"down_blocks\.(\d+)\.resnets\.", r"down.\1.block.", name)
@@ -97,7 +97,7 @@ def vae(folder: Path) -> State:
 
 
 def clip(folder: Path) -> State:
-    """Transformers' CLIP, under the name `text_model` that it had when the models were published."""
+    """Return the weights of transformers' CLIP below `text_model`, as in published files."""
     state = weights(folder)
     return {
         name if name.startswith(("text_model.", "text_projection.")) else f"text_model.{name}": tensor
@@ -106,7 +106,7 @@ def clip(folder: Path) -> State:
 
 
 def open_clip(folder: Path) -> State:
-    """OpenCLIP's text model: fused query, key and value, and a projection that is not a linear layer."""
+    """Return OpenCLIP's text model: fused query, key and value, and the projection as a plain parameter."""
     state = {name.removeprefix("text_model."): tensor for name, tensor in clip(folder).items()}
     layers = {name.split(".")[2] for name in state if name.startswith("encoder.layers.")}
     for layer in layers:
@@ -131,7 +131,7 @@ def open_clip(folder: Path) -> State:
 
 
 def stable_diffusion(folder: Path) -> State:
-    """A checkpoint of 1.x."""
+    """Return a checkpoint of Stable Diffusion 1.x."""
     return {
         **with_prefix("model.diffusion_model.", unet(folder / "unet")),
         **with_prefix("first_stage_model.", vae(folder / "vae")),
@@ -142,7 +142,7 @@ def stable_diffusion(folder: Path) -> State:
 
 
 def stable_diffusion_2(folder: Path) -> State:
-    """A checkpoint of 2.x, whose text encoder is OpenCLIP's."""
+    """Return a checkpoint of Stable Diffusion 2.x, which uses OpenCLIP's text encoder."""
     return {
         **with_prefix("model.diffusion_model.", unet(folder / "unet")),
         **with_prefix("first_stage_model.", vae(folder / "vae")),

@@ -91,7 +91,7 @@ class Case(ABC):
         return {f"transformer.{module}" for module in modules}
 
 
-class Here:
+class InProcessLaunch:
     """Run every kind of worker in this process."""
 
     def __init__(self, encode: Any) -> None:
@@ -111,12 +111,12 @@ class Here:
     def progress(self, done: int, total: int, text: str) -> None: ...
 
 
-def prove_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
+def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     """Run the complete job in `folder`, and fail where it differs from diffusers."""
     base = folder / "base"
     case.make(base)
     recipe = recipe_from_mapping("demo", settings(folder, photos, base))
-    tables, launch = Tables(recipe.output_dir), Here(encode)
+    tables, launch = Tables(recipe.output_dir), InProcessLaunch(encode)
     entries, job = complete_job(recipe, tables, launch)
     family = load_family(base)
     pipe = case.pipeline(base)
@@ -157,7 +157,7 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
     }
 
 
-def complete_job(recipe: Any, tables: Tables, launch: Here) -> tuple[RecipeEntries, Any]:
+def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[RecipeEntries, Any]:
     def kept(asset: str, result: Any) -> Any:
         tables.write(asset, result.table)
         tables.write_rejected(asset, result.rejected)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pipeline.models.families.complete_job import Case, prove_case
+from tests.pipeline.models.families.complete_job import Case, check_case
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -19,6 +19,6 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
-def prove(tmp_path: Path, photos: Path, launch_here: Any) -> Callable[[Case], None]:
+def check_family(tmp_path: Path, photos: Path, in_process_launch: Any) -> Callable[[Case], None]:
     """Return a function that runs a case's complete job and compares each step with diffusers."""
-    return lambda case: prove_case(case, tmp_path, photos, launch_here)
+    return lambda case: check_case(case, tmp_path, photos, in_process_launch)

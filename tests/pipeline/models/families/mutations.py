@@ -96,7 +96,7 @@ class Mutation:
         return f"{module_of(self.spec)}-{self.part}-{self.method}"
 
 
-def proving_files() -> list[str]:
+def family_tests() -> list[str]:
     """Return the test files of all families."""
     return [f"test_{module_of(spec)}.py" for spec in FAMILIES]
 

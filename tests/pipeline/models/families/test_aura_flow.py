@@ -45,9 +45,9 @@ class AuraFlowCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(AuraFlowCase())
+    check_family(AuraFlowCase())
 
 
 def test_a_size_beyond_the_position_table_is_an_error(tmp_path: Path) -> None:
@@ -64,6 +64,6 @@ def test_the_tokenizer_decides_on_which_side_captions_are_padded(tmp_path: Path)
     path = other / "tokenizer" / "tokenizer_config.json"
     write_json(path, {**read_json(path), "padding_side": "right"})
     text = {"text_embedding": torch.ones(3, 32)}
-    for elsewhere, full in (({}, slice(-3, None)), ({"tokenizer": path.parent}, slice(0, 3))):
-        stacked = load_family(base, elsewhere).text.stack([text])["text_embedding"][0]
+    for component_folders, full in (({}, slice(-3, None)), ({"tokenizer": path.parent}, slice(0, 3))):
+        stacked = load_family(base, component_folders).text.stack([text])["text_embedding"][0]
         assert stacked[full].sum() == stacked.sum() == 3 * 32

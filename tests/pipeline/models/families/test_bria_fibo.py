@@ -66,6 +66,6 @@ class FiboCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(FiboCase())
+    check_family(FiboCase())

@@ -65,9 +65,9 @@ class ChromaCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(ChromaCase())
+    check_family(ChromaCase())
 
 
 def test_the_mask_passes_one_padding_token(tmp_path: Path) -> None:

@@ -54,9 +54,9 @@ class CogView4Case(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(CogView4Case())
+    check_family(CogView4Case())
 
 
 def test_the_shift_grows_with_the_square_root_of_the_number_of_tokens(tmp_path: Path) -> None:

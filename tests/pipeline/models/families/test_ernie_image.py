@@ -62,9 +62,9 @@ class ErnieImageCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(ErnieImageCase())
+    check_family(ErnieImageCase())
 
 
 def test_a_tokenizer_without_a_limit_gets_one(tmp_path: Path) -> None:

@@ -73,15 +73,15 @@ class SchnellCase(DevCase):
 
 
 def test_the_complete_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(DevCase())
+    check_family(DevCase())
 
 
 def test_the_complete_job_of_schnell_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(SchnellCase())
+    check_family(SchnellCase())
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,9 @@ class KleinCase(Flux2Case):
 
 
 def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(KleinCase())
+    check_family(KleinCase())
 
 
 def test_the_shift_equals_the_pipelines(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ class DevCase(Flux2Case):
 
 
 def test_the_complete_job_of_dev_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(DevCase())
+    check_family(DevCase())
 
 
 def test_cut_tokens_are_counted_after_the_system_message(tmp_path: Path) -> None:

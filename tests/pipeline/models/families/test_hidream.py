@@ -71,9 +71,9 @@ class HiDreamCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(HiDreamCase())
+    check_family(HiDreamCase())
 
 
 @pytest.fixture(scope="module")

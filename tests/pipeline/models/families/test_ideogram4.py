@@ -78,9 +78,9 @@ def originals() -> set[str]:
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(Ideogram4Case())
+    check_family(Ideogram4Case())
 
 
 def test_original_layer_names_match_diffusers_converter(tmp_path: Path) -> None:

@@ -74,9 +74,9 @@ class Kandinsky5Case(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(Kandinsky5Case())
+    check_family(Kandinsky5Case())
 
 
 @pytest.mark.parametrize(("word", "last"), [("cat", "cat"), ("astronaut", "a")])

@@ -46,9 +46,9 @@ class KolorsCase(SizedUNetCase):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(KolorsCase())
+    check_family(KolorsCase())
 
 
 def test_C05_the_cut_is_reported_in_characters_not_bytes(tmp_path: Path) -> None:

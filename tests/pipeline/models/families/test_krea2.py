@@ -74,9 +74,9 @@ def originals() -> set[str]:
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(Krea2Case())
+    check_family(Krea2Case())
 
 
 def test_original_layer_names_match_diffusers_converter(tmp_path: Path) -> None:

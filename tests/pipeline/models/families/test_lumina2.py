@@ -54,9 +54,9 @@ class Lumina2Case(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(Lumina2Case())
+    check_family(Lumina2Case())
 
 
 def test_diffusers_reads_stacked_layers_of_the_published_width(tmp_path: Path) -> None:

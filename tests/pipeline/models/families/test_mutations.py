@@ -12,8 +12,8 @@ from tests.pipeline.models.families.mutations import (
     apply,
     copy_sources,
     failing,
+    family_tests,
     mutations_of,
-    proving_files,
 )
 from tools.docs.families_page import module_of
 
@@ -33,7 +33,7 @@ def test_all_mutations_of_one_family_fail_its_own_tests_and_no_others(
 ) -> None:
     sources = copy_sources(tmp_path / "copy")
     apply(sources, spec, mutations_of(spec))
-    assert failing(sources, proving_files()) == {f"test_{module_of(spec)}.py"}
+    assert failing(sources, family_tests()) == {f"test_{module_of(spec)}.py"}
 
 
 @pytest.mark.slow

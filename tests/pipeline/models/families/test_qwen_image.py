@@ -69,6 +69,6 @@ class QwenImageCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(QwenImageCase())
+    check_family(QwenImageCase())

@@ -66,9 +66,9 @@ class SanaCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(SanaCase())
+    check_family(SanaCase())
 
 
 def test_the_shift_comes_from_the_base_models_solver(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ class VPredictionCase(StableDiffusionCase):
 
 @pytest.mark.parametrize("case", [StableDiffusionCase, VPredictionCase])
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None], case: type[Case]
+    check_family: Callable[[Case], None], case: type[Case]
 ) -> None:
-    prove(case())
+    check_family(case())
 
 
 @pytest.fixture

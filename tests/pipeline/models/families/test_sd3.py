@@ -65,15 +65,15 @@ class WithoutT5(StableDiffusion3Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(StableDiffusion3Case())
+    check_family(StableDiffusion3Case())
 
 
 def test_the_complete_job_equals_diffusers_without_t5_and_with_dual_attention(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(WithoutT5())
+    check_family(WithoutT5())
 
 
 @pytest.fixture(scope="module")

@@ -67,9 +67,9 @@ class StableDiffusionXLCase(SizedUNetCase):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(StableDiffusionXLCase())
+    check_family(StableDiffusionXLCase())
 
 
 class HalfCase(StableDiffusionXLCase):
@@ -89,9 +89,9 @@ class HalfCase(StableDiffusionXLCase):
 
 @pytest.mark.slow
 def test_the_complete_job_equals_diffusers_if_all_weights_have_a_variant(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(HalfCase())
+    check_family(HalfCase())
 
 
 def test_shards_of_a_variant_load_and_have_the_same_fingerprint(
@@ -138,9 +138,9 @@ class ChannelCase(StableDiffusionXLCase):
 
 @pytest.mark.slow
 def test_the_complete_job_equals_diffusers_if_each_channel_has_a_mean_and_a_deviation(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(ChannelCase())
+    check_family(ChannelCase())
 
 
 def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(

@@ -47,9 +47,9 @@ class ZImageCase(Case):
 
 
 def test_the_complete_job_equals_diffusers_and_its_files_change_the_picture(
-    prove: Callable[[Case], None],
+    check_family: Callable[[Case], None],
 ) -> None:
-    prove(ZImageCase())
+    check_family(ZImageCase())
 
 
 @pytest.mark.parametrize("words", [3, 600])

@@ -16,7 +16,7 @@ UNIFORM = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
 
 @pytest.fixture
 def line() -> FlowProcess:
-    """Flow matching for latents whose patches of 2 are tokens; no file is read."""
+    """Return flow matching for latents with 2x2 patches as tokens; it reads no file."""
     return FlowProcess(Family(FLUX, ModelFolder(Path())))
 
 

@@ -253,7 +253,7 @@ def test_R03_R04_two_processes_train_text_encoders_to_the_same_weights(
         torch.testing.assert_close(actual[name], weight, rtol=1e-2, atol=1e-5)
 
 
-class Here(Silent):
+class InProcessLaunch(Silent):
     """A launcher that trains in this process."""
 
     def __call__(self, module: str, job_file: Path) -> None:
@@ -265,7 +265,9 @@ def test_a_complete_run_passes_its_gates(make_project: Callable[..., Project]) -
     drawn = {"sample_every": 2, "sample_prompts": ["a cat"]}
     project = project_of(make_project, "sdxl", text, steps=2, gradient_accumulation=1, **drawn)
     log: list[str] = []
-    result = train_lora(project.recipe, project.latents, project.text, launch=Here(), log=log.append)
+    result = train_lora(
+        project.recipe, project.latents, project.text, launch=InProcessLaunch(), log=log.append
+    )
     assert result.report["warnings"] == []
     tables = Tables(project.recipe.output_dir)
     tables.write("trained_lora", result.table)

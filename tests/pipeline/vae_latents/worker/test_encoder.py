@@ -40,7 +40,7 @@ SQUARE = ("cat.png", "camera.png", "coffee.png", "rocket.png")
 
 @pytest.fixture
 def order(cache, tmp_path: Path) -> Order:
-    """Five images; four of them have the same target size."""
+    """Return an order for five images, of which four have the same target size."""
     return order_of(cache, tmp_path)
 
 

@@ -14,7 +14,7 @@ FACTOR = 8
 
 
 def local(pixels: torch.Tensor) -> Posterior:
-    """An encoder in which each latent value depends only on its own pixels, so tiling cannot change it."""
+    """Encode 8x8 pixels to one value each, so that tiling cannot change the output."""
     mean = avg_pool2d(pixels, FACTOR)
     return Posterior(mean, mean.abs() + 1)
 

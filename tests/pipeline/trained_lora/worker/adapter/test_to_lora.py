@@ -160,7 +160,7 @@ def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project]
     assert {scale for name, scale in scales.items() if name.endswith("to_q")} == {2.0 / 4**0.5}
 
 
-class Here:
+class InProcessLaunch:
     """A launcher that trains in this process and can stop after a number of steps."""
 
     def __init__(self, stop_after: int | None = None) -> None:
@@ -232,8 +232,8 @@ def test_R01_a_run_of_every_option_passes_its_gates_and_resumes_bit_for_bit(
     def files(which: Project, *stops: int) -> dict[str, list[bytes]]:
         for stop in stops:
             with pytest.raises(InterruptedError):
-                train_lora(which.recipe, which.latents, which.text, launch=Here(stop), log=print)
-        train_lora(which.recipe, which.latents, which.text, launch=Here(), log=print)
+                train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(stop), log=print)
+        train_lora(which.recipe, which.latents, which.text, launch=InProcessLaunch(), log=print)
         paths = (which.recipe.output_dir / "lora").glob("*.safetensors")
         return {path.name: [t.numpy().tobytes() for t in load_file(path).values()] for path in paths}
 
@@ -261,7 +261,7 @@ def test_R06_the_gates_find_an_adapter_that_never_left_its_initial_weights(
 ) -> None:
     lora = {"rank": 4, "alpha": 2.0, "init": init}
     project = make_project(lora=lora, gradient_accumulation=1, steps=1, learning_rate=1e-60)
-    train_lora(project.recipe, project.latents, project.text, launch=Here(), log=print)
+    train_lora(project.recipe, project.latents, project.text, launch=InProcessLaunch(), log=print)
     findings = trained_lora.run(CheckContext(project.recipe, Tables(project.recipe.output_dir)))
     closed = {finding.name for finding in findings if not finding.passed}
     assert {"adapter_not_zero", "modules_touched", "output_changed"} <= closed
