@@ -10,8 +10,7 @@ from pipeline.models.families import FAMILIES, detect
 from pipeline.recipe import project_root
 from tools.docs.families_page import PAGE, proof, table, with_table
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it; its ChatGLM compiles a function
-# in a way that torch calls old.
+# diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 FAMILY_TESTS = Path(__file__).parents[2] / "pipeline" / "models" / "families"
 
 pytestmark = [

@@ -86,7 +86,7 @@ def test_a_transformer_gets_its_other_components_from_the_reference(
 @pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:`FluxPosEmbed` is deprecated:FutureWarning"
-)  # Chroma's own class asks for it
+)  # required by diffusers' Chroma class
 @pytest.mark.parametrize("kind", ["FLUX.1 dev", "FLUX.1 schnell", "Chroma", "Lumina Image 2"])
 def test_a_transformer_that_diffusers_converts_only_at_its_published_width(
     model: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -29,7 +29,7 @@ class Flux2Case(Case):
         return pipe._encode_vae_image(pixels, generator=None)
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Tokens are rows of latent values; positions are (time, row, column, place in the text)."""
+        """Call the transformer with one token per position; ids are (time, row, column, text index)."""
         batch, _, height, width = noisy.shape
         rows = [[0, row, column, 0] for row in range(height) for column in range(width)]
         text = micro.conditions["text_embedding"]

@@ -34,14 +34,14 @@ class FiboCase(Case):
         return {"text_embedding": torch.cat(layers, dim=2), "text_mask": mask}
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """What becomes the raw latent again where the pipeline ends."""
+        """Return the latent that the end of the pipeline converts back to the raw latent."""
         config = pipe.vae.config
         raw = pipe.vae.encode(pixels[:, :, None]).latent_dist.mode()[:, :, 0]
         mean, std = (torch.tensor(each)[:, None, None] for each in (config.latents_mean, config.latents_std))
         return (raw - mean) / std
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, without a mask; four blocks, and the last of three layers twice."""
+        """Predict each sample alone, without a mask; the fourth block gets the last text layer again."""
         height, width = noisy.shape[2:]
         places = [[0.0, row, column] for row in range(height) for column in range(width)]
         predictions = []

@@ -18,7 +18,7 @@ from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case, drawn
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it to be.
+# diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
 
 DOUBLE = ("img_attn_qkv", "img_attn_proj", "img_mlp_0", "img_mlp_2")
@@ -40,7 +40,7 @@ class ChromaCase(Case):
         return {"text_embedding": embedding, "text_mask": mask}
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself; tokens are rows of patches 2x2, channels first within one."""
+        """Predict each sample alone; tokens are 2x2 patches in row order, channels first."""
         height, width = noisy.shape[2:]
         ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]
         predictions = []
@@ -92,4 +92,4 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     expected = drawn(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     project = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert any(each.startswith("scipy") for each in project["dependencies"])  # diffusers' own optional one
+    assert any(each.startswith("scipy") for each in project["dependencies"])  # optional in diffusers

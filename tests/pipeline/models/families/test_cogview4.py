@@ -35,7 +35,7 @@ class CogView4Case(Case):
         return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself."""
+        """Predict each sample alone."""
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())

@@ -15,7 +15,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
-# diffusers' pipeline gives its scheduler a tensor; NumPy 2 warns of how torch makes an array of it.
+# numpy 2 deprecates how torch converts the tensor that diffusers' pipeline passes to its scheduler.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 LAYERS = tuple(f"self_attention.{end}" for end in ("to_q", "to_k", "to_v", "to_out.0"))
@@ -35,14 +35,14 @@ class ErnieImageCase(Case):
         return {"text_embedding": states[None], "text_mask": torch.ones(1, len(states))}
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """What becomes the raw latent again where the pipeline ends."""
+        """Return the latent that the end of the pipeline converts back to the raw latent."""
         raw = pipe.vae.encode(pixels).latent_dist.mean
         patches = torch.nn.functional.pixel_unshuffle(raw, 2)
         mean, variance = (each[:, None, None] for each in (pipe.vae.bn.running_mean, pipe.vae.bn.running_var))
         return (patches - mean) / (variance + 1e-5).sqrt()
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, with its own tokens alone."""
+        """Predict each sample alone, without padding tokens."""
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())

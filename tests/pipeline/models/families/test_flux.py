@@ -37,7 +37,7 @@ class DevCase(Case):
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Tokens are rows of patches 2x2, channels first within one."""
+        """Call the transformer with 2x2 patches in row order, each flattened with channels first."""
         batch, _, height, width = noisy.shape
         patches = torch.nn.functional.unfold(noisy, 2, stride=2).transpose(1, 2)
         ids = [[0.0, row, column] for row in range(height // 2) for column in range(width // 2)]

@@ -21,7 +21,7 @@ class DevCase(Flux2Case):
         make_tiny_flux2_dev(folder)
 
     def pipeline(self, folder: Path, **parts: Any) -> Any:
-        """Without its processor's half for images, which needs torchvision."""
+        """Load the pipeline with a tokenizer only; its image processor needs torchvision."""
         pipe = Flux2Pipeline.from_pretrained(folder, tokenizer=None, **parts)
         pipe.register_modules(tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"))
         return pipe
@@ -45,5 +45,5 @@ def test_cut_tokens_are_counted_after_the_system_message(tmp_path: Path) -> None
         caption = "a" + " cat" * (512 - before - len(["a", "[/INST]"]) + extra)
         encoded = family.text.encode_caption(encoders, caption)
         assert (encoded.num_tokens, encoded.num_cut) == (512 + extra, extra)
-        cut_text = " cat" * (extra - 1) if extra else None  # the first that is cut is the end mark
+        cut_text = " cat" * (extra - 1) if extra else None  # the first cut token is the end mark
         assert encoded.cut_from == (None if cut_text is None else len(caption) - len(cut_text))

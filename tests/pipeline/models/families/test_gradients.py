@@ -14,8 +14,7 @@ from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, lora_modules
 
-# diffusers' Chroma imports a class from where diffusers no longer wants it; its ChatGLM compiles a function
-# in a way that torch calls old.
+# diffusers' Chroma imports a class from a deprecated path; its ChatGLM calls a deprecated function of torch.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),

@@ -47,7 +47,7 @@ class HiDreamCase(Case):
         }
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself; the sign is the pipeline's."""
+        """Predict each sample alone, and negate the output as the pipeline does."""
         predictions = []
         for index, llama in enumerate(micro.conditions["llama_embeddings"]):
             one = slice(index, index + 1)

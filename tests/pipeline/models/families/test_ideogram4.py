@@ -31,21 +31,21 @@ class Ideogram4Case(Case):
         make_tiny_ideogram4(folder)
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        """What has the role of text; in front of it there is padding."""
+        """Return the states with the role of text; padding precedes them."""
         states, _, _, roles = pipe.encode_prompt(caption, 2, 3, 256, "cpu")
         text_states = states[:, roles[0] == 3]
         assert 0 < text_states.shape[1] < 256
         return {"text_embedding": text_states, "text_mask": torch.ones(text_states.shape[:2])}
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """What becomes the raw latent again where the pipeline ends: rows, columns, channels of a patch."""
+        """Return the latent that the end of the pipeline converts back; a patch is (row, column, channel)."""
         raw = pipe.vae.encode(pixels).latent_dist.mean
         inner = [raw[:, :, row::2, column::2] for row in (0, 1) for column in (0, 1)]
         deviation = (pipe.vae.bn.running_var + pipe.vae.config.batch_norm_eps).sqrt()[:, None, None]
         return (torch.cat(inner, dim=1) - pipe.vae.bn.running_mean[:, None, None]) / deviation
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, without padding; the picture stands far away from its text."""
+        """Predict each sample alone, without padding; positions of the image start at 65536."""
         rows, columns = noisy.shape[2:]
         places = [[0, row, column] for row in range(rows) for column in range(columns)]
         predictions = []

@@ -30,7 +30,7 @@ class Kandinsky5Case(Case):
         make_tiny_kandinsky5(folder)
 
     def pipeline(self, folder: Path, **parts: Any) -> Any:
-        """Without its processor's half for images, and with small sizes beside its seven."""
+        """Load the pipeline with a tokenizer only, and add small sizes to its seven."""
         pipe = Kandinsky5T2IPipeline.from_pretrained(folder, tokenizer=None, **parts)
         pipe.register_modules(tokenizer=AutoTokenizer.from_pretrained(folder / "tokenizer"))
         pipe.resolutions += [(width, height) for width in range(32, 161, 32) for height in range(32, 161, 32)]
@@ -46,12 +46,12 @@ class Kandinsky5Case(Case):
         }
 
     def latent(self, pipe: Any, pixels: torch.Tensor) -> torch.Tensor:
-        """What becomes the raw latent again where the pipeline ends: it knows no shift."""
+        """Return the latent that the end of the pipeline converts back to the raw latent, without a shift."""
         assert pipe.vae.config.shift_factor
         return pipe.vae.encode(pixels).latent_dist.mean * pipe.vae.config.scaling_factor
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, with its own tokens alone; frames and channels change places."""
+        """Predict each sample alone, without padding tokens; channels are last, after the frame axis."""
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())

@@ -14,8 +14,8 @@ from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 
-# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old; its ChatGLM, which is
-# imported no earlier than a test needs it, compiles a function in a way that torch calls old.
+# numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array. diffusers' ChatGLM, which a
+# test imports on use, calls a deprecated function of torch.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
@@ -55,7 +55,7 @@ def test_C05_the_cut_is_reported_in_characters_not_bytes(tmp_path: Path) -> None
     make_tiny_kolors(tmp_path)
     family = load_family(tmp_path)
     encoders = family.text.load("float32", "cpu")
-    fits = "é" + " cat" * 252  # two marks, the first word's space, one letter: 256
+    fits = "é" + " cat" * 252  # 256 tokens with two marks, a space and one letter
     assert family.text.encode_caption(encoders, fits).num_cut == 0
     encoded = family.text.encode_caption(encoders, fits + " cup photo")
     assert (encoded.num_tokens, encoded.num_cut) == (258, 2)

@@ -29,7 +29,7 @@ class Krea2Case(Case):
         make_tiny_krea2(folder)
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        """What the mask lets through: between the caption and its template's end there is padding."""
+        """Return the states that the mask keeps; padding follows the caption."""
         states, mask = pipe.encode_prompt(caption)
         valid_states = states[:, mask[0]]
         assert valid_states.shape[1] < states.shape[1] == 512
@@ -44,7 +44,7 @@ class Krea2Case(Case):
         return ((raw - mean) / std)[:, :, 0]
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, without a mask; text stands at the origin."""
+        """Predict each sample alone, without a mask; all text tokens are at position (0, 0, 0)."""
         rows, columns = noisy.shape[2] // 2, noisy.shape[3] // 2
         places = [[0, row, column] for row in range(rows) for column in range(columns)]
         predictions = []

@@ -32,12 +32,12 @@ class Lumina2Case(Case):
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
         embedding, mask, empty, empty_mask = pipe.encode_prompt(caption)
-        if not caption:  # what pictures are guided away from
+        if not caption:  # the negative prompt's embedding
             embedding, mask = empty, empty_mask
         return {"text_embedding": embedding, "text_mask": mask}
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, with its own tokens alone."""
+        """Predict each sample alone, without padding tokens."""
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())

@@ -15,9 +15,7 @@ IMAGE = ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "attn.add_k_pro
 IMAGE += ("img_mlp.net.0.proj", "img_mlp.net.2")
 TEXT = ("attn.add_q_proj", "attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 LAYERS = [f"transformer_blocks.{block}.{layer}" for block in range(2) for layer in IMAGE]
-LAYERS += [
-    f"transformer_blocks.0.{layer}" for layer in TEXT
-]  # what the last block makes of the text is dropped
+LAYERS += [f"transformer_blocks.0.{layer}" for layer in TEXT]  # the text output of the last block is unused
 
 
 class QwenImageCase(Case):
@@ -49,7 +47,7 @@ class QwenImageCase(Case):
         return ((raw - mean) / std)[:, :, 0]
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself, without a mask; rows of patches 2x2, channels first within one."""
+        """Predict each sample alone, without a mask; tokens are 2x2 patches in row order, channels first."""
         height, width = noisy.shape[2:]
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):

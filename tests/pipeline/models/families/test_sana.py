@@ -13,7 +13,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
-# diffusers' solver makes an array of a tensor in a way that numpy 2 calls old.
+# numpy 2 deprecates how diffusers' solver converts a tensor to an array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 LAYERS = ("to_q", "to_k", "to_v", "to_out.0")
@@ -28,7 +28,7 @@ class SanaCase(Case):
         make_tiny_sana(folder)
 
     def embed(self, pipe: Any, caption: str) -> dict[str, torch.Tensor]:
-        """What the pipeline itself is given when it draws."""
+        """Return the embeddings that the pipeline computes when it draws."""
         arguments: list[Any] = []
         encode = pipe.encode_prompt
 
@@ -43,7 +43,7 @@ class SanaCase(Case):
             embedding, mask, empty, empty_mask = arguments[0]
         finally:
             del pipe.encode_prompt
-        if not caption:  # what pictures are guided away from
+        if not caption:  # the negative prompt's embedding
             embedding, mask = empty, empty_mask
         return {"text_embedding": embedding, "text_mask": mask}
 

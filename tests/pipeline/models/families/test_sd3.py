@@ -45,7 +45,7 @@ class StableDiffusion3Case(Case):
         keys = {f"lora_unet_joint_blocks_{block}_{layer}" for block in range(3) for layer in layers}
         return keys - {
             "lora_unet_joint_blocks_2_context_block_attn_proj"
-        }  # the last block answers for the image
+        }  # the last block has only an image output
 
 
 class WithoutT5(StableDiffusion3Case):

@@ -25,7 +25,7 @@ from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
 
-# diffusers' Euler schedule makes an array of a tensor in a way that numpy 2 calls old.
+# numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 

@@ -33,7 +33,7 @@ class ZImageCase(Case):
         return {"text_embedding": stored, "text_mask": mask}
 
     def predict(self, pipe: Any, noisy: torch.Tensor, micro: MicroInput) -> torch.Tensor:
-        """Each sample for itself."""
+        """Predict each sample alone."""
         predictions = []
         for index, text in enumerate(micro.conditions["text_embedding"]):
             length = int(micro.conditions["text_mask"][index].sum())
