@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline.recipe.load import project_root
-from pipeline.recipe.other_trainers import ALL, Term
+from pipeline.recipe.other_trainers import Term, terms_by_trainer
 from pipeline.storage.atomic import write_text
 
 _TOP = """\
@@ -76,7 +76,7 @@ the error messages use.
 def page_text() -> str:
     """Return the page in Markdown; it depends on the table of settings only."""
     parts = [_TOP]
-    for trainer, terms in ALL.items():
+    for trainer, terms in terms_by_trainer().items():
         parts.append(f"### {trainer}\n\n| setting | key in a recipe | note |\n|---|---|---|")
         parts += [_row(term) for term in terms]
         parts.append("")

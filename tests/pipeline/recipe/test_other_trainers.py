@@ -9,11 +9,11 @@ import yaml
 
 from pipeline.recipe import recipe_from_mapping
 from pipeline.recipe.errors import find_mistakes
-from pipeline.recipe.other_trainers import ALL, Term
+from pipeline.recipe.other_trainers import Term, terms_by_trainer
 from pipeline.recipe.schema import all_keys
 from tools.docs import coming_from_page as coming_from
 
-TERMS = [term for terms in ALL.values() for term in terms]
+TERMS = [term for terms in terms_by_trainer().values() for term in terms]
 
 
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: f"{term.trainer} {term.theirs}")
