@@ -5,36 +5,15 @@ Captions are padded with zeros, on the side where the tokenizer pads.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import isqrt
 
-from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.lora_keys import LoraKeys
 from pipeline.models.families.parts.noise import FlowNoise
-from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
+from pipeline.models.families.parts.text import LanguageModelText
 from pipeline.models.families.parts.vae import LatentSpec
 
-T5_TOKENS = 256
-"""`max_sequence_length` of the pipeline."""
-
 _ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")
-
-
-@dataclass(frozen=True)
-class ZeroPaddedT5Text(TextSpec):
-    """T5's hidden states of the caption's own tokens."""
-
-    padding: TextPadding = "zeros"
-
-    def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
-        return {"tokenizer": T5_TOKENS}
-
-    def shapes(self, model: ModelFolder) -> Shapes:
-        """See `TextSpec.shapes`."""
-        return {"text_embedding": (T5_TOKENS, int(model.config("text_encoder")["d_model"]))}
-
 
 AURA_FLOW = FamilySpec(
     name="AuraFlow",
@@ -51,7 +30,12 @@ AURA_FLOW = FamilySpec(
         "autoencoder-kl scaled, 1",
         max_patches=lambda model: isqrt(int(model.config("transformer")["pos_embed_max_size"])),
     ),
-    text=ZeroPaddedT5Text("umt5 masked unpadded, 2", "families.aura_flow:ZeroPaddedT5Conditioner"),
+    text=LanguageModelText(
+        "umt5 masked unpadded, 2",
+        "families.aura_flow:ZeroPaddedT5Conditioner",
+        padding="zeros",
+        tokens=256,
+    ),
     noise=FlowNoise(),
     denoiser_call="families.aura_flow:AuraFlowCall",
     lora=LoraKeys([f"attn.{end}" for end in _ATTENTION]),

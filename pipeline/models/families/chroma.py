@@ -12,25 +12,17 @@ from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.flux_keys import FLUX_KEYS
 from pipeline.models.families.parts.noise import FlowNoise
-from pipeline.models.families.parts.text import Shapes, TextSpec
+from pipeline.models.families.parts.text import LanguageModelText, Shapes
 from pipeline.models.families.parts.vae import LatentSpec
-
-T5_TOKENS = 512
-"""`max_sequence_length` of the pipeline."""
 
 
 @dataclass(frozen=True)
-class MaskedT5Text(TextSpec):
+class MaskedT5Text(LanguageModelText):
     """T5's hidden states, padded, and the mask of the tokens that count."""
-
-    def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
-        return {"tokenizer": T5_TOKENS}
 
     def shapes(self, model: ModelFolder) -> Shapes:
         """See `TextSpec.shapes`."""
-        width = int(model.config("text_encoder")["d_model"])
-        return {"text_embedding": (T5_TOKENS, width), "text_mask": (T5_TOKENS,)}
+        return {**super().shapes(model), "text_mask": (self.tokens,)}
 
 
 CHROMA = FamilySpec(
@@ -44,7 +36,9 @@ CHROMA = FamilySpec(
         "scheduler": "diffusers.FlowMatchEulerDiscreteScheduler",
     },
     latents=LatentSpec("autoencoder-kl shifted scaled, 1", patch=2),
-    text=MaskedT5Text("t5 masked padded with mask, 1", "families.chroma:MaskedT5Conditioner"),
+    text=MaskedT5Text(
+        "t5 masked padded with mask, 1", "families.chroma:MaskedT5Conditioner", padding="stored", tokens=512
+    ),
     noise=FlowNoise(),
     denoiser_call="families.chroma:ChromaCall",
     lora=FLUX_KEYS,

@@ -7,26 +7,18 @@ from dataclasses import dataclass
 from pipeline.models.diffusers_folder import ModelFolder
 from pipeline.models.families.family import FamilySpec
 from pipeline.models.families.parts.noise import BetaNoise
-from pipeline.models.families.parts.text import Shapes, TextSpec
+from pipeline.models.families.parts.text import LanguageModelText, Shapes
 from pipeline.models.families.parts.unet_keys import UNetKeys
 from pipeline.models.families.parts.vae import LatentSpec
 
-TOKENS = 256
-"""`max_sequence_length` of the pipeline, two start marks included."""
-
 
 @dataclass(frozen=True)
-class ChatGlmText(TextSpec):
+class ChatGlmText(LanguageModelText):
     """The penultimate hidden states, padded, and the last token's last hidden state."""
-
-    def token_limits(self, model: ModelFolder) -> dict[str, int]:
-        """See `TextSpec.token_limits`."""
-        return {"tokenizer": TOKENS}
 
     def shapes(self, model: ModelFolder) -> Shapes:
         """See `TextSpec.shapes`."""
-        width = int(model.config("text_encoder")["hidden_size"])
-        return {"text_embedding": (TOKENS, width), "pooled_text_embedding": (width,)}
+        return {**super().shapes(model), "pooled_text_embedding": (self.hidden_size(model),)}
 
 
 KOLORS = FamilySpec(
@@ -40,7 +32,10 @@ KOLORS = FamilySpec(
         "scheduler": "diffusers.DDPMScheduler",
     },
     latents=LatentSpec("autoencoder-kl scaled, 1", patch=1),
-    text=ChatGlmText("chatglm penultimate padded, 1", "families.kolors:ChatGlmConditioner"),
+    # Two start marks count as tokens.
+    text=ChatGlmText(
+        "chatglm penultimate padded, 1", "families.kolors:ChatGlmConditioner", padding="stored", tokens=256
+    ),
     noise=BetaNoise(),
     denoiser_name="unet",
     denoiser_call="denoiser:SizedUNetCall",

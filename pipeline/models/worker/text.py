@@ -20,6 +20,9 @@ from pipeline.models.worker.loading import component_class, empty_components, lo
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Placeholder for a caption, to find where the caption begins in a prompt template."""
 
+POOLED_PROMPT = {"prompt_embeds": "text_embedding", "pooled_prompt_embeds": "pooled_text_embedding"}
+MASKED_PROMPT = {"prompt_embeds": "text_embedding", "prompt_attention_mask": "text_mask"}
+
 
 @dataclass(frozen=True)
 class EncodedCaption:
@@ -50,6 +53,9 @@ class TextConditioner(ABC):
     embeds_batches: ClassVar[bool] = False
     """Whether `embed` accepts a list of captions, which then share one forward pass."""
 
+    prompt_names: ClassVar[Mapping[str, str]] = {"prompt_embeds": "text_embedding"}
+    """The conditions that replace a prompt, by the pipeline's argument."""
+
     def __init__(self, family: Family) -> None:
         """Record the family; encoders are loaded by `load`."""
         self.family = family
@@ -58,13 +64,18 @@ class TextConditioner(ABC):
     def embed(self, encoders: Any, caption: Any) -> dict[str, Tensor]:
         """Return an entry's tensors with a leading batch dimension, from the pipeline's `encode_prompt`."""
 
-    @abstractmethod
+    def encode_prompt(self, encoders: Any, caption: str | list[str], **options: Any) -> Any:
+        """Return the result of the pipeline's `encode_prompt`; the options override its usual arguments."""
+        usual = {"device": encoders.text_encoder.device, "max_sequence_length": self.family.max_length()}
+        return encoders.encode_prompt(caption, **{**usual, **options})
+
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt.
 
         Args:
             text: Conditions of one caption as a batch of one, on the denoiser's device and in its dtype.
         """
+        return {argument: text[name] for argument, name in self.prompt_names.items()}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
@@ -201,17 +212,28 @@ class CachedPromptConditioner(TextConditioner):
         return self.prompt_tensors(text)
 
 
+class GemmaConditioner(TextConditioner):
+    """A Gemma 2 behind an instruction; the empty caption is embedded as the negative prompt, without it."""
+
+    def instruction(self, encoders: Any) -> dict[str, Any]:
+        """Return the argument of `encode_prompt` with the instruction, empty if it is the default."""
+        return {}
+
+    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
+        """See `TextConditioner.embed`."""
+        embedding, mask, negative, negative_mask = self.encode_prompt(
+            encoders, caption, do_classifier_free_guidance=not caption, **self.instruction(encoders)
+        )
+        if not caption:
+            embedding, mask = negative, negative_mask
+        return {"text_embedding": own_tokens(embedding, mask)}
+
+
 class PooledConditioner(TextConditioner):
     """A conditioner for Stable Diffusion XL's UNet, with an embedding and a pooled embedding."""
 
     embeds_batches = True
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {
-            "prompt_embeds": text["text_embedding"],
-            "pooled_prompt_embeds": text["pooled_text_embedding"],
-        }
+    prompt_names = POOLED_PROMPT
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]

@@ -93,9 +93,10 @@ class LanguageModelText(TextSpec):
         return {"tokenizer": self.tokens + self.template_tokens}
 
     def hidden_size(self, model: ModelFolder) -> int:
-        """Return the width of one hidden state."""
+        """Return the width of one hidden state, which T5's configuration calls `d_model`."""
         config = model.config("text_encoder")
-        return int(config.get("text_config", config)["hidden_size"])
+        config = config.get("text_config", config)
+        return int(config["d_model" if "d_model" in config else "hidden_size"])
 
     def shapes(self, model: ModelFolder) -> Shapes:
         """See `TextSpec.shapes`."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from pipeline.models.families.aura_flow import T5_TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.text import TextConditioner, own_tokens
 
@@ -19,12 +18,7 @@ class ZeroPaddedT5Conditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, mask, *_ = encoders.encode_prompt(
-            caption,
-            do_classifier_free_guidance=False,
-            device=encoders.text_encoder.device,
-            max_sequence_length=T5_TOKENS,
-        )
+        embedding, mask, *_ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": own_tokens(embedding, mask.reshape(embedding.shape)[..., 0])}
 
     def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
@@ -32,7 +26,7 @@ class ZeroPaddedT5Conditioner(TextConditioner):
         pads_left = self.family.model.config("tokenizer").get("padding_side", "left") == "left"
         padded: list[Tensor] = []
         for text in texts:
-            num_zeros = T5_TOKENS - len(text["text_embedding"])
+            num_zeros = self.family.max_length() - len(text["text_embedding"])
             rows = (num_zeros, 0) if pads_left else (0, num_zeros)
             padded.append(pad(text["text_embedding"], (0, 0, *rows)))
         return {"text_embedding": torch.stack(padded)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -10,28 +9,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.models.families.chroma import T5_TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.text import MASKED_PROMPT, TextConditioner
 
 
 class MaskedT5Conditioner(TextConditioner):
     """T5's hidden states and the mask of the tokens that count."""
 
+    prompt_names = MASKED_PROMPT
+
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _, mask, *_ = encoders.encode_prompt(
-            caption,
-            device=encoders.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=T5_TOKENS,
-        )
+        embedding, _, mask, *_ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding, "text_mask": mask}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"]}
 
 
 class ChromaCall(DenoiserCall):

@@ -26,12 +26,7 @@ class CogView4Conditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _ = encoders.encode_prompt(
-            caption,
-            do_classifier_free_guidance=False,
-            device=encoders.text_encoder.device,
-            max_sequence_length=self.family.max_length(),
-        )
+        embedding, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.models.families.flux import has_guidance
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.flux_tokens import pack, text_ids, unpack
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
 
 _TRAINING_GUIDANCE = 1.0
 """Guidance scale in training: dev's guidance is distilled, and at 1 the adapter does not learn guidance."""
@@ -20,19 +20,12 @@ _TRAINING_GUIDANCE = 1.0
 class T5AndClipConditioner(TextConditioner):
     """T5's hidden states, and CLIP's pooled output."""
 
+    prompt_names = POOLED_PROMPT
+
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, pooled, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=self.family.max_length()
-        )
+        embedding, pooled, _ = self.encode_prompt(encoders, caption)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {
-            "prompt_embeds": text["text_embedding"],
-            "pooled_prompt_embeds": text["pooled_text_embedding"],
-        }
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
@@ -17,7 +16,7 @@ _PIPELINE_STEPS = 50
 
 
 class KleinConditioner(TextConditioner):
-    """A Qwen3 behind its chat template."""
+    """A Qwen3 behind its chat template; a distilled model ignores the negative prompt."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
         """See `TextConditioner.prompt`."""
@@ -25,14 +24,8 @@ class KleinConditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=self.family.max_length()
-        )
+        embedding, _ = self.encode_prompt(encoders, caption)
         return {"text_embedding": embedding}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`; a distilled model ignores the negative prompt."""
-        return {"prompt_embeds": text["text_embedding"]}
 
 
 class Flux2Call(DenoiserCall):

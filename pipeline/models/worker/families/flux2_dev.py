@@ -8,31 +8,19 @@ from typing import Any
 from diffusers.pipelines.flux2.pipeline_flux2 import format_input
 from torch import Tensor
 
-from pipeline.models.worker.families.flux2 import Flux2Call
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.families.flux2 import Flux2Call, KleinConditioner
 
 _TRAINING_GUIDANCE = 1.0
 """Guidance scale in training: guidance is distilled, and at 1 the adapter does not learn guidance."""
 
 
-class DevConditioner(TextConditioner):
+class DevConditioner(KleinConditioner):
     """A Mistral 3 behind its chat template and the pipeline's system message."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
         """See `TextConditioner.prompt`."""
         messages = format_input([caption], encoders.system_message)
         return encoders.tokenizer.apply_chat_template(messages, tokenize=False)[0]
-
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`."""
-        embedding, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=self.family.max_length()
-        )
-        return {"text_embedding": embedding}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": text["text_embedding"]}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]

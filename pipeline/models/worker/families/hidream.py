@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.images.geometry import Size
-from pipeline.models.families.hidream import TOKENS
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.drawing import PipelineDrawing
 from pipeline.models.worker.text import TextConditioner
@@ -20,12 +19,7 @@ class FourEncoderConditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        t5, _, llama, _, pooled, _ = encoders.encode_prompt(
-            caption,
-            device=encoders.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=TOKENS,
-        )
+        t5, _, llama, _, pooled, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {
             "text_embedding": t5,
             "llama_embeddings": llama.transpose(0, 1),

@@ -49,9 +49,7 @@ class QwenAndClipConditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, pooled, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=TOKENS
-        )
+        embedding, pooled, _ = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeline.models.families.kolors import TOKENS
 from pipeline.models.worker.text import PooledConditioner
 
 
@@ -15,12 +14,7 @@ class ChatGlmConditioner(PooledConditioner):
 
     def embed(self, encoders: Any, caption: str | list[str]) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _, pooled, _ = encoders.encode_prompt(
-            caption,
-            device=encoders.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=TOKENS,
-        )
+        embedding, _, pooled, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def count_tokens(self, encoders: Any, role: str, caption: str) -> tuple[int, int, int | None]:

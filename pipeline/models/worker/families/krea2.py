@@ -28,9 +28,7 @@ class Krea2Conditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """Return the hidden states of the caption's tokens and of the template's last ones."""
-        embedding, mask = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=TOKENS
-        )
+        embedding, mask = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": own_tokens(embedding, mask).flatten(2)}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:

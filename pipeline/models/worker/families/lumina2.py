@@ -8,27 +8,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.text import TextConditioner, own_tokens
+from pipeline.models.worker.text import GemmaConditioner
 
 
-class Lumina2Conditioner(TextConditioner):
+class Lumina2Conditioner(GemmaConditioner):
     """A Gemma 2 behind the pipeline's system prompt."""
 
     def prompt(self, encoders: Any, caption: str) -> str:
         """See `TextConditioner.prompt`."""
         return f"{encoders.system_prompt} <Prompt Start> {caption}"
-
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; the empty caption is embedded as the negative prompt."""
-        embedding, mask, negative, negative_mask = encoders.encode_prompt(
-            caption,
-            do_classifier_free_guidance=not caption,
-            device=encoders.text_encoder.device,
-            max_sequence_length=self.family.max_length(),
-        )
-        if not caption:
-            embedding, mask = negative, negative_mask
-        return {"text_embedding": own_tokens(embedding, mask)}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""

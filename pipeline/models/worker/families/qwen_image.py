@@ -25,9 +25,7 @@ class QwenConditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _ = encoders.encode_prompt(
-            caption, device=encoders.text_encoder.device, max_sequence_length=_TOKENS
-        )
+        embedding, _ = self.encode_prompt(encoders, caption, max_sequence_length=_TOKENS)
         return {"text_embedding": embedding}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
-from pipeline.models.worker.text import TextConditioner, own_tokens
+from pipeline.models.worker.text import MASKED_PROMPT, GemmaConditioner
 
 
-class SanaConditioner(TextConditioner):
+class SanaConditioner(GemmaConditioner):
     """A Gemma 2 behind the pipeline's instruction."""
+
+    prompt_names = MASKED_PROMPT
 
     def prompt(self, encoders: Any, caption: str) -> str:
         """See `TextConditioner.prompt`; the pipeline lower-cases captions."""
@@ -23,22 +25,9 @@ class SanaConditioner(TextConditioner):
         """Return the limit as the pipeline computes it, instruction included."""
         return len(encoders.tokenizer.encode(_instruction(encoders))) + self.family.max_length() - 2
 
-    def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
-        """See `TextConditioner.embed`; the empty caption is embedded as the negative prompt."""
-        embedding, mask, negative, negative_mask = encoders.encode_prompt(
-            caption,
-            do_classifier_free_guidance=not caption,
-            device=encoders.text_encoder.device,
-            max_sequence_length=self.family.max_length(),
-            complex_human_instruction=_instruction_lines(encoders),
-        )
-        if not caption:
-            embedding, mask = negative, negative_mask
-        return {"text_embedding": own_tokens(embedding, mask)}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"]}
+    def instruction(self, encoders: Any) -> dict[str, Any]:
+        """See `GemmaConditioner.instruction`."""
+        return {"complex_human_instruction": _instruction_lines(encoders)}
 
     def prompt_arguments(
         self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]

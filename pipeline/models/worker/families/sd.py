@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,3 @@ class OneClipConditioner(TextConditioner):
             caption, encoders.device, num_images_per_prompt=1, do_classifier_free_guidance=False
         )
         return {"text_embedding": embedding}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": text["text_embedding"]}

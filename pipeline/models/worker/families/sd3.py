@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,13 +9,15 @@ from torch import Tensor, nn
 
 from pipeline.models.worker.denoiser import Conditions, DenoiserCall
 from pipeline.models.worker.loading import component_class
-from pipeline.models.worker.text import TextConditioner
+from pipeline.models.worker.text import POOLED_PROMPT, TextConditioner
 
 _T5_TOKENS = 256
 
 
 class ClipAndT5Conditioner(TextConditioner):
     """Two CLIPs and, if the model has it, T5."""
+
+    prompt_names = POOLED_PROMPT
 
     def load(self, dtype: str, device: str) -> Any:
         """See `TextConditioner.load`.
@@ -35,22 +36,12 @@ class ClipAndT5Conditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embedding, _, pooled, _ = encoders.encode_prompt(
-            caption,
-            None,
-            None,
-            device=encoders.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=_T5_TOKENS,
+        # CLIP's limit is the family's without T5, but T5's zeros keep their length.
+        options = {"do_classifier_free_guidance": False, "max_sequence_length": _T5_TOKENS}
+        embedding, _, pooled, _ = self.encode_prompt(
+            encoders, caption, prompt_2=None, prompt_3=None, **options
         )
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
-
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
-        """See `TextConditioner.prompt_tensors`."""
-        return {
-            "prompt_embeds": text["text_embedding"],
-            "pooled_prompt_embeds": text["pooled_text_embedding"],
-        }
 
 
 class StableDiffusion3Call(DenoiserCall):

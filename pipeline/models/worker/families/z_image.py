@@ -21,12 +21,7 @@ class ZImageConditioner(TextConditioner):
 
     def embed(self, encoders: Any, caption: str) -> dict[str, Tensor]:
         """See `TextConditioner.embed`."""
-        embeddings, _ = encoders.encode_prompt(
-            caption,
-            device=encoders.text_encoder.device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=self.family.max_length(),
-        )
+        embeddings, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embeddings[0][None]}
 
     def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
