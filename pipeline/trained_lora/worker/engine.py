@@ -42,6 +42,8 @@ from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 
 if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.trained_lora.job import TrainingJob
     from pipeline.trained_lora.plan.steps import StepPlan
@@ -137,7 +139,7 @@ class Engine:
 
     def _add_adapter(self, denoiser: nn.Module) -> nn.Module:
         lora, seed = self._settings.lora, self._settings.seed
-        add_lora(denoiser, lora, targets=self._family.lora_targets(), seed=seed)
+        add_lora(cast("ModelMixin", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
         if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
