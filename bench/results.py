@@ -75,8 +75,8 @@ def commit() -> str:
     root = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
+        completed = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=False)
+        return completed.stdout.strip()
 
     return git("rev-parse", "--short", "HEAD") + ("+" if git("status", "--porcelain") else "")
 

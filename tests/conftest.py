@@ -42,8 +42,8 @@ def tiny_sdxl(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
 
 def _build_once(name: str, maker: str, factory: pytest.TempPathFactory, worker_id: str) -> Path:
     """Return a tiny model's folder, which is built once per session for all xdist workers."""
-    own = factory.getbasetemp()
-    shared = (own if worker_id == "master" else own.parent) / name
+    base = factory.getbasetemp()
+    shared = (base if worker_id == "master" else base.parent) / name
     if not shared.is_dir():
         from demo import tiny_models as tiny
 

@@ -33,7 +33,7 @@ def commands() -> list[str]:
     return sorted({line.split("|")[0].strip() for line in lines})
 
 
-def test_the_workflow_has_what_github_asks_for() -> None:
+def test_the_workflow_has_the_keys_that_github_requires() -> None:
     workflow = loaded(WORKFLOW)
     assert set(workflow) == {"name", "on", "permissions", "concurrency", "env", "jobs"}
     for job in workflow["jobs"].values():

@@ -79,7 +79,7 @@ def test_long_texts_become_markdown_and_numbers_in_tables_are_rounded() -> None:
     assert rows.records[0].data == {"loss": 1.21344}
 
 
-def test_the_preview_has_the_columns_that_matter_to_a_person(recipe: Recipe) -> None:
+def test_the_preview_has_only_the_columns_that_a_reader_needs(recipe: Recipe) -> None:
     values = row(path="a.jpg", content_hash="ab" * 32, mtime_ns=5, format="x" * 200)
     stage_result = StageResult(frame("raw_images", [values]), frame("rejected", []), {"samples": 1})
     rows = (publish(recipe, "raw_images", stage_result).metadata or {})["first_rows"]
@@ -104,9 +104,9 @@ def test_publishing_writes_the_report_and_the_rejected_rows(recipe: Recipe) -> N
 
 def test_a_list_of_rows_becomes_a_table(recipe: Recipe) -> None:
     rows = [{"what": "found", "kind": "", "number": 2}, {"what": "kept", "kind": "", "number": 1}]
-    shown = publish(recipe, "raw_images", result([], {"funnel": rows})).metadata["funnel"]
-    assert isinstance(shown, TableMetadataValue)
-    assert [record.data for record in shown.records] == rows
+    metadata = publish(recipe, "raw_images", result([], {"funnel": rows})).metadata["funnel"]
+    assert isinstance(metadata, TableMetadataValue)
+    assert [record.data for record in metadata.records] == rows
 
 
 def test_counters_become_numeric_metadata() -> None:
@@ -135,9 +135,9 @@ def test_pictures_are_shown_by_name_and_other_files_are_skipped(tmp_path: Path) 
     (tmp_path / "crops.jpg").write_bytes(b"\xff\xd8 a picture")
     (tmp_path / "sizes.png").write_bytes(b"\x89PNG another")
     (tmp_path / "buckets.parquet").write_bytes(b"no picture")
-    shown = picture_metadata(tmp_path)
-    assert list(shown) == ["picture_crops", "picture_sizes"]
-    text = str(shown["picture_crops"].value)
+    metadata = picture_metadata(tmp_path)
+    assert list(metadata) == ["picture_crops", "picture_sizes"]
+    text = str(metadata["picture_crops"].value)
     start = "![crops](data:image/jpeg;base64,"
     assert text.startswith(start)
     assert base64.b64decode(text[len(start) : -1]) == b"\xff\xd8 a picture"

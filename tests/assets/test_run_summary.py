@@ -77,7 +77,7 @@ def test_characters_that_the_terminal_cannot_show_are_escaped() -> None:
     assert completed.stdout == "\ndemo_train: done \\u2714\n"
 
 
-def test_a_closed_standard_output_is_no_error() -> None:
+def test_a_closed_standard_output_is_not_an_error() -> None:
     completed = run_command("dagster", "import os; os.close(1)")
     assert (completed.returncode, completed.stderr) == (0, "")
 

@@ -80,7 +80,7 @@ def test_with_allowed_gates_the_good_images_are_trained_on(root: Path, tiny_sd: 
     gates = "captions_present, captions_decodable, captions_unshared"
     process = run(root, tiny_sd, f"{{max_rejected_fraction: 1.0, allow: [{gates}]}}")
     assert process.returncode == 0, process.stderr[-3000:]
-    kept = pl.read_parquet(root / "out" / "tables" / "trained_lora.parquet")
+    trained_rows = pl.read_parquet(root / "out" / "tables" / "trained_lora.parquet")
     expected = {case.name for case in CASES if case.reason is None} | {f"good/{i:02}.png" for i in range(20)}
-    assert set(kept["path"]) == expected
+    assert set(trained_rows["path"]) == expected
     assert (root / "out" / "lora" / "pytorch_lora_weights.safetensors").is_file()

@@ -22,9 +22,9 @@ def test_an_error_shows_what_where_and_fix_on_aligned_lines() -> None:
 
 def test_an_error_survives_pickling() -> None:
     error = BucketError("what", where="where", fix="fix")
-    again = pickle.loads(pickle.dumps(error))
-    assert type(again) is BucketError
-    assert (again.what, again.where, again.fix) == ("what", "where", "fix")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is BucketError
+    assert (copy.what, copy.where, copy.fix) == ("what", "where", "fix")
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,12 @@ ROOT = Path(__file__).parents[2]
 VARIABLE = "_RJEM_MALLOC_CONF"
 
 
-def setting(code: str, given: str | None) -> str:
+def setting(code: str, configured: str | None) -> str:
     """Return the allocator's setting in a new process that runs the code."""
-    inherited = {name: value for name, value in os.environ.items() if name != VARIABLE}
-    environment = inherited | ({} if given is None else {VARIABLE: given}) | {"PYTHONPATH": str(ROOT)}
+    inherited = {name: inherited_value for name, inherited_value in os.environ.items() if name != VARIABLE}
+    environment = (
+        inherited | ({} if configured is None else {VARIABLE: configured}) | {"PYTHONPATH": str(ROOT)}
+    )
     code += f"\nimport os, sys; assert 'polars' in sys.modules; print(os.environ['{VARIABLE}'])"
     completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -62,8 +62,10 @@ def test_each_image_is_cached_and_trained_at_each_resolution(job: Job) -> None:
     table = train_lora(job.recipe, latents, text, launch=launch, log=lambda _: None).table
     assert launch.job is not None
     epoch = launch.job.plan()[: 2 * len(images)]
-    shown = [slot.variant_id for step in epoch for slot in step.slots()]
-    assert sorted(shown) == sorted(f"{row['sample_id']} ({row['bucket']})" for row in buckets.to_dicts())
+    drawn_variants = [slot.variant_id for step in epoch for slot in step.slots()]
+    assert sorted(drawn_variants) == sorted(
+        f"{row['sample_id']} ({row['bucket']})" for row in buckets.to_dicts()
+    )
     assert table["sample_id"].to_list() == images
     assert set(table["times_seen"]) == {2}
     assert table["bucket"].str.split(" ").list.n_unique().to_list() == [2] * len(images)

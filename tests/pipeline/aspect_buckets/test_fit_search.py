@@ -48,9 +48,9 @@ def symmetric(sizes: tuple[Size, ...]) -> bool:
 @settings(max_examples=15)
 @given(datasets, st.booleans())
 def test_no_list_of_the_same_length_costs_less(dataset: Dataset, mirrored: bool) -> None:
-    most = 4
-    best = best_lists(dataset, CANDIDATES, most, mirrored=mirrored)
-    for number in range(1, most + 1):
+    max_sizes = 4
+    best = best_lists(dataset, CANDIDATES, max_sizes, mirrored=mirrored)
+    for number in range(1, max_sizes + 1):
         lists = [each for each in combinations(CANDIDATES, number) if not mirrored or symmetric(each)]
         if not lists:
             assert number not in best

@@ -47,11 +47,11 @@ def test_the_table_adds_up_to_the_samples(filled: Any) -> None:
         "draws"
     ].to_list()
     for row in buckets.iter_rows(named=True):
-        own = table.filter(pl.col("bucket") == row["bucket"])
-        assert row["samples"] == row["draws"] == len(own)
-        assert row["crop_loss_max"] == max(own["crop_loss"])
-        assert row["crop_loss_mean"] == pytest.approx(sum(own["crop_loss"]) / len(own))
-        assert row["upscaled"] == sum(scale > 1 for scale in own["scale"]) / len(own)
+        bucket_rows = table.filter(pl.col("bucket") == row["bucket"])
+        assert row["samples"] == row["draws"] == len(bucket_rows)
+        assert row["crop_loss_max"] == max(bucket_rows["crop_loss"])
+        assert row["crop_loss_mean"] == pytest.approx(sum(bucket_rows["crop_loss"]) / len(bucket_rows))
+        assert row["upscaled"] == sum(scale > 1 for scale in bucket_rows["scale"]) / len(bucket_rows)
 
 
 def test_the_pictures_exist_and_are_small(filled: Any) -> None:
@@ -61,7 +61,7 @@ def test_the_pictures_exist_and_are_small(filled: Any) -> None:
     assert sum(path.stat().st_size for path in report.iterdir()) < 200_000
 
 
-def test_the_worst_crop_comes_first_and_its_cropped_part_is_dark(folder: Any) -> None:
+def test_the_worst_crop_comes_first_with_its_cropped_part_darkened(folder: Any) -> None:
     """The middle of a white stripe with aspect ratio 12 is kept; the rest is darkened."""
     square, stripe = io.BytesIO(), io.BytesIO()
     Image.new("RGB", (64, 64), "white").save(square, "PNG")

@@ -30,7 +30,7 @@ def test_small_differences_among_equal_values_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]])
-def test_fewer_than_eight_values_are_not_judged(values: list[float]) -> None:
+def test_fewer_than_eight_values_have_no_outliers(values: list[float]) -> None:
     result = outliers(values)
     assert not result.judged
     assert not result.mask.any()

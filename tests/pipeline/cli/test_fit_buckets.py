@@ -114,6 +114,6 @@ def test_settings_that_a_fit_does_not_support_are_rejected(flowers: Path, more: 
 def test_adding_an_image_never_moves_another_if_sizes_are_explicit(flowers: Path) -> None:
     run(str(flowers), "--write", "6")
     placement = placement_of(load_recipe(flowers).buckets)
-    alone = placement.assign(Size(300, 420))
+    placed_before = placement.assign(Size(300, 420))
     many = placement.assign_many([300, 4000, 77], [420, 300, 900]).columns
-    assert many.one(0) == alone
+    assert many.one(0) == placed_before

@@ -133,7 +133,9 @@ def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
     num_jobs: int,
 ) -> None:
     cache = with_images(cache, 30)
-    alone = cache_latents(cache.recipe, cache.buckets(), cache.tables, launch=in_process_launch, log=str)
+    expected_alone = cache_latents(
+        cache.recipe, cache.buckets(), cache.tables, launch=in_process_launch, log=str
+    )
     expected = {name: data for name, data in entry_bytes().items() if name.startswith("latents")}
     shutil.rmtree(cache.recipe.cache_dir)
     tasks: list[dict[str, Any]] = []
@@ -150,7 +152,7 @@ def test_L10_several_concurrent_jobs_on_an_empty_cache_all_complete(
     assert not list(cache.recipe.cache_dir.rglob("*.tmp"))
     tables = [Tables(tmp_path / f"job{job}") for job in range(num_jobs)]
     for job_tables in tables:
-        assert job_tables.read("vae_latents")["key"].to_list() == alone.table["key"].to_list()
+        assert job_tables.read("vae_latents")["key"].to_list() == expected_alone.table["key"].to_list()
         assert len(job_tables.read("text_embeddings")) == 30
     for asset, num_entries in (
         ("vae_latents", len(expected)),
@@ -267,7 +269,7 @@ def test_L02_samples_that_fail_do_not_affect_the_latents_of_the_others(
     cache: Any, in_process_launch: Any, fates: list[str]
 ) -> None:
     """Each remaining entry equals, byte for byte, the entry of its image encoded alone."""
-    alone = encoded_alone(cache, in_process_launch)
+    expected_alone = encoded_alone(cache, in_process_launch)
     shutil.rmtree(cache.recipe.cache_dir)
     buckets = cache.buckets()
     paths = [cache.photos / name for name in buckets["path"]]
@@ -281,13 +283,13 @@ def test_L02_samples_that_fail_do_not_affect_the_latents_of_the_others(
             if path.is_dir():
                 path.rmdir()
             path.write_bytes(data)
-    kept = [name for name, fate in zip(buckets["sample_id"], fates, strict=True) if fate == "kept"]
-    assert result.table["sample_id"].to_list() == kept
-    assert sorted(result.rejected["sample_id"]) == sorted(set(buckets["sample_id"]) - set(kept))
+    valid_names = [name for name, fate in zip(buckets["sample_id"], fates, strict=True) if fate == "kept"]
+    assert result.table["sample_id"].to_list() == valid_names
+    assert sorted(result.rejected["sample_id"]) == sorted(set(buckets["sample_id"]) - set(valid_names))
     store = RecipeEntries(cache.recipe).store
     for row in result.table.to_dicts():
         spec = RecipeEntries(cache.recipe).latent_spec(row)
-        assert store.path(spec).read_bytes() == alone[row["sample_id"]]
+        assert store.path(spec).read_bytes() == expected_alone[row["sample_id"]]
     assert visible(cache.recipe) == set(result.table["key"])
 
 
@@ -306,13 +308,13 @@ def damage_image(path: Path, fate: str) -> None:
 
 def encoded_alone(cache: Any, launch: Any) -> dict[str, bytes]:
     """Return the entry bytes of each sample, encoded in a separate run."""
-    alone: dict[str, bytes] = {}
+    bytes_by_sample: dict[str, bytes] = {}
     for row in cache.buckets().iter_slices(1):
         result = cache_latents(cache.recipe, row, cache.tables, launch=launch, log=str)
         (encoded_row,) = result.table.to_dicts()
         spec = RecipeEntries(cache.recipe).latent_spec(encoded_row)
-        alone[encoded_row["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
-    return alone
+        bytes_by_sample[encoded_row["sample_id"]] = RecipeEntries(cache.recipe).store.path(spec).read_bytes()
+    return bytes_by_sample
 
 
 def test_L14_a_disk_that_fills_up_during_a_job_loses_no_entry_and_the_next_run_resumes(

@@ -24,14 +24,14 @@ def test_an_ambiguous_name_lists_the_candidates_and_an_unknown_name_is_an_error(
 
 
 def test_all_stages_and_entries_are_explained(job: Job) -> None:
-    known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
-    assert known["raw_images"]["format"] == "PNG"
-    assert known["validated_dataset"]["caption"] == "a cat that looks at the camera"
+    facts = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
+    assert facts["raw_images"]["format"] == "PNG"
+    assert facts["validated_dataset"]["caption"] == "a cat that looks at the camera"
     row = job.tables.read("vae_latents").to_dicts()[2]
     assert row["sample_id"] == "photos/cat.png"
-    assert known["aspect_buckets"]["bucket"] == row["bucket"]
-    assert "content_hash" not in known["vae_latents"], "a value is shown twice"
-    latent, text = known["latents entry"], known["text entry"]
+    assert facts["aspect_buckets"]["bucket"] == row["bucket"]
+    assert "content_hash" not in facts["vae_latents"], "a value is shown twice"
+    latent, text = facts["latents entry"], facts["text entry"]
     assert latent["path"] == str(job.entry("vae_latents"))
     assert text["path"] == str(job.entry("text_embeddings"))
     assert latent["state"] == text["state"] == "valid"
@@ -42,17 +42,17 @@ def test_L08_mirrored_latents_and_further_captions_are_shown_with_their_state(jo
     flipped = job.changed(latents={"flip": True})
     validated = job.tables.read("validated_dataset")
     job.tables.write("validated_dataset", validated.with_columns(more_captions=pl.lit('["a tabby"]')))
-    known = {each.stage: each.facts for each in explain(flipped, job.tables, "photos/cat.png")}
-    assert known["latents entry"]["state"] == "valid"
-    assert known["latents entry, mirrored"]["state"] == "missing"
-    assert known["text entry"]["state"] == "valid"
-    assert known["text entry, variant 1"]["state"] == "missing"
+    facts = {each.stage: each.facts for each in explain(flipped, job.tables, "photos/cat.png")}
+    assert facts["latents entry"]["state"] == "valid"
+    assert facts["latents entry, mirrored"]["state"] == "missing"
+    assert facts["text entry"]["state"] == "valid"
+    assert facts["text entry, variant 1"]["state"] == "missing"
 
 
 def test_a_damaged_entry_and_a_rejected_image_are_explained(job: Job) -> None:
     job.entry("vae_latents").write_bytes(b"torn")
-    known = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
-    assert known["latents entry"]["state"] == "expected 2560 bytes, got 4 bytes"
+    facts = {each.stage: each.facts for each in explain(job.recipe, job.tables, "photos/cat.png")}
+    assert facts["latents entry"]["state"] == "expected 2560 bytes, got 4 bytes"
     root = job.recipe.datasets[0].path
     (root / "broken.png").write_bytes(b"")
     (root / "broken.txt").write_text("a caption")

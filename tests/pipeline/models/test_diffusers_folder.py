@@ -22,7 +22,7 @@ def touch(folder: Path, *names: str) -> None:
         (folder / name).write_bytes(b"x")
 
 
-def test_safetensors_are_preferred_and_variants_are_taken_only_where_there_are_no_others(
+def test_safetensors_are_preferred_and_variants_are_used_only_without_other_files(
     tmp_path: Path,
 ) -> None:
     def chosen_files() -> tuple[str | None, list[str]]:
@@ -49,7 +49,7 @@ def test_shards_of_a_variant_come_with_their_index(tmp_path: Path) -> None:
         weight_files(tmp_path)
 
 
-def test_shards_come_with_their_index_and_each_must_be_there(tmp_path: Path) -> None:
+def test_shards_come_with_their_index_and_each_must_exist(tmp_path: Path) -> None:
     shards = [f"diffusion_pytorch_model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     index = {"weight_map": {"a": shards[1], "b": shards[0], "c": shards[1]}}
     name = "diffusion_pytorch_model.safetensors.index.json"
@@ -77,14 +77,16 @@ def test_a_component_without_weights_and_a_tokenizer_without_vocabulary_are_erro
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "\x80"])
-def test_a_configuration_that_is_no_json_object_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
+def test_a_configuration_that_is_not_a_json_object_is_an_error_that_names_it(
+    tmp_path: Path, text: str
+) -> None:
     path = tmp_path / "config.json"
     path.write_bytes(text.encode("latin-1"))
     with pytest.raises(ModelError, match=r"config\.json"):
         read_json(path)
 
 
-def test_a_weight_file_that_was_cut_short_is_found_by_its_header(tmp_path: Path) -> None:
+def test_a_truncated_weight_file_is_found_by_its_header(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"a": torch.zeros(3, 5), "b": torch.ones(7)}, file, metadata={"format": "pt"})
     require_whole(file)

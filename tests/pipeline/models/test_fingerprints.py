@@ -115,7 +115,7 @@ def test_L15_names_paths_versions_and_the_order_of_settings_do_not(tmp_path: Pat
     assert fingerprint(tmp_path / "other cache", part) == before
 
 
-def test_an_unchanged_file_is_hashed_once_and_the_memory_is_not_a_cache_entry(
+def test_an_unchanged_file_is_hashed_once_and_the_stored_hash_is_not_a_cache_entry(
     tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
@@ -126,9 +126,7 @@ def test_an_unchanged_file_is_hashed_once_and_the_memory_is_not_a_cache_entry(
     assert memory.suffix != ".safetensors"
 
 
-def test_a_file_changed_within_one_tick_of_being_hashed_is_not_remembered(
-    tmp_path: Path, part: ModelPart
-) -> None:
+def test_the_hash_of_a_file_that_changed_a_moment_ago_is_not_stored(tmp_path: Path, part: ModelPart) -> None:
     """The file was changed a moment ago, so it could change again without a change of its stat."""
     fingerprint(tmp_path, part)
     assert time.time_ns() - part.contents[0].stat().st_ctime_ns < 60e9
@@ -136,7 +134,7 @@ def test_a_file_changed_within_one_tick_of_being_hashed_is_not_remembered(
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"x": 1}', '{"x": ["a"]}'])
-def test_a_damaged_memory_is_treated_as_empty(tmp_path: Path, part: ModelPart, text: str) -> None:
+def test_damaged_stored_hashes_are_ignored(tmp_path: Path, part: ModelPart, text: str) -> None:
     before = fingerprint(tmp_path, part)
     (tmp_path / "cache").mkdir(exist_ok=True)
     (tmp_path / "cache" / "fingerprints.json").write_text(text)

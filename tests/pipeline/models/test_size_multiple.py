@@ -84,7 +84,7 @@ def test_a_model_that_is_not_on_this_machine_is_not_checked(tmp_path: Path, base
     require_size_multiple(loaded)
 
 
-def test_an_unsupported_model_is_not_an_error_here(tmp_path: Path) -> None:
+def test_an_unsupported_model_is_not_checked(tmp_path: Path) -> None:
     (tmp_path / "video").mkdir()
     (tmp_path / "video" / "model_index.json").write_text('{"_class_name": "VideoPipeline"}')
     require_size_multiple(recipes(tmp_path, tmp_path / "video", one="{resolution: 64, step: 8}"))

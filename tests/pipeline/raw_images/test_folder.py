@@ -1,4 +1,4 @@
-"""Walks find every image once, pass over other files, and end."""
+"""A walk finds every image once, skips other files, and ends even if links form a loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_I07_suffixes_count_in_any_case_and_in_subfolders(tmp_path: Path) -> Non
     assert names(tmp_path) == expected
 
 
-def test_I06_system_files_and_hidden_files_are_passed_over_and_counted(tmp_path: Path) -> None:
+def test_I06_system_files_and_hidden_files_are_skipped_and_counted(tmp_path: Path) -> None:
     for name in ("__MACOSX/x.jpg", ".ipynb_checkpoints/x.jpg", ".git/x.png"):
         (tmp_path / name).parent.mkdir()
         (tmp_path / name).write_bytes(b"x")

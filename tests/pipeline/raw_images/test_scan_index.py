@@ -54,10 +54,10 @@ def captions(folder: Folder) -> dict[str, str]:
 def test_an_unchanged_caption_is_not_read_again(filled: Folder, read: list[str]) -> None:
     first = filled.ingest()
     assert read == ["a.png", "c.png", "sub/b.png"]
-    again = filled.ingest()
+    second = filled.ingest()
     assert len(read) == 3
-    assert again.table.equals(first.table)
-    assert {**again.report, "seconds": 0} == {**first.report, "seconds": 0, "decoded": 0, "known": 3}
+    assert second.table.equals(first.table)
+    assert {**second.report, "seconds": 0} == {**first.report, "seconds": 0, "decoded": 0, "known": 3}
 
 
 @pytest.mark.usefixtures("settled")
@@ -120,9 +120,9 @@ def test_the_captions_of_a_moved_dataset_are_read_again(filled: Folder, read: li
 @pytest.mark.usefixtures("settled")
 def test_decode_results_are_stored_even_if_no_image_is_valid(folder: Folder) -> None:
     folder.add("bad.png", folder.picture()[:-30])
-    first, again = folder.ingest(), folder.ingest()
-    assert (first.report["decoded"], again.report["decoded"]) == (1, 0)
-    assert again.rejected.equals(first.rejected)
+    first, second = folder.ingest(), folder.ingest()
+    assert (first.report["decoded"], second.report["decoded"]) == (1, 0)
+    assert second.rejected.equals(first.rejected)
 
 
 @pytest.mark.usefixtures("settled")
@@ -134,14 +134,14 @@ def test_damaged_indexes_count_as_missing(filled: Folder, read: list[str], damag
             pl.DataFrame({"other": [1]}).write_parquet(file)
         else:
             file.write_bytes(damage)
-    again = filled.ingest()
-    assert again.table.equals(first.table)
-    assert again.report["decoded"] == 3
+    second = filled.ingest()
+    assert second.table.equals(first.table)
+    assert second.report["decoded"] == 3
     assert len(read) == 6
 
 
 @pytest.mark.usefixtures("settled")
-def test_an_image_changed_after_the_scan_is_noticed_even_if_its_caption_is_known(filled: Folder) -> None:
+def test_an_image_changed_after_the_scan_is_detected_even_if_its_caption_is_unchanged(filled: Folder) -> None:
     filled.ingest()
     filled.scan()
     (filled.root / "a.png").write_bytes(b"changed")

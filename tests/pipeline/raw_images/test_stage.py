@@ -69,9 +69,9 @@ def test_unchanged_files_are_not_read_again(folder: Any, settled: Settled) -> No
     first = folder.scan()
     assert (first.report["read"], first.report["unchanged"]) == (4, 0)
     settled()
-    again = folder.scan()
-    assert (again.report["read"], again.report["unchanged"]) == (0, 4)
-    assert again.table.equals(first.table)
+    second = folder.scan()
+    assert (second.report["read"], second.report["unchanged"]) == (0, 4)
+    assert second.table.equals(first.table)
 
 
 def test_a_file_changed_shortly_before_the_scan_is_read_again(folder: Any) -> None:
@@ -122,8 +122,8 @@ def test_I18_files_dated_far_in_the_future_are_kept_and_recognised_as_unchanged(
         pytest.skip("this file system cannot store such a date")
     assert folder.ingest().report["kept"] == 4
     settled()
-    again = folder.scan().report
-    assert (again["read"], again["unchanged"]) == (0, 4)
+    second = folder.scan().report
+    assert (second["read"], second["unchanged"]) == (0, 4)
     assert folder.validate().report["kept"] == 4
     listing = folder.root.with_name("all.csv")
     listing.write_text("path\na.png\nsub/b\n", encoding="utf-8")
@@ -146,12 +146,12 @@ def test_I17_of_two_names_that_differ_in_unicode_form_the_composed_one_is_kept(f
     folder.add(decomposed, folder.picture(2))
     result = folder.scan()
     assert result.table["sample_id"].to_list() == [f"d/{composed}"]
-    (kept,) = result.table.rows(named=True)
+    (kept_row,) = result.table.rows(named=True)
     (row,) = result.rejected.rows(named=True)
     assert row["reason"] == "name_collision"
-    assert (kept["path"], row["path"]) == (composed, decomposed)
-    assert row["sample_id"] != kept["sample_id"]
-    assert (folder.root / kept["path"]).is_file()
+    assert (kept_row["path"], row["path"]) == (composed, decomposed)
+    assert row["sample_id"] != kept_row["sample_id"]
+    assert (folder.root / kept_row["path"]).is_file()
     assert result.report["in"] == 2
 
 
@@ -267,9 +267,9 @@ def test_a_file_rejected_for_its_content_is_not_read_again(folder: Any, settled:
     first = folder.scan()
     assert len(first.rejected) == 5
     settled()
-    again = folder.scan()
-    assert again.rejected.equals(first.rejected)
-    assert (again.report["read"], again.report["rejected_unchanged"]) == (1, 4)
+    second = folder.scan()
+    assert second.rejected.equals(first.rejected)
+    assert (second.report["read"], second.report["rejected_unchanged"]) == (1, 4)
     folder.add("words.jpg", folder.picture(3))  # repaired
     (folder.root / "empty.jpg").rename(folder.root / "moved.jpg")
     folder.checks = {"max_image_pixels": 2000}
@@ -295,6 +295,6 @@ def test_a_damaged_index_of_rejected_files_counts_as_missing(folder: Any, settle
     settled()
     for damage in (b"PAR1 and nothing more", b""):
         (folder.output_dir / "tables" / "known" / "refused.parquet").write_bytes(damage)
-        again = folder.scan()
-        assert again.report["read"] == 1
-        assert again.rejected.equals(first.rejected)
+        second = folder.scan()
+        assert second.report["read"] == 1
+        assert second.rejected.equals(first.rejected)

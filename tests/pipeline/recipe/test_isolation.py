@@ -168,9 +168,9 @@ def test_L01_isolation_is_symmetric(tmp_path_factory: pytest.TempPathFactory, on
         (home / "link").symlink_to("a/b")
     away = tmp_path_factory.getbasetemp() / "away"
     forth = relations(recipe_of(f"{home}/{one}", f"{home}/{other}", away))
-    back = relations(recipe_of(f"{home}/{other}", f"{home}/{one}", away))
+    reversed_relations = relations(recipe_of(f"{home}/{other}", f"{home}/{one}", away))
     direct = [relation for _, relation, _ in forth if relation != "link"]
-    assert [SWAPPED[relation] for relation in direct] == [r for _, r, _ in back if r != "link"]
+    assert [SWAPPED[relation] for relation in direct] == [r for _, r, _ in reversed_relations if r != "link"]
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_a_recipe_with_the_name_of_another_trainer_gets_the_key_as_fix(
 
 
 def test_the_recipe_on_the_page_is_valid(tmp_path: Path) -> None:
-    (shown,) = [block.split("```")[0] for block in coming_from.page_text().split("```yaml\n")[1:]]
+    (example,) = [block.split("```")[0] for block in coming_from.page_text().split("```yaml\n")[1:]]
     rest = {"output_dir": str(tmp_path / "out"), "model": {"base": "a/b"}}
-    recipe = recipe_from_mapping("page", {**yaml.safe_load(shown), **rest})
+    recipe = recipe_from_mapping("page", {**yaml.safe_load(example), **rest})
     assert [dataset.repeats for dataset in recipe.datasets] == [10, 1]

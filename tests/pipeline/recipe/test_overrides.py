@@ -43,11 +43,11 @@ def test_the_values_of_the_recipe_change_nothing() -> None:
 
 def test_overrides_replace_their_keys_and_no_others() -> None:
     overridden = recipe(steps=8, lora={"alpha": 4.0}, optimizer_arguments={"weight_decay": 0.1})
-    given = {"steps": 3, "rank": 2, "learning_rate": 0.5, "seed": 7}
-    changed = with_overrides(overridden, given)
-    assert recipe_values(changed) == given
-    assert changed_values(overridden, {**given, "seed": 42}) == {
-        name: given[name] for name in given if name != "seed"
+    overrides_given = {"steps": 3, "rank": 2, "learning_rate": 0.5, "seed": 7}
+    changed = with_overrides(overridden, overrides_given)
+    assert recipe_values(changed) == overrides_given
+    assert changed_values(overridden, {**overrides_given, "seed": 42}) == {
+        name: overrides_given[name] for name in overrides_given if name != "seed"
     }
     before, after = overridden.model_dump(), changed.model_dump()
     for values in (before, after):
@@ -69,7 +69,7 @@ def test_steps_replace_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "key"),
+    ("overrides_given", "key"),
     [
         ({"steps": 0}, "training.steps"),
         ({"steps": 4}, "training.warmup_steps"),
@@ -78,9 +78,9 @@ def test_steps_replace_epochs() -> None:
         ({"seed": -1}, "training.seed"),
     ],
 )
-def test_overrides_are_validated_like_the_recipe(given: dict[str, Any], key: str) -> None:
+def test_overrides_are_validated_like_the_recipe(overrides_given: dict[str, Any], key: str) -> None:
     with pytest.raises(RecipeError) as raised:
-        with_overrides(recipe(steps=8, warmup_steps=5), given)
+        with_overrides(recipe(steps=8, warmup_steps=5), overrides_given)
     assert raised.value.where == f"overrides of flowers.yaml, {key}"
 
 

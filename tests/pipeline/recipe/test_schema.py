@@ -27,10 +27,10 @@ def test_a_recipe_survives_json_and_is_hashable():
         "recache": {"cron": None},
     }
     recipe = recipe_from_mapping("x", values)
-    again = Recipe.model_validate_json(recipe.model_dump_json())
-    assert again == recipe
-    assert hash(again) == hash(recipe)
-    assert again.datasets[0].captions.from_ == "fixed"
+    copy = Recipe.model_validate_json(recipe.model_dump_json())
+    assert copy == recipe
+    assert hash(copy) == hash(recipe)
+    assert copy.datasets[0].captions.from_ == "fixed"
 
 
 def test_a_recipe_and_its_sections_cannot_be_changed():

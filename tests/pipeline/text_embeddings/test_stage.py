@@ -100,8 +100,8 @@ def test_a_second_run_encodes_nothing_and_editing_a_caption_encodes_one_entry(
     cache, in_process_launch, forbidden_launch
 ) -> None:
     cached(cache, in_process_launch)
-    again = cached(cache, forbidden_launch)
-    assert counts(again) == {"encoded": 0, "reused": 6, "removed": 0, "failed": 0}
+    second = cached(cache, forbidden_launch)
+    assert counts(second) == {"encoded": 0, "reused": 6, "removed": 0, "failed": 0}
     set_caption(cache, "cat", "another cat")
     assert counts(cached(cache, in_process_launch)) == {"encoded": 1, "reused": 5, "removed": 1, "failed": 0}
 
@@ -113,7 +113,7 @@ def test_the_needed_captions_do_not_depend_on_row_order(cache) -> None:
     assert needed == needed_captions(cache.recipe, captions[::-1]).to_list()
 
 
-def test_C05_tokens_are_counted_and_the_truncated_part_is_known_to_the_character(
+def test_C05_tokens_are_counted_and_the_truncated_part_is_exact_to_the_character(
     cache, in_process_launch
 ) -> None:
     caption = "Ünïcode 日本 " + "the cat " * 80

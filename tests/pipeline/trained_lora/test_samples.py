@@ -141,10 +141,10 @@ def test_cached_moments_give_a_new_reproducible_latent_in_each_epoch(
         store.path(spec).unlink()
         store.write(spec, {"mean": np.full(shape, 5, "f4"), "std": np.full(shape, 0.5, "f4")}, {})
     job = TrainingJob(job.recipe, job.base, job.run, inputs, job.empty_text, job.prompts)
-    drawn = [maker_of(job).make(step, batch.micro_batches[0][0]) for step, batch in job.plan().iterate()]
-    again = maker_of(job).make(3, job.plan()[3].micro_batches[0][0])
-    assert torch.equal(again.latent, drawn[3].latent)
-    values = torch.stack([micro.latent for micro in drawn])
+    batches = [maker_of(job).make(step, batch.micro_batches[0][0]) for step, batch in job.plan().iterate()]
+    second = maker_of(job).make(3, job.plan()[3].micro_batches[0][0])
+    assert torch.equal(second.latent, batches[3].latent)
+    values = torch.stack([micro.latent for micro in batches])
     assert not torch.equal(values[0], values[1])
     # For 6144 draws, both the mean and the deviation must be within 5 standard errors.
     assert abs(float(values.mean()) - 5) < 5 * 0.5 / 6144**0.5
@@ -163,9 +163,9 @@ def test_the_holdout_is_the_same_in_every_run_and_is_never_trained_on(
     assert not held_out & {sample.variant_id for sample in job.plan().samples}
     assert {item.variant_id for item in project.changed("other", seed=8).job().inputs.held_out} == held_out
     fewer = project.latents.sample(fraction=0.5, seed=1)
-    again = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)
+    second = training_inputs(project.recipe, RecipeEntries(project.recipe), fewer, project.text)
     remaining = set(fewer["sample_id"])
-    assert {item.variant_id for item in again if item.held_out} == held_out & remaining
+    assert {item.variant_id for item in second if item.held_out} == held_out & remaining
     copies = project.latents.with_columns(duplicate_group=pl.lit("0" * 64))
     same = training_inputs(project.recipe, RecipeEntries(project.recipe), copies, project.text)
     assert len({item.held_out for item in same}) == 1

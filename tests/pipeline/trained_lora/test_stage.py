@@ -128,8 +128,8 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     third = run(project, launch)
     assert len(launch.launched) == 2
     assert third.report["resumed_from"] == 6
-    again = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    assert all(again[name].equal(original[name]) for name in original)
+    exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
+    assert all(exported[name].equal(original[name]) for name in original)
 
 
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     run(other, launch, log)
     assert len(runs(project)) == 2
     assert any("optimizer.learning_rate 0.01 -> 0.02" in line and old in line for line in log)
-    back = run(project, launch)
+    changed_back = run(project, launch)
     assert len(launch.launched) == 2
-    assert back.report["run"] == old
+    assert changed_back.report["run"] == old
     record = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())
     assert record["run"] == old
 

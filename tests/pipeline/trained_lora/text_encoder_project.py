@@ -36,7 +36,7 @@ def engine_of(job: TrainingJob) -> Engine:
     return Engine(job, load_family(job.base))
 
 
-def loosened(engine: Engine) -> Engine:
+def with_large_weights(engine: Engine) -> Engine:
     rng = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for weight in engine.weights:

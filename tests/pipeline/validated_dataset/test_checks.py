@@ -39,7 +39,7 @@ def test_good_photographs_pass_every_check(folder: Any, photos: Path, tiny_sd: P
             assert finding.fix == ""
 
 
-def test_I08_a_dataset_without_images_reports_where_was_searched_and_what_was_found(folder: Any) -> None:
+def test_I08_a_dataset_without_images_reports_the_searched_folder_and_its_files(folder: Any) -> None:
     (folder.root / "a.mp4").write_bytes(b"x")
     (folder.root / ".hidden.jpg").write_bytes(b"x")
     folder.scan()
@@ -51,7 +51,7 @@ def test_I08_a_dataset_without_images_reports_where_was_searched_and_what_was_fo
     assert "1 mp4" in finding.summary
 
 
-def test_I08_a_dataset_added_after_the_scan_asks_for_a_new_scan(folder: Any) -> None:
+def test_I08_a_dataset_added_after_the_scan_requires_a_new_scan(folder: Any) -> None:
     folder.add("a.png")
     folder.scan()
     recipe = folder.recipe
@@ -188,7 +188,7 @@ def test_the_rejected_fraction_counts_both_stages_and_an_empty_dataset_always_cl
     assert closed(checked(validated_dataset, folder)) == ["rejected_fraction"]
 
 
-def test_I08_filters_that_exclude_everything_close_the_gate_and_cannot_be_allowed(folder: Any) -> None:
+def test_I08_filters_that_reject_everything_close_the_gate_and_cannot_be_allowed(folder: Any) -> None:
     for index in range(3):
         folder.add(f"{index}.png")
     folder.add("bare.png", caption=None)

@@ -58,9 +58,7 @@ def chosen(
     ],
     ids=str,
 )
-def test_each_filter_excludes_images_under_its_name(
-    filters: dict[str, Any], excluded: dict[str, str]
-) -> None:
+def test_each_filter_rejects_images_under_its_name(filters: dict[str, Any], excluded: dict[str, str]) -> None:
     kept, reasons = chosen(raw(), {"filters": filters})
     assert reasons == excluded
     assert kept == [f"{index}.png" for index in range(5) if f"{index}.png" not in excluded]

@@ -32,7 +32,7 @@ def test_kept_samples_have_a_caption_and_its_source(folder: Any) -> None:
     assert (row["height"], row["width"]) == (24, 40)
 
 
-def test_I01_a_truncated_photograph_passes_the_scan_and_is_rejected_here(folder: Any) -> None:
+def test_I01_a_truncated_photograph_passes_the_scan_and_is_rejected_by_validation(folder: Any) -> None:
     folder.add("good.jpg", PHOTO.read_bytes())
     folder.add("bad.jpg", PHOTO.read_bytes()[:50_000])
     result = folder.ingest()
@@ -94,7 +94,7 @@ def test_each_content_is_decoded_only_once(folder: Any) -> None:
     assert again.rejected.equals(first.rejected)
 
 
-def test_filtered_images_do_not_count_as_known_from_earlier_runs(folder: Any) -> None:
+def test_filtered_images_are_not_counted_as_known(folder: Any) -> None:
     folder.add("a.png", folder.picture(1))
     folder.add("small.png", folder.picture(2, 16, 16))
     folder.dataset = {"filters": {"min_width": 20}}

@@ -58,11 +58,11 @@ def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
     launch = RecordingLaunch()
     stage(cache.recipe, rows, cache.tables, launch=launch, log=str)
     assert not FORBIDDEN_MODULES & launch.modules
-    alone = entry_bytes()
+    separate_bytes = entry_bytes()
     for path in cache.recipe.cache_dir.rglob("*.safetensors"):
         path.unlink()
     stage(cache.recipe, rows, cache.tables, launch=in_process_launch, log=str)
-    assert entry_bytes() == alone, "the bytes do not depend on what else the process has imported"
+    assert entry_bytes() == separate_bytes, "the bytes do not depend on what else the process has imported"
 
 
 MEMORY_PROCESS = """

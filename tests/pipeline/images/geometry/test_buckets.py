@@ -128,9 +128,9 @@ def test_B06_transposing_an_image_transposes_its_geometry_for_any_symmetric_list
 def test_B06_other_images_their_order_and_the_order_of_sizes_do_not_matter(
     originals: list[Size], targets: list[Size], random: object
 ) -> None:
-    alone = [place(Buckets(targets), size) for size in originals]
+    single_geometries = [place(Buckets(targets), size) for size in originals]
     many = place_many(Buckets(reversed(targets)), [s.height for s in originals], [s.width for s in originals])
-    assert [many.one(index) for index in range(len(originals))] == alone
+    assert [many.one(index) for index in range(len(originals))] == single_geometries
 
 
 def test_the_oracle_agrees_on_10_000_images() -> None:

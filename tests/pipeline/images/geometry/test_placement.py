@@ -115,9 +115,9 @@ def test_B06_other_images_do_not_matter(originals: list[Size], placement: Placem
     names = [f"photos/{index}.jpg" for index in range(len(originals))]
     many = chosen.assign_many([s.height for s in originals], [s.width for s in originals], names)
     for index, size in enumerate(originals):
-        alone = chosen.assign(size, names[index])
-        assert many.too_small[index] == (alone is None)
-        assert alone is None or many.columns.one(index) == alone
+        single_placements = chosen.assign(size, names[index])
+        assert many.too_small[index] == (single_placements is None)
+        assert single_placements is None or many.columns.one(index) == single_placements
 
 
 @pytest.mark.parametrize(
@@ -148,8 +148,10 @@ def test_with_each_an_image_is_used_at_every_resolution_that_it_fills(
     for index, size in enumerate(originals):
         rows = np.flatnonzero(placed.image == index)
         placements = [None if placed.too_small[row] else placed.columns.one(int(row)) for row in rows]
-        alone = [rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)]
-        filled = list(dict.fromkeys(each for each in alone if each is not None))
+        single_placements = [
+            rules([each], limit, ratio, small="reject").assign(size) for each in sorted(areas)
+        ]
+        filled = list(dict.fromkeys(each for each in single_placements if each is not None))
         assert placements == (filled or [best.assign(size)])
 
 

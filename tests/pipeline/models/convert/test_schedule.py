@@ -26,7 +26,7 @@ def header(*names: str, **metadata: str) -> Header:
 
 
 @pytest.mark.parametrize(
-    ("like", "recorded", "choices", "expected", "source"),
+    ("reference", "recorded", "choices", "expected", "source"),
     [
         (EULER, header(), (None, None), EULER, "--like"),
         (EULER, header("v_pred"), (None, None), {**EULER, **V}, "the file"),
@@ -49,10 +49,12 @@ def header(*names: str, **metadata: str) -> Header:
     ],
 )
 def test_the_configuration_follows_the_user_then_the_file_then_the_reference(
-    like, recorded, choices, expected, source
+    reference, recorded, choices, expected, source
 ) -> None:
     prediction, zero_snr = choices
-    schedule = choose_schedule(like, recorded_schedule(recorded), prediction=prediction, zero_snr=zero_snr)
+    schedule = choose_schedule(
+        reference, recorded_schedule(recorded), prediction=prediction, zero_snr=zero_snr
+    )
     assert schedule.config == expected
     assert schedule.prediction == expected.get("prediction_type")
     assert schedule.zero_snr is bool(expected.get("rescale_betas_zero_snr"))
@@ -60,7 +62,10 @@ def test_the_configuration_follows_the_user_then_the_file_then_the_reference(
 
 
 def test_an_epsilon_model_does_not_inherit_zero_snr() -> None:
-    like = {**EULER, **V, **ZERO}
-    assert choose_schedule(like, recorded_schedule(header()), prediction=None, zero_snr=None).config == like
-    schedule = choose_schedule(like, recorded_schedule(header()), prediction="epsilon", zero_snr=None)
+    reference = {**EULER, **V, **ZERO}
+    assert (
+        choose_schedule(reference, recorded_schedule(header()), prediction=None, zero_snr=None).config
+        == reference
+    )
+    schedule = choose_schedule(reference, recorded_schedule(header()), prediction="epsilon", zero_snr=None)
     assert (schedule.prediction, schedule.zero_snr) == ("epsilon", False)

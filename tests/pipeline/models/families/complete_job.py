@@ -158,17 +158,17 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
 
 
 def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[RecipeEntries, Any]:
-    def kept(asset: str, result: Any) -> Any:
+    def write_table(asset: str, result: Any) -> Any:
         tables.write(asset, result.table)
         tables.write_rejected(asset, result.rejected)
         return result.table
 
     log = launch.info
-    raw = kept("raw_images", scan(recipe, tables, log=log))
-    valid = kept("validated_dataset", validate(recipe, raw, tables, log=log))
-    buckets = kept("aspect_buckets", assign_buckets(recipe, valid, log=log))
-    latents = kept("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=log))
-    text = kept("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
+    raw = write_table("raw_images", scan(recipe, tables, log=log))
+    valid = write_table("validated_dataset", validate(recipe, raw, tables, log=log))
+    buckets = write_table("aspect_buckets", assign_buckets(recipe, valid, log=log))
+    latents = write_table("vae_latents", cache_latents(recipe, buckets, tables, launch=launch, log=log))
+    text = write_table("text_embeddings", cache_text(recipe, valid, tables, launch=launch, log=log))
     assert len(latents) == len(text) == 5
     train_lora(recipe, latents, text, launch=launch, log=log)
     return RecipeEntries(recipe), read_job(launch.orders[0])
@@ -234,11 +234,11 @@ def check_cut(family: WorkerFamily) -> None:
     encoded = family.text.encode_caption(encoders, caption)
     cut = encoded.cut_from
     assert cut is not None
-    kept, cut_part = caption[:cut], caption[cut:]
+    write_table, cut_part = caption[:cut], caption[cut:]
     assert 0 < encoded.num_cut <= encoded.num_tokens - cut_part.count("cat") // 2
-    before, word, rest = kept.rpartition("cat")
+    before, word, rest = write_table.rpartition("cat")
     for other, same in (
-        (kept + cut_part.replace("cat", "cup"), True),
+        (write_table + cut_part.replace("cat", "cup"), True),
         (before + "cup" + rest + cut_part, False),
     ):
         assert word == "cat"
@@ -253,7 +253,7 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
-    expected = drawn(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
+    expected = draw_picture(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
 
 
@@ -291,10 +291,12 @@ def check_lengths(job: Any, family: WorkerFamily) -> None:
             engine.denoiser, micro.latent, micro.timesteps, family.text.stack(texts) | sizes
         )
         for at, text in enumerate(texts):
-            alone = family.text.stack([text]) | {name: size[at : at + 1] for name, size in sizes.items()}
+            conditions_alone = family.text.stack([text]) | {
+                name: size[at : at + 1] for name, size in sizes.items()
+            }
             its = slice(at, at + 1)
             prediction = family.denoiser.predict(
-                engine.denoiser, micro.latent[its], micro.timesteps[its], alone
+                engine.denoiser, micro.latent[its], micro.timesteps[its], conditions_alone
             )
             torch.testing.assert_close(together[its], prediction, **TOLERANCE)
 
@@ -315,24 +317,24 @@ def check_checkpointing(family: WorkerFamily, engine: Engine, micro: MicroInput)
 
 
 def check_files(case: Case, lora: Path, pipe: Any, family: WorkerFamily) -> None:
-    plain = drawn(case, pipe)
-    own = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
+    plain = draw_picture(case, pipe)
+    diffusers_tensors = read_lora_file(lora / "pytorch_lora_weights.safetensors").tensors
     golden = golden_keys(case, pipe, family.denoiser_name)
-    assert set(own) == golden
+    assert set(diffusers_tensors) == golden
     modules = {key.split(".", 1)[1].rsplit(".lora_", 1)[0] for key in golden}
     comfyui = read_lora_file(lora / "demo_comfyui.safetensors").tensors
     assert set(comfyui) == {f"{key}.{end}" for key in case.comfyui_keys(modules) for end in ENDS}
     kohya = read_lora_file(lora / "demo_kohya.safetensors").tensors
     assert set(kohya) == {f"{key}.{end}" for key in case.kohya_keys() for end in ENDS}
     pipe.load_lora_weights(lora)
-    adapted = drawn(case, pipe)
+    adapted = draw_picture(case, pipe)
     pipe.unload_lora_weights()
     assert np.abs(adapted - plain).max() > 0.01
     if family.kohya_loads():
         pipe.load_lora_weights(lora, weight_name="demo_kohya.safetensors")
-        again = drawn(case, pipe)
+        second_picture = draw_picture(case, pipe)
         pipe.unload_lora_weights()
-        np.testing.assert_allclose(again, adapted, atol=1e-4)
+        np.testing.assert_allclose(second_picture, adapted, atol=1e-4)
 
 
 def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
@@ -349,7 +351,7 @@ def golden_keys(case: Case, pipe: Any, component: str) -> set[str]:
     return keys
 
 
-def drawn(case: Case, pipe: Any, **options: Any) -> np.ndarray[Any, Any]:
+def draw_picture(case: Case, pipe: Any, **options: Any) -> np.ndarray[Any, Any]:
     generator = torch.Generator().manual_seed(1)
     size = {"height": 64, "width": 64, "num_inference_steps": 2}
     arguments = {**size, **case.drawing, **options}

@@ -109,10 +109,10 @@ def mutations_of(spec: FamilySpec) -> list[Mutation]:
     applicable = [Mutation(spec, part, method) for part, method in DECLARED]
     for part, method in TORCH_SIDE:
         kind = part_class(_path(spec, part))
-        own = method in vars(kind) and kind.__module__.endswith(f".families.{module_of(spec)}")
-        if part == "process" and not own:
+        is_own_method = method in vars(kind) and kind.__module__.endswith(f".families.{module_of(spec)}")
+        if part == "process" and not is_own_method:
             continue
-        if method == "prompt_arguments" and issubclass(kind, CachedPromptConditioner) and not own:
+        if method == "prompt_arguments" and issubclass(kind, CachedPromptConditioner) and not is_own_method:
             continue
         if hasattr(kind, method):
             applicable.append(Mutation(spec, part, method))

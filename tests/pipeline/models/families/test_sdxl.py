@@ -41,7 +41,7 @@ def complete_pipeline(tiny_sdxl: Path) -> Any:
     return pipeline
 
 
-def drawn(pipeline: Any) -> np.ndarray[Any, Any]:
+def draw_picture(pipeline: Any) -> np.ndarray[Any, Any]:
     rng = torch.Generator().manual_seed(1)
     kwargs = {"height": 64, "width": 64, "num_inference_steps": 2, "generator": rng, "output_type": "np"}
     return pipeline("a cat", **kwargs).images[0]
@@ -177,7 +177,7 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, co
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
-    np.testing.assert_allclose(np.asarray(preview) / 255, drawn(complete_pipeline), atol=0.6 / 255)
+    np.testing.assert_allclose(np.asarray(preview) / 255, draw_picture(complete_pipeline), atol=0.6 / 255)
 
 
 def test_cut_tokens_are_counted(family: WorkerFamily) -> None:
@@ -231,8 +231,8 @@ def test_large_sizes_stay_exact_in_half_precision(family: WorkerFamily) -> None:
     time_ids: list[torch.Tensor] = []
 
     class Listening(torch.nn.Module):
-        def forward(self, noisy: torch.Tensor, times: Any, **given: Any) -> Any:
-            time_ids.append(given["added_cond_kwargs"]["time_ids"])
+        def forward(self, noisy: torch.Tensor, times: Any, **kwargs: Any) -> Any:
+            time_ids.append(kwargs["added_cond_kwargs"]["time_ids"])
             return SimpleNamespace(sample=noisy)
 
     sizes = {"original_size_hw": [[3001, 4099]], "crop_top_left": [[257, 0]], "target_size_hw": [[1024, 960]]}

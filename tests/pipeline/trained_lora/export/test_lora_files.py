@@ -37,8 +37,8 @@ def test_only_kohya_stacks_parts_and_a_separate_layer_is_stored_unchanged() -> N
     for layout in ("diffusers", "comfyui"):
         shapes = list(QUERY.shapes(layout).values())
         assert shapes[:2] == [(2, 5), (6, 2)]
-    alone = replace(QUERY, kohya_part=0, kohya_outs=())
-    assert list(alone.shapes("kohya").values()) == [(2, 5), (6, 2), ()]
+    separate = replace(QUERY, kohya_part=0, kohya_outs=())
+    assert list(separate.shapes("kohya").values()) == [(2, 5), (6, 2), ()]
 
 
 def test_a_module_survives_a_json_round_trip() -> None:

@@ -103,9 +103,11 @@ def test_over_many_epochs_datasets_follow_their_weights_and_samples_have_equal_s
     mixed = Mixed(samples, weights, exhausted)
     counts = Counter[str]()
     for epoch in range(8):
-        drawn = Counter(draw.variant_id for of in mixed.draws(epoch).values() for draw in of)
-        counts += drawn
-        drawn_by_dataset = {name: sum(n for s, n in drawn.items() if s.startswith(name)) for name in weights}
+        epoch_counts = Counter(draw.variant_id for of in mixed.draws(epoch).values() for draw in of)
+        counts += epoch_counts
+        drawn_by_dataset = {
+            name: sum(n for s, n in epoch_counts.items() if s.startswith(name)) for name in weights
+        }
         epoch_sizes = {n: sum(s.repeats for s in samples if s.dataset == n) for n in weights}
         progress = {name: drawn_by_dataset[name] / epoch_sizes[name] for name in weights}
         if exhausted == "end_epoch":

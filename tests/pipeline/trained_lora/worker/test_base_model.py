@@ -50,7 +50,9 @@ def gradients(engine: Engine, micro: MicroInput) -> tuple[torch.Tensor, list[tor
     return losses.detach(), [weight.grad for weight in engine.weights if weight.grad is not None], num_bytes
 
 
-def test_gradient_checkpointing_keeps_less_and_changes_no_bit(make_project: Callable[..., Project]) -> None:
+def test_gradient_checkpointing_saves_memory_and_gives_identical_gradients(
+    make_project: Callable[..., Project],
+) -> None:
     project = make_project()
     losses, expected, num_bytes = gradients(*engine_and_input(project))
     loss, actual, fewer_bytes = gradients(*engine_and_input(project, gradient_checkpointing=True))

@@ -98,7 +98,9 @@ def test_R03_accumulating_four_batches_of_two_gives_the_gradient_of_one_batch_of
             torch.testing.assert_close(many[name], gradient, rtol=1e-3, atol=1e-7)
 
 
-def test_a_stand_in_of_weight_zero_does_not_change_the_gradient(make_project: Callable[..., Project]) -> None:
+def test_a_placeholder_of_weight_zero_does_not_change_the_gradient(
+    make_project: Callable[..., Project],
+) -> None:
     job = make_project(sizes={"64x64": 1}, steps=1).job()
     engine = engine_of(job)
     batch = job.plan()[0]

@@ -37,9 +37,9 @@ from pipeline.trained_lora.worker.validation import Validation
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
     engine_of,
-    loosened,
     project_of,
     settings,
+    with_large_weights,
 )
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def test_one_step_equals_an_independent_step_with_diffusers(
         make_project, prediction, text, gradient_accumulation=1, steps=3, max_grad_norm=0.05, dropout=0.5
     )
     job = project.job()
-    engine = loosened(engine_of(job))
+    engine = with_large_weights(engine_of(job))
     ((_, micro),) = inputs_of(job, engine, 0)
     before = collect(engine.networks, adapter_state)
     outcome = step_of(engine, job, 0)
@@ -291,7 +291,7 @@ def test_previews_and_validation_use_the_trained_text_encoders(
     losses = [validation.loss(engine).mean]
     with engine.evaluation():
         before = engine.embed_caption("a cat")
-        loosened(engine)
+        with_large_weights(engine)
         after = engine.embed_caption("a cat")
     for weight in (weight for weight in engine.denoiser.parameters() if weight.requires_grad):
         weight.data.zero_()

@@ -38,7 +38,7 @@ def test_the_layers_of_each_preset_have_names_in_every_layout(tmp_path: Path, ki
     chosen = target_modules(denoiser, LoraSettings(targets=preset), family.lora_targets())
     assert all(family.kohya_layer(name).key and family.comfyui_key(name) for name in chosen)
     assert not any("norm" in name or "embed" in name or "mod" in name for name in chosen)
-    own = set(target_modules(denoiser, LoraSettings(), family.lora_targets()))
-    attention = {name for name in own if "attn" in name or "attention" in name}
+    targets = set(target_modules(denoiser, LoraSettings(), family.lora_targets()))
+    attention = {name for name in targets if "attn" in name or "attention" in name}
     assert attention <= set(chosen)
-    assert preset == "attention" or own <= set(chosen)
+    assert preset == "attention" or targets <= set(chosen)

@@ -21,9 +21,9 @@ from tests.pipeline.trained_lora.adapters import delta_weights
 from tests.pipeline.trained_lora.text_encoder_project import (
     ATTENTION,
     engine_of,
-    loosened,
     project_of,
     settings,
+    with_large_weights,
 )
 
 if TYPE_CHECKING:
@@ -35,12 +35,12 @@ class Exported:
 
     def __init__(self, project: Project, folder: Path) -> None:
         self.job = project.job()
-        self.engine = loosened(engine_of(self.job))
+        self.engine = with_large_weights(engine_of(self.job))
         self.exporter = Exporter(load_family(self.job.base), "demo", {})
         self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
 
 
-def embedded(pipe: Any, caption: str) -> torch.Tensor:
+def embedding_of(pipe: Any, caption: str) -> torch.Tensor:
     with torch.no_grad():
         embeddings = pipe.encode_prompt(
             caption, device="cpu", num_images_per_prompt=1, do_classifier_free_guidance=False
@@ -71,8 +71,8 @@ def test_R06_load_lora_weights_restores_the_trained_text_encoders(
     with torch.no_grad():
         trained = exported.engine.text.embed(["a cat"])
     expected = torch.cat([tensor.flatten() for tensor in trained.values()])
-    torch.testing.assert_close(embedded(pipe, "a cat"), expected, rtol=0, atol=1e-5)
-    assert (embedded(plain, "a cat") - expected).abs().max() > 0.05
+    torch.testing.assert_close(embedding_of(pipe, "a cat"), expected, rtol=0, atol=1e-5)
+    assert (embedding_of(plain, "a cat") - expected).abs().max() > 0.05
 
 
 GOLDEN = {
@@ -127,9 +127,9 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
     rescaled = collect(started(paths["diffusers"], rank=2, alpha=5.0).networks, delta_weights)
     for name, delta in collect(exported.engine.networks, delta_weights).items():
         torch.testing.assert_close(rescaled[name], delta, rtol=1e-4, atol=1e-6)
-    alone = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
+    denoiser_only = settings().model_copy(update={"text_encoders": None, "start_from": paths["kohya"]})
     with pytest.raises(TrainingError, match="do not match the adapter") as excinfo:
-        engine_of(project.changed("alone", lora=alone).job())
+        engine_of(project.changed("alone", lora=denoiser_only).job())
     assert "the adapter has no such tensor" in excinfo.value.where
     assert "text_encoders" in excinfo.value.fix
 
