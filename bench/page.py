@@ -16,42 +16,46 @@ PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _TOP = """\
 # Benchmarks
 
-Each figure compares Latentline with a limit: the same work in as little code as the machine needs for it.
-Both sides are measured in turns within one run. The **ratio** is the time of Latentline divided by that of
-the limit. The table shows the median of the rounds, the smallest and the largest; 1 is perfect. `at most`
-is the bound that the project sets itself. Seconds depend on the machine and its load, ratios much less.
+Each figure compares Latentline ("ours") with a limit: the least code that does the same work on the same
+machine. One run measures both in alternating rounds. The **ratio** is Latentline's time divided by the
+limit's; 1 is perfect. The table shows the median ratio of the rounds, and as `spread` the smallest and the
+largest. `at most` is the project's own bound. Times depend on the machine and its load; ratios depend on
+them much less.
 
-`make bench` measures again in minutes, `make bench BENCH=full` at larger sizes, and `make bench-compare`
-lists what became slower. `python -m bench.page` generates this page from the JSON files named below, so no
-number in its tables is written by hand.
+`make bench` repeats the measurements in a few minutes, and `make bench BENCH=full` uses larger sizes.
+`make bench-compare` lists the figures that became slower. `python -m bench.page` generates this page from
+the JSON files in `bench/results`.
 
 `python -m bench --gpu` measures the figures that need a GPU. It needs CUDA, one GPU with at least 80 GB,
 about 20 minutes and 50 GB below `TMPDIR`. Stable Diffusion XL and FLUX.1 run at full size with random
-weights made from their published configurations, so nothing is downloaded. To measure some experiments
-only, give the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. Results
-of one commit and GPU are collected in `bench/results/gpu.json`, from which `python -m bench.page` adds
-them to this page. `bitsandbytes` and `torchao` (`pip install 'latentline[gpu]'`) add quantized weights and
-the 8-bit optimizer. `--tiny` runs the same code with tiny models, also on a CPU.
+weights created from their published configurations, so nothing is downloaded. To run only some experiments,
+pass the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. Results of one
+commit and GPU are collected in `bench/results/gpu.json`, from which `python -m bench.page` adds them to
+this page. `bitsandbytes` and `torchao` (`pip install 'latentline[gpu]'`) add quantized weights and the
+8-bit optimizer. `--tiny` runs the same code with tiny models and works on a CPU.
 """
 
 _NO_GPU = "`bench/results` contains no run on a GPU yet.\n"
 
 WHY = {
-    "geometry": "81 of 148 ns choose the bucket, 39 of these by comparing integer products, where the "
-    "limit's logarithms may round either way. The rest computes the resized size and the crop.",
-    "scan cold": "sha256 of such a file (183 kB) takes 174 us of a core, its header 21 us. Files are hashed "
-    "in the threads that read them.",
-    "start: recipes": "of 14 ms of CPU time per recipe, 1.3 ms read it and 1.5 ms build its six assets with "
-    "their checks. Dagster spends the rest resolving, checking and describing three jobs.",
-    "text cold": "of 3.7 ms, 1.9 are the forward pass with its Python overhead and 0.9 the tokenizer, which "
-    "runs four times: in the pipeline of diffusers and to count the tokens. The rest finds, verifies and "
-    "durably writes the entry. Next to an encoder of CLIP-L's size all this is small.",
-    "training loader": "of 270 us in one thread, 120 read and verify the two entries and convert them to "
-    "float32, 58 draw the noise of 4,096 values, 10 the timestep, and 28 find the sample and its position in "
-    "the plan. Another 170 us pass the interpreter lock between the reading and the training thread. A step "
-    "of the tiny model takes two hundred times as long.",
-    "validation unchanged": "each image and its caption need a stat, while the limit has only the image. Two "
-    "indexes and a table are read and compared, and nothing is written.",
+    "geometry": "Choosing the bucket takes 81 of 148 ns, 39 of which compare integer products; the limit "
+    "compares logarithms, whose rounding can change the result. The rest computes the resized size and "
+    "the crop.",
+    "scan cold": "Hashing one of these files (183 kB) with SHA-256 takes 174 us of one core, and reading "
+    "its image header 21 us.",
+    "start: recipes": "Each recipe takes 14 ms of CPU time: 1.3 ms to read it and 1.5 ms to build its six "
+    "assets and their checks. Dagster needs the rest to resolve, validate and describe three jobs.",
+    "text cold": "A caption takes 3.7 ms. The forward pass of the tiny encoder takes 1.9 ms. The tokenizer "
+    "takes 0.9 ms, because it runs four times: in diffusers' pipeline, and to count the tokens. Looking "
+    "up, verifying and writing the entry takes the rest. With an encoder of CLIP-L's size, these costs "
+    "are negligible.",
+    "training loader": "The reading thread takes 270 us per sample: 120 us to read and verify two entries "
+    "and to convert them to float32, 58 us to draw 4,096 noise values, 10 us to draw the timestep, and 28 "
+    "us to find the sample in the plan. Passing Python's interpreter lock between the reading and the "
+    "training thread takes another 170 us. A training step of the tiny model takes two hundred times as "
+    "long.",
+    "validation unchanged": "Latentline calls stat for the image and for its caption, the limit for the "
+    "image only. It also reads and compares two indexes and a table.",
 }
 """Explanations of figures that exceed their bound, or that have no bound and are far from their limit."""
 
@@ -60,11 +64,11 @@ FAR = 2.0
 
 
 _GROWTH = """\
-Growth of time and memory with the number of samples. Each stage runs in its own process. `a sample` is the
-increase per sample between the second largest and the largest number. `in all` is the total at the largest
-number divided by it, including fixed costs such as the start of Polars, its threads and buffers. Memory is
-the peak resident memory of the process; `in all` does not include imports. `above` lists the bounds
-exceeded by the increase per sample."""
+The next table shows how time and memory grow with the number of samples. Each stage runs in its own
+process. `a sample` is the increase per sample from the second largest to the largest number of samples.
+`in all` is the total at the largest number, divided by that number; it includes fixed costs such as Polars'
+threads and buffers, but not the memory of imported modules. Memory is the peak resident memory of the
+process. `above` lists the bounds that the increase per sample exceeds."""
 
 
 def page_text(folder: Path = RESULTS) -> str:

@@ -29,6 +29,11 @@ def _many(place: Workplace) -> Generator[Sides]:
 
 FIGURES = [
     Figure(
-        "geometry", "images", "bucket, size, crop and loss of each", "numpy's nearest log ratio", None, _many
+        "geometry",
+        "images",
+        "bucket, resized size, crop and crop loss of each image",
+        "numpy: nearest log aspect ratio",
+        None,
+        _many,
     )
 ]

@@ -70,7 +70,7 @@ FIGURES = [
         "latents one new",
         "images",
         "the stage with one new image in a full cache, including process start",
-        f"the stage with nothing new, plus {MAX_EXTRA_S:g} s",
+        f"the stage without new images, plus {MAX_EXTRA_S:g} s",
         1.0,
         _one_new,
     )

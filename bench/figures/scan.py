@@ -92,8 +92,10 @@ def _sensor(place: Workplace) -> Generator[Sides]:
 
 
 FIGURES = [
-    Figure("scan cold", "images", "a first scan", "scandir+stat, and each file's bytes once", None, _cold),
-    Figure("scan unchanged", "images", "a scan with nothing new", "scandir+stat", 2.5, _unchanged),
-    Figure("scan one changed", "images", "a scan with one edited file", "scandir+stat", 2.5, _one_changed),
-    Figure("sensor look", "files", "the sensor's fingerprint of a listing", "scandir+stat", 2.5, _sensor),
+    Figure("scan cold", "images", "first scan", "scandir and stat, and reading each file once", None, _cold),
+    Figure("scan unchanged", "images", "scan without changes", "scandir and stat", 2.5, _unchanged),
+    Figure(
+        "scan one changed", "images", "scan after one file was edited", "scandir and stat", 2.5, _one_changed
+    ),
+    Figure("sensor look", "files", "the sensor's fingerprint of all files", "scandir and stat", 2.5, _sensor),
 ]

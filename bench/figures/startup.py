@@ -118,15 +118,15 @@ FIGURES = [
     Figure(
         "start: definitions",
         "commands",
-        "definitions validate",
-        "the same, one empty asset",
+        "`dagster definitions validate`",
+        "the same for a project with one empty asset",
         None,
         _definitions,
     ),
     Figure(
         "start: recipes",
         "commands",
-        f"definitions validate with {NUM_RECIPES} recipes",
+        f"`dagster definitions validate` with {NUM_RECIPES} recipes",
         "the same with one recipe",
         3.0,
         _many_recipes,
@@ -134,7 +134,7 @@ FIGURES = [
     Figure(
         "start: one of many",
         "commands",
-        f"a cache job with nothing to do, with {NUM_RECIPES} recipes",
+        f"cache job without changes, with {NUM_RECIPES} recipes",
         "the same with one recipe",
         3.0,
         _one_job_of_many,
@@ -142,8 +142,8 @@ FIGURES = [
     Figure(
         "start: warm job",
         "commands",
-        "a cache job with nothing to do",
-        "a job of one empty asset",
+        "cache job without changes",
+        "job with one empty asset",
         None,
         _warm_job,
     ),

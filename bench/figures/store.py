@@ -123,11 +123,18 @@ def plan_order(count: int) -> list[int]:
 
 
 FIGURES = [
-    Figure("store write", "entries", "latents of 128 KiB", "safetensors, fsync and rename", None, _write),
+    Figure(
+        "store write",
+        "entries",
+        "write latents of 128 KiB",
+        "write with safetensors, fsync and rename",
+        None,
+        _write,
+    ),
     Figure(
         "store read random",
         "entries",
-        "latents of 128 KiB, shuffled",
+        "read latents of 128 KiB in random order",
         "safetensors.torch.load_file",
         None,
         _read(random_order),
@@ -135,7 +142,7 @@ FIGURES = [
     Figure(
         "store read plan",
         "entries",
-        "latents of 128 KiB, an epoch",
+        "read latents of 128 KiB in the order of a training plan",
         "safetensors.torch.load_file",
         None,
         _read(plan_order),

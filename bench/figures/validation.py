@@ -55,8 +55,8 @@ def _unchanged(place: Workplace) -> Generator[Sides]:
 
 
 FIGURES = [
-    Figure("validation cold", "images", "a first validation", "Pillow's decode on all cores", None, _cold),
+    Figure("validation cold", "images", "first validation", "decode with Pillow on all cores", None, _cold),
     Figure(
-        "validation unchanged", "images", "a validation with nothing new", "scandir+stat", None, _unchanged
+        "validation unchanged", "images", "validation without changes", "scandir and stat", None, _unchanged
     ),
 ]

@@ -136,10 +136,10 @@ def _cached(stage: Callable[[Project], StageResult]) -> Callable[[Project], None
 
 
 STAGES = (
-    Stage("scan cold", "a first scan", None, Project.scan, _forget("raw_images")),
-    Stage("scan unchanged", "a scan with nothing new", WARM_US, Project.scan),
-    Stage("validation cold", "a first validation", None, Project.validate, _forget("validated_dataset")),
-    Stage("validation unchanged", "a validation with nothing new", WARM_US, Project.validate),
+    Stage("scan cold", "first scan", None, Project.scan, _forget("raw_images")),
+    Stage("scan unchanged", "scan without changes", WARM_US, Project.scan),
+    Stage("validation cold", "first validation", None, Project.validate, _forget("validated_dataset")),
+    Stage("validation unchanged", "validation without changes", WARM_US, Project.validate),
     Stage("buckets", "bucket, size and crop of each", WARM_US, Project.buckets),
     Stage("latents warm", "a full cache", WARM_US, _cached(Project.latents)),
     Stage("text warm", "a full cache", WARM_US, _cached(Project.text)),

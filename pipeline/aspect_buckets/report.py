@@ -75,7 +75,9 @@ def bucket_table(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
     in_partial_batch (draws that do not fill a batch), crop_loss_mean, crop_loss_max, upscaled (fraction of
     the samples that are enlarged).
     """
+    # All processes draw one batch from the same bucket at the same time.
     batch_size = recipe.training.batch_size * recipe.accelerate.num_processes
+
     return (
         table.with_columns(times=times_drawn(table, recipe.datasets))
         .group_by("bucket")

@@ -94,9 +94,12 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
     sizes = {**surveyed.orphans, **surveyed.leftovers}
     names = sorted(sizes)
     num_files = num_bytes = 0
+
     for start in range(0, len(names), _DELETE_BATCH):
         batch = names[start : start + _DELETE_BATCH]
-        needed = _needed_keys(read_users(cache_dir))  # a job may have started since the survey
+        # A job may have started since the survey, and may need entries that were orphans then.
+        needed = _needed_keys(read_users(cache_dir))
+
         for name in batch:
             path = PurePosixPath(name)
             if path.suffix == SUFFIX and path.stem in needed:
@@ -113,6 +116,7 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
                 ) from err
             num_files += 1
             num_bytes += sizes[name]
+
         cache.tidy(sorted({str(PurePosixPath(name).parent) for name in batch}))
     return num_files, num_bytes
 

@@ -134,14 +134,17 @@ class LocalLaunch:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                 )
+
             try:
                 if meanwhile is not None:
                     meanwhile()
                 status = process.wait()
+            # Ctrl-C raises KeyboardInterrupt, and must not leave the process running either.
             except BaseException:
                 process.kill()
                 process.wait()
                 raise
+
             if status != 0:
                 output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
                 raise launch_error(module, status, output=output, error_file=error_file)

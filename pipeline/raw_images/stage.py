@@ -183,6 +183,8 @@ def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl
     }
     passed_over = sum((dataset.walk.passed_over for dataset in datasets), Counter[str]())
     suffixes = sum((dataset.walk.suffixes for dataset in datasets), Counter[str]())
+
+    # Programs read these keys; docs/outputs.md describes the file.
     return {
         "samples": len(table),
         "in": sum(_num_found(dataset) for dataset in datasets),

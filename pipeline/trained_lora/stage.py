@@ -278,7 +278,9 @@ def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Re
     validation = read_metrics(layout.validation, len(job.plan()) + 1)
     losses = [line["loss"] for line in metrics]
     tenth = max(1, len(losses) // 10)
+    # Rounded up, so that the curve has at most CURVE_POINTS points.
     stride = max(1, -(-len(metrics) // CURVE_POINTS))
+
     return {
         "samples": len(job.inputs),
         "held_out": len(job.inputs.held_out),

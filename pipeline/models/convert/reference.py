@@ -40,7 +40,7 @@ def resolve_reference(reference: str, weights_of: Collection[str] | None) -> Fam
     name, _, revision = reference.partition("@")
     if not is_hub_id(name):
         what, where = f"{reference} does not exist", f"{WHERE}, expected at {local.absolute()}"
-        raise ModelError(what, where=where, fix="name an existing diffusers folder, or a Hub id (owner/name)")
+        raise ModelError(what, where=where, fix="use an existing diffusers folder, or a Hub id (owner/name)")
 
     family = detect(indexed_snapshot(name, revision or None, WHERE))
     try:

@@ -85,7 +85,7 @@ def family_spec(folder: Path) -> FamilySpec:
             return spec
     families = ", ".join(f"{spec.name} ({'/'.join(spec.pipeline_classes)})" for spec in FAMILIES)
     raise FamilyError(
-        f"the base model's pipeline class {pipeline_class!r} belongs to no supported family",
+        f"the base model's pipeline class {pipeline_class!r} is not supported",
         where=f"{index}, _class_name",
         fix=f"set model.base to a model of one of these families: {families}",
     )

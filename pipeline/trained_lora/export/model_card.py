@@ -18,6 +18,8 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
         has_sheet: Whether `SHEET_FILE` is published with the card.
     """
     base, name = record["model"]["base"], record["recipe"]["name"]
+
+    # The Hub reads the front matter between the two lines of dashes.
     lines = [
         "---",
         f"base_model: {_quoted(base)}",

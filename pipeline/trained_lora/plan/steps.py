@@ -296,20 +296,22 @@ def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
         raise TrainingError(
             "there is no sample to train on",
             where="the tables of vae_latents and text_embeddings",
-            fix="see tables/rejected.parquet for why all of them were rejected",
+            fix="tables/rejected.parquet lists the reason of each rejection",
         )
+
     if duplicates := samples.duplicates():
-        fix = "materialize vae_latents again; if it comes back, report it as a defect"
         raise TrainingError(
-            f"{counted(len(duplicates), 'sample id is', 'sample ids are')} listed twice",
+            counted(len(duplicates), "duplicate sample id"),
             where=duplicates[0],
-            fix=fix,
+            fix="materialize vae_latents again; if the error returns, report a bug in Latentline",
         )
+
+    # The recipe already validates its settings; the plan may also be built without one.
     counts = (settings.steps, settings.batch_size, settings.gradient_accumulation, settings.num_processes)
     of_samples = (samples.repeats, samples.variants, samples.views)
     if min(counts) < 1 or min(int(each.min()) for each in of_samples) < 1:
-        fix = "let steps, batch_size, gradient_accumulation, num_processes and repeats be at least 1"
-        raise TrainingError(f"a count below 1 in {settings}", where="training", fix=fix)
+        fix = "set steps, batch_size, gradient_accumulation, num_processes and repeats to at least 1"
+        raise TrainingError(f"all counts must be at least 1, got {settings}", where="training", fix=fix)
     if not 0.0 <= settings.caption_dropout <= 1.0:
         what = f"text.caption_dropout must be between 0 and 1, got {settings.caption_dropout}"
         raise TrainingError(what, where="text.caption_dropout", fix="use a number between 0 and 1")

@@ -221,7 +221,7 @@ class LatentEncoder:
             raise ModelError(
                 f"the VAE's latent of {job.name} must have the shape {expected}, got {wrong.pop()}",
                 where=str(self._family.component_folder("vae")),
-                fix="fetch the base model again: its weights and its config.json do not belong together",
+                fix="download the base model again: its weights do not match its config.json",
             )
 
     def _tensors(self, job: Job, posterior: Posterior) -> dict[str, Tensor]:

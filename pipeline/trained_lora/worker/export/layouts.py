@@ -87,7 +87,7 @@ def file_effects(path: Path, modules: list[LoraModule], layout: Layout, norms: R
     if set(tensors) != expected_keys:
         unmatched = sorted(set(tensors) ^ expected_keys)
         raise TrainingError(
-            f"{counted(len(unmatched), 'key is', 'keys are')} missing or unknown, "
+            f"{counted(len(unmatched), 'key is', 'keys are')} missing or unexpected, "
             f"the first is {unmatched[0]}",
             where=str(path),
             fix=DEFECT_FIX,
