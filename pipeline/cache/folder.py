@@ -160,4 +160,4 @@ class RemoteCacheFolder(CacheFolder):
         self._folder.remove(name)
 
     def tidy(self, folders: Iterable[str]) -> None:
-        """Do nothing: object stores cannot hold empty folders, and elsewhere they are harmless."""
+        """Do nothing: object stores cannot hold empty folders, and on other systems they are harmless."""

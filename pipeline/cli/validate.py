@@ -30,7 +30,7 @@ def command(recipe: Recipe) -> None:
 
 
 def check_settings(recipe: Recipe) -> None:
-    """Check what a recipe's schema cannot: its paths, other recipes, and a local base model.
+    """Run the checks that a schema cannot express: on paths, other recipes and a local base model.
 
     Raises:
         PathIsolationError: Two of datasets, cache_dir and output_dir contain one another.

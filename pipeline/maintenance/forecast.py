@@ -130,7 +130,7 @@ class Forecast:
 
 
 def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
-    """Return what the job `<recipe>_cache` would do now.
+    """Return the forecast of the job `<recipe>_cache` for the current files and recipe.
 
     Raises:
         DatasetError: A dataset's folder is missing or cannot be listed.

@@ -203,7 +203,7 @@ def _file_size_outliers(table: pl.DataFrame) -> Outcome:
 
 
 def _oddities(table: pl.DataFrame, report: Report) -> Outcome:
-    """List what does not stop training but may be a mistake."""
+    """List files that do not stop training but may be mistakes."""
     usual = [f"{name} {suffix}" for name, suffixes in _FORMAT_SUFFIXES.items() for suffix in suffixes]
     suffix = pl.col("sample_id").str.extract(_LAST_SUFFIX).fill_null("").str.to_lowercase()
     misnamed = table.filter(~pl.format("{} {}", "format", suffix).is_in(usual))

@@ -205,7 +205,7 @@ def _may_be_image(
 
 
 def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> list[ListedPath]:
-    """List a remote folder; a subfolder without permission becomes a problem, as it does locally."""
+    """List a remote folder; an unreadable subfolder becomes a problem, as in a local folder."""
     try:
         return source.list_folder(folder)
     except DatasetError as err:

@@ -37,7 +37,7 @@ def require_text_encoders(settings: TrainingSettings, family: Family) -> None:
 
 
 def require_objective(settings: TrainingSettings, prediction: Prediction) -> None:
-    """Raise TrainingError on the first setting that has no meaning for a model that predicts `prediction`."""
+    """Raise TrainingError if a setting does not apply to a model that predicts `prediction`."""
     # With zero signal the input is the noise itself, so an epsilon model would only learn to copy it.
     if settings.noise.zero_terminal_snr and prediction != "v_prediction":
         raise TrainingError(

@@ -75,7 +75,7 @@ def caption_of(
         sidecar_bytes: Size of the caption file if known, otherwise 0 or -1.
 
     Raises:
-        ImageError: There is no caption (`caption_missing`), it has no text (`caption_empty`), its bytes do
+        ImageError: There is no caption (`caption_missing`), it is empty (`caption_empty`), its bytes do
             not decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
     """
     where = source.where(path)

@@ -179,7 +179,7 @@ class Placement:
         if self.small == "reject":
             return th, tw, ~fits
 
-        # An image smaller than one step cannot have a bucket of its own either.
+        # An image smaller than one step cannot have a separate bucket either.
         own_th, own_tw = self._own_bucket(oh, ow, limit)
         exists = (own_th > 0) & (own_tw > 0)
         use_own = ~fits & exists

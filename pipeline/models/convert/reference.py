@@ -101,7 +101,7 @@ def _require_files(family: Family, weights_of: Collection[str] | None) -> None:
 
         name = "scheduler_config.json" if role == "scheduler" else "config.json"
         if not (folder / name).is_file():
-            fix = f"name a complete diffusers folder or a Hub id in {WHERE}"
+            fix = f"set {WHERE} to a complete diffusers folder or a Hub id"
             raise ModelError(f"the model has no {role}/{name}", where=str(folder), fix=fix)
         if role != "scheduler" and needs_weights:
             weight_files(folder)

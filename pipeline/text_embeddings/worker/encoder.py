@@ -69,7 +69,7 @@ class TextEncoder:
         return self._family.text.encode_caption(self._exact_encoders, job.work["caption"])
 
     def _memory_error(self, detail: str) -> LaunchError:
-        fix = "free the device, or encode captions on the CPU (see the README)"
+        fix = "free the device, or encode captions on the CPU (see docs/operations.md)"
         if self._dtype == "float32":
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
         what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({detail})" if detail else "")

@@ -1,4 +1,4 @@
-"""The model card published with a LoRA: how to use it and what it was trained with."""
+"""The model card published with a LoRA: how to use it, and its training data and settings."""
 
 from __future__ import annotations
 

@@ -24,8 +24,8 @@ Trackers: TypeAlias = list[str | GeneralTracker]
 def requested_trackers(job: TrainingJob) -> Trackers:
     """Return the trackers that the recipe names.
 
-    W&B is an instance and not a name, because accelerate gives named trackers one common project name: the
-    name of TensorBoard's folder.
+    W&B is returned as an instance instead of a name, because accelerate gives all named trackers the same
+    project name, which is the name of TensorBoard's folder.
     """
     names = job.recipe.training.trackers
     trackers: Trackers = []

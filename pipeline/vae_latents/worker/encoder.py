@@ -116,7 +116,7 @@ class LatentEncoder:
         if not isinstance(outcome, Failure):
             return
 
-        fix = "the VAE's weights are damaged or do not belong to its config.json: fetch the base model again"
+        fix = "the VAE's weights are damaged or do not match its config.json: download the model again"
         if outcome.reason == "latent_overflow":
             fix = outcome.fix
         names = ", ".join(job.name for job in probes)

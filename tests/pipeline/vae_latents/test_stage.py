@@ -262,7 +262,7 @@ def test_L05_a_damaged_vae_is_an_error_and_writes_no_entry(cache, in_process_lau
     weights["encoder.conv_in.weight"] = weights["encoder.conv_in.weight"] * float("inf")
     save_file(weights, file, {"format": "pt"})
     recipe = cache.with_settings(model={"base": str(folder)})
-    with pytest.raises(ModelError, match=r"NaN or infinite values.*(?s:.*)fetch the base model again"):
+    with pytest.raises(ModelError, match=r"NaN or infinite values.*(?s:.*)download the model again"):
         cached(recipe, in_process_launch)
     assert list(cache.recipe.cache_dir.rglob("*.safetensors")) == []
 

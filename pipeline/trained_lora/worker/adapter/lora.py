@@ -199,7 +199,7 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
 
 
 def delta_weights(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:
-    """Return functions that compute what the adapter adds to each module's weight, by module.
+    """Return functions that compute the adapter's delta of each module's weight, by module.
 
     A delta weight includes the scale, and the frozen adapter's part if there is one: float32 on the CPU. All
     delta weights of a large model together are larger than the model, so they are computed one at a time.

@@ -203,9 +203,9 @@ GOLDEN: list[list[tuple[str, bool]]] = [
     ("samples", "shape", "message"),
     [
         ([], settings_of(), "no sample"),
-        (samples_of({"a": 1}) * 2, settings_of(), "twice"),
-        (samples_of({"a": 1}), settings_of(steps=0), "below 1"),
-        (samples_of({"a": 1}, repeats=0), settings_of(), "below 1"),
+        (samples_of({"a": 1}) * 2, settings_of(), "duplicate sample id"),
+        (samples_of({"a": 1}), settings_of(steps=0), "at least 1"),
+        (samples_of({"a": 1}, repeats=0), settings_of(), "at least 1"),
         (samples_of({"a": 1}), settings_of(dropout=1.5), "1.5"),
     ],
 )
