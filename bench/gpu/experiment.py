@@ -6,11 +6,12 @@ failed experiment is reported and does not stop the others, because GPU time is 
 
 from __future__ import annotations
 
+import statistics
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from bench.gpu.watch import Watch, release
@@ -27,6 +28,9 @@ GpuSide: TypeAlias = Callable[[Watch], Reading]
 
 RECORDED_ROUNDS = 2
 
+SHORT_S = 0.1
+"""Seconds per unit of work below which the bound of a part is its `most_if_short`."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,6 +42,8 @@ class Part:
         unit: Unit of work, in the plural.
         measure: Kind of the measurement.
         most: Upper bound of the ratio; see `Line`.
+        most_if_short: Upper bound if the limit takes less than `SHORT_S` per unit, where fixed costs weigh
+            more; None for the same bound.
     """
 
     name: str
@@ -45,12 +51,26 @@ class Part:
     unit: str
     measure: Measure = "seconds"
     most: float | None = None
+    most_if_short: float | None = None
+
+    def bound(self, limit_s: Sequence[float], count: int) -> float | None:
+        """Return the upper bound of the ratio.
+
+        Args:
+            limit_s: Seconds of the limit in each round.
+            count: Units of work in each round.
+        """
+        if self.most_if_short is not None and statistics.median(limit_s) / count < SHORT_S:
+            return self.most_if_short
+        return self.most
 
 
-def usual_parts(unit: str, *, most: float | None = None) -> tuple[Part, ...]:
+def usual_parts(
+    unit: str, *, most: float | None = None, most_if_short: float | None = None
+) -> tuple[Part, ...]:
     """Return the parts for seconds per unit, memory and idle share."""
     return (
-        Part("", "seconds", unit, most=most),
+        Part("", "seconds", unit, most=most, most_if_short=most_if_short),
         Part("memory", "bytes", "peak", "bytes"),
         Part("idle", "share", "share", "share"),
     )
@@ -96,7 +116,7 @@ class Experiment:
     warm: bool = True
 
     def line(self, part: Part) -> Line:
-        """Return the table line of a part."""
+        """Return the table line of a part, with its usual bound."""
         name = f"{self.name}: {part.name}" if part.name else self.name
         return Line(name, part.unit, self.ours, self.limit, part.most, measure=part.measure)
 
@@ -139,7 +159,8 @@ def _measured(experiment: Experiment, pair: Pair, device: str, *, rounds: int) -
     for part in experiment.parts:
         both = [[each[part.key] for each in side if part.key in each] for side in (ours, limit)]
         if both[0]:
-            measured.append(Measured(experiment.line(part), pair.count, *both))
+            line = replace(experiment.line(part), most=part.bound(both[1], pair.count))
+            measured.append(Measured(line, pair.count, *both))
     return Ended(measured, pair.notes)
 
 

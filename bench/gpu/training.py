@@ -135,7 +135,7 @@ EXPERIMENTS = [
             "reading, noise, forward, backward, AdamW"
             + ("; activations computed again" if model.training else ""),
             "the same denoiser and adapter: forward, backward, AdamW on tensors on the device",
-            (*usual_parts("steps", most=1.05), _LOADER),
+            (*usual_parts("steps", most=1.05, most_if_short=1.10), _LOADER),
             90.0,
             _opening(_against_the_bare_loop, model=model),
         )

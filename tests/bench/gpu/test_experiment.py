@@ -6,11 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.gpu.experiment import Experiment, Pair, Part, Reading, run
+import pytest
+
+from bench.gpu.experiment import Experiment, Pair, Part, Reading, run, usual_parts
+from bench.gpu.models import MODELS
 from bench.gpu.rig import TINY, Bench
 from bench.gpu.session import EXPERIMENTS, measured_into
 from bench.gpu.watch import Watch
-from bench.results import load, save
+from bench.results import as_json, load, save
 
 SECONDS = Part("", "seconds", "images")
 LOADER = Part("loader", "loader", "batches", most=1.0)
@@ -23,13 +26,16 @@ def experiment_of(
     parts: tuple[Part, ...] = (SECONDS, LOADER),
     budget_s: float = 60.0,
     warm: bool = True,
+    seconds: float = 0.5,
 ) -> Experiment:
     @contextmanager
     def opened(bench: Bench) -> Iterator[Pair]:
         def side(name: str) -> object:
             def work(watch: Watch) -> Reading:
                 calls.append(name)
-                watch.reading = {"seconds": 0.5} | ({"share": 0.25} if watch.recorded else {})
+                watch.reading = {"seconds": seconds, "bytes": 1.0} | (
+                    {"share": 0.25} if watch.recorded else {}
+                )
                 return {"loader": float(len(calls))}
 
             return work
@@ -68,6 +74,29 @@ def test_the_idle_share_is_measured_in_separate_rounds(tmp_path: Path) -> None:
     assert len(seconds.ours) == 3
     assert len(idle.ours) == 2
     assert len(calls) == 2 * (1 + 3 + 2)
+
+
+@pytest.mark.parametrize(("seconds", "most"), [(0.396, 1.10), (0.4, 1.05), (2.0, 1.05)])
+def test_the_bound_is_looser_if_a_unit_of_the_limit_takes_less_than_100_ms(
+    tmp_path: Path, seconds: float, most: float
+) -> None:
+    parts = usual_parts("steps", most=1.05, most_if_short=1.10)
+    ended = run(experiment_of([], parts=parts, seconds=seconds), bench_in(tmp_path), rounds=2)
+    assert [(each.figure.name, each.figure.most) for each in ended.measured] == [
+        ("it", most),
+        ("it: memory", None),
+        ("it: idle", None),
+    ]
+    stored = as_json(ended.measured, full=False)["figures"]["it"]
+    assert stored["most"] == most
+
+
+def test_only_training_steps_against_the_bare_loop_have_the_looser_bound() -> None:
+    looser = {each.name: part for each in EXPERIMENTS for part in each.parts if part.most_if_short}
+    assert set(looser) == {f"{model.name} LoRA step, bf16" for model in MODELS}
+    assert {(part.key, part.most, part.most_if_short) for part in looser.values()} == {
+        ("seconds", 1.05, 1.10)
+    }
 
 
 def test_a_failure_is_reported_and_other_results_are_stored(tmp_path: Path) -> None:
