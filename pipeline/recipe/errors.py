@@ -67,11 +67,11 @@ def find_mistakes(data: Any) -> list[Mistake]:
     data without the invalid keys, and adds mistakes about keys that were valid.
     """
     errors = _validation_errors(data)
-    invalid = {_path(error) for error in errors}
+    invalid = {error["loc"] for error in errors}
     mistakes = [mistake for error in errors for mistake in _mistakes(error, set())]
     if invalid:
         for error in _validation_errors(_without(data, invalid)):
-            if _path(error) not in invalid:
+            if error["loc"] not in invalid:
                 mistakes += _mistakes(error, invalid)
     return list(dict.fromkeys(mistakes))
 
@@ -110,10 +110,6 @@ def _validation_errors(data: Any) -> list[ErrorDetails]:
     return []
 
 
-def _path(error: ErrorDetails) -> KeyPath:
-    return tuple(error["loc"])
-
-
 def _without(data: Any, paths: Iterable[KeyPath]) -> Any:
     """Return a copy of `data` without the mapping keys at `paths`; list items stay, to keep their indices."""
     copy = json.loads(json.dumps(data))
@@ -136,7 +132,7 @@ def _child(holder: Any, part: str | int) -> Any:
 
 def _mistakes(error: ErrorDetails, invalid: set[KeyPath]) -> Iterator[Mistake]:
     """Yield the mistakes of an error, without violations that compare an invalid key."""
-    path = _path(error)
+    path = error["loc"]
     if error["type"] == VIOLATION:
         violations: list[Violation] = error.get("ctx", {})["violations"]
         for violation in violations:
@@ -184,12 +180,8 @@ def _wrong_type(expected: str) -> Callable[[KeyPath, Any, dict[str, Any]], WhatA
 
 
 _BOOLEAN_WORDS = {
-    "true": "true",
-    "yes": "true",
-    "on": "true",
-    "false": "false",
-    "no": "false",
-    "off": "false",
+    **dict.fromkeys(("true", "yes", "on"), "true"),
+    **dict.fromkeys(("false", "no", "off"), "false"),
 }
 
 
@@ -206,7 +198,8 @@ def _type_fix(path: KeyPath, value: Any, expected: str) -> str:
         fix = f"make it a list item: put a dash before its first key, - {first}: ..., and indent the rest"
     elif expected == "a list":
         item = json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else "..."
-        fix = f"write a list: {_last_key(path)}: [{item}]"
+        key = next(part for part in reversed(path) if isinstance(part, str))
+        fix = f"write a list: {key}: [{item}]"
     elif expected == "a section of keys" and section is not None:
         fix = f"indent keys below it; its keys are {', '.join(keys_of(section))}"
     else:
@@ -317,20 +310,13 @@ _DESCRIPTIONS: dict[str, Callable[[KeyPath, Any, dict[str, Any]], WhatAndFix]] =
     "tuple_type": _wrong_type("a list"),
     "model_type": _wrong_type("a section of keys"),
     "model_attributes_type": _wrong_type("a section of keys"),
-    "greater_than": _out_of_range,
-    "greater_than_equal": _out_of_range,
-    "less_than": _out_of_range,
-    "less_than_equal": _out_of_range,
+    **dict.fromkeys(("greater_than", "greater_than_equal", "less_than", "less_than_equal"), _out_of_range),
 }
 """Descriptions by pydantic's error type."""
 
 
 def _name(path: KeyPath) -> str:
     return dotted(path) or "the recipe"
-
-
-def _last_key(path: KeyPath) -> str:
-    return next(str(part) for part in reversed(path) if isinstance(part, str))
 
 
 def _shown(value: Any) -> str:
