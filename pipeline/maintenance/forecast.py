@@ -166,9 +166,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
 def closed_gates(recipe: Recipe, results: Mapping[str, StageResult]) -> list[ClosedGate]:
     """Return the gates that would stop the job: those of the first asset with a closed one.
 
-    Args:
-        recipe: Recipe of the job.
-        results: Results of the stages before the caches, by asset.
+    `results` holds the results of the stages before the caches, by asset.
     """
     reports = {asset: result.report for asset, result in results.items()}
     context = CheckContext(recipe, _ForecastTables(recipe.output_dir, results), reports)
@@ -198,10 +196,8 @@ class _ForecastTables(Tables):
 def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     """Return the work on latents.
 
-    Args:
-        entries: Entries of the recipe.
-        requests: One row per sample, bucket and mirroring, with the entry's key.
-        known: Table vae_latents of the last run.
+    `requests` has one row per sample, bucket and mirroring, with the entry's key. `known` is the table
+    vae_latents of the last run.
     """
     # If the bucket changed, the sample's earlier row in any bucket explains why its latent is encoded.
     known_rows = [] if known is None else known.to_dicts()
@@ -227,10 +223,8 @@ def _expect_latents(entries: RecipeEntries, requests: pl.DataFrame, known: pl.Da
 def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFrame | None) -> Expected:
     """Return the work on text embeddings.
 
-    Args:
-        entries: Entries of the recipe.
-        valid: Table validated_dataset as the job would write it.
-        known: Table text_embeddings of the last run.
+    `valid` is the table validated_dataset as the job would write it, and `known` the table text_embeddings of
+    the last run.
     """
     captions = caption_variants(valid).select("caption", "sample_id", "variant")
     captions = captions.unique("caption", keep="first", maintain_order=True)

@@ -197,14 +197,7 @@ def _downloaded_unet_config(base: str) -> Path | None:
 
 
 def recipe_text(name: str, folders: Sequence[ImageFolder], base: str, size: ModelResolution) -> str:
-    """Return the recipe as YAML, with a comment on each value that was chosen.
-
-    Args:
-        name: Name of the recipe.
-        folders: Its datasets, at least one.
-        base: Value of `model.base`.
-        size: Resolution of its buckets.
-    """
+    """Return the recipe as YAML, with a comment on each value that was chosen."""
     num_images = sum(each.num_images for each in folders)
     wanted_steps = round(_VIEWS * num_images / BATCH / _STEPS_MULTIPLE) * _STEPS_MULTIPLE
     steps = min(max(wanted_steps, _MIN_STEPS), _MAX_STEPS)

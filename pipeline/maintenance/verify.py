@@ -77,10 +77,7 @@ def verify(
 ) -> list[BadEntry]:
     """Return the missing and damaged entries; reads each entry completely, on all cores.
 
-    Args:
-        recipe: Recipe whose store is read.
-        needed: Entries to verify.
-        progress: Wraps the iterator over the entries' states, for instance in a progress bar.
+    `progress` wraps the iterator over the entries' states, for instance in a progress bar.
 
     Raises:
         StoreError: An entry may not be read.

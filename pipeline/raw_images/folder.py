@@ -117,10 +117,7 @@ def walk_remote(
 
     Links are not followed: an entry that the server reports as a link counts as special.
 
-    Args:
-        source: The dataset's files.
-        caption_suffix: See `walk_local`.
-        result: See `walk_local`.
+    `caption_suffix` and `result` are as in `walk_local`.
 
     Raises:
         DatasetError: The address cannot be listed, or it names a file.
@@ -180,11 +177,8 @@ def _may_be_image(
 ) -> bool:
     """Return True for a possible image; count every other file in `result` by its kind.
 
-    Args:
-        result: The walk's result.
-        path: The file's path below the root.
-        caption_suffix: See `walk_local`.
-        looks_like_image: Decides by content. Only called for files without a suffix, as scrapers leave them.
+    `looks_like_image` decides by content. It is only called for files without a suffix, as scrapers leave
+    them.
     """
     name = path.rpartition("/")[2]
     _, dot, suffix = name.rpartition(".")
@@ -239,11 +233,7 @@ class _LocalWalker:
             self._follow(heapq.heappop(self._links))
 
     def _visit_folder(self, folder: str) -> None:
-        """Visit a folder and everything below it.
-
-        Args:
-            folder: Relative to the root: "" for the root itself, otherwise with a trailing slash.
-        """
+        """Visit a folder and everything below it: "" is the root, and other paths end in a slash."""
         pending = [folder]
         while pending:
             folder = pending.pop()

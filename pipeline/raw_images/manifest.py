@@ -36,10 +36,7 @@ def walk_manifest(
 ) -> WalkResult:
     """Look up the files that the manifest names; the folder itself is not searched.
 
-    Args:
-        settings: The dataset's settings.
-        source: The dataset's files.
-        result: See `folder.walk_local`.
+    `result` is as in `folder.walk_local`.
 
     Raises:
         DatasetError: See `read_manifest`.

@@ -37,12 +37,8 @@ def in_threads(
 ) -> Iterator[Result]:
     """Yield `function(item)` in the order of the items, at most `ITEMS_PER_THREAD` items per thread ahead.
 
-    Args:
-        function: Called in a thread. Its exceptions are raised here.
-        items: All items.
-        log: Receives progress lines if there is no terminal for a bar.
-        doing: Label of the progress, such as "images decoded".
-        threads: Number of threads; one per core by default.
+    An exception of `function` is raised here. By default there is one thread per core. `doing` labels the
+    progress, such as "images decoded".
     """
     threads = threads or num_threads()
     num_done = 0

@@ -133,11 +133,8 @@ def read_stats(
 ) -> dict[str, pl.DataFrame]:
     """Read the current stat of each file.
 
-    Args:
-        sources: Each dataset's source.
-        files: Columns sample_id, dataset and path; rows with a null path are skipped.
-        log: Receives progress lines.
-        doing: Label of the progress, such as "files compared".
+    `files` has the columns sample_id, dataset and path; rows with a null path are skipped. `doing` labels the
+    progress, such as "files compared".
 
     Returns:
         For each dataset, a table with sample_id and the columns `STAT`; -1 for missing files.
@@ -162,10 +159,7 @@ def read_stats(
 def unchanged_files(sources: Mapping[str, Source], rows: pl.DataFrame, *, log: Log) -> pl.DataFrame:
     """Return the sample_id of each row with an unchanged image file since the scan.
 
-    Args:
-        sources: Each dataset's source.
-        rows: Columns sample_id, dataset, path and `STAT`.
-        log: Receives progress lines.
+    `rows` has the columns sample_id, dataset, path and `STAT`.
     """
     files = rows.select("sample_id", "dataset", "path")
     stats = read_stats(sources, files, log=log, doing="files compared")
@@ -184,11 +178,7 @@ def unchanged_sidecars(
     A file that changed within the clock's granularity before it was read is not trusted: a second change
     might have left the same stat. Git's index treats such files the same way.
 
-    Args:
-        sources: Each dataset's source.
-        rows: The columns `CAPTIONS`, and dataset.
-        granularity_ns: Granularity of the coarsest clock.
-        log: Receives progress lines.
+    `rows` has the columns `CAPTIONS`, and dataset.
     """
     is_sidecar = pl.col("caption_from").str.starts_with(SIDECAR)
     path = pl.when(is_sidecar).then(pl.col("caption_from").str.strip_prefix(SIDECAR))

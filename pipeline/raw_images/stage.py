@@ -56,11 +56,7 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     In the report, `in` counts the files that may be images, and `kept` those with a readable header. `read`
     files were opened by this scan; `unchanged` and `rejected_unchanged` files were not.
 
-    Args:
-        recipe: The recipe with the `datasets`.
-        tables: The tables and indexes of earlier scans.
-        log: Receives progress lines.
-        remember: If true, store rejected files for the next scan.
+    With `remember`, rejected files are stored for the next scan.
 
     Raises:
         DatasetError: A dataset's folder is missing or cannot be listed.

@@ -67,12 +67,8 @@ def caption_of(
 ) -> Caption:
     """Return the caption of one image, or its captions if it has several.
 
-    Args:
-        settings: The dataset's `captions` section.
-        source: The dataset's files.
-        path: The image's path relative to the dataset.
-        manifest_texts: Texts in the manifest's caption columns; None without a manifest.
-        sidecar_bytes: Size of the caption file if known, otherwise 0 or -1.
+    `manifest_texts` are those of the manifest's caption columns, or None without a manifest. `sidecar_bytes`
+    is the size of the caption file if known, otherwise 0 or -1.
 
     Raises:
         ImageError: There is no caption (`caption_missing`), it is empty (`caption_empty`), its bytes do

@@ -110,12 +110,7 @@ def decode_contents(
 ) -> DecodeResults:
     """Decode each content without a known result, from one of its files.
 
-    Args:
-        recipe: The recipe with the limit of pixels.
-        sources: Each dataset's source.
-        rows: Rows of raw_images.
-        known: Results of earlier runs with the columns `DECODED`.
-        log: Receives progress lines.
+    `rows` are those of raw_images. `known` has the columns `DECODED`.
     """
     unknown = rows.select(_COLUMNS).join(known, on="content_hash", how="anti", maintain_order="left")
     files_by_hash: dict[str, list[Row]] = {}

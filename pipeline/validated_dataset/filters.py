@@ -36,11 +36,7 @@ def select(
     choice that looks random but is always the same. With `duplicates: keep_first`, copies are taken last,
     because most of them are removed afterwards.
 
-    Args:
-        recipe: The recipe with each dataset's `filters` and `limit`.
-        raw: Table raw_images.
-        manifests: Manifest by dataset, for datasets with `filters.where`.
-        stage: The rejecting stage.
+    `manifests` holds the manifests of the datasets with `filters.where`.
 
     Raises:
         DatasetError: See `paths_where`.

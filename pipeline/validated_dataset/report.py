@@ -38,11 +38,7 @@ _UNSAFE_REASONS = {"too_large", "out_of_memory"}
 def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame, *, log: Log) -> Path:
     """Draw the pictures below `output_dir/reports`, unless they already show these tables.
 
-    Args:
-        recipe: The recipe with the datasets.
-        table: Table validated_dataset.
-        rejected: Samples rejected by the scan and the validation.
-        log: Receives progress lines.
+    `rejected` holds the samples rejected by the scan and the validation.
 
     Returns:
         The folder of the pictures.

@@ -93,8 +93,7 @@ class _CaptionReader:
     def read(self, row: Row) -> Row:
         """Return the caption columns and the focus point of one image.
 
-        Args:
-            row: A row of raw_images with `caption_bytes`, the size of the caption file if known.
+        `row` is a row of raw_images with `caption_bytes`, the size of the caption file if known.
 
         Raises:
             ImageError: See `caption_of` and `focus_of`.
@@ -130,12 +129,8 @@ def validate(
 
     A sample is rejected for one reason, the first of: its file, its pixels, its caption.
 
-    Args:
-        recipe: The recipe with the `datasets`.
-        raw: Table raw_images, or its columns in `NEEDED`.
-        tables: The tables and indexes of earlier runs.
-        log: Receives progress lines and, if `remember`, the funnel.
-        remember: If true, store decode results and captions for the next run.
+    `raw` needs only its columns in `NEEDED`. With `remember`, decode results and captions are stored for the
+    next run, and the funnel is logged.
 
     Raises:
         DatasetError: `raw` belongs to other datasets than the recipe's, or a manifest cannot be used.

@@ -18,9 +18,7 @@ def variants(settings: CaptionSettings, captions: Sequence[str]) -> tuple[str, .
 
     The first variant has the tags in their written order.
 
-    Args:
-        settings: The dataset's `captions` section.
-        captions: Canonical texts, at least one.
+    `captions` are canonical texts, at least one.
     """
     return tuple(dict.fromkeys(variant for text in captions for variant in _variants_of(settings, text)))
 
