@@ -119,9 +119,10 @@ def _format_counts(counts: Mapping[str, int]) -> str:
 
 def _names_distinct(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     """Find names that are equal on a file system that ignores case or Unicode form (FAILURES I17)."""
-    names = table.select(name="sample_id", folded=_folded(table["sample_id"]))
+    folded = [unicodedata.normalize("NFC", name.casefold()) for name in table["sample_id"]]
     groups = (
-        names.group_by("folded", maintain_order=True)
+        table.select(name="sample_id", folded=pl.Series(folded, dtype=pl.String))
+        .group_by("folded", maintain_order=True)
         .agg(pl.col("name").sort())
         .filter(pl.col("name").list.len() > 1)
     )
@@ -134,11 +135,6 @@ def _names_distinct(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     num_groups = counted(len(rows), "group of names differs", "groups of names differ")
     summary = f"{num_groups} only in case or Unicode form, such as {rows[0]['names']}"
     return Outcome(False, summary, "rename all but one file of each group", rows)
-
-
-def _folded(names: pl.Series) -> pl.Series:
-    folded = [unicodedata.normalize("NFC", name.casefold()) for name in names]
-    return pl.Series(folded, dtype=pl.String)
 
 
 def _conservation(table: pl.DataFrame, rejected: pl.DataFrame, report: Report) -> Outcome:

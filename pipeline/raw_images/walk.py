@@ -102,13 +102,17 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:
     """Return the files with their sample ids, and a problem for each file that cannot have one."""
-    valid: list[FoundFile] = []
-    problems: list[Problem] = []
-    for file in files:
-        if _is_text(file.path):
-            valid.append(file)
-        else:
-            problems.append(_undecodable_name(file.path))
+    valid = [file for file in files if printable(file.path) == file.path]
+    problems = [
+        Problem(
+            file.path,
+            "name_undecodable",
+            f"the file name is not UTF-8: {os.fsencode(file.path)!r}",
+            "rename the file or its folder",
+        )
+        for file in files
+        if printable(file.path) != file.path
+    ]
 
     schema = {"path": pl.String, **dict.fromkeys(STAT, pl.Int64)}
     composed = [unicodedata.normalize("NFC", file.path) for file in valid]
@@ -123,30 +127,17 @@ def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame
     collisions = table.select("path", kept=pl.col("path").first().over("sample_id")).filter(
         pl.col("path") != pl.col("kept")
     )
-    problems += [_name_collision(path, kept) for path, kept in collisions.rows()]
+    problems += [
+        Problem(
+            path,
+            "name_collision",
+            f"the name {path!a} differs only in Unicode form from {kept!a}, which is kept",
+            "rename one of the two files",
+        )
+        for path, kept in collisions.rows()
+    ]
     images = table.unique("sample_id", keep="first", maintain_order=True)
     return images.select("sample_id", "dataset", "path", *STAT), problems
-
-
-def _is_text(path: str) -> bool:
-    """Return False for a name that is not UTF-8; Python represents its bytes as lone surrogates."""
-    if path.isascii():
-        return True
-    try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _undecodable_name(path: str) -> Problem:
-    detail = f"the file name is not UTF-8: {os.fsencode(path)!r}"
-    return Problem(path, "name_undecodable", detail, "rename the file or its folder")
-
-
-def _name_collision(path: str, kept: str) -> Problem:
-    detail = f"the name {path!a} differs only in Unicode form from {kept!a}, which is kept"
-    return Problem(path, "name_collision", detail, "rename one of the two files")
 
 
 def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
@@ -156,7 +147,7 @@ def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
     UTF-8 is escaped and gets a digest, because another file may be named like the escaped text.
     """
     path = printable(problem.path)
-    if not _is_text(problem.path):
+    if path != problem.path:
         path = f"{path} ({hashlib.sha256(os.fsencode(problem.path)).hexdigest()[:8]})"
     error = ImageError(problem.reason, problem.detail, fix=problem.fix)
     return {

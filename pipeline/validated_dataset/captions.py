@@ -10,6 +10,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -160,20 +161,17 @@ def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ..
 
 
 def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
-    encoding = _marked_encoding(data) or _unmarked_utf16(data)
-    if encoding is not None:
-        return _decode_strictly(data, encoding, where, "save the file as UTF-8")
-    try:
-        return data.decode(settings.encoding)
-    except UnicodeDecodeError:
-        pass
-    if settings.fallback_encoding is not None:
-        return _decode_strictly(data, settings.fallback_encoding, where, "save the file as UTF-8")
-    fix = "save the file as UTF-8, or set captions.fallback_encoding (cp1252 for files from Windows)"
-    return _decode_strictly(data, settings.encoding, where, fix)
+    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
+    encoding = marked or _unmarked_utf16(data)
+    fix = "save the file as UTF-8"
+    if encoding is None:
+        with suppress(UnicodeDecodeError):
+            return data.decode(settings.encoding)
+        encoding = settings.fallback_encoding
+    if encoding is None:
+        encoding = settings.encoding
+        fix += ", or set captions.fallback_encoding (cp1252 for files from Windows)"
 
-
-def _decode_strictly(data: bytes, encoding: str, where: str, fix: str) -> str:
     try:
         return data.decode(encoding)
     except UnicodeDecodeError as err:
@@ -183,10 +181,6 @@ def _decode_strictly(data: bytes, encoding: str, where: str, fix: str) -> str:
             f"({where})"
         )
         raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
-
-
-def _marked_encoding(data: bytes) -> str | None:
-    return next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
 
 
 def _unmarked_utf16(data: bytes) -> str | None:

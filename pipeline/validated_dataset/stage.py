@@ -41,7 +41,7 @@ from pipeline.validated_dataset.captions import caption_of
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
-from pipeline.validated_dataset.funnel import Funnel
+from pipeline.validated_dataset.funnel import funnel_lines, funnel_rows
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -168,11 +168,11 @@ def validate(
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
         index.write(checked, samples.filter(pl.col("rule") != "").select(*CAPTIONS))
-        for line in funnel.lines():
+        for line in funnel_lines(funnel):
             log(line)
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
-    counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel.rows()}
+    counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
@@ -332,14 +332,9 @@ def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> R
     }
 
 
-def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFrame) -> Funnel:
+def _funnel(recipe: Recipe, tables: Tables, num_kept: int, rejected: pl.DataFrame) -> list[Row]:
     """Return the funnel from the files that the scan found to the samples kept by this stage."""
     scan_report = read_report(recipe.output_dir, "raw_images") or {}
     scan_rejected = tables.read_rejected("raw_images")
     reasons = count_by_reason(pl.concat([scan_rejected["reason"], rejected["reason"]]))
-    return Funnel(
-        found=num_kept + sum(reasons.values()),
-        passed_over=scan_report.get("passed_over", {}),
-        rejected=reasons,
-        kept=num_kept,
-    )
+    return funnel_rows(num_kept, passed_over=scan_report.get("passed_over", {}), rejected=reasons)

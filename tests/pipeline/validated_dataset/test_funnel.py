@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from pipeline.validated_dataset.funnel import Funnel
+from pipeline.validated_dataset.funnel import funnel_lines, funnel_rows
 
 
 def test_lines_are_aligned_and_add_up() -> None:
-    funnel = Funnel(1200, 1195, {"hidden": 3, "special": 10}, {"truncated": 4, "caption_missing": 1})
-    assert funnel.lines() == [
+    rows = funnel_rows(
+        1195, passed_over={"hidden": 3, "special": 10}, rejected={"truncated": 4, "caption_missing": 1}
+    )
+    assert funnel_lines(rows) == [
         "1,200  found",
         "   13  passed over",
         "   10    special",
