@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import click
 
@@ -31,7 +32,8 @@ def command(recipe: Recipe, do_repair: bool) -> None:
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     needed = needed_entries(recipe, tables)
-    bad = verify(recipe, needed, _progress_bar(len(needed)))
+    progress = partial(_with_progress_bar, length=len(needed))
+    bad = verify(recipe, needed, progress)
 
     num_bytes = sum(each.spec.file_bytes for each in needed)
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
@@ -44,7 +46,7 @@ def command(recipe: Recipe, do_repair: bool) -> None:
         sys.exit(1)
 
     repair(recipe, tables, bad, log=click.echo)
-    still_bad = verify(recipe, needed, _progress_bar(len(needed)))
+    still_bad = verify(recipe, needed, progress)
     click.echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
     _show(still_bad)
     sys.exit(1 if still_bad else 0)
@@ -57,14 +59,8 @@ def _show(bad: list[BadEntry]) -> None:
         click.echo(f"  and {len(bad) - MAX_SHOWN:,} more")
 
 
-def _progress_bar(length: int) -> Callable[[Iterator[EntryState]], Iterator[EntryState]]:
-    """Return a function that passes states through a progress bar, which is hidden without a terminal."""
-
-    def with_bar(states: Iterator[EntryState]) -> Iterator[EntryState]:
-        hidden = not sys.stderr.isatty()
-        with click.progressbar(
-            states, length=length, label="verified", file=sys.stderr, hidden=hidden
-        ) as bar:
-            yield from bar
-
-    return with_bar
+def _with_progress_bar(states: Iterator[EntryState], *, length: int) -> Iterator[EntryState]:
+    """Pass the states through a progress bar, which is hidden without a terminal."""
+    hidden = not sys.stderr.isatty()
+    with click.progressbar(states, length=length, label="verified", file=sys.stderr, hidden=hidden) as bar:
+        yield from bar

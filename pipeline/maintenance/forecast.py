@@ -15,7 +15,7 @@ import polars as pl
 
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.aspect_buckets.stage import assign_buckets
-from pipeline.cache.requests import RecipeEntries, caption_variants, is_unchanged, with_recorded
+from pipeline.cache.requests import TARGET, RecipeEntries, caption_variants, is_unchanged, with_recorded
 from pipeline.cache.store import EntrySpec, Kind
 from pipeline.cache.users import recorded_speed
 from pipeline.checks.findings import CheckContext
@@ -40,14 +40,7 @@ NEW, CHANGED, GEOMETRY = "new image", "image changed", "geometry changed"
 NEW_CAPTION, CAPTION_CHANGED = "new caption", "caption changed"
 DAMAGED, MISSING, MODEL_UNKNOWN = "entry damaged", "entry missing", "model or settings changed"
 
-_GEOMETRY_COLUMNS = (
-    "resized_height",
-    "resized_width",
-    "crop_top",
-    "crop_left",
-    "target_height",
-    "target_width",
-)
+_GEOMETRY_COLUMNS = ("resized_height", "resized_width", "crop_top", "crop_left", *TARGET)
 
 _CHECKS = {
     "raw_images": raw_images.run,

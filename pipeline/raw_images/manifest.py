@@ -63,7 +63,11 @@ def walk_manifest(
             paths.append(path)
 
     root = settings.root
-    files = _local_files(root, paths) if isinstance(root, Path) else _remote_files(source, paths)
+    if isinstance(root, Path):
+        is_inside = _inside_check(root)
+        files = (_local_file(root, path, is_inside) for path in paths)
+    else:
+        files = _remote_files(source, paths)
     for file in files:
         if isinstance(file, FoundFile):
             result.images.append(file)
@@ -99,12 +103,6 @@ def _remote_files(source: Source, paths: Sequence[str]) -> Iterator[FoundFile | 
             yield _missing_file(path, "no such file")
         else:
             yield FoundFile(path, *stat, device=0)
-
-
-def _local_files(root: Path, paths: Sequence[str]) -> Iterator[FoundFile | Problem]:
-    is_inside = _inside_check(root)
-    for path in paths:
-        yield _local_file(root, path, is_inside)
 
 
 def _local_file(root: Path, path: str, is_inside: Callable[[str, bool], bool]) -> FoundFile | Problem:

@@ -76,20 +76,20 @@ def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     missing = _with_reason(rejected, "caption_missing", "caption_empty")
     if missing.is_empty():
         return Outcome(True, f"{counted(len(table), 'sample')}, all with a caption")
-    rows = _rows(missing)
-    images = counted(len(rows), "image has", "images have")
-    summary = f"{images} no caption; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, most_frequent_fixes(missing), rows)
+    return _caption_failure(f"{counted(len(missing), 'image has', 'images have')} no caption", missing)
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     undecodable = _with_reason(rejected, "caption_undecodable", "caption_unreadable")
     if undecodable.is_empty():
         return Outcome(True, f"{counted(len(table), 'caption')}, all readable")
-    rows = _rows(undecodable)
-    captions = counted(len(rows), "caption")
-    summary = f"{captions} cannot be decoded; {rows[0]['sample_id']}: {rows[0]['detail']}"
-    return Outcome(False, summary, most_frequent_fixes(undecodable), rows)
+    return _caption_failure(f"{counted(len(undecodable), 'caption')} cannot be decoded", undecodable)
+
+
+def _caption_failure(summary: str, rejected: pl.DataFrame) -> Outcome:
+    rows = _rows(rejected)
+    summary += f"; {rows[0]['sample_id']}: {rows[0]['detail']}"
+    return Outcome(False, summary, most_frequent_fixes(rejected), rows)
 
 
 def _with_reason(rejected: pl.DataFrame, *reasons: str) -> pl.DataFrame:
