@@ -9,7 +9,6 @@ generate the pages that list all checks (CONTRIBUTING.md).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -35,6 +34,7 @@ from pipeline.trained_lora.export.lora_files import (
     read_lora_file,
     stored_magnitudes,
 )
+from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics, run_folder
 
 MIN_STEPS = 50
@@ -210,7 +210,7 @@ def _reload_equals(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
     for layout, file in result.files.items():
         recorded = result.recorded.get(file.path.name, {})
-        if recorded.get("sha256") != hashlib.sha256(file.path.read_bytes()).hexdigest():
+        if recorded.get("sha256") != file_sha256(file.path):
             reason = "the file changed after the run verified it"
             rows.append({"file": file.path.name, "module": "", "reason": reason})
         rows += [

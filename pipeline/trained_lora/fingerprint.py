@@ -71,7 +71,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         "schedule": schedule,
         "lora": {
             **_adapter(training.lora),
-            "start_from": None if start is None else _file_hash(start),
+            "start_from": None if start is None else _start_hash(start),
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
         "mixed_precision": recipe.accelerate.mixed_precision,
@@ -119,11 +119,7 @@ def write_facts(layout: RunLayout, facts: Facts) -> None:
 def log_differences(runs: Path, run: str, facts: Facts, *, log: Callable[[str], None]) -> None:
     """Log how a new run differs from the most recent earlier one, if there is one (FAILURES R11).
 
-    Args:
-        runs: Folder of all runs of the recipe.
-        run: Id of the new run.
-        facts: Facts of the new run.
-        log: Receives one line.
+    `runs` is the folder of all runs of the recipe.
     """
     earlier_runs = [path for path in runs.glob("*/run.json") if path.parent.name != run]
     if not earlier_runs:
@@ -145,10 +141,19 @@ def describe_difference(before: Facts, after: Facts) -> list[str]:
     return [f"{name} {_shorten(old.get(name))} -> {_shorten(new.get(name))}" for name in names]
 
 
-def _file_hash(path: Path) -> str:
+def file_sha256(path: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _start_hash(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return file_sha256(path)
     except OSError as err:
         raise TrainingError(
             f"the LoRA to start from cannot be read: {err}",

@@ -9,10 +9,10 @@ result.json        the worker's answer
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import polars as pl
 
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import TrainingError, counted
+from pipeline.images.geometry import Size
 from pipeline.recipe import Recipe
-from pipeline.storage.atomic import write_bytes, write_text
+from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.plan.samples import PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
 from pipeline.trained_lora.run_folder import run_folder
@@ -91,9 +92,7 @@ class TrainingJob:
         Returns:
             Path of `JOB_FILE`, the argument of `read_job`.
         """
-        buffer = io.BytesIO()
-        write_inputs(self.inputs, buffer)
-        write_bytes(self.folder / INPUTS_FILE, buffer.getvalue())
+        write_atomically(self.folder / INPUTS_FILE, partial(write_inputs, self.inputs))
         self._write_dropped()
 
         job = {
@@ -124,16 +123,15 @@ class TrainingJob:
             for variant_id, times in plan.dropped(epoch).items()
         ]
         schema = {"epoch": pl.Int32, "sample_id": pl.String, "times": pl.Int32}
-        buffer = io.BytesIO()
-        pl.DataFrame(rows, schema=schema, orient="row").write_parquet(buffer)
-        write_bytes(self.folder / DROPPED_FILE, buffer.getvalue())
+        table = pl.DataFrame(rows, schema=schema, orient="row")
+        write_atomically(self.folder / DROPPED_FILE, table.write_parquet)
 
 
 def read_job(path: Path) -> TrainingJob:
     """Read the job that `TrainingJob.write` wrote to `path` and its folder."""
     job = json.loads(path.read_text(encoding="utf-8"))
     prompts = (
-        Prompt(item["caption"], _entry_from_json(item["text"]), _pair(*item["size_hw"]))
+        Prompt(item["caption"], _entry_from_json(item["text"]), Size(*item["size_hw"]))
         for item in job["prompts"]
     )
     return TrainingJob(
@@ -207,7 +205,3 @@ def _entry_to_json(entry: EntrySpec) -> dict[str, Any]:
 
 def _entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
     return EntrySpec(value["kind"], value["key"], tensors_from_json(value["tensors"]))
-
-
-def _pair(first: int, second: int) -> tuple[int, int]:
-    return first, second

@@ -19,6 +19,7 @@ from pipeline.models.families import Use
 from pipeline.recipe import project_root
 from pipeline.storage.tables import ASSETS, Tables
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
+from pipeline.trained_lora.fingerprint import file_sha256
 
 if TYPE_CHECKING:
     from pipeline.cache.requests import RecipeEntries
@@ -41,20 +42,16 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
     It holds the recipe, the facts that decide the run id, the SHA-256 of each upstream table, fingerprints of
     the base model, package versions, and the hashes of all images and captions that are trained on.
-
-    Args:
-        recipe: Recipe of the run.
-        entries: Source of the model's fingerprints.
-        facts: Facts of the run.
-        table: Table trained_lora.
     """
     tables = Tables(recipe.output_dir)
-    digests = {asset: _file_sha256(tables.path(asset)) for asset in ASSETS if asset != "trained_lora"}
+    paths = {asset: tables.path(asset) for asset in ASSETS if asset != "trained_lora"}
     return {
         "recipe": shareable(recipe),
         "facts": facts,
         "samples": _samples_record(table),
-        "tables_sha256": digests,
+        "tables_sha256": {
+            asset: file_sha256(path) if path.is_file() else None for asset, path in paths.items()
+        },
         "model": {
             "base": _shareable_path(recipe.model.base),
             "revision": recipe.model.revision,
@@ -103,13 +100,6 @@ def _samples_record(table: pl.DataFrame) -> dict[str, Any]:
     return record
 
 
-def _file_sha256(path: Path) -> str | None:
-    if not path.is_file():
-        return None
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _package_version(package: str) -> str | None:
     try:
         return version(package)
@@ -136,10 +126,8 @@ def caption_hashes_of(path: Path) -> list[str]:
 def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> list[str]:
     """Look up whether a LoRA was trained on an image or a caption.
 
-    Args:
-        record: Provenance record of the LoRA.
-        lora: LoRA file or its folder. The table of samples is expected in that folder.
-        wanted: Image, or text file with a caption.
+    `lora` is a LoRA file or its folder, which also holds the table of samples. `wanted` is an image, or a
+    text file with a caption.
 
     Returns:
         One line if the record lists `wanted`, and one per matching row of the table.
@@ -147,10 +135,7 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
     Raises:
         TrainingError: The record holds only a digest and the table is missing.
     """
-    with wanted.open("rb") as file:
-        image = hashlib.file_digest(file, "sha256").hexdigest()
-    captions = caption_hashes_of(wanted)
-
+    image, captions = file_sha256(wanted), caption_hashes_of(wanted)
     samples = record["samples"]
     table = (lora if lora.is_dir() else lora.parent) / SAMPLES_FILE
     if "images" not in samples and not table.is_file():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,74 +24,40 @@ def run_folder(output_dir: Path, run: str) -> Path:
     return output_dir / "runs" / run
 
 
-@dataclass(frozen=True)
 class RunLayout:
-    """Paths in the folder of a run; neither reads nor creates any of them."""
+    """Paths in the folder of a run; neither reads nor creates any of them.
 
-    folder: Path
+    Attributes:
+        folder: Folder of the run.
+        facts: Facts that the run's id is a hash of, as JSON.
+        result: Result that the worker reports.
+        finished: Marker of a finished run: the result with the hash of each exported file.
+        lock: Lock file, held by the process that trains the run.
+        checkpoints: Folder with one sub-folder per checkpoint.
+        exported: Folder of this run's LoRA files, from which they are published.
+        metrics: JSON lines, one per step.
+        sample_losses: JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the
+            plan. `samples` holds their indices among the trained inputs, from 0.
+        validation: JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`.
+        samples: Folder of the previews.
+        report: Folder of the finished run's pictures and tables.
+        last_good: Folder of the LoRA files from before a failed step; absent if no step failed.
+    """
 
-    @property
-    def facts(self) -> Path:
-        """Facts that the run's id is a hash of, as JSON."""
-        return self.folder / "run.json"
-
-    @property
-    def result(self) -> Path:
-        """Result that the worker reports."""
-        return self.folder / "result.json"
-
-    @property
-    def finished(self) -> Path:
-        """Marker of a finished run: the result with the hash of each exported file."""
-        return self.folder / "finished.json"
-
-    @property
-    def lock(self) -> Path:
-        """Lock file, held by the process that trains the run."""
-        return self.folder / "lock"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder with one sub-folder per checkpoint."""
-        return self.folder / "checkpoints"
-
-    @property
-    def exported(self) -> Path:
-        """Folder of this run's LoRA files, from which they are published."""
-        return self.folder / "lora"
-
-    @property
-    def metrics(self) -> Path:
-        """JSON lines, one per step."""
-        return self.folder / "logs" / "metrics.jsonl"
-
-    @property
-    def sample_losses(self) -> Path:
-        """JSON lines, one per step: `losses` and `timesteps` of its samples, in the order of the plan.
-
-        `samples` holds their indices among the trained inputs, from 0.
-        """
-        return self.folder / "logs" / "sample_losses.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        """JSON lines, one per measurement: `step` (number of steps done), `loss` and `by_level`."""
-        return self.folder / "logs" / "validation.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        """Folder of the previews."""
-        return self.folder / "samples"
-
-    @property
-    def report(self) -> Path:
-        """Folder of the finished run's pictures and tables."""
-        return self.folder / "report"
-
-    @property
-    def last_good(self) -> Path:
-        """Folder of the LoRA files from before a failed step; absent if no step failed."""
-        return self.folder / "last_good_lora"
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.facts = folder / "run.json"
+        self.result = folder / "result.json"
+        self.finished = folder / "finished.json"
+        self.lock = folder / "lock"
+        self.checkpoints = folder / "checkpoints"
+        self.exported = folder / "lora"
+        self.metrics = folder / "logs" / "metrics.jsonl"
+        self.sample_losses = folder / "logs" / "sample_losses.jsonl"
+        self.validation = folder / "logs" / "validation.jsonl"
+        self.samples = folder / "samples"
+        self.report = folder / "report"
+        self.last_good = folder / "last_good_lora"
 
 
 @contextmanager

@@ -42,11 +42,6 @@ def sample_statistics(inputs: TrainingInputs, layout: RunLayout, num_steps: int)
 
     A loss depends on the noise level far more than on the image. Each loss is therefore divided by the mean
     loss of all samples at similar timesteps.
-
-    Args:
-        inputs: Training inputs of the run.
-        layout: Layout of the run's folder.
-        num_steps: Number of steps to include.
     """
     draws = _draws(layout, num_steps)
     if draws.is_empty():

@@ -178,11 +178,7 @@ def training_inputs(
 ) -> TrainingInputs:
     """Join the tables of both caches into training inputs, sorted by variant_id.
 
-    Args:
-        recipe: Names the datasets, their repeats and their validation fractions.
-        entries: Cache entries of the recipe.
-        latents: Table vae_latents, or at least its columns in `NEEDED`.
-        text: Table text_embeddings, or at least its columns in `NEEDED`.
+    The tables need only their columns in `NEEDED`.
 
     Raises:
         TrainingError: A sample has a latent but no text embedding, or the recipe lacks its dataset.

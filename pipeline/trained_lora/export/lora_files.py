@@ -35,7 +35,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -198,13 +198,9 @@ class LoraModule:
         is_part = layout != "diffusers" and self._key(layout) == self.kohya
         return (self.kohya_outs if is_part else ()) or (self.out_features,)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the attributes for `from_json`."""
-        return asdict(self)
-
     @staticmethod
     def from_json(value: Mapping[str, Any]) -> LoraModule:
-        """Rebuild the module from `as_json`."""
+        """Rebuild the module from its `dataclasses.asdict`, after a round trip through JSON."""
         module = LoraModule(**value)
         return replace(module, kohya_outs=tuple(module.kohya_outs), kernel=tuple(module.kernel))
 

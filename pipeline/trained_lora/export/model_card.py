@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,18 +12,14 @@ from pipeline.trained_lora.export.lora_files import SHEET_FILE
 def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str], has_sheet: bool) -> str:
     """Return the card as Markdown, with the front matter that the Hugging Face Hub reads.
 
-    Args:
-        record: Provenance record of the run.
-        steps: Number of optimizer steps done.
-        prompts: Preview prompts, one per column of the sheet.
-        has_sheet: Whether `SHEET_FILE` is published with the card.
+    With `has_sheet`, it shows `SHEET_FILE`, whose columns are the prompts.
     """
     base, name = record["model"]["base"], record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
     lines = [
         "---",
-        f"base_model: {_quoted(base)}",
+        f"base_model: {json.dumps(base, ensure_ascii=False)}",
         "library_name: diffusers",
         "pipeline_tag: text-to-image",
         "tags: [lora, diffusers, text-to-image]",
@@ -74,7 +71,3 @@ def _previews(prompts: Sequence[str]) -> list[str]:
     one_line_prompts = [" ".join(prompt.split()).replace("`", "'") for prompt in prompts]
     numbered = [f"{number}. `{prompt}`" for number, prompt in enumerate(one_line_prompts, start=1)]
     return [f"![previews during training]({SHEET_FILE})", "", "Prompts of the columns:", "", *numbered, ""]
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

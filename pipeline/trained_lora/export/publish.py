@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -18,6 +17,7 @@ from pipeline.trained_lora.export.lora_files import (
     SHEET_FILE,
     layout_file,
 )
+from pipeline.trained_lora.fingerprint import file_sha256
 from pipeline.trained_lora.run_folder import RunLayout
 
 
@@ -98,16 +98,6 @@ def mirror_folder(source: Path, target: Path) -> None:
     for path in list(target.iterdir()) if target.is_dir() else []:
         if path.name not in names:
             path.unlink()
-
-
-def file_sha256(path: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _copy_if_different(source: Path, target: Path) -> bool:

@@ -12,8 +12,6 @@ import polars as pl
 
 Ints = npt.NDArray[np.int32]
 
-_IDS_AT_ONCE = 1_000
-
 
 @dataclass(frozen=True, slots=True)
 class PlanSample:
@@ -103,9 +101,8 @@ class PlanSamples(Sequence[PlanSample]):
         )
 
     def ids_at(self, places: Ints) -> Iterator[str]:
-        """Yield the variant_ids at these indices, in their order."""
-        for start in range(0, len(places), _IDS_AT_ONCE):
-            yield from self._ids.gather(places[start : start + _IDS_AT_ONCE])
+        """Iterate over the variant_ids at these indices, in their order."""
+        return iter(self._ids.gather(places))
 
     def duplicates(self) -> list[str]:
         """Return each variant_id that occurs more than once."""

@@ -49,10 +49,7 @@ def _is_quantized(weight: nn.Parameter) -> bool:
 def quantization(kind: str, dtype: str, device: str) -> Any:
     """Return diffusers' quantisation config for a value of `training.quantize`; None for "none".
 
-    Args:
-        kind: Value of `training.quantize`.
-        dtype: Dtype of matrix products with unpacked weights.
-        device: Device of the model.
+    `dtype` is that of matrix products with unpacked weights.
 
     Raises:
         TrainingError: The quantisation needs a missing package or GPU.

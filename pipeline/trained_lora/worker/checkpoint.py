@@ -10,7 +10,6 @@ A folder is written under a temporary name, synced and renamed. Its number count
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ from torch import Tensor
 from pipeline.errors import TrainingError
 from pipeline.storage.atomic import TEMP_SUFFIX, sync_file, sync_folder
 from pipeline.storage.os_errors import attach_path
+from pipeline.trained_lora.fingerprint import file_sha256
 
 MARKER = "COMPLETE"
 ADAPTER_FILE = "adapter.safetensors"
@@ -74,10 +74,11 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
             save_file(state.adapter, temp / ADAPTER_FILE)
             torch.save(state.optimizer, file)
 
-        hashes = {name: _synced_hash(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
+        hashes = {name: file_sha256(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
         marker = {"step": state.step, "run": run, "sha256": hashes}
         (temp / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        sync_file(temp / MARKER)
+        for name in (*hashes, MARKER):
+            sync_file(temp / name)
 
         if final.exists():
             final.rename(replaced)
@@ -119,7 +120,7 @@ def load_checkpoint(path: Path, run: str) -> TrainingState:
         marker = json.loads((path / MARKER).read_text(encoding="utf-8"))
         hashes: dict[str, str] = marker["sha256"]
         step, marker_run = int(marker["step"]), marker["run"]
-        damaged = [name for name, sha256 in hashes.items() if _hash(path / name) != sha256]
+        damaged = [name for name, sha256 in hashes.items() if file_sha256(path / name) != sha256]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as err:
         raise _invalid(path, f"{MARKER} or a file that it lists is not readable: {err}") from err
 
@@ -160,16 +161,6 @@ def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 def _temp_path(path: Path) -> Path:
     return path.with_name(f".{path.name}-{os.getpid()}-{secrets.token_hex(4)}{TEMP_SUFFIX}")
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _synced_hash(path: Path) -> str:
-    sync_file(path)
-    return _hash(path)
 
 
 def _invalid(path: Path, reason: str) -> TrainingError:

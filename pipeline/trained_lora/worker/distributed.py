@@ -33,12 +33,8 @@ def make_accelerator(
 ) -> Accelerator:
     """Return the `Accelerator` of this process.
 
-    Args:
-        settings: The recipe's accelerate settings.
-        find_unused_parameters: Whether some trained weights get no gradient. DDP then searches for them in
-            every step instead of waiting for their gradients.
-        trackers: Trackers to log with.
-        logging_dir: Folder that contains the trackers' folder.
+    With `find_unused_parameters`, DDP searches in every step for trained weights without a gradient, instead
+    of waiting for their gradients. The trackers write below `logging_dir`.
 
     Raises:
         TrainingError: This machine does not support the precision, or the number of launched processes

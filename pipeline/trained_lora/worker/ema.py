@@ -16,6 +16,18 @@ if TYPE_CHECKING:
     from pipeline.recipe import TrainingSettings
 
 
+@contextmanager
+def restored_afterwards(weights: Sequence[nn.Parameter]) -> Generator[None]:
+    """Restore the weights bit for bit at the end of the context."""
+    originals = [weight.detach().clone() for weight in weights]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, original in zip(weights, originals, strict=True):
+                weight.copy_(original)
+
+
 class AveragedWeights:
     """An exponential moving average of the weights, schedule-free's built-in average, or neither.
 
@@ -26,13 +38,7 @@ class AveragedWeights:
     def __init__(
         self, weights: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer, settings: TrainingSettings
     ) -> None:
-        """Average `weights`, which `optimizer` trains.
-
-        Args:
-            weights: Float32 parameters; they are kept by reference.
-            optimizer: The optimizer itself, not accelerate's wrapper.
-            settings: Settings with `ema_decay` and the optimizer's name.
-        """
+        """Average `weights`, which `optimizer` trains: the optimizer itself, not accelerate's wrapper."""
         self._weights = list(weights)
         self._averaging_optimizer: Any = optimizer if averages_weights(settings) else None
         self._ema = None if settings.ema_decay is None else EMAModel(self._weights, decay=settings.ema_decay)
@@ -49,20 +55,17 @@ class AveragedWeights:
             yield
             return
 
-        originals = [weight.detach().clone() for weight in self._weights]
-        try:
-            if self._averaging_optimizer is not None:
-                self._averaging_optimizer.eval()
-            if self._ema is not None:
-                self._ema.copy_to(self._weights)
-            yield
-        finally:
-            if self._averaging_optimizer is not None:
-                self._averaging_optimizer.train()
-            # schedule-free's `train` recomputes the weights and rounds them; the clones are exact.
-            with torch.no_grad():
-                for weight, original in zip(self._weights, originals, strict=True):
-                    weight.copy_(original)
+        # schedule-free's `train` recomputes the weights and rounds them; the restored ones are exact.
+        with restored_afterwards(self._weights):
+            try:
+                if self._averaging_optimizer is not None:
+                    self._averaging_optimizer.eval()
+                if self._ema is not None:
+                    self._ema.copy_to(self._weights)
+                yield
+            finally:
+                if self._averaging_optimizer is not None:
+                    self._averaging_optimizer.train()
 
     def state(self) -> dict[str, Any]:
         """Return the state to save; empty unless there is a moving average."""

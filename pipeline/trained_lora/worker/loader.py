@@ -90,13 +90,7 @@ class MicroBatchMaker:
     """Builds the tensors of a plan's slots; safe to use from several threads."""
 
     def __init__(self, job: TrainingJob, family: WorkerFamily, scheduler: Any) -> None:
-        """Prepare to build micro-batches; nothing is read yet.
-
-        Args:
-            job: The job, with its inputs and seed.
-            family: WorkerFamily of the base model.
-            scheduler: Noise scheduler.
-        """
+        """Prepare to build micro-batches; nothing is read yet."""
         training = job.recipe.training
         self._store = store_at(job.recipe.cache_dir)
         self._inputs = job.inputs
@@ -132,16 +126,13 @@ class MicroBatchMaker:
         levels = noise_levels(
             torch.tensor(uniform, dtype=torch.float64), self._timestep_settings, self._family.density
         )
-        return MicroInput(
-            variant_ids=tuple(slot.variant_id for slot in share),
+        return self._micro_input(
+            share,
+            inputs,
             latent=latent,
             noise=torch.from_numpy(np.stack([each.target for each in noise])),
             input_noise=torch.from_numpy(np.stack([each.input for each in noise])),
-            timesteps=self._family.noise.timesteps(self._scheduler, levels, shape),
-            conditions=self._conditions(share, inputs),
-            weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
-            indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share, inputs),
+            levels=levels,
         )
 
     def make_fixed(self, share: tuple[Slot, ...], levels: Sequence[float]) -> MicroInput:
@@ -150,9 +141,8 @@ class MicroBatchMaker:
         The noise depends only on the variant and the noise level. Entries that hold a posterior give its
         mean.
 
-        Args:
-            share: Slots; captions are not dropped.
-            levels: Noise level of each slot in [0, 1), see `Family.timesteps`.
+        Captions are not dropped. `levels` holds the noise level of each slot in [0, 1), see
+        `Family.timesteps`.
 
         Raises:
             StoreError: See `make`.
@@ -169,16 +159,39 @@ class MicroBatchMaker:
         ]
         noise = torch.from_numpy(np.stack(noise_by_slot))
         level_tensor = torch.tensor(levels, dtype=torch.float64)
+        return self._micro_input(
+            share, inputs, latent=latent, noise=noise, input_noise=noise, levels=level_tensor
+        )
+
+    def _micro_input(
+        self,
+        share: tuple[Slot, ...],
+        inputs: list[TrainingInput],
+        *,
+        latent: Tensor,
+        noise: Tensor,
+        input_noise: Tensor,
+        levels: Tensor,
+    ) -> MicroInput:
+        """Return the slots' latents and noise with their timesteps, conditions, weights and captions."""
+        pairs = list(zip(share, inputs, strict=True))
+        conditions = self._text(share, inputs) if self._reads_text else {}
+        conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in inputs])
+        crops = [item.views[slot.view].crop_top_left for slot, item in pairs]
+        conditions["crop_top_left"] = torch.tensor(crops)
+        conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
+
+        captions = ("" if slot.drop_caption else item.variants[slot.variant].caption for slot, item in pairs)
         return MicroInput(
             variant_ids=tuple(slot.variant_id for slot in share),
             latent=latent,
             noise=noise,
-            input_noise=noise,
-            timesteps=self._family.noise.timesteps(self._scheduler, level_tensor, shape),
-            conditions=self._conditions(share, inputs),
-            weights=torch.ones(len(share)),
+            input_noise=input_noise,
+            timesteps=self._family.noise.timesteps(self._scheduler, levels, _latent_shape(latent)),
+            conditions=conditions,
+            weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
             indices=torch.tensor([slot.index for slot in share]),
-            captions=self._captions(share, inputs),
+            captions=() if self._reads_text else tuple(captions),
         )
 
     def _latent(self, slot: Slot, item: TrainingInput, *, use_mean: bool = False) -> Tensor:
@@ -195,15 +208,6 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _conditions(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
-        conditions = self._text(share, inputs) if self._reads_text else {}
-        conditions["original_size_hw"] = torch.tensor([item.original_size_hw for item in inputs])
-        conditions["crop_top_left"] = torch.tensor(
-            [item.views[slot.view].crop_top_left for slot, item in zip(share, inputs, strict=True)]
-        )
-        conditions["target_size_hw"] = torch.tensor([item.target_size_hw for item in inputs])
-        return conditions
-
     def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
@@ -214,14 +218,6 @@ class MicroBatchMaker:
             for slot, item in zip(share, inputs, strict=True)
         ]
         return self._family.text.stack(texts)
-
-    def _captions(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> tuple[str, ...]:
-        if self._reads_text:
-            return ()
-        return tuple(
-            "" if slot.drop_caption else item.variants[slot.variant].caption
-            for slot, item in zip(share, inputs, strict=True)
-        )
 
     def _read(self, spec: EntrySpec, variant_id: str) -> dict[str, Tensor]:
         return read_entry(self._store, spec, f"sample {variant_id}")
@@ -235,10 +231,7 @@ def _latent_shape(latent: Tensor) -> tuple[int, int, int]:
 def read_entry(store: Store, spec: EntrySpec, owner: str) -> dict[str, Tensor]:
     """Read an entry's tensors as float32 and check their shapes against the table.
 
-    Args:
-        store: The cache.
-        spec: The entry.
-        owner: Description of the sample or prompt, for errors.
+    `owner` is the sample or prompt that needs the entry, for errors.
 
     Raises:
         StoreError: The entry is missing or damaged, or a tensor has another shape; the error names `owner`
@@ -269,12 +262,7 @@ def micro_inputs(
 
     Close the generator to end its threads. A thread's error is raised at its micro-batch.
 
-    Args:
-        plan: The run's plan.
-        maker: Builds the tensors.
-        rank: Rank whose shares are built.
-        start: First step.
-        pin: Whether to copy the tensors to pinned memory.
+    With `pin`, the tensors are in pinned memory.
     """
 
     def make(step: int, share: tuple[Slot, ...]) -> MicroInput:

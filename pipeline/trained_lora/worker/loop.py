@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +35,7 @@ from pipeline.trained_lora.worker.checkpoint import (
 )
 from pipeline.trained_lora.worker.engine import Engine, StepOutcome
 from pipeline.trained_lora.worker.export.exporter import ExportedFile, Exporter
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput, micro_inputs
 from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
@@ -50,16 +51,11 @@ STOPPED_STATUS = 128 + signal.SIGTERM
 """Exit status of a process that saved a checkpoint and stopped on request."""
 
 
+@dataclass
 class StopRequest:
-    """A flag that asks the loop to stop after the current step."""
+    """A flag that makes the loop stop after the current step."""
 
-    def __init__(self) -> None:
-        """Start without a request."""
-        self.requested = False
-
-    def request(self) -> None:
-        """Request a stop; further requests are ignored."""
-        self.requested = True
+    requested: bool = False
 
 
 @contextmanager
@@ -68,7 +64,7 @@ def stop_on_signals() -> Generator[StopRequest]:
     stop = StopRequest()
 
     def request_stop(number: int, frame: FrameType | None) -> None:
-        stop.request()
+        stop.requested = True
 
     numbers = (signal.SIGTERM, signal.SIGINT)
     previous_handlers = {number: signal.signal(number, request_stop) for number in numbers}
@@ -156,7 +152,8 @@ class _TrainingRun:
             if self.main:
                 accelerator = self.engine.accelerator
                 start_trackers(accelerator, self.job, start=start)
-                self.metrics = stack.enter_context(MetricsLog(self.paths, self.job.inputs, accelerator))
+                metrics = MetricsLog(self.paths, self.job.inputs, accelerator)
+                self.metrics = stack.enter_context(closing(metrics))
             if start == 0:
                 self._validate_and_draw(0)
             steps_done = self._run_steps(start, inputs, stop)
@@ -302,7 +299,7 @@ class _TrainingRun:
         self.report.info(f"warning: {text}")
 
     def _export(self, folder: Path) -> list[ExportedFile]:
-        return self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+        return self.exporter.export(self.engine.networks, folder)
 
     def _finish(self) -> None:
         """Export the result and write `result.json`."""
@@ -336,8 +333,6 @@ class _TrainingRun:
             "num_weights": self._num_weights(),
             "peak_memory_bytes": torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
             "files": [asdict(file) for file in files],
-            "modules": [
-                module.as_json() for module in self.exporter.modules(engine.denoiser, engine.text_networks)
-            ],
+            "modules": [asdict(module) for module in describe_networks(self.family, engine.networks)],
             "warnings": self.warnings,
         }

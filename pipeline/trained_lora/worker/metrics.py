@@ -10,9 +10,7 @@ import os
 import resource
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class JsonLines:
-    """A file of JSON lines, open for appending; use it as a context."""
+    """A file of JSON lines, open for appending; close it after use."""
 
     def __init__(self, path: Path) -> None:
         """Open the file, and terminate a partial line that a killed process left at its end."""
@@ -52,34 +50,22 @@ class JsonLines:
         """Flush the file to disk; do so before each checkpoint, so that a resumed run misses no line."""
         os.fsync(self._file.fileno())
 
-    def __enter__(self) -> JsonLines:
-        """Return these lines."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 class MetricsLog:
-    """All metrics of one run, written by its main process; use it as a context."""
+    """All metrics of one run, written by its main process; close it after use."""
 
     def __init__(self, layout: RunLayout, inputs: TrainingInputs, accelerator: Accelerator) -> None:
-        """Open the run's files for appending.
-
-        Args:
-            layout: Paths of the run.
-            inputs: Samples of the run. The files identify a sample by its index among the trained ones.
-            accelerator: Holder of the trackers, which are started.
-        """
-        self._files = ExitStack()
+        """Open the run's files for appending; the trackers of `accelerator` are started."""
         self._accelerator = accelerator
         self._trained = inputs.trained
-        self._metrics = self._files.enter_context(JsonLines(layout.metrics))
-        self._samples = self._files.enter_context(JsonLines(layout.sample_losses))
-        self._validation = self._files.enter_context(JsonLines(layout.validation))
+        self._metrics = JsonLines(layout.metrics)
+        self._samples = JsonLines(layout.sample_losses)
+        self._validation = JsonLines(layout.validation)
+        self._files = (self._metrics, self._samples, self._validation)
 
     def step(self, batch: StepPlan, outcome: StepOutcome, seconds: float) -> None:
         """Log an optimizer step that took `seconds`."""
@@ -111,18 +97,13 @@ class MetricsLog:
 
     def sync(self) -> None:
         """Flush all files to disk."""
-        for lines in (self._metrics, self._samples, self._validation):
-            lines.sync()
+        for file in self._files:
+            file.sync()
 
-    def __enter__(self) -> MetricsLog:
-        """Return this log."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Close the files."""
-        self._files.close()
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files:
+            file.close()
 
 
 def peak_memory_bytes() -> int:

@@ -19,24 +19,13 @@ if TYPE_CHECKING:
 
     from pipeline.recipe import TrainingSettings
 
-SCHEDULES = {
-    "constant": "constant_with_warmup",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_restarts": "cosine_with_restarts",
-    "polynomial": "polynomial",
-}
-"""Names of diffusers' schedules by `training.lr_scheduler`; each begins with a linear warm-up."""
-
 
 def make_optimizer(
     weights: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: TrainingSettings
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer; arguments that the recipe omits keep their library's defaults.
 
-    Args:
-        weights: Parameters, or torch's parameter groups with `params` and an optional `lr`.
-        settings: Settings with the optimizer, its arguments, and the learning rate of groups without `lr`.
+    `weights` are parameters, or torch's parameter groups with `params` and an optional `lr`.
 
     Raises:
         TrainingError: The package or class does not exist, or the class does not accept the arguments.
@@ -123,8 +112,10 @@ def make_schedule(optimizer: torch.optim.Optimizer, settings: TrainingSettings) 
             num_decay_steps=settings.decay_steps,
             num_training_steps=settings.num_steps,
         )
+    # Except for this one, diffusers' schedules have the recipe's names. All begin with a linear warm-up.
+    is_constant = settings.lr_scheduler == "constant"
     return get_scheduler(
-        SCHEDULES[settings.lr_scheduler],
+        "constant_with_warmup" if is_constant else settings.lr_scheduler,
         optimizer=optimizer,
         num_warmup_steps=settings.warmup_steps,
         num_training_steps=settings.num_steps,

@@ -13,10 +13,7 @@ if TYPE_CHECKING:
 def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
     """Return the error for memory that ran out, with the settings that the recipe can still change.
 
-    Args:
-        recipe: Recipe of the run.
-        when: When it happened, for example "in step 3".
-        usage: Description of the memory in use; may be empty.
+    `when` is a phrase such as "in step 3". `usage` describes the memory in use and may be empty.
     """
     training = recipe.training
     where = (

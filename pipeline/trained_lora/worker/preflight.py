@@ -12,6 +12,7 @@ from torch import nn
 
 from pipeline.errors import TrainingError
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
+from pipeline.trained_lora.worker.ema import restored_afterwards
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,11 +27,7 @@ _PERTURBATION_STD = 0.01
 def run_preflight(engine: Engine, layout: RunLayout, run: str, export: Callable[[Path], object]) -> None:
     """Save a checkpoint, reload it, and export the adapter (FAILURES R08).
 
-    Args:
-        engine: Engine before its first step.
-        layout: Paths of the run.
-        run: Id of the run.
-        export: Writes the adapter's files into a folder and verifies them.
+    `export` writes the adapter's files into a folder and verifies them.
 
     Raises:
         TrainingError: The checkpoint does not read back as it was saved, or `export` failed.
@@ -60,15 +57,10 @@ def perturbed_weights(weights: Sequence[nn.Parameter]) -> Generator[None]:
 
     The global random state does not change.
     """
-    originals = [weight.detach().clone() for weight in weights]
     random = torch.Generator().manual_seed(0)
-    try:
+    with restored_afterwards(weights):
         with torch.no_grad():
             for weight in weights:
                 noise = torch.randn(weight.shape, generator=random).to(weight.device)
                 weight.add_(noise, alpha=_PERTURBATION_STD)
         yield
-    finally:
-        with torch.no_grad():
-            for weight, original in zip(weights, originals, strict=True):
-                weight.copy_(original)

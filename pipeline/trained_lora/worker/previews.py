@@ -6,7 +6,7 @@ previews and released afterwards. A preview that fails is a warning and never en
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,12 +36,7 @@ def draw_previews(
 
     A preview depends only on the adapter, the prompt and the recipe's seed, so that steps can be compared.
 
-    Args:
-        job: The job, with its prompts and their sizes.
-        family: WorkerFamily of the base model.
-        engine: Holder of the denoiser and its adapter.
-        step: Number of optimizer steps done.
-        warn: Receiver of a warning if drawing fails.
+    `warn` receives a warning if drawing fails.
 
     Returns:
         The files written, in the order of the prompts; fewer than the prompts after a failure.
@@ -49,26 +44,19 @@ def draw_previews(
     files: list[Path] = []
     try:
         with engine.evaluation():
-            # Not list(...): the previews drawn before a failure still count.
-            for path in _write_previews(job, family, engine, step):
+            # float32, because SDXL's VAE overflows in float16.
+            device = str(engine.accelerator.device)
+            pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
+            for number, prompt in enumerate(job.prompts):
+                picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
+                path = RunLayout(job.folder).samples / f"step-{step:08d}-{number:02d}.png"
+                write_atomically(path, partial(picture.save, format="PNG"))
                 files.append(path)
     except Exception as err:  # training continues whatever the failure
         warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")
     finally:
         free_memory()  # the pipeline is part of a reference cycle and would keep the VAE on the GPU
     return files
-
-
-def _write_previews(job: TrainingJob, family: WorkerFamily, engine: Engine, step: int) -> Iterator[Path]:
-    device = str(engine.accelerator.device)
-    # float32, because SDXL's VAE overflows in float16.
-    pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
-    folder = RunLayout(job.folder).samples
-    for number, prompt in enumerate(job.prompts):
-        path = folder / f"step-{step:08d}-{number:02d}.png"
-        picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
-        write_atomically(path, partial(picture.save, format="PNG"))
-        yield path
 
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:

@@ -37,11 +37,6 @@ class TextEncoders:
     def __init__(self, family: WorkerFamily, recipe: Recipe, device: str) -> None:
         """Load the text encoders and add adapters to those that can be trained.
 
-        Args:
-            family: A family with `trainable_text_encoders`.
-            recipe: A recipe with `training.lora.text_encoders`.
-            device: Device of the encoders.
-
         Raises:
             ModelError: A file of a text encoder is missing.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 from accelerate.tracking import GeneralTracker, WandBTracker
@@ -17,18 +17,15 @@ if TYPE_CHECKING:
 
     from pipeline.trained_lora.job import TrainingJob
 
-Trackers: TypeAlias = list[str | GeneralTracker]
-"""Value of `Accelerator(log_with=...)`."""
 
-
-def requested_trackers(job: TrainingJob) -> Trackers:
-    """Return the trackers that the recipe names.
+def requested_trackers(job: TrainingJob) -> list[str | GeneralTracker]:
+    """Return the trackers that the recipe names, for `Accelerator(log_with=...)`.
 
     W&B is returned as an instance instead of a name, because accelerate gives all named trackers the same
     project name, which is the name of TensorBoard's folder.
     """
     names = job.recipe.training.trackers
-    trackers: Trackers = []
+    trackers: list[str | GeneralTracker] = []
     if "tensorboard" in names:
         trackers.append("tensorboard")
     if "wandb" in names:

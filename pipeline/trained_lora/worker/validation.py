@@ -43,13 +43,7 @@ class Validation:
     """Measures an engine's loss on variants with their first caption, unmirrored."""
 
     def __init__(self, job: TrainingJob, family: WorkerFamily, samples: TrainingInputs) -> None:
-        """Plan the batches. Every rank must create one, and call `loss` at the same steps.
-
-        Args:
-            job: The job, with its store and batch size.
-            family: WorkerFamily of the base model.
-            samples: Inputs of `job` to measure; at least one.
-        """
+        """Plan the batches of `samples`, at least one; every rank must call `loss` at the same steps."""
         # The base model's own scheduler, so that the recipe's changes do not change the measure.
         self._scheduler: Any = family.noise.load_scheduler()
         self._maker = MicroBatchMaker(job, family, self._scheduler)

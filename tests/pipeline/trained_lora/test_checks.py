@@ -3,6 +3,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ class Result:
             }
             for layout in LAYOUTS
         ]
-        finished = {"steps": steps, "modules": [module.as_json() for module in MODULES], "files": files}
+        finished = {"steps": steps, "modules": [asdict(module) for module in MODULES], "files": files}
         finished |= {"output_change": self.output_change, "loss_trend": self.trend}
         self.layout.finished.write_text(json.dumps(finished))
         (self.lora / "provenance.json").write_text(json.dumps({"run": "abc"}))

@@ -54,7 +54,7 @@ class InProcessLaunch:
 
     def progress(self, completed: int, total: int, text: str) -> None:
         if self.stop_after is not None and completed >= self.stop_after:
-            self._stop.request()
+            self._stop.requested = True
 
 
 def run(project: Project, launch: InProcessLaunch, log: list[str] | None = None) -> StageResult:

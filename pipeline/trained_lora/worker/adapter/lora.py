@@ -58,11 +58,7 @@ def add_lora(
     The new weights are float32 for any base dtype (FAILURES R10) and depend only on `seed`; the delta weights
     are zero. The global random state does not change.
 
-    Args:
-        network: Network of diffusers or transformers; changed in place.
-        settings: Kind, rank and modules.
-        targets: Endings of module paths that `targets: family` selects.
-        seed: Seed of the initial weights.
+    The network is changed in place. `targets` are the endings of module paths that `targets: family` selects.
 
     Returns:
         The configuration given to peft.

@@ -42,10 +42,7 @@ def init_from_base_weights(denoiser: nn.Module, settings: LoraSettings, *, seed:
 
     Both depend only on the base weights and `seed`. The global random state does not change.
 
-    Args:
-        denoiser: Denoiser with a fresh adapter of `settings`.
-        settings: Settings of kind lora whose `init` is pissa or olora.
-        seed: Seed of the first directions of the subspace iteration.
+    `denoiser` has a fresh adapter of `settings`, where `init` is pissa or olora.
 
     Raises:
         TrainingError: A module has fewer rows or columns than its rank.

@@ -27,10 +27,7 @@ _CONDITIONING = re.compile(r"norm|mod(ulation)?\b|time|embed", re.IGNORECASE)
 def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: list[str]) -> list[str]:
     """Return the dotted paths of the modules that get an adapter, in the model's order.
 
-    Args:
-        denoiser: Denoiser without an adapter.
-        settings: Settings with `targets`, `modules`, `ranks` and `conv_rank`.
-        family_targets: Path endings that `targets: family` selects.
+    `family_targets` are the path endings that `targets: family` selects.
 
     Raises:
         TrainingError: No module is selected, or a pattern of `modules` or `ranks` matches none.

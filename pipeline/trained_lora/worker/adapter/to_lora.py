@@ -5,7 +5,7 @@ The exported files contain this LoRA, because every program can load it.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -34,28 +34,44 @@ def lora_state(denoiser: nn.Module) -> dict[str, Tensor]:
     each number is a product of two of the adapter's numbers.
     """
     state = adapter_state(denoiser)
+    lora = {
+        name: weight
+        for name, weight in state.items()
+        if ".lora_" in name and not name.startswith(f"{FROZEN_ADAPTER}:")
+    }
     for name, module in lora_modules(denoiser):
-        if isinstance(module, LoHaLayer):
-            factors = [state.pop(f"{name}.hada_w{side}") for side in ("1_a", "1_b", "2_a", "2_b")]
-            up, down = _from_loha(*factors)
-        elif isinstance(module, LoKrLayer):
-            parts = {side: state.pop(f"{name}.lokr_{side}", None) for side in ("w1", "w2", "w2_a", "w2_b")}
-            up, down = _from_lokr(**parts)
-        elif FROZEN_ADAPTER in module.r:
-            ups, downs = (_pop_both(state, f"{name}.lora_{side}.weight") for side in ("B", "A"))
-            # [up, frozen_up] @ [down; frozen_down] is the sum of the two products.
-            up, down = torch.cat(ups, dim=1), torch.cat(downs)
-        else:
-            continue
-        kernel = cast("Tensor", cast("Any", module).get_base_layer().weight).shape[2:]
-        state[f"{name}.lora_A.weight"] = down.reshape(len(down), -1, *kernel).contiguous()
-        state[f"{name}.lora_B.weight"] = up.reshape(*up.shape, *(1 for _ in kernel)).contiguous()
-    return state
+        down, up = _lora_factors(module, lambda weight: weight.detach().float().cpu().clone())
+        lora[f"{name}.lora_A.weight"], lora[f"{name}.lora_B.weight"] = down.contiguous(), up.contiguous()
+    return lora
 
 
-def _pop_both(state: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
-    """Remove one factor of the trained and of the frozen adapter from `state`; return both as matrices."""
-    return state.pop(name).flatten(1), state.pop(f"{FROZEN_ADAPTER}:{name}").flatten(1)
+def lora_shapes(module: Adapted) -> tuple[Shape, Shape]:
+    """Return the shapes of a module in `lora_state`: (rank, in, *kernel) and (out, rank, *ones)."""
+    down, up = _lora_factors(module, lambda weight: weight.detach().to("meta"))
+    return tuple(down.shape), tuple(up.shape)
+
+
+def _lora_factors(module: Adapted, read: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Return (down, up) of the LoRA that equals the module's adapter, from weights passed through `read`."""
+    layer = cast("Any", module)
+    if isinstance(module, LoHaLayer):
+        factors = (layer.hada_w1_a, layer.hada_w1_b, layer.hada_w2_a, layer.hada_w2_b)
+        up, down = _from_loha(*(read(factor[ADAPTER]) for factor in factors))
+    elif isinstance(module, LoKrLayer):
+        factors = (layer.lokr_w1, layer.lokr_w2, layer.lokr_w2_a, layer.lokr_w2_b)
+        up, down = _from_lokr(*(read(each[ADAPTER]) if ADAPTER in each else None for each in factors))
+    elif FROZEN_ADAPTER in module.r:
+        # [up, frozen_up] @ [down; frozen_down] is the sum of the two products.
+        up, down = (
+            torch.cat([read(side[name].weight) for name in (ADAPTER, FROZEN_ADAPTER)], dim=dim)
+            for side, dim in ((layer.lora_B, 1), (layer.lora_A, 0))
+        )
+        return down, up
+    else:
+        return read(layer.lora_A[ADAPTER].weight), read(layer.lora_B[ADAPTER].weight)
+
+    kernel = layer.get_base_layer().weight.shape[2:]
+    return down.reshape(len(down), -1, *kernel), up.reshape(*up.shape, *(1 for _ in kernel))
 
 
 def _from_loha(w1_a: Tensor, w1_b: Tensor, w2_a: Tensor, w2_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,38 +103,5 @@ def _from_lokr(
 
 def _split_off_identity(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rows, columns = matrix.shape
-    return (torch.eye(rows), matrix) if rows <= columns else (matrix, torch.eye(columns))
-
-
-def lora_shapes(module: Adapted) -> tuple[Shape, Shape]:
-    """Return the shapes of a module in `lora_state`: (rank, in, *kernel) and (out, rank, *ones).
-
-    Only shapes are read, so the weights may be on the meta device.
-    """
-    layer = cast("Any", module)
-    if isinstance(module, LoHaLayer | LoKrLayer):
-        kernel = tuple(layer.get_base_layer().weight.shape[2:])
-        rows, columns, rank = _loha_size(layer) if isinstance(module, LoHaLayer) else _lokr_size(layer)
-        return (rank, columns // math.prod(kernel), *kernel), (rows, rank, *(1 for _ in kernel))
-    down, up = (side[ADAPTER].weight.shape for side in (layer.lora_A, layer.lora_B))
-    num_adapters = 2 if FROZEN_ADAPTER in module.r else 1
-    return (num_adapters * down[0], *down[1:]), (up[0], num_adapters * up[1], *up[2:])
-
-
-def _loha_size(layer: Any) -> tuple[int, int, int]:
-    """Return (rows, columns, rank) of the delta weight, flattened to a matrix."""
-    rows, rank = layer.hada_w1_a[ADAPTER].shape
-    return rows, layer.hada_w1_b[ADAPTER].shape[1], rank * rank
-
-
-def _lokr_size(layer: Any) -> tuple[int, int, int]:
-    """Return (rows, columns, rank) of the delta weight, flattened to a matrix."""
-    w1_rows, w1_columns = layer.lokr_w1[ADAPTER].shape
-    if ADAPTER in layer.lokr_w2:
-        w2_rows, *w2_others = layer.lokr_w2[ADAPTER].shape
-        w2_columns = math.prod(w2_others)
-        w2_rank = min(w2_rows, w2_columns)
-    else:
-        w2_rows, w2_rank = layer.lokr_w2_a[ADAPTER].shape
-        w2_columns = layer.lokr_w2_b[ADAPTER].shape[1]
-    return w1_rows * w2_rows, w1_columns * w2_columns, min(w1_rows, w1_columns) * w2_rank
+    identity = torch.eye(min(rows, columns), device=matrix.device)
+    return (identity, matrix) if rows <= columns else (matrix, identity)

@@ -40,10 +40,7 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     If the file's scale differs from the adapter's, the up matrices are rescaled. Every weight of the adapters
     is replaced. Modules of the file without an adapter are ignored only if their up matrix is zero.
 
-    Args:
-        networks: Networks with adapters.
-        modules: All adapted modules.
-        path: LoRA file in one of the layouts of `lora_files`, of any float dtype.
+    The file may be in any of the layouts of `lora_files`, and of any float dtype.
 
     Raises:
         TrainingError: The file is not readable, or its modules, ranks or kind differ from the adapter's.

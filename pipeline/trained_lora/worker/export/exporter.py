@@ -11,7 +11,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import diffusers
@@ -27,7 +26,6 @@ from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
     FROZEN_ADAPTER,
     Networks,
-    adapted_networks,
     collect,
     delta_weights,
     frozen_delta_sizes,
@@ -55,8 +53,6 @@ The files hold the trained float32 factors, so only the summation order of the p
 is ten times as large for adapters that are converted to a LoRA, whose factors are products.
 """
 
-_NO_TEXT_ENCODERS: Mapping[str, nn.Module] = MappingProxyType({})
-
 
 @dataclass(frozen=True)
 class ExportedFile:
@@ -77,37 +73,17 @@ class Exporter:
     """Writes and verifies the LoRA files of one run."""
 
     def __init__(self, family: WorkerFamily, recipe_name: str, metadata: Mapping[str, str]) -> None:
-        """Take what all three files have in common.
-
-        Args:
-            family: Family of the base model, which names the modules in each layout.
-            recipe_name: Name of the recipe, part of two file names.
-            metadata: Metadata for each file's header, in addition to the adapter's own.
-        """
+        """Take what the three files have in common; `metadata` is added to each file's header."""
         self._family = family
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
         pipeline_class = read_json(family.folder / "model_index.json")["_class_name"]
         self._pipeline: Any = getattr(diffusers, pipeline_class)
 
-    def modules(
-        self, denoiser: nn.Module, text_encoders: Mapping[str, nn.Module] = _NO_TEXT_ENCODERS
-    ) -> list[LoraModule]:
-        """Return the adapted modules with their names in each layout; arguments as for `export`."""
-        return describe_networks(self._family, adapted_networks(denoiser, text_encoders))
-
-    def export(
-        self,
-        denoiser: nn.Module,
-        folder: Path,
-        text_encoders: Mapping[str, nn.Module] = _NO_TEXT_ENCODERS,
-    ) -> list[ExportedFile]:
+    def export(self, networks: Networks, folder: Path) -> list[ExportedFile]:
         """Replace the contents of `folder` by the three files, and verify each of them.
 
-        Args:
-            denoiser: Denoiser with its adapter.
-            folder: Folder to write to; it is created with its parents.
-            text_encoders: Text encoders with adapters, by component.
+        The folder is created with its parents.
 
         Raises:
             TrainingError: A file does not reproduce the delta weights (FAILURES R06), or a layout cannot hold
@@ -116,8 +92,7 @@ class Exporter:
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        networks = adapted_networks(denoiser, text_encoders)
-        state = collect(networks, lora_state)
+        denoiser, state = networks[""], collect(networks, lora_state)
         modules = describe_networks(self._family, networks)
         norms = row_norms(denoiser) if magnitudes(denoiser) else {}
 

@@ -33,13 +33,9 @@ DEFECT_FIX = "report a defect, with the versions of diffusers and peft; the last
 def layout_tensors(
     layout: Layout, modules: list[LoraModule], state: Mapping[str, Tensor], norms: RowNorms
 ) -> dict[str, Tensor]:
-    """Return the tensors of a file in kohya's or ComfyUI's layout.
+    """Return the tensors of a file in the layout "kohya" or "comfyui"; diffusers writes its own layout.
 
-    Args:
-        layout: "kohya" or "comfyui"; diffusers writes its own layout.
-        modules: All adapted modules.
-        state: Weights of the LoRA under peft's names, see `lora_state`.
-        norms: Row norms of the same adapter.
+    `state` is the result of `lora_state`, and `norms` are the row norms of the same adapter.
     """
     tensors: dict[str, Tensor] = {}
     for module in modules:

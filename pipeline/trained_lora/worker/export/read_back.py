@@ -23,12 +23,8 @@ def loaded_effects(
 ) -> Effects:
     """Return the effects of a file as diffusers loads it, into networks whose base weights take no memory.
 
-    Args:
-        path: File in the layout of diffusers or kohya.
-        pipeline: Class of the base model's diffusers pipeline.
-        networks: Networks with the exported adapters.
-        norms: Row norms of the exported adapter.
-        denoiser_name: Component of the denoiser, "unet" or "transformer".
+    The file is in the layout of diffusers or kohya. `norms` are the row norms of the exported adapter, and
+    `denoiser_name` is "unet" or "transformer".
 
     Raises:
         TrainingError: diffusers cannot load the file.
@@ -66,9 +62,7 @@ def loaded_effects(
 def _skeleton(network: nn.Module, constructor: str) -> Any:
     """Return a network of the same configuration whose weights are expanded views of a single zero.
 
-    Args:
-        network: Network of diffusers or transformers.
-        constructor: Name of its class method that takes a configuration.
+    `constructor` names the class method of `network` that takes a configuration.
     """
     with torch.device("meta"):
         skeleton = getattr(type(network), constructor)(cast("Any", network).config)

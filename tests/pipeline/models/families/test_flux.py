@@ -12,8 +12,8 @@ from demo.tiny_models import make_tiny_flux
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
-from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
@@ -121,8 +121,7 @@ def test_diffusers_reads_kohyas_layout_of_the_published_width(family: WorkerFami
         sizes = {"num_layers": 1, "num_single_layers": 1}
         real: Any = FluxTransformer2DModel(**sizes)
     add_lora(real, LoraSettings(rank=2, alpha=3.0), targets=family.lora_targets(), seed=1)
-    exporter = Exporter(family, "demo", {})
-    modules = exporter.modules(real)
+    modules = describe_networks(family, {"": real})
     random = torch.Generator().manual_seed(1)
     state = {
         f"{module.name}.lora_{side}.weight": torch.randn(shape, generator=random)

@@ -11,8 +11,8 @@ from demo.tiny_models import make_tiny_lumina2
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora
-from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.export.layouts import layout_tensors
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 
@@ -67,7 +67,7 @@ def test_diffusers_reads_stacked_layers_of_the_published_width(tmp_path: Path) -
         real: Any = Lumina2Transformer2DModel(num_layers=0, num_refiner_layers=1)
     del real.noise_refiner
     add_lora(real, LoraSettings(rank=2, alpha=2.0), targets=family.lora_targets(), seed=1)
-    modules = Exporter(family, "demo", {}).modules(real)
+    modules = describe_networks(family, {"": real})
     random = torch.Generator().manual_seed(1)
     state = {
         f"{module.name}.lora_{side}.weight": torch.randn(shape, generator=random)

@@ -21,6 +21,7 @@ from pipeline.models.worker.loading import load_component
 from pipeline.recipe import LoraSettings
 from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
 from pipeline.trained_lora.worker.export.exporter import Exporter
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
 from tests.pipeline.models.families.sized_unet_case import ATTENTIONS, LAYERS, SizedUNetCase
@@ -214,8 +215,8 @@ def test_diffusers_reads_the_kohya_names_of_convolutions(
     for weight in trainable_weights(unet):
         torch.nn.init.normal_(weight.data, generator=torch.Generator().manual_seed(weight.numel()))
     exporter = Exporter(family, "demo", {})
-    assert [file.max_error for file in exporter.export(unet, tmp_path)] == [0.0] * 3
-    keys = {module.kohya for module in exporter.modules(unet)}
+    assert [file.max_error for file in exporter.export({"": unet}, tmp_path)] == [0.0] * 3
+    keys = {module.kohya for module in describe_networks(family, {"": unet})}
     assert {
         "lora_unet_input_blocks_1_0_in_layers_2",
         "lora_unet_input_blocks_2_0_out_layers_3",

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 
@@ -42,4 +42,4 @@ def test_only_kohya_stacks_parts_and_a_separate_layer_is_stored_unchanged() -> N
 
 
 def test_a_module_survives_a_json_round_trip() -> None:
-    assert LoraModule.from_json({**QUERY.as_json(), "kohya_outs": [3, 6, 4]}) == QUERY
+    assert LoraModule.from_json({**asdict(QUERY), "kohya_outs": [3, 6, 4]}) == QUERY

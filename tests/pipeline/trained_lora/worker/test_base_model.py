@@ -130,7 +130,7 @@ def test_quantised_weights_give_almost_the_same_output_and_can_be_trained_and_ex
     assert not torch.equal(loss, losses)
     for one, other in zip(actual, expected, strict=True):
         assert float(torch.nn.functional.cosine_similarity(one.flatten(), other.flatten(), dim=0)) > 0.98
-    exported = Exporter(load_family(project.job().base), "demo", {}).export(engine.denoiser, tmp_path)
+    exported = Exporter(load_family(project.job().base), "demo", {}).export(engine.networks, tmp_path)
     assert max(file.max_error for file in exported) < 1e-6
 
 

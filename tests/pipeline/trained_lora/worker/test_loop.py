@@ -57,7 +57,7 @@ class RecordingReport:
         if self.act is not None and done >= self.stop_after:
             self.act()
         elif done + 1 >= self.stop_after:
-            self.stop.request()
+            self.stop.requested = True
 
 
 class StopDuringFirstStep(StopRequest):
@@ -79,7 +79,7 @@ def run_until(job: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> t
         return train(job, report, StopDuringFirstStep()), report.lines
     report = RecordingReport(stop_after=stop_after)
     if stop_after <= start:
-        report.stop.request()
+        report.stop.requested = True
     return train(job, report, report.stop), report.lines
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 from pipeline.trained_lora.run_folder import read_metrics
@@ -7,7 +8,7 @@ from pipeline.trained_lora.worker.metrics import JsonLines
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:
-    with JsonLines(path) as log:
+    with closing(JsonLines(path)) as log:
         for step, loss in lines:
             log.append({"step": step, "loss": loss})
 

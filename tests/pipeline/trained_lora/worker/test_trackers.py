@@ -30,7 +30,7 @@ class StopsAt:
 
     def progress(self, done: int, total: int, text: str) -> None:
         if done + 1 >= self.steps:
-            self.stop.request()
+            self.stop.requested = True
 
 
 def trained(job: TrainingJob, steps: int) -> bool:

@@ -22,7 +22,7 @@ from pipeline.recipe import LoraSettings
 from pipeline.recipe.lora import lokr_shapes
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
-from pipeline.trained_lora.export.lora_files import layout_file, read_lora_file
+from pipeline.trained_lora.export.lora_files import LoraModule, layout_file, read_lora_file
 from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot
@@ -73,8 +73,11 @@ class Loose:
         self.denoiser: Any = Engine(self.job, family).denoiser.eval()
         loosen(self.denoiser)
         self.exporter = Exporter(family, "demo", header_metadata(self.job, family))
-        self.files = self.exporter.export(self.denoiser, folder)
+        self.files = self.exporter.export({"": self.denoiser}, folder)
         self.folder = folder
+
+    def modules(self) -> list[LoraModule]:
+        return describe_denoiser(load_family(self.job.base), self.denoiser)
 
 
 def loosen(denoiser: Any) -> None:
@@ -119,7 +122,7 @@ def merged(loose: Loose, layout: Any) -> Any:
     """Return the base model with a file's weights merged."""
     unet = UNet2DConditionModel.from_pretrained(loose.job.base / "unet").eval()
     tensors = load_file(loose.folder / layout_file(layout, "demo"))
-    for module in loose.exporter.modules(loose.denoiser):
+    for module in loose.modules():
         key = module.kohya if layout == "kohya" else module.comfyui
         weight = unet.get_submodule(module.name).weight.data
         weight.copy_(by_formula(weight, tensors, key, base_rows=layout == "comfyui"))
@@ -149,7 +152,7 @@ def test_R06_the_base_model_with_any_file_equals_the_trained_model(
 
 def test_ranks_and_scales_follow_the_recipe(make_project: Callable[..., Project], tmp_path: Path) -> None:
     loose = Loose(make_project(), tmp_path / "lora", KINDS["ranks"])
-    sizes = {module.name: (module.rank, module.alpha) for module in loose.exporter.modules(loose.denoiser)}
+    sizes = {module.name: (module.rank, module.alpha) for module in loose.modules()}
     attn2 = {size for name, size in sizes.items() if ".attn2." in name}
     assert attn2 == {(8, 4.0)}  # the first matching pattern wins; alpha is scaled in proportion
     assert {size for name, size in sizes.items() if "mid" in name and ".attn1." in name} == {(2, 6.0)}
@@ -176,7 +179,7 @@ class InProcessLaunch:
 
     def progress(self, done: int, total: int, text: str) -> None:
         if self.stop_after is not None and done + 1 >= self.stop_after:
-            self.stop.request()
+            self.stop.requested = True
 
 
 def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_squared_rank(
@@ -188,7 +191,7 @@ def test_a_loha_is_a_product_of_two_products_and_its_files_hold_a_lora_of_square
     a, b, c, d = (getattr(layer, f"hada_w{side}")["default"] for side in ("1_a", "1_b", "2_a", "2_b"))
     expected = layer.get_base_layer().weight + 2.0 / 4 * (a @ b) * (c @ d)
     torch.testing.assert_close(effective(layer), expected.detach(), rtol=0, atol=1e-6)
-    ranks = {module.rank for module in loose.exporter.modules(loose.denoiser)}
+    ranks = {module.rank for module in loose.modules()}
     assert ranks == {16, 4}
     assert sum(weight.numel() for weight in (a, b, c, d)) < 16 * (b.shape[1] + len(a))
 
@@ -205,7 +208,7 @@ def test_a_lokr_is_a_kronecker_product_and_its_files_hold_a_lora_of_the_product_
     left, right = full.lokr_w1["default"], full.lokr_w2["default"]
     expected = full.get_base_layer().weight + 2.0 / 2 * torch.kron(left, right)
     torch.testing.assert_close(effective(full), expected.detach(), rtol=0, atol=1e-6)
-    ranks = {module.name: module.rank for module in loose.exporter.modules(loose.denoiser)}
+    ranks = {module.name: module.rank for module in loose.modules()}
     assert ranks[f"{block}.attn1.to_q"] == 4 * 2
     assert ranks[f"{block}.attn2.to_q"] == 4 * min(right.shape)
 
@@ -334,10 +337,10 @@ def test_R06_fused_layers_hold_the_trained_parts(tmp_path: Path, kind: str, lora
     add_lora(denoiser, settings, targets=family.lora_targets(), seed=1)
     loosen(denoiser)
     exporter = Exporter(family, "demo", {})
-    exporter.export(denoiser, tmp_path / "lora")
+    exporter.export({"": denoiser}, tmp_path / "lora")
     for layout in ("kohya", "comfyui"):
         tensors = load_file(tmp_path / "lora" / layout_file(layout, "demo"))
-        for module in exporter.modules(denoiser):
+        for module in describe_denoiser(family, denoiser):
             key = module.kohya if layout == "kohya" else module.comfyui
             parts = family.kohya_layer(module.name).modules if key == module.kohya else (module.name,)
             layers = [denoiser.get_submodule(part) for part in parts]

@@ -51,7 +51,7 @@ def files(project: Project, folder: Path, **lora: Any) -> Engine:
     with torch.no_grad():
         for weight in source.weights:
             weight.copy_(weight + 0.2 * torch.rand(weight.shape, generator=rng))
-    Exporter(load_family(project.job().base), "demo", {}).export(source.denoiser, folder)
+    Exporter(load_family(project.job().base), "demo", {}).export(source.networks, folder)
     return source
 
 

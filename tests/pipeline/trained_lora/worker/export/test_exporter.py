@@ -26,6 +26,7 @@ from pipeline.trained_lora.worker.adapter import lora
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export import exporter, layouts
 from pipeline.trained_lora.worker.export.exporter import Exporter
+from pipeline.trained_lora.worker.export.modules import describe_networks
 from tests.pipeline.trained_lora.adapters import delta_weights
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Trained:
         self.exporter = Exporter(self.family, "demo", header_metadata(self.job, self.family))
 
     def export(self, folder: Path) -> list[exporter.ExportedFile]:
-        return self.exporter.export(self.engine.denoiser, folder)
+        return self.exporter.export(self.engine.networks, folder)
 
 
 @pytest.fixture
@@ -78,7 +79,7 @@ def test_R06_load_lora_weights_draws_the_same_picture_from_folder_and_kohya_file
 
 def test_R06_each_file_has_the_trained_alpha(trained: Trained, tmp_path: Path) -> None:
     files = trained.export(tmp_path)
-    modules = trained.exporter.modules(trained.engine.denoiser)
+    modules = describe_networks(trained.family, trained.engine.networks)
     assert [file.name for file in files] == [layout_file(layout, "demo") for layout in LAYOUTS]
     assert {file.num_modules for file in files} == {32} == {len(modules)}
     for layout in LAYOUTS:
@@ -125,7 +126,7 @@ def test_R06_a_file_that_does_not_reproduce_the_delta_weights_is_an_error(
     save_file(tensors, path, metadata=metadata)
     with pytest.raises(TrainingError) as excinfo:
         trained.exporter._verify(
-            trained.engine.networks, trained.exporter.modules(trained.engine.denoiser), tmp_path, {}
+            trained.engine.networks, describe_networks(trained.family, trained.engine.networks), tmp_path, {}
         )
     assert path.name in excinfo.value.where
 

@@ -37,7 +37,7 @@ class Exported:
         self.job = project.job()
         self.engine = with_large_weights(engine_of(self.job))
         self.exporter = Exporter(load_family(self.job.base), "demo", {})
-        self.files = self.exporter.export(self.engine.denoiser, folder, self.engine.text_networks)
+        self.files = self.exporter.export(self.engine.networks, folder)
 
 
 def embedding_of(pipe: Any, caption: str) -> torch.Tensor:
