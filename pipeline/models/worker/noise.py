@@ -101,7 +101,7 @@ class FlowProcess(NoiseProcess):
 
     def size_shift(self, scheduler: Any, latent_shape: tuple[int, int, int]) -> float:
         """Return the `mu` of `time_shift`, which is linear in the number of tokens."""
-        # At module level, this import would add 3 s of CPU time to importing `pipeline.models.worker.family`.
+        # At module level, this import would add 2 s of CPU time to importing `pipeline.models.worker.family`.
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
         config = scheduler.config
