@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -231,9 +232,10 @@ class SpreadLaunch:
             assert time.monotonic() < deadline_s, "the rank to kill wrote no result"
             time.sleep(0.002)
         for process in psutil.process_iter():
-            if str(order) in process.cmdline() and process.environ().get("RANK") == str(self._victim):
-                process.kill()
-                return
+            with suppress(psutil.NoSuchProcess):  # also raised for zombies
+                if str(order) in process.cmdline() and process.environ().get("RANK") == str(self._victim):
+                    process.kill()
+                    return
         raise AssertionError("no process has the rank to kill")
 
 

@@ -302,7 +302,7 @@ def test_O10_training_alone_applies_the_dataset_gates_without_reading_the_datase
 def test_a_sample_without_a_text_embedding_is_an_error(make_project: Callable[..., Project]) -> None:
     project = make_project()
     project.text = project.text.head(3)
-    with pytest.raises(TrainingError, match="5 samples have no text embedding"):
+    with pytest.raises(TrainingError, match="5 samples without a text embedding"):
         run(project, InProcessLaunch())
 
 

@@ -68,11 +68,12 @@ def test_an_encoding_process_imports_no_orchestration_and_writes_the_same_bytes(
 MEMORY_PROCESS = """
 import sys
 from pathlib import Path
-from pipeline.vae_latents.worker.__main__ import main
+from pipeline.{stage}.worker.__main__ import main
 
 main(Path(sys.argv[1]))
 print(Path("/proc/self/status").read_text())
 """
+STAGES: dict[Kind, str] = {"latents": "vae_latents", "text": "text_embeddings"}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from Linux's /proc")
@@ -117,7 +118,8 @@ def peak_rss_bytes(order: Order, folder: Path) -> int:
     The process reads its own VmHWM, because the `ru_maxrss` its parent receives includes the parent's own.
     """
     folder.mkdir()
-    command = [sys.executable, "-c", MEMORY_PROCESS, str(write_order(order, folder))]
+    script = MEMORY_PROCESS.format(stage=STAGES[order.kind])
+    command = [sys.executable, "-c", script, str(write_order(order, folder))]
     process = subprocess.run(
         command,
         env=launch_environment(AccelerateSettings(), folder / "error.json"),
