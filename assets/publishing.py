@@ -95,7 +95,7 @@ def content_version(table: Any, *, run: str = "") -> str:
 def picture_metadata(folder: Path) -> dict[str, MetadataValue[Any]]:
     """Return each picture in `folder` as `picture_<file stem>`, up to `MAX_PICTURES_BYTES` in total.
 
-    The folder may be missing.
+    A larger JPEG is embedded in a lower quality or size; its file is unchanged. The folder may be missing.
     """
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     pictures = _embedded([path for path in paths if path.suffix in PICTURE_KINDS])
@@ -115,16 +115,40 @@ def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
 
 
 def _embedded(paths: Sequence[Path]) -> dict[Path, str]:
-    """Return Markdown with the data of each picture, which any browser shows without access to the file."""
+    """Return Markdown with the data of each picture, which any browser shows without access to the file.
+
+    Small pictures keep their bytes. The others share the bytes that remain; one that cannot be reduced to
+    its share is omitted.
+    """
+    sizes = {path: path.stat().st_size for path in paths}
+    small = [path for path in paths if sizes[path] <= MAX_PICTURES_BYTES // len(paths)]
+    remaining_bytes = MAX_PICTURES_BYTES - sum(sizes[path] for path in small)
+    share_bytes = remaining_bytes // max(1, len(paths) - len(small))
+
     pictures: dict[Path, str] = {}
-    remaining_bytes = MAX_PICTURES_BYTES
     for path in paths:
-        if path.stat().st_size <= remaining_bytes:
-            data = path.read_bytes()
-            remaining_bytes -= len(data)
+        data = (
+            path.read_bytes() if sizes[path] <= share_bytes or path in small else _reduced(path, share_bytes)
+        )
+        if data:
             text = base64.b64encode(data).decode("ascii")
             pictures[path] = f"![{path.stem}](data:{PICTURE_KINDS[path.suffix]};base64,{text})"
     return pictures
+
+
+def _reduced(path: Path, max_bytes: int) -> bytes:
+    """Return a JPEG with at most `max_bytes`; no bytes for other files and for damaged ones."""
+    from PIL import Image, UnidentifiedImageError
+
+    from pipeline.reporting.pictures import jpeg
+
+    if PICTURE_KINDS[path.suffix] != "image/jpeg":
+        return b""
+    try:
+        with Image.open(path) as picture:
+            return jpeg(picture.convert("RGB"), max_bytes)
+    except UnidentifiedImageError:
+        return b""
 
 
 def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:

@@ -6,9 +6,11 @@ import base64
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from dagster import FloatMetadataValue, IntMetadataValue, MetadataValue, TableMetadataValue
+from PIL import Image
 
 from assets.publishing import (
     MAX_PICTURES_BYTES,
@@ -143,11 +145,27 @@ def test_pictures_are_shown_by_name_and_other_files_are_skipped(tmp_path: Path) 
     assert base64.b64decode(text[len(start) : -1]) == b"\xff\xd8 a picture"
 
 
+def embedded_size(value: MetadataValue[Any]) -> int:
+    return len(base64.b64decode(str(value.value).partition("base64,")[2].rstrip(")")))
+
+
 def test_the_pictures_of_an_asset_share_one_size_limit(tmp_path: Path) -> None:
-    """Dagster stores them in its event log with each materialization."""
-    for name, size in (("a.png", MAX_PICTURES_BYTES - 10), ("b.png", 11), ("c.png", 10)):
-        (tmp_path / name).write_bytes(b"x" * size)
-    assert list(picture_metadata(tmp_path)) == ["picture_a", "picture_c"]
+    """Dagster stores them in its event log with each materialization, so large sheets are reduced there."""
+    noise = np.random.default_rng(0).integers(0, 256, (900, 900, 3), dtype=np.uint8)
+    for name in ("before.jpg", "sheet.jpg"):
+        Image.fromarray(noise).save(tmp_path / name, quality=95)
+    (tmp_path / "curve.png").write_bytes(b"x" * 10)
+    (tmp_path / "large.png").write_bytes(b"x" * MAX_PICTURES_BYTES)
+    original_bytes = (tmp_path / "sheet.jpg").stat().st_size
+    assert original_bytes > MAX_PICTURES_BYTES
+
+    metadata = picture_metadata(tmp_path)
+    assert list(metadata) == ["picture_before", "picture_curve", "picture_sheet"]
+    sizes = {name: embedded_size(value) for name, value in metadata.items()}
+    assert sizes["picture_curve"] == 10
+    assert sum(sizes.values()) <= MAX_PICTURES_BYTES
+    assert min(sizes["picture_before"], sizes["picture_sheet"]) > MAX_PICTURES_BYTES // 8
+    assert (tmp_path / "sheet.jpg").stat().st_size == original_bytes
 
 
 def test_pictures_have_captions_below_them_and_missing_or_large_ones_are_skipped(tmp_path: Path) -> None:

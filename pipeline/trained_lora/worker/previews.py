@@ -11,10 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from PIL.PngImagePlugin import PngInfo
+
 from pipeline.cache.remote_store import store_at
 from pipeline.images.geometry import Size
 from pipeline.processes.worker.devices import free_memory
 from pipeline.storage.atomic import write_atomically
+from pipeline.trained_lora.previews import PROMPT_KEY, preview_file
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker.loader import read_entry
 
@@ -32,7 +35,7 @@ INFERENCE_STEPS = 20
 def draw_previews(
     job: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
+    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`, which also holds the prompt.
 
     A preview depends only on the adapter, the prompt and the recipe's seed, so that steps can be compared.
 
@@ -49,8 +52,10 @@ def draw_previews(
             pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
             for number, prompt in enumerate(job.prompts):
                 picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
-                path = RunLayout(job.folder).samples / f"step-{step:08d}-{number:02d}.png"
-                write_atomically(path, partial(picture.save, format="PNG"))
+                path = preview_file(RunLayout(job.folder).samples, step, number)
+                text_chunks = PngInfo()
+                text_chunks.add_itxt(PROMPT_KEY, prompt.caption)
+                write_atomically(path, partial(picture.save, format="PNG", pnginfo=text_chunks))
                 files.append(path)
     except Exception as err:  # training continues whatever the failure
         warn(f"a preview of step {step} could not be drawn: {type(err).__name__}: {err}")

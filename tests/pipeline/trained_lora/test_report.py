@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import io
-from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from pipeline.trained_lora.report import CELL_PX, loss_curve, preview_sheet, running_mean
+from pipeline.trained_lora.report import loss_curve, running_mean
 
 
 def test_the_running_mean_covers_the_preceding_losses() -> None:
@@ -23,14 +22,13 @@ def test_the_loss_curve_is_a_small_png() -> None:
     assert len(drawn) < 66_000
 
 
-def test_the_sheet_has_rows_for_the_first_and_last_step_and_steps_between(tmp_path: Path) -> None:
-    assert preview_sheet(tmp_path) == b""
-    for step in range(0, 100, 10):
-        for number in range(2):
-            colour = (0, 255, 0) if step == 90 else (255, 0, 0)
-            Image.new("RGB", (64, 64), colour).save(tmp_path / f"step-{step:08d}-{number:02d}.png")
-    with Image.open(io.BytesIO(preview_sheet(tmp_path))) as sheet:
-        assert sheet.size == (80 + 2 * CELL_PX, 4 * CELL_PX)
-        red, green, _ = sheet.convert("RGB").getpixel((80 + 20, 3 * CELL_PX + 20))
-        assert green > 200
-        assert red < 60
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_a_loss_curve_of_one_point_is_left_out(num_steps: int) -> None:
+    metrics = [{"step": step, "loss": 0.5} for step in range(num_steps)]
+    assert loss_curve(metrics, []) == b""
+    assert loss_curve(metrics, [{"step": 0, "loss": 1.0}]) == b""
+
+
+def test_the_loss_curve_of_one_step_shows_two_validations() -> None:
+    drawn = loss_curve([{"step": 0, "loss": 0.5}], [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
+    assert drawn.startswith(b"\x89PNG")

@@ -1,0 +1,99 @@
+"""Text on pictures: the font, and lines that fit a width.
+
+The font is DejaVu Sans, which matplotlib contains, because Pillow's own font has ASCII letters only. A letter
+that the font lacks, such as a Chinese one, is drawn as a box.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from PIL.ImageFont import FreeTypeFont
+
+ELLIPSIS = "…"
+
+LINE_HEIGHT = 1.3
+"""Distance between two lines of text, as a multiple of the font's size."""
+
+
+@cache
+def font(size_px: int) -> FreeTypeFont:
+    """Return the font at a size in pixels."""
+    import matplotlib
+    from PIL import ImageFont
+
+    # The basic layout draws one letter after another and accepts any text; it needs no further library.
+    file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    return ImageFont.truetype(file, size_px, layout_engine=ImageFont.Layout.BASIC)
+
+
+def line_height_px(size_px: int) -> int:
+    """Return the height of one line of text at a font size, in pixels."""
+    return round(size_px * LINE_HEIGHT)
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters and lone surrogates as backslash escapes."""
+    one_line = " ".join(text.split())
+    return "".join(
+        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
+        for letter in one_line
+    )
+
+
+def shortened(text: str, size_px: int, width_px: int) -> str:
+    """Return printable text that fits `width_px`; the middle of a longer one is replaced by an ellipsis.
+
+    The ends of file names tell files apart, so both ends remain.
+    """
+    text = printable(text)
+    if _width(text, size_px) <= width_px:
+        return text
+
+    # A letter is at least a tenth of the font size wide, so longer texts cannot fit.
+    most = min(len(text) - 1, 1 + 10 * width_px // size_px)
+    for num_letters in range(most, 1, -1):
+        start, end = text[: (num_letters + 1) // 2], text[len(text) - num_letters // 2 :]
+        if _width(start + ELLIPSIS + end, size_px) <= width_px:
+            return start + ELLIPSIS + end
+    return ELLIPSIS
+
+
+def wrapped(text: str, size_px: int, *, width_px: int, max_lines: int) -> list[str]:
+    """Return the lines of printable text in `width_px`; an ellipsis ends text beyond `max_lines`.
+
+    Lines break between words, or inside a word that is longer than a line.
+    """
+    lines: list[str] = []
+    rest = printable(text)
+    while rest and len(lines) < max_lines:
+        num_letters = _num_fitting(rest, size_px, width_px)
+        if num_letters < len(rest):
+            last_space = rest.rfind(" ", 0, num_letters + 1)
+            num_letters = last_space if last_space > 0 else num_letters
+        lines.append(rest[:num_letters])
+        rest = rest[num_letters:].lstrip()
+
+    if rest and lines:
+        num_letters = _num_fitting(lines[-1], size_px, width_px - _width(ELLIPSIS, size_px))
+        lines[-1] = lines[-1][:num_letters] + ELLIPSIS
+    return lines
+
+
+def _num_fitting(text: str, size_px: int, width_px: float) -> int:
+    """Return the number of first letters of `text` that fit, at least 1."""
+    low, high = 1, max(1, min(len(text), 1 + 10 * int(width_px) // size_px))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _width(text[:middle], size_px) <= width_px:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _width(text: str, size_px: int) -> float:
+    return font(size_px).getlength(text)
