@@ -1,4 +1,4 @@
-"""Published configurations of SDXL 1.0 and FLUX.1 dev, and their numbers of weights.
+"""Published configurations of SDXL 1.0, FLUX.1 dev and FLUX.2 dev, and numbers of weights.
 
 Missing keys have the defaults of diffusers or transformers. Tokenizers are not included: the time of an
 encoder with random weights does not depend on the token ids.
@@ -103,6 +103,19 @@ FLUX: dict[str, Config] = {
     "scheduler": {"shift": 3.0, "use_dynamic_shifting": True},
 }
 """Of black-forest-labs/FLUX.1-dev, by component."""
+
+FLUX2_DEV: dict[str, Config] = {
+    "transformer": {
+        "in_channels": 128,
+        "num_layers": 8,
+        "num_single_layers": 48,
+        "attention_head_dim": 128,
+        "num_attention_heads": 48,
+        "joint_attention_dim": 15360,
+        "timestep_guidance_channels": 256,
+    },
+}
+"""Denoiser of black-forest-labs/FLUX.2-dev."""
 
 NUM_WEIGHTS = {
     "SDXL": {

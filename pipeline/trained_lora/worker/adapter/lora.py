@@ -222,15 +222,6 @@ def has_magnitude(module: Adapted, adapter: str = ADAPTER) -> bool:
     return isinstance(module, LoraLayer) and adapter in module.lora_magnitude_vector
 
 
-def magnitudes(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Tensor]:
-    """Return DoRA's magnitudes by module, (rows,) float32 on the CPU; empty without DoRA."""
-    return {
-        name: cast("Any", module).lora_magnitude_vector[adapter].weight.detach().float().cpu().flatten()
-        for name, module in lora_modules(network)
-        if has_magnitude(module, adapter)
-    }
-
-
 def row_norms(network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
     """Return the Euclidean norms of each weight's rows, without and with its delta weight, by module.
 

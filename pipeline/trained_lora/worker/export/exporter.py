@@ -29,28 +29,34 @@ from pipeline.trained_lora.worker.adapter.lora import (
     collect,
     delta_weights,
     frozen_delta_sizes,
-    magnitudes,
+    has_magnitude,
+    lora_modules,
     row_norms,
 )
 from pipeline.trained_lora.worker.adapter.to_lora import lora_state
 from pipeline.trained_lora.worker.export.layouts import (
-    Effects,
+    LoraWeights,
     RowNorms,
-    combine_effects,
-    file_effects,
+    file_weights,
     layout_tensors,
+    trained_weights,
 )
 from pipeline.trained_lora.worker.export.modules import describe_networks
-from pipeline.trained_lora.worker.export.read_back import largest_errors, loaded_effects
+from pipeline.trained_lora.worker.export.read_back import (
+    largest_error,
+    loaded_weights,
+    relative_difference,
+    require_tolerable,
+)
 
 if TYPE_CHECKING:
     from pipeline.models.worker.family import WorkerFamily
 
 RELOAD_TOLERANCE = 1e-6
-"""Largest allowed error of a delta weight, relative to the largest delta weight of its module.
+"""Largest allowed error of a module's LoRA, relative to its size.
 
-The files hold the trained float32 factors, so only the summation order of the product differs. The tolerance
-is ten times as large for adapters that are converted to a LoRA, whose factors are products.
+The files hold the trained float32 factors, so only a scale that a reader moves into them is rounded. The
+tolerance is ten times as large for adapters that are converted to a LoRA, whose factors are products.
 """
 
 
@@ -60,13 +66,41 @@ class ExportedFile:
 
     Attributes:
         name: File name.
-        max_error: Largest relative error of a delta weight, see `RELOAD_TOLERANCE`.
+        max_error: Largest relative error of a module, see `RELOAD_TOLERANCE`; 0 if all factors are equal.
         num_modules: Number of adapted modules, all of which were compared.
     """
 
     name: str
     max_error: float
     num_modules: int
+
+
+@dataclass(frozen=True)
+class _TrainedLora:
+    """The LoRA to export.
+
+    Attributes:
+        networks: Networks with the trained adapters.
+        modules: Description of each adapted module.
+        state: Result of `lora_state` for all networks.
+        norms: Row norms of the denoiser's weights; empty without DoRA.
+    """
+
+    networks: Networks
+    modules: list[LoraModule]
+    state: dict[str, Tensor]
+    norms: RowNorms
+
+    @staticmethod
+    def of(family: WorkerFamily, networks: Networks) -> _TrainedLora:
+        """Read the adapters of the networks, and convert them to a LoRA if they are of another kind."""
+        denoiser = networks[""]
+        return _TrainedLora(
+            networks,
+            describe_networks(family, networks),
+            collect(networks, lora_state),
+            row_norms(denoiser) if any(has_magnitude(module) for _, module in lora_modules(denoiser)) else {},
+        )
 
 
 class Exporter:
@@ -86,34 +120,39 @@ class Exporter:
         The folder is created with its parents.
 
         Raises:
-            TrainingError: A file does not reproduce the delta weights (FAILURES R06), or a layout cannot hold
-                them.
+            TrainingError: A file does not reproduce the adapter (FAILURES R06), or a layout cannot hold it.
             OSError: Writing failed; the error names `folder`.
         """
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        denoiser, state = networks[""], collect(networks, lora_state)
-        modules = describe_networks(self._family, networks)
-        norms = row_norms(denoiser) if magnitudes(denoiser) else {}
+        trained = _TrainedLora.of(self._family, networks)
 
         with attach_path(folder):
-            self._save_diffusers(folder, networks, modules, state)
+            self._save_diffusers(folder, trained)
             for layout in ("kohya", "comfyui"):
-                tensors = layout_tensors(layout, modules, state, norms)
+                tensors = layout_tensors(layout, trained.modules, trained.state, trained.norms)
                 save_file(tensors, folder / layout_file(layout, self._recipe_name), metadata=self._metadata)
-        return self._verify(networks, modules, folder, norms)
+        return self._verify(folder, trained)
 
-    def _save_diffusers(
-        self, folder: Path, networks: Networks, modules: list[LoraModule], state: dict[str, Tensor]
-    ) -> None:
+    def verify(self, networks: Networks, folder: Path) -> list[ExportedFile]:
+        """Verify the three files in `folder`, which `export` wrote for the same weights.
+
+        Raises:
+            TrainingError: A file does not reproduce the adapter.
+        """
+        return self._verify(folder, _TrainedLora.of(self._family, networks))
+
+    def _save_diffusers(self, folder: Path, trained: _TrainedLora) -> None:
         """Write diffusers' layout with the pipeline's `save_lora_weights`."""
         arguments: dict[str, Any] = {}
-        for prefix, network in networks.items():
+        for prefix, network in trained.networks.items():
             component = prefix.removesuffix(".") or self._family.denoiser_name
-            network_modules = [module for module in modules if module.diffusers.startswith(f"{component}.")]
+            network_modules = [
+                module for module in trained.modules if module.diffusers.startswith(f"{component}.")
+            ]
             keys = {module.name: module.diffusers.removeprefix(f"{component}.") for module in network_modules}
             layers: dict[str, Tensor] = {}
-            for name, tensor in state.items():
+            for name, tensor in trained.state.items():
                 module, weight = _split_weight_name(name)
                 if module in keys:
                     layers[keys[module] + weight] = tensor
@@ -132,34 +171,77 @@ class Exporter:
             adapter_metadata = dict(file.metadata() or {})
         save_file(load_file(path), path, metadata={**self._metadata, **adapter_metadata})
 
-    def _verify(
-        self, networks: Networks, modules: list[LoraModule], folder: Path, norms: RowNorms
-    ) -> list[ExportedFile]:
-        """Compare the effects of each file with those of the adapter in memory."""
-        denoiser = networks[""]
-        expected = combine_effects(collect(networks, delta_weights), magnitudes(denoiser), norms)
+    def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
+        """Compare each file, as its readers read it, with the adapter in memory."""
+        tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
+        expected = trained_weights(trained.modules, trained.state, trained.norms)
+        conversion_error = _conversion_error(trained, expected, where=folder, tolerance=tolerance)
 
-        # Of kohya's layout, diffusers ignores DoRA's magnitudes and all but the most common alpha of a
-        # network.
-        alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in modules}
-        diffusers_reads_kohya = self._family.kohya_loads() and not norms and len(alphas) == len(networks)
-
-        paths = [folder / layout_file(layout, self._recipe_name) for layout in LAYOUTS]
-        reloaded: list[tuple[Path, Effects]] = []
-        for layout, path in zip(LAYOUTS, paths, strict=True):
+        files: list[ExportedFile] = []
+        for layout in LAYOUTS:
+            path = folder / layout_file(layout, self._recipe_name)
+            error = conversion_error
             if layout != "diffusers":
-                reloaded.append((path, file_effects(path, modules, layout, norms)))
-            if layout == "diffusers" or (layout == "kohya" and diffusers_reads_kohya):
-                effects = loaded_effects(
-                    path, self._pipeline, networks, norms, denoiser_name=self._family.denoiser_name
+                weights = file_weights(path, trained.modules, layout, trained.norms)
+                error = max(error, largest_error(path, weights, expected, exact=True, tolerance=tolerance))
+            if layout == "diffusers" or (layout == "kohya" and self._diffusers_reads_kohya(trained)):
+                weights = loaded_weights(
+                    path,
+                    self._pipeline,
+                    trained.networks,
+                    trained.norms,
+                    denoiser_name=self._family.denoiser_name,
                 )
-                reloaded.append((path, effects))
+                # diffusers moves the scales of kohya's layout into the factors for some model families.
+                exact = layout == "diffusers"
+                error = max(error, largest_error(path, weights, expected, exact=exact, tolerance=tolerance))
+            files.append(ExportedFile(path.name, error, len(trained.modules)))
+        return files
 
-        tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(denoiser) else 10)
-        errors = largest_errors(
-            reloaded, expected, frozen_sizes=frozen_delta_sizes(denoiser), tolerance=tolerance
+    def _diffusers_reads_kohya(self, trained: _TrainedLora) -> bool:
+        """Return whether diffusers reads this LoRA from kohya's layout with the trained effect.
+
+        diffusers ignores DoRA's magnitudes there, and all but the most common alpha of a network.
+        """
+        alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in trained.modules}
+        has_one_alpha = len(alphas) == len(trained.networks)
+        return self._family.kohya_loads() and not trained.norms and has_one_alpha
+
+
+def _conversion_error(
+    trained: _TrainedLora, expected: LoraWeights, *, where: Path, tolerance: float
+) -> float:
+    """Return the largest error of the delta weights of `expected`, compared with those of the adapter.
+
+    The factors of a plain LoRA are exported as they are, so a few modules of each kind suffice. The delta
+    weights of other adapters are all multiplied out, one at a time to save memory.
+
+    Raises:
+        TrainingError: An error exceeds the tolerance.
+    """
+    denoiser = trained.networks[""]
+    deltas = collect(trained.networks, delta_weights)
+    frozen_sizes = frozen_delta_sizes(denoiser)
+    names = _examples(trained.modules) if _is_plain_lora(denoiser) else list(deltas)
+
+    largest = 0.0
+    for name in names:
+        error = relative_difference(
+            expected[name].delta(), deltas[name]().flatten(1), least_scale=frozen_sizes.get(name, 0.0)
         )
-        return [ExportedFile(path.name, errors[path], len(modules)) for path in paths]
+        require_tolerable(name, error, where=where, tolerance=tolerance)
+        largest = max(largest, error)
+    return largest
+
+
+def _examples(modules: list[LoraModule]) -> list[str]:
+    """Return the name of the first module of each kind: network, scale, convolution or not, fused or not."""
+    kinds: dict[tuple[object, ...], str] = {}
+    for module in modules:
+        network = module.diffusers.partition(".")[0]
+        kind = (network, module.alpha / module.rank, module.is_convolution, module.kohya_outs != ())
+        kinds.setdefault(kind, module.name)
+    return list(kinds.values())
 
 
 def _is_plain_lora(network: nn.Module) -> bool:

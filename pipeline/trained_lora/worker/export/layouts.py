@@ -1,28 +1,49 @@
-"""kohya's and ComfyUI's layouts: an adapter's tensors, and a file's effects by its reader's formulas.
+"""kohya's and ComfyUI's layouts: an adapter's tensors, and a file's weights by its reader's formulas.
 
 `pipeline.trained_lora.export.lora_files` describes the layouts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.errors import TrainingError, counted
 from pipeline.trained_lora.export.lora_files import Layout, LoraModule, factors, stored_magnitudes
 
-Effects: TypeAlias = Mapping[str, Callable[[], Tensor]]
-"""Functions that compute an adapter's effects, one at a time to save memory.
 
-The key "<module>" gives the delta weight. With DoRA, "<module> rows" gives the factors that the rows of base
-plus delta weight are multiplied by.
-"""
+@dataclass(frozen=True)
+class ModuleWeights:
+    """One module's LoRA, as it was trained or as a program reads it from a file.
+
+    The delta weight is scale * up @ down. A convolution's factors are flattened to matrices.
+
+    Attributes:
+        down: (rank, in).
+        up: (out, rank).
+        scale: Factor of the product, alpha / rank.
+        row_factors: With DoRA, the factors (out,) that the rows of base plus delta weight are multiplied by.
+    """
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    row_factors: Tensor | None = None
+
+    def delta(self) -> Tensor:
+        """Return the delta weight (out, in)."""
+        return self.scale * (self.up @ self.down)
+
+
+LoraWeights: TypeAlias = Mapping[str, ModuleWeights]
+"""Weights by module name."""
 
 RowNorms: TypeAlias = Mapping[str, tuple[Tensor, Tensor]]
 """Norms of each weight's rows without and with the delta weight, by module; empty without DoRA."""
@@ -61,48 +82,78 @@ def layout_tensors(
     return tensors
 
 
-def combine_effects(
-    deltas: Mapping[str, Callable[[], Tensor]], magnitudes: Mapping[str, Tensor], norms: RowNorms
-) -> Effects:
-    """Return the effects of an adapter from its delta weights and DoRA's magnitudes."""
-    rows = {
-        f"{name} rows": partial(torch.div, magnitude, norms[name][1])
-        for name, magnitude in magnitudes.items()
-    }
-    return {**deltas, **rows}
+def trained_weights(modules: list[LoraModule], state: Mapping[str, Tensor], norms: RowNorms) -> LoraWeights:
+    """Return the weights that every file must hold; `state` and `norms` are those of `layout_tensors`."""
+    weights: dict[str, ModuleWeights] = {}
+    for module in modules:
+        down, up = state[f"{module.name}.lora_A.weight"], state[f"{module.name}.lora_B.weight"]
+        rows = None
+        if module.magnitude:
+            rows = state[f"{module.name}.lora_magnitude_vector"].flatten() / norms[module.name][1]
+        weights[module.name] = ModuleWeights(down.flatten(1), up.flatten(1), module.alpha / module.rank, rows)
+    return weights
 
 
-def file_effects(path: Path, modules: list[LoraModule], layout: Layout, norms: RowNorms) -> Effects:
-    """Return the effects of a file in kohya's or ComfyUI's layout by its reader's formulas.
+def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: RowNorms) -> LoraWeights:
+    """Return the weights in a file of kohya's or ComfyUI's layout, by the formulas of its readers.
 
     Raises:
-        TrainingError: The file lacks a key or has an unknown one.
+        TrainingError: The file cannot be read, lacks a key, has an unknown one, or has a tensor of another
+            shape.
     """
-    tensors = load_file(path)
-    expected_keys = {key for module in modules for key in module.shapes(layout)}
-    if set(tensors) != expected_keys:
-        unmatched = sorted(set(tensors) ^ expected_keys)
+    tensors = _read_tensors(path)
+    expected_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    unmatched = sorted(
+        key for key in {*expected_shapes, *shapes} if expected_shapes.get(key) != shapes.get(key)
+    )
+    if unmatched:
         raise TrainingError(
-            f"{counted(len(unmatched), 'key is', 'keys are')} missing or unexpected, "
+            f"{counted(len(unmatched), 'key is', 'keys are')} missing, unexpected or of another shape, "
             f"the first is {unmatched[0]}",
             where=str(path),
             fix=DEFECT_FIX,
         )
 
-    effects: dict[str, Callable[[], Tensor]] = {}
+    _require_block_diagonal(path, tensors, modules, layout)
+
+    weights: dict[str, ModuleWeights] = {}
     for module in modules:
-        effects[module.name] = partial(_file_delta, tensors, module, layout)
+        down, up = factors(tensors, module, layout)
+        down_key, _, alpha_key = module.keys(layout)
+        assert alpha_key is not None
+        scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
+
+        rows = None
         if module.magnitude:
             base_norms, adapted_norms = norms[module.name]
             divisor = base_norms if layout == "comfyui" else adapted_norms
-            stored = stored_magnitudes(tensors, module, layout)
-            effects[f"{module.name} rows"] = partial(torch.div, stored, divisor)
-    return effects
+            rows = stored_magnitudes(tensors, module, layout) / divisor
+        weights[module.name] = ModuleWeights(down.flatten(1), up.flatten(1), scale, rows)
+    return weights
 
 
-def _file_delta(tensors: Mapping[str, Tensor], module: LoraModule, layout: Layout) -> Tensor:
-    down, up = factors(tensors, module, layout)
-    down_key, _, alpha_key = module.keys(layout)
-    assert alpha_key is not None
-    scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]
-    return scale * (up.flatten(1) @ down.flatten(1))
+def _require_block_diagonal(
+    path: Path, tensors: Mapping[str, Tensor], modules: list[LoraModule], layout: Layout
+) -> None:
+    """Raise `TrainingError` if an up matrix of a fused layer has numbers outside of its modules' blocks."""
+    num_nonzero: dict[str, int] = {}
+    for module in modules:
+        _, up_key, _ = module.keys(layout)
+        _, up = factors(tensors, module, layout)
+        num_nonzero[up_key] = num_nonzero.get(up_key, 0) + int(up.count_nonzero())
+
+    for key, number in num_nonzero.items():
+        if int(tensors[key].count_nonzero()) != number:
+            raise TrainingError(
+                f"{key} has numbers other than zero outside of the blocks of its modules",
+                where=str(path),
+                fix=DEFECT_FIX,
+            )
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as err:
+        raise TrainingError(f"the file cannot be read: {err}", where=str(path), fix=DEFECT_FIX) from err

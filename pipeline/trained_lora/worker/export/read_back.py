@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+import math
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError, counted
-from pipeline.trained_lora.worker.adapter.lora import Networks, collect, delta_weights, magnitudes
-from pipeline.trained_lora.worker.export.layouts import DEFECT_FIX, Effects, RowNorms, combine_effects
+from pipeline.trained_lora.worker.adapter.lora import Adapted, Networks, has_magnitude, lora_modules
+from pipeline.trained_lora.worker.export.layouts import DEFECT_FIX, LoraWeights, ModuleWeights, RowNorms
 
 _RELOADED = "reloaded"
 """peft's name of the adapter that is read back."""
 
 
-def loaded_effects(
+def loaded_weights(
     path: Path, pipeline: Any, networks: Networks, norms: RowNorms, *, denoiser_name: str
-) -> Effects:
-    """Return the effects of a file as diffusers loads it, into networks whose base weights take no memory.
+) -> LoraWeights:
+    """Return the weights of a file as diffusers loads it, into networks whose base weights take no memory.
 
     The file is in the layout of diffusers or kohya. `norms` are the row norms of the exported adapter, and
     `denoiser_name` is "unet" or "transformer".
@@ -50,13 +50,26 @@ def loaded_effects(
             if prefix:
                 component = prefix.removesuffix(".")
                 pipeline.load_lora_into_text_encoder(state, text_encoder=encoder, prefix=component, **options)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as err:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
         raise TrainingError(
             f"diffusers cannot load the file: {err}", where=str(path), fix=DEFECT_FIX
         ) from err
 
-    deltas = collect(skeletons, partial(delta_weights, adapter=_RELOADED))
-    return combine_effects(deltas, magnitudes(denoiser, _RELOADED), norms)
+    return {
+        f"{prefix}{name}": _module_weights(module, norms.get(f"{prefix}{name}"))
+        for prefix, skeleton in skeletons.items()
+        for name, module in lora_modules(skeleton)
+        if _RELOADED in module.r
+    }
+
+
+def _module_weights(module: Adapted, norms: tuple[Tensor, Tensor] | None) -> ModuleWeights:
+    layer = cast("Any", module)
+    down, up = (side[_RELOADED].weight.detach().float() for side in (layer.lora_A, layer.lora_B))
+    rows = None
+    if norms is not None and has_magnitude(module, _RELOADED):
+        rows = layer.lora_magnitude_vector[_RELOADED].weight.detach().float().flatten() / norms[1]
+    return ModuleWeights(down.flatten(1), up.flatten(1), float(layer.scaling[_RELOADED]), rows)
 
 
 def _skeleton(network: nn.Module, constructor: str) -> Any:
@@ -78,56 +91,98 @@ def _expanded_zero(tensor: Tensor) -> Tensor:
     return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
 
 
-def largest_errors(
-    reloaded: Sequence[tuple[Path, Effects]],
-    expected: Effects,
-    *,
-    frozen_sizes: Mapping[str, float],
-    tolerance: float,
-) -> dict[Path, float]:
-    """Return the largest error of each file, relative to the largest value of the effect.
+def largest_error(
+    path: Path, weights: LoraWeights, expected: LoraWeights, *, exact: bool, tolerance: float
+) -> float:
+    """Return the largest error of a file's modules, see `module_error`.
 
     Args:
-        reloaded: Effects of each file; a file may occur twice.
-        expected: Effects of the adapter in memory.
-        frozen_sizes: Largest delta weight of the frozen adapter by module. Rounding errors are relative to it
-            if it is larger, because it cancels most of the trained adapter's delta weight.
+        path: The file, for messages.
+        weights: The weights that a reader of the file gets.
+        expected: The trained weights.
+        exact: Whether the reader uses the factors as they are, so that each number must be the trained one.
         tolerance: Largest allowed error.
 
     Raises:
-        TrainingError: An error exceeds the tolerance, or a file has other modules.
+        TrainingError: An error exceeds the tolerance, a factor differs although `exact` is set, or the file
+            has other modules.
     """
-    for path, effects in reloaded:
-        if set(expected) != set(effects):
-            unmatched = sorted(set(expected) ^ set(effects))
+    if set(expected) != set(weights):
+        unmatched = sorted(set(expected) ^ set(weights))
+        raise TrainingError(
+            f"{counted(len(unmatched), 'module is', 'modules are')} not in both the file and the "
+            f"adapter, the first is {unmatched[0]}",
+            where=str(path),
+            fix=DEFECT_FIX,
+        )
+
+    largest = 0.0
+    for name, trained in expected.items():
+        if exact and not _same_factors(weights[name], trained):
             raise TrainingError(
-                f"{counted(len(unmatched), 'module is', 'modules are')} not in both the file and the "
-                f"adapter, the first is {unmatched[0]}",
+                f"the factors of {name} in the file differ from the trained ones",
                 where=str(path),
                 fix=DEFECT_FIX,
             )
-
-    largest = {path: 0.0 for path, _ in reloaded}
-    for name in expected:
-        for path, error in _relative_errors(name, reloaded, expected, frozen_sizes.get(name, 0.0)):
-            if not error <= tolerance:  # also if the error is NaN
-                raise TrainingError(
-                    f"the delta weight of {name} in the file differs from the trained one by "
-                    f"{error:.2g} of its largest value",
-                    where=str(path),
-                    fix=DEFECT_FIX,
-                )
-            largest[path] = max(largest[path], error)
+        error = module_error(weights[name], trained)
+        require_tolerable(name, error, where=path, tolerance=tolerance)
+        largest = max(largest, error)
     return largest
 
 
-def _relative_errors(
-    name: str, reloaded: Sequence[tuple[Path, Effects]], expected: Effects, frozen_size: float
-) -> list[tuple[Path, float]]:
-    """Return one effect's error in each file; only two tensors are in memory at a time."""
-    tensor = expected[name]()
-    scale = max(float(tensor.abs().max()), frozen_size) or 1.0
-    return [
-        (path, float((tensor - effects[name]().reshape(tensor.shape)).abs().max()) / scale)
-        for path, effects in reloaded
-    ]
+def require_tolerable(module: str, error: float, *, where: Path, tolerance: float) -> None:
+    """Raise `TrainingError` if a module's relative error exceeds the tolerance or is NaN."""
+    if not error <= tolerance:
+        raise TrainingError(
+            f"the LoRA of {module} in the file differs from the trained one by {error:.2g} of its size",
+            where=str(where),
+            fix=DEFECT_FIX,
+        )
+
+
+def module_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
+    """Return the relative error of a module's effect.
+
+    It is zero if factors, scale and DoRA's row factors are equal. Equal factors are not multiplied: a product
+    takes hundreds of times as long as the comparison, and a large model has hundreds of modules. Different
+    factors may still have the trained product, because diffusers moves a scale other than 1 into them.
+    """
+    if (len(actual.up), actual.down.shape[1]) != (len(expected.up), expected.down.shape[1]):
+        return math.inf
+    if _same_factors(actual, expected):
+        error = abs(actual.scale / expected.scale - 1.0)
+    else:
+        error = _product_error(actual, expected)
+
+    if (actual.row_factors is None) != (expected.row_factors is None):
+        return math.inf
+    if actual.row_factors is not None and expected.row_factors is not None:
+        error = max(error, relative_difference(actual.row_factors, expected.row_factors))
+    return error
+
+
+def _same_factors(actual: ModuleWeights, expected: ModuleWeights) -> bool:
+    return torch.equal(actual.down, expected.down) and torch.equal(actual.up, expected.up)
+
+
+def _product_error(actual: ModuleWeights, expected: ModuleWeights) -> float:
+    """Return the Frobenius norm of the difference of two products, relative to the terms of `expected`.
+
+    A product is the sum of `rank` matrices, each a column of `up` times a row of `down`. Rounding errors are
+    relative to these terms, which may cancel each other.
+
+    The difference is also a product, L R with L = [s up, -s' up'] and R = [down; down']. Its squared norm is
+    the sum over (L^T L) * (R R^T), two matrices as small as the ranks.
+    """
+    left = torch.cat([actual.scale * actual.up.double(), -expected.scale * expected.up.double()], dim=1)
+    right = torch.cat([actual.down.double(), expected.down.double()])
+    squared_error = float(((left.T @ left) * (right @ right.T)).sum())
+
+    terms = abs(expected.scale) * expected.up.double().norm(dim=0) * expected.down.double().norm(dim=1)
+    return math.sqrt(abs(squared_error)) / (float(terms.norm()) or 1.0)
+
+
+def relative_difference(actual: Tensor, expected: Tensor, *, least_scale: float = 0.0) -> float:
+    """Return the largest absolute difference, relative to the larger of max |expected| and `least_scale`."""
+    scale = max(float(expected.abs().max()), least_scale) or 1.0
+    return float((actual.reshape(expected.shape) - expected).abs().max()) / scale
