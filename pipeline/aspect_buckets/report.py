@@ -11,6 +11,7 @@ The files are written again only if the table has changed.
 from __future__ import annotations
 
 import math
+import posixpath
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,6 +33,9 @@ FOLDER = "aspect_buckets"
 BUCKETS_FILE, SIZES_FILE = "buckets.parquet", "sizes.png"
 CROPS_FILE, WORST_FILE = "crops.jpg", "worst_crops.jpg"
 _DIGEST_FILE = "made_for.txt"
+
+_REPORT_FORMAT = "2: names"
+"""Part of the digest, so that reports of earlier versions are drawn again."""
 
 NUM_WORST_CROPS = 20
 NUM_BUCKETS_SHOWN = 10
@@ -101,7 +105,7 @@ def bucket_table(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
 
 def _digest(table: pl.DataFrame, buckets: pl.DataFrame) -> str:
     columns = ("sample_id", "content_hash", "bucket", "crop_top", "crop_left", "height", "width")
-    return content_digest(table.select(columns), buckets)
+    return content_digest(table.select(columns), buckets, more=_REPORT_FORMAT)
 
 
 def _sources(recipe: Recipe) -> dict[str, Source]:
@@ -114,6 +118,7 @@ def _sheet_images(rows: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
             sources[row["dataset"]].file(row["path"]),
             (row["height"], row["width"]),
             Geometry.from_row(row).source_box,
+            name=posixpath.basename(row["path"]),
         )
         for row in rows.iter_rows(named=True)
     ]
@@ -130,7 +135,8 @@ def _crops_sheet(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log
         indices = [round(index * (len(samples) - 1) / max(1, number - 1)) for index in range(number)]
         images = _sheet_images(samples[indices], sources)
         sheet_rows.append(SheetRow(f"{bucket}: {num_samples:,}", images))
-    return contact_sheet(sheet_rows, log=log)
+    title = "Buckets (height x width) and their number of images; the crop removes the dark parts"
+    return contact_sheet(sheet_rows, title=title, log=log)
 
 
 def _worst_crops_sheet(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
@@ -141,7 +147,8 @@ def _worst_crops_sheet(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
         losses = samples["crop_loss"]
         label = f"lose {losses[0]:.0%} to {losses[-1]:.0%}"
         sheet_rows.append(SheetRow(label, _sheet_images(samples, sources)))
-    return contact_sheet(sheet_rows, log=log)
+    title = "Images that lose most to the crop; it removes the dark parts"
+    return contact_sheet(sheet_rows, title=title, log=log)
 
 
 def _sizes_chart(table: pl.DataFrame) -> bytes:

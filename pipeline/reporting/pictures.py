@@ -1,6 +1,6 @@
 """Pictures for reports: sheets of thumbnails, and charts.
 
-Each is returned as the bytes of a small file, because Dagster stores it in its event log.
+Each is returned as the bytes of a file. Charts are small, because Dagster stores them in its event log.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeline.images.decode import File, decode
 from pipeline.images.formats import ImageError
+from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 
@@ -26,11 +28,23 @@ if TYPE_CHECKING:
 MAX_PICTURE_BYTES = 66_000
 """Maximum size of one picture, so that the three of an asset stay below 200 kB."""
 
-THUMBNAIL_PX = 96
+MAX_SHEET_BYTES = 300_000
+"""Maximum size of a contact sheet, whose text must be legible; the UI embeds a reduced one."""
+
+THUMBNAIL_PX = 144
 """Edge of a thumbnail's square on a sheet."""
 
 LABEL_PX = 150
 """Width of the labels on a sheet."""
+
+NAME_PX = 11
+"""Font size of names and captions on a sheet."""
+
+MAX_CAPTION_LINES = 3
+"""Maximum number of lines of a caption on a sheet; longer captions end in an ellipsis."""
+
+MAX_LABEL_LINES = 6
+"""Maximum number of lines of a row's label."""
 
 _MARGIN_PX = 6
 _GAP_PX = 4
@@ -48,11 +62,22 @@ class SheetImage:
         size: (height, width) in pixels after EXIF orientation, also the shape of the grey frame that replaces
             an unreadable file; None if unknown.
         box: Region to show, (left, upper, right, lower) in pixels; the rest is darkened. None for all.
+        name: File name, written below the thumbnail.
+        caption: Caption, written below the name.
     """
 
     path: File | None
     size: tuple[int, int] | None = None
     box: tuple[float, float, float, float] | None = None
+    name: str = ""
+    caption: str = ""
+
+    def lines(self) -> list[str]:
+        """Return the lines of text below the thumbnail."""
+        width_px = THUMBNAIL_PX - _MARGIN_PX
+        names = [shortened(self.name, NAME_PX, width_px)] if self.name else []
+        caption = wrapped(self.caption, NAME_PX, width_px=width_px, max_lines=MAX_CAPTION_LINES)
+        return [*names, *caption]
 
 
 @dataclass(frozen=True)
@@ -63,53 +88,78 @@ class SheetRow:
     images: Sequence[SheetImage]
 
 
-def contact_sheet(rows: Sequence[SheetRow], *, log: Log, max_bytes: int = MAX_PICTURE_BYTES) -> bytes:
-    """Return a JPEG with a line of thumbnails for each row.
+def contact_sheet(
+    rows: Sequence[SheetRow], *, title: str = "", log: Log, max_bytes: int = MAX_SHEET_BYTES
+) -> bytes:
+    """Return a JPEG with a line of thumbnails for each row, and names and captions below them.
 
     Every image is decoded, on all cores, JPEGs at reduced size. Dozens of images take seconds.
 
     Args:
         rows: At least one row, from top to bottom.
+        title: Line above the rows; empty for none.
         log: Receives the progress of slow work, such as large or remote images.
         max_bytes: Maximum size of the JPEG.
     """
     from PIL import Image, ImageDraw
 
-    images = [image for row in rows for image in row.images]
+    thumbnails = thumbnails_of([image for row in rows for image in row.images], log=log)
+    lines = [[image.lines() for image in row.images] for row in rows]
+    line_px = line_height_px(NAME_PX)
+    rows_px = [THUMBNAIL_PX + line_px * max((len(each) for each in row), default=0) for row in lines]
+    title_px = line_px + _MARGIN_PX if title else 0
+    width_px = LABEL_PX + max(len(row.images) for row in rows) * THUMBNAIL_PX
+    canvas = Image.new("RGB", (width_px, title_px + sum(rows_px)), "white")
+    draw = ImageDraw.Draw(canvas)
+
+    def write(left_px: int, top_px: int, texts: Sequence[str], colour: str = "black") -> None:
+        for number, text in enumerate(texts):
+            draw.text((left_px, top_px + number * line_px), text, fill=colour, font=font(NAME_PX))
+
+    write(_MARGIN_PX, _GAP_PX, [shortened(title, NAME_PX, width_px)] if title else [])
+    remaining = iter(thumbnails)
+    top_px = title_px
+    for row, row_lines, height_px in zip(rows, lines, rows_px, strict=True):
+        label_width_px = LABEL_PX - 2 * _MARGIN_PX
+        label = wrapped(row.label, NAME_PX, width_px=label_width_px, max_lines=MAX_LABEL_LINES)
+        write(_MARGIN_PX, top_px + THUMBNAIL_PX // 2 - _MARGIN_PX, label)
+
+        for column, image_lines in enumerate(row_lines):
+            small = next(remaining)
+            left_px = LABEL_PX + column * THUMBNAIL_PX
+            offset_px = ((THUMBNAIL_PX - small.width) // 2, (THUMBNAIL_PX - small.height) // 2)
+            canvas.paste(small, (left_px + offset_px[0], top_px + offset_px[1]))
+            write(left_px + _MARGIN_PX // 2, top_px + THUMBNAIL_PX, image_lines)
+        top_px += height_px
+    return jpeg(canvas, max_bytes)
+
+
+def thumbnails_of(
+    images: Sequence[SheetImage], *, edge_px: int = THUMBNAIL_PX, log: Log
+) -> list[Image.Image]:
+    """Return the `thumbnail` of each image, decoded on all cores; `log` receives the progress."""
     thumbnails: list[Image.Image] = []
     with (
         progress(lambda: len(thumbnails), len(images), "thumbnails drawn", log=log),
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        thumbnails.extend(pool.map(thumbnail, images))
-
-    num_columns = max(len(row.images) for row in rows)
-    canvas = Image.new("RGB", (LABEL_PX + num_columns * THUMBNAIL_PX, len(rows) * THUMBNAIL_PX), "white")
-    draw = ImageDraw.Draw(canvas)
-    remaining = iter(thumbnails)
-    for index, row in enumerate(rows):
-        top = index * THUMBNAIL_PX
-        draw.text((_MARGIN_PX, top + THUMBNAIL_PX // 2 - _MARGIN_PX), row.label, fill="black")
-        for column in range(len(row.images)):
-            small = next(remaining)
-            left = LABEL_PX + column * THUMBNAIL_PX + (THUMBNAIL_PX - small.width) // 2
-            canvas.paste(small, (left, top + (THUMBNAIL_PX - small.height) // 2))
-    return jpeg(canvas, max_bytes)
+        thumbnails.extend(pool.map(partial(thumbnail, edge_px=edge_px), images))
+    return thumbnails
 
 
-def thumbnail(item: SheetImage) -> Image.Image:
-    """Return the image in RGB, slightly smaller than `THUMBNAIL_PX`, darkened outside its box."""
+def thumbnail(item: SheetImage, *, edge_px: int = THUMBNAIL_PX) -> Image.Image:
+    """Return the image in RGB, slightly smaller than `edge_px`, darkened outside its box."""
     from PIL import Image, ImageEnhance
 
     image = None
     if item.path is not None:
         with suppress(ImageError, OSError):
-            image = decode(item.path, _WHITE, draft_px=2 * THUMBNAIL_PX)
+            image = decode(item.path, _WHITE, draft_px=2 * edge_px)
 
     # The decoded image may be smaller than the original, whose pixels the box refers to.
     decoded_size = (1, 1) if image is None else (image.height, image.width)
     height, width = decoded_size if item.size is None else item.size
-    scale = (THUMBNAIL_PX - _MARGIN_PX) / max(height, width)
+    scale = (edge_px - _MARGIN_PX) / max(height, width)
     size_wh = (max(1, round(width * scale)), max(1, round(height * scale)))
     if image is None:
         return Image.new("RGB", size_wh, _GREY)

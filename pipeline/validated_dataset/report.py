@@ -1,14 +1,15 @@
 """Draw the report of validated_dataset: kept images, rejected images, and how sizes and captions vary.
 
-    reports/validated_dataset/kept.jpg          kept images, sampled evenly over the dataset
-    reports/validated_dataset/rejected.jpg      rejected images, one strip per reason; unreadable ones are
-    grey reports/validated_dataset/spread.png        histograms of size, aspect ratio and caption length
+    reports/validated_dataset/kept.jpg        kept images with captions, sampled evenly over the dataset
+    reports/validated_dataset/rejected.jpg    rejected images, one strip per reason; unreadable ones are grey
+    reports/validated_dataset/spread.png      histograms of size, aspect ratio and caption length
 
 The pictures are only drawn again if a table has changed.
 """
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import content_digest
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from pipeline.recipe import Recipe
 
 FOLDER = "validated_dataset"
@@ -29,7 +32,15 @@ KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
 _DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
-NUM_PER_STRIP = 8
+"""Maximum number of reasons on the sheet of rejected images."""
+
+NUM_KEPT_STRIPS = 4
+"""Maximum number of rows on the sheet of kept images."""
+
+NUM_PER_STRIP = 6
+
+_REPORT_FORMAT = "2: names and captions"
+"""Part of the digest, so that reports of earlier versions are drawn again."""
 
 _UNSAFE_REASONS = {"too_large", "out_of_memory"}
 """Reasons of rejected images that could exhaust memory if the report opened them."""
@@ -64,7 +75,7 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
 
 def _digest(table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     kept = table.select("sample_id", "content_hash", "caption")
-    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"))
+    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=_REPORT_FORMAT)
 
 
 def _evenly_sampled(table: pl.DataFrame, number: int) -> pl.DataFrame:
@@ -74,10 +85,13 @@ def _evenly_sampled(table: pl.DataFrame, number: int) -> pl.DataFrame:
 
 
 def _kept_strips(table: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetRow]:
-    samples = _evenly_sampled(table, NUM_STRIPS * NUM_PER_STRIP)
+    samples = _evenly_sampled(table, NUM_KEPT_STRIPS * NUM_PER_STRIP)
+    columns = ("dataset", "path", "height", "width", "caption")
     shown = [
-        SheetImage(sources[dataset].file(path), (height, width))
-        for dataset, path, height, width in samples.select("dataset", "path", "height", "width").rows()
+        SheetImage(
+            sources[dataset].file(path), (height, width), name=posixpath.basename(path), caption=caption
+        )
+        for dataset, path, height, width, caption in samples.select(columns).rows()
     ]
     rows: list[Sequence[SheetImage]] = [
         shown[start : start + NUM_PER_STRIP] for start in range(0, len(shown), NUM_PER_STRIP)
@@ -95,7 +109,8 @@ def _rejected_strips(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> l
         # Files that the scan did not read stay closed: they may be pipes, or links that lead out.
         shown = [
             SheetImage(
-                sources[dataset].file(path) if content_hash and reason not in _UNSAFE_REASONS else None
+                sources[dataset].file(path) if content_hash and reason not in _UNSAFE_REASONS else None,
+                name=posixpath.basename(path),
             )
             for dataset, path, content_hash in samples.select("dataset", "path", "content_hash").rows()
         ]
@@ -111,6 +126,16 @@ def _histograms(table: pl.DataFrame) -> bytes:
         "words per caption": table["caption"].str.count_matches(r"\S+"),
     }
     for axes, (label, column) in zip(all_axes, values.items(), strict=True):
-        axes.hist(column.to_numpy(), bins=40, color="tab:blue")
-        axes.set(xlabel=label, ylabel="images")
+        axes.set_xlabel(label)
+        if column.n_unique() > 1:
+            axes.hist(column.to_numpy(), bins=40, color="tab:blue")
+            axes.set_ylabel("images")
+        else:
+            _write_only_value(axes, float(column[0]))
     return png(figure)
+
+
+def _write_only_value(axes: Axes, value: float) -> None:
+    """Write the value that all images share, because a histogram of one value is one bar without a scale."""
+    axes.set(xticks=[], yticks=[])
+    axes.text(0.5, 0.5, f"all images: {value:.4g}", ha="center", va="center", transform=axes.transAxes)

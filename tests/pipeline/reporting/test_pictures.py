@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,9 @@ from pipeline.reporting.pictures import (
 )
 from pipeline.storage.source import LocalSource, SourceFile
 
+SMALL_PX = THUMBNAIL_PX - 6
+"""Edge of a thumbnail inside its square."""
+
 
 def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[int, int] = (80, 40)) -> Path:
     Image.new("RGB", size, colour).save(path)
@@ -32,10 +36,11 @@ def save(path: Path, colour: tuple[int, int, int] = (200, 120, 40), size: tuple[
 def test_a_thumbnail_is_darkened_outside_its_box(tmp_path: Path) -> None:
     path = save(tmp_path / "a.png")
     small = np.asarray(thumbnail(SheetImage(path, (40, 80), (20.0, 0.0, 60.0, 40.0))))
-    assert small.shape == (45, 90, 3)
-    assert (small[:, 24:66] == (200, 120, 40)).all()
-    assert (small[:, :21].max(axis=(0, 1)) < 100).all()
-    assert (small[:, 69:].max(axis=(0, 1)) < 100).all()
+    assert small.shape == (SMALL_PX // 2, SMALL_PX, 3)
+    quarter = SMALL_PX // 4
+    assert (small[:, quarter + 2 : -quarter - 2] == (200, 120, 40)).all()
+    assert (small[:, : quarter - 2].max(axis=(0, 1)) < 100).all()
+    assert (small[:, 2 - quarter :].max(axis=(0, 1)) < 100).all()
 
 
 def test_a_thumbnail_without_a_box_is_not_darkened(tmp_path: Path) -> None:
@@ -49,14 +54,14 @@ def test_I20_an_image_that_became_unreadable_is_a_grey_frame(tmp_path: Path, con
     if content is not None:
         path.write_bytes(content)
     small = np.asarray(thumbnail(SheetImage(path, (40, 80), (0.0, 0.0, 40.0, 40.0))))
-    assert small.shape == (45, 90, 3)
+    assert small.shape == (SMALL_PX // 2, SMALL_PX, 3)
     assert (small == 211).all()
 
 
 def test_an_image_of_extreme_shape_has_a_thumbnail(tmp_path: Path) -> None:
     path = save(tmp_path / "line.png", size=(6000, 1))
     small = thumbnail(SheetImage(path, (1, 6000), (2999.0, 0.0, 3001.0, 1.0)))
-    assert small.size == (90, 1)
+    assert small.size == (SMALL_PX, 1)
 
 
 def test_a_sheet_has_a_line_per_row_with_its_images_in_order(tmp_path: Path) -> None:
@@ -75,6 +80,39 @@ def test_a_sheet_has_a_line_per_row_with_its_images_in_order(tmp_path: Path) -> 
     ]
     assert np.abs(np.array(centres) - [(250, 0, 0), (0, 0, 250), (0, 0, 250), (255, 255, 255)]).max() < 12
     assert picture[:THUMBNAIL_PX, :LABEL_PX].min() < 100, "the label is missing"
+
+
+def sheet(images: list[SheetImage], **settings: str) -> Any:
+    data = contact_sheet([SheetRow("", images)], log=print, **settings)
+    return np.asarray(Image.open(io.BytesIO(data)).convert("L"), dtype=int)
+
+
+def text_lines(picture: Any) -> int:
+    """Return the number of lines of dark text."""
+    return int((np.diff((picture.min(axis=1) < 130).astype(int)) == 1).sum())
+
+
+def test_names_and_captions_are_written_below_the_thumbnails(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png")
+    plain = sheet([SheetImage(path)])
+    named = sheet([SheetImage(path, name="rose_0001.jpg"), SheetImage(path)])
+    caption = "a red rose in a glass vase on a windowsill"
+    captioned = sheet([SheetImage(path, name="rose_0001.jpg", caption=caption)])
+    assert plain.shape[0] == THUMBNAIL_PX < named.shape[0] < captioned.shape[0]
+    assert text_lines(named[THUMBNAIL_PX:, LABEL_PX : LABEL_PX + THUMBNAIL_PX]) == 1
+    assert text_lines(named[THUMBNAIL_PX:, LABEL_PX + THUMBNAIL_PX :]) == 0
+    assert text_lines(captioned[THUMBNAIL_PX:, LABEL_PX:]) >= 3
+
+
+def test_a_title_is_written_above_the_rows(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.png")
+    titled = sheet([SheetImage(path)], title="Buckets (height x width)")
+    assert text_lines(titled[: titled.shape[0] - THUMBNAIL_PX]) == 1
+
+
+@pytest.mark.parametrize("name", ["日本語.jpg", "a\nb\x1b.png", "\ud800.png", "роза.jpg", "n" * 300])
+def test_I18_any_name_and_caption_can_be_written(tmp_path: Path, name: str) -> None:
+    assert sheet([SheetImage(save(tmp_path / "a.png"), name=name, caption=name * 3)]).shape[0] > THUMBNAIL_PX
 
 
 def test_a_jpeg_reduces_quality_before_size_to_stay_small() -> None:

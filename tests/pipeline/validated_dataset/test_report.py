@@ -11,7 +11,8 @@ import polars as pl
 import pytest
 from PIL import Image
 
-from pipeline.reporting.pictures import LABEL_PX, THUMBNAIL_PX
+from pipeline.reporting.lettering import line_height_px
+from pipeline.reporting.pictures import LABEL_PX, MAX_SHEET_BYTES, NAME_PX, THUMBNAIL_PX
 from pipeline.storage.tables import empty
 from pipeline.validated_dataset.report import KEPT_FILE, REJECTED_FILE, SPREAD_FILE, write_dataset_report
 
@@ -35,14 +36,16 @@ def filled(folder: Any) -> Any:
 def test_the_pictures_show_kept_and_rejected_images_and_are_small(filled: Any) -> None:
     report = write(filled)
     kept, rejected = (np.asarray(Image.open(report / name)) for name in (KEPT_FILE, REJECTED_FILE))
-    assert kept.shape[:2] == (3 * THUMBNAIL_PX, LABEL_PX + 8 * THUMBNAIL_PX)
-    assert rejected.shape[:2] == (2 * THUMBNAIL_PX, LABEL_PX + THUMBNAIL_PX)
-    frames = [rejected[row * THUMBNAIL_PX + THUMBNAIL_PX // 2, LABEL_PX + 30 : -30] for row in range(2)]
+    line_px = line_height_px(NAME_PX)
+    assert kept.shape[:2] == (4 * (THUMBNAIL_PX + 2 * line_px), LABEL_PX + 6 * THUMBNAIL_PX)
+    row_px = THUMBNAIL_PX + line_px
+    assert rejected.shape[:2] == (2 * row_px, LABEL_PX + THUMBNAIL_PX)
+    frames = [rejected[row * row_px + THUMBNAIL_PX // 2, LABEL_PX + 30 : -30] for row in range(2)]
     flat = sorted(int(frame.std()) for frame in frames)
     assert flat[0] < 3, "an empty file must be grey"
     assert flat[1] > 10, "an image without a caption must be shown"
     Image.open(report / SPREAD_FILE).load()
-    assert sum(path.stat().st_size for path in report.iterdir()) < 200_000
+    assert max(path.stat().st_size for path in report.iterdir()) <= MAX_SHEET_BYTES
 
 
 def test_pictures_are_drawn_again_only_if_a_table_changes(filled: Any) -> None:
@@ -55,6 +58,22 @@ def test_pictures_are_drawn_again_only_if_a_table_changes(filled: Any) -> None:
     write(filled)
     assert not (report / REJECTED_FILE).exists(), "the picture of rejected images must be removed"
     assert (report / KEPT_FILE).stat().st_mtime_ns != before[KEPT_FILE]
+
+
+def test_a_report_of_an_earlier_version_is_drawn_again(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("pipeline.validated_dataset.report._REPORT_FORMAT", "")
+        report = write(filled)
+        (report / KEPT_FILE).write_bytes(b"without names")
+    write(filled)
+    assert (report / KEPT_FILE).read_bytes() != b"without names"
+
+
+def test_one_image_has_no_histogram_of_one_bar(folder: Any) -> None:
+    folder.add("one.png")
+    picture = np.asarray(Image.open(write(folder) / SPREAD_FILE).convert("RGB"), dtype=int)
+    assert not (np.abs(picture - (31, 119, 180)).max(axis=2) < 30).any()
+    assert (picture.max(axis=2) < 100).sum() > 200, "the values are missing"
 
 
 def test_empty_tables_give_no_pictures(folder: Any) -> None:
