@@ -15,13 +15,29 @@ from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
 from pipeline.storage.tables import Tables
 
+SHORT_FACTS: dict[str, tuple[str, ...]] = {
+    "raw_images": ("sample_id", "height", "width", "file_bytes", "format", "notes"),
+    "validated_dataset": ("caption", "more_captions", "caption_from"),
+    "aspect_buckets": ("bucket", "crop_top", "crop_left", "crop_loss", "scale"),
+    "vae_latents": ("dtype", "flipped"),
+    "text_embeddings": ("variant", "num_tokens", "num_cut"),
+    "trained_lora": ("split", "times_seen"),
+}
+"""Facts of each stage that are shown without --full."""
+
+SHORT_ENTRY_FACTS = ("path", "state")
+"""Facts of each cache entry that are shown without --full."""
+
 
 @click.command
 @click.argument("recipe", type=RECIPE)
 @click.argument("sample")
-@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(recipe: Recipe, sample: str, as_json: bool) -> None:
-    """Show everything that is recorded of SAMPLE in RECIPE, from its file to its cache entries.
+@click.option("--full", is_flag=True, help="Print all facts, including keys, hashes and file stats.")
+@click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
+def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
+    """Show what is recorded of SAMPLE in RECIPE, from its file to its cache entries.
+
+    --full adds keys, hashes, file stats and everything that the entries were made of.
 
     SAMPLE is a sample id, <dataset>/<path>, or any part of one that no other sample contains.
     """
@@ -36,8 +52,22 @@ def command(recipe: Recipe, sample: str, as_json: bool) -> None:
 
     for each in explained:
         click.echo(each.stage)
-        for name, value in each.facts.items():
-            click.echo(f"  {name:24} {_text(value)}")
+        for name, value in (each.facts if full else _short_facts(each)).items():
+            click.echo(f"  {_label(name):24} {_text(value)}")
+    if not full:
+        click.echo("--full adds keys, hashes, file stats and the inputs of each entry")
+
+
+def _short_facts(explained: StageFacts) -> dict[str, Any]:
+    """Return the facts that a person needs: no hashes and keys, and no empty values."""
+    facts = explained.facts
+    default = SHORT_ENTRY_FACTS if " entry" in explained.stage else tuple(facts)
+    names = SHORT_FACTS.get(explained.stage, default)
+    return {name: facts[name] for name in names if facts.get(name) not in (None, "", "[]")}
+
+
+def _label(name: str) -> str:
+    return "bucket (height x width)" if name == "bucket" else name
 
 
 def _by_stage(explained: Iterable[StageFacts]) -> dict[str, Mapping[str, Any]]:

@@ -95,7 +95,7 @@ def _images_found(
         summary += f"; all files were rejected: {counts}; {path}: {detail}"
         return Outcome(False, summary, most_frequent_fixes(in_dataset), rows, numbers)
 
-    summary += f"; passed over: {rows[0]['passed_over'] or 'nothing, the folder is empty'}"
+    summary += f"; ignored: {rows[0]['passed_over'] or 'nothing, the folder is empty'}"
     summary += f"; other suffixes: {rows[0]['other_suffixes']}" if rows[0]["other_suffixes"] else ""
     fix = "correct datasets[].path, or add images; folders with a leading dot are not searched"
     return Outcome(False, summary, fix, rows, numbers)
@@ -217,7 +217,7 @@ def _oddities(table: pl.DataFrame, report: Report) -> Outcome:
 
     kinds = {
         "links_out": ("leads out", "a link that leads out of the dataset"),
-        "foreign_caches": ("foreign cache", "passed over: probably another trainer's cache"),
+        "foreign_caches": ("foreign cache", "ignored: probably another trainer's cache"),
         "captions_without_image": ("lonely caption", "a caption file without an image"),
     }
     for kind, (what, detail) in kinds.items():

@@ -113,7 +113,7 @@ def walk_local(
 def walk_remote(
     source: RemoteSource, caption_suffix: str | None = None, *, result: WalkResult | None = None
 ) -> WalkResult:
-    """Walk a folder that fsspec opens; hidden files and folders are passed over.
+    """Walk a folder that fsspec opens; hidden files and folders are ignored.
 
     Links are not followed: an entry that the server reports as a link counts as special.
 

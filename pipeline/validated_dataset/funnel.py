@@ -12,10 +12,10 @@ def funnel_rows(
     """Return rows of `what`, `kind` (empty for totals) and `number`, largest kinds first.
 
     `found` is the number of files that may be images: the `kept` samples and those that the scan and the
-    validation `rejected`, which are given by reason. Other files are `passed_over`, by kind.
+    validation `rejected`, which are given by reason. Other files are ignored: `passed_over`, by kind.
     """
     rows = [{"what": "found", "kind": "", "number": kept + sum(rejected.values())}]
-    for what, counts in (("passed over", passed_over), ("rejected", rejected)):
+    for what, counts in (("ignored", passed_over), ("rejected", rejected)):
         rows.append({"what": what, "kind": "", "number": sum(counts.values())})
         ordered = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
         rows += [{"what": what, "kind": kind, "number": number} for kind, number in ordered]

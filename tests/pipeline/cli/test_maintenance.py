@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,15 @@ def test_explain_prints_every_stage(cli: Any) -> None:
     assert completed.exit_code == 0
     assert '"a cat that looks at the camera"' in completed.stdout
     assert json.loads(cli("explain", "sample", "cat", "--json").stdout)["latents entry"]["state"] == "valid"
+
+
+def test_explain_is_short_by_default_and_full_adds_hashes(cli: Any) -> None:
+    short, full = cli("explain", "sample", "cat").stdout, cli("explain", "sample", "cat", "--full").stdout
+    assert len(short.splitlines()) < 40 < len(full.splitlines())
+    assert "bucket (height x width)" in short
+    assert "--full" in short
+    assert not re.search(r"content_hash|inode|made of|^  key ", short, re.MULTILINE)
+    assert re.search(r"content_hash +\"[0-9a-f]{64}", full)
 
 
 def test_explain_as_json_keeps_every_row_of_a_stage(cli: Any, job: Job) -> None:

@@ -11,7 +11,7 @@ def test_lines_are_aligned_and_add_up() -> None:
     )
     assert funnel_lines(rows) == [
         "1,200  found",
-        "   13  passed over",
+        "   13  ignored",
         "   10    special",
         "    3    hidden",
         "    5  rejected",

@@ -274,9 +274,9 @@ def test_the_funnel_is_logged_with_the_reasons_of_both_stages(folder: Any) -> No
     assert "1    hidden" in folder.log
     assert result.report["funnel"] == [
         {"what": "found", "kind": "", "number": 3},
-        {"what": "passed over", "kind": "", "number": 3},
-        {"what": "passed over", "kind": "captions", "number": 2},
-        {"what": "passed over", "kind": "hidden", "number": 1},
+        {"what": "ignored", "kind": "", "number": 3},
+        {"what": "ignored", "kind": "captions", "number": 2},
+        {"what": "ignored", "kind": "hidden", "number": 1},
         {"what": "rejected", "kind": "", "number": 2},
         {"what": "rejected", "kind": "caption_missing", "number": 1},
         {"what": "rejected", "kind": "empty_file", "number": 1},
