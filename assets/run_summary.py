@@ -38,6 +38,7 @@ from dagster import (
 from pipeline.errors import LatentlineError
 from pipeline.recipe.gates import SPECS
 from pipeline.storage.os_errors import SQLITE_FIXES, as_file_access_error
+from resources.failures import failure_text
 from resources.run_worker import end_with_code_server
 from resources.tables import TableIOManager
 
@@ -261,8 +262,9 @@ def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_
 
     # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
     user_failure = failure.user_failure_data
-    if user_failure is not None and "fix" in user_failure.metadata:
-        return str(user_failure.description).replace("<recipe>", recipe)
+    text = user_failure and failure_text(str(user_failure.description), user_failure.metadata)
+    if text:
+        return text.replace("<recipe>", recipe)
 
     # Anything else is a bug: the innermost error and its line help most.
     error = failure.error

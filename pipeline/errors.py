@@ -26,6 +26,10 @@ class LatentlineError(Exception):
         """Return three aligned paragraphs: what, where, fix."""
         return f"{self.what}\n  where: {_indented(self.where)}\n  fix:   {_indented(self.fix)}"
 
+    def text_with_fix_first(self) -> str:
+        """Return what, fix and where, for places such as Dagster's UI that show only the first few lines."""
+        return f"{self.what}\n  fix:   {_indented(self.fix)}\n  where: {_indented(self.where)}"
+
     def __reduce__(self) -> tuple[object, ...]:
         """Rebuild the error from its three parts, so that it can be sent between processes."""
         return (_rebuild, (type(self), self.what, self.where, self.fix))

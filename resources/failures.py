@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from dagster import Failure
+from dagster import Failure, MetadataValue
 
 from pipeline.errors import LatentlineError
 from pipeline.storage.os_errors import as_file_access_error
+
+_PARTS = ("what", "where", "fix")
 
 
 @contextmanager
@@ -30,5 +33,15 @@ def errors_as_failures() -> Generator[None]:
 
 
 def _failure(err: LatentlineError) -> Failure:
-    parts = {"what": err.what, "where": err.where, "fix": err.fix}
-    return Failure(f"{type(err).__name__}: {err}", metadata=parts, allow_retries=False)
+    parts = {"fix": err.fix, "what": err.what, "where": err.where}
+    description = f"{type(err).__name__}: {err.text_with_fix_first()}"
+    return Failure(description, metadata=parts, allow_retries=False)
+
+
+def failure_text(description: str, metadata: Mapping[str, MetadataValue[Any]]) -> str | None:
+    """Return type, what, where and fix of a `Failure` of `errors_as_failures`; None for any other."""
+    values = {name: str(metadata[name].value) for name in _PARTS if name in metadata}
+    if set(values) != set(_PARTS):
+        return None
+    kind = description.partition(":")[0]
+    return f"{kind}: {LatentlineError(values['what'], where=values['where'], fix=values['fix'])}"
