@@ -30,6 +30,8 @@ MAX_PICTURES_BYTES = 200_000
 
 PICTURE_KINDS = {".png": "image/png", ".jpg": "image/jpeg"}
 
+BUCKET_HEADER = "bucket (height x width)"
+
 MAX_REASONS = 20
 MAX_PREVIEW_ROWS = 5
 
@@ -162,10 +164,14 @@ def report_metadata(report: Report) -> dict[str, MetadataValue[Any]]:
 
 
 def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
-    """Return rows as a table of all their columns, in order of appearance; a missing value is empty text."""
+    """Return rows as a table of all their columns, in order of appearance; a missing value is empty text.
+
+    The UI shows the column `bucket` as `BUCKET_HEADER`, which states the order of a bucket's edges.
+    """
     names = list(dict.fromkeys(name for row in rows for name in row))
-    records = [TableRecord({name: _cell(row.get(name)) for name in names}) for row in rows]
-    return MetadataValue.table(records, schema=TableSchema([TableColumn(name) for name in names]))
+    headers = {name: BUCKET_HEADER if name == "bucket" else name for name in names}
+    records = [TableRecord({headers[name]: _cell(row.get(name)) for name in names}) for row in rows]
+    return MetadataValue.table(records, schema=TableSchema([TableColumn(headers[name]) for name in names]))
 
 
 def escape_markdown(text: str) -> str:

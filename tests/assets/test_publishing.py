@@ -128,6 +128,12 @@ def test_a_table_accepts_rows_with_missing_columns_and_values_of_any_type() -> N
     ]
 
 
+def test_a_table_states_that_buckets_are_height_x_width() -> None:
+    value = table_metadata([{"bucket": "64x48", "samples": 3}])
+    assert [column.name for column in value.schema.columns] == ["bucket (height x width)", "samples"]
+    assert value.records[0].data == {"bucket (height x width)": "64x48", "samples": 3}
+
+
 def test_I18_markdown_in_names_is_escaped() -> None:
     text = escape_markdown("a|b`c\n<script>[x](y)*")
     assert text == "a\\|b\\`c &lt;script&gt;\\[x\\]\\(y\\)\\*"
