@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetsDefinition,
+    MaterializeResult,
+    MetadataValue,
+    multi_asset,
+)
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
@@ -30,8 +37,12 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
     def aspect_buckets(
         context: AssetExecutionContext, validated: Any
     ) -> Iterator[AssetCheckResult | MaterializeResult[Any]]:
+        import polars as pl
+
         from pipeline.aspect_buckets.report import write_bucket_report
         from pipeline.aspect_buckets.stage import assign_buckets
+        from pipeline.storage.tables import Tables
+        from pipeline.validated_dataset.dataset_page import write_dataset_page
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
@@ -39,7 +50,13 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             if context.selected_asset_keys:
                 result = assign_buckets(recipe, validated, log=context.log.info)
                 folder = write_bucket_report(recipe, result.table, log=context.log.info)
-                yield publish(recipe, "aspect_buckets", result, pictures=picture_metadata(folder))
+
+                tables = Tables(recipe.output_dir)
+                earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
+                rejected = pl.concat(earlier)
+                page = write_dataset_page(recipe, validated, rejected, placed=result, log=context.log.info)
+                pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
+                yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
 
             yield from check_results(context, recipe, "aspect_buckets")
 

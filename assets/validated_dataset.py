@@ -3,7 +3,14 @@
 from collections.abc import Iterator
 from typing import Any
 
-from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
+from dagster import (
+    AssetCheckResult,
+    AssetExecutionContext,
+    AssetsDefinition,
+    MaterializeResult,
+    MetadataValue,
+    multi_asset,
+)
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
@@ -31,6 +38,7 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
         import polars as pl
 
         from pipeline.storage.tables import Tables
+        from pipeline.validated_dataset.dataset_page import write_dataset_page
         from pipeline.validated_dataset.report import write_dataset_report
         from pipeline.validated_dataset.stage import validate
 
@@ -42,7 +50,9 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
                 result = validate(recipe, raw, tables, log=context.log.info)
                 rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
                 folder = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
-                yield publish(recipe, "validated_dataset", result, pictures=picture_metadata(folder))
+                page = write_dataset_page(recipe, result.table, rejected, log=context.log.info)
+                pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
+                yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
 
             yield from check_results(context, recipe, "validated_dataset")
 

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.images.decode import File, decode
 from pipeline.images.formats import ImageError
@@ -24,6 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from PIL import Image
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MAX_PICTURE_BYTES = 66_000
 """Maximum size of one picture, so that the three of an asset stay below 200 kB."""
@@ -103,7 +105,7 @@ def contact_sheet(
     """
     from PIL import Image, ImageDraw
 
-    thumbnails = thumbnails_of([image for row in rows for image in row.images], log=log)
+    thumbnails = for_each_image([image for row in rows for image in row.images], thumbnail, log=log)
     lines = [[image.lines() for image in row.images] for row in rows]
     line_px = line_height_px(NAME_PX)
     rows_px = [THUMBNAIL_PX + line_px * max((len(each) for each in row), default=0) for row in lines]
@@ -134,36 +136,45 @@ def contact_sheet(
     return jpeg(canvas, max_bytes)
 
 
-def thumbnails_of(
-    images: Sequence[SheetImage], *, edge_px: int = THUMBNAIL_PX, log: Log
-) -> list[Image.Image]:
-    """Return the `thumbnail` of each image, decoded on all cores; `log` receives the progress."""
-    thumbnails: list[Image.Image] = []
+def for_each_image(images: Sequence[T], draw: Callable[[T], R], *, log: Log) -> list[R]:
+    """Return the result of `draw` for each image, computed on all cores; `log` receives the progress."""
+    results: list[R] = []
     with (
-        progress(lambda: len(thumbnails), len(images), "thumbnails drawn", log=log),
+        progress(lambda: len(results), len(images), "thumbnails drawn", log=log),
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):
-        thumbnails.extend(pool.map(partial(thumbnail, edge_px=edge_px), images))
-    return thumbnails
+        results.extend(pool.map(draw, images))
+    return results
 
 
-def thumbnail(item: SheetImage, *, edge_px: int = THUMBNAIL_PX) -> Image.Image:
-    """Return the image in RGB, slightly smaller than `edge_px`, darkened outside its box."""
-    from PIL import Image, ImageEnhance
+def thumbnail(item: SheetImage) -> Image.Image:
+    """Return the thumbnail, or a grey frame of the same shape for an image that cannot be read."""
+    from PIL import Image
+
+    picture = readable_thumbnail(item, edge_px=THUMBNAIL_PX)
+    if picture is None:
+        size_wh, _ = _fitted_size(item.size or (1, 1), THUMBNAIL_PX)
+        return Image.new("RGB", size_wh, _GREY)
+    return picture
+
+
+def readable_thumbnail(item: SheetImage, *, edge_px: int) -> Image.Image | None:
+    """Return the image in RGB, slightly smaller than `edge_px` and darkened outside its box.
+
+    Returns:
+        The thumbnail; None if the image cannot or must not be read.
+    """
+    from PIL import ImageEnhance
 
     image = None
     if item.path is not None:
         with suppress(ImageError, OSError):
             image = decode(item.path, _WHITE, draft_px=2 * edge_px)
+    if image is None:
+        return None
 
     # The decoded image may be smaller than the original, whose pixels the box refers to.
-    decoded_size = (1, 1) if image is None else (image.height, image.width)
-    height, width = decoded_size if item.size is None else item.size
-    scale = (edge_px - _MARGIN_PX) / max(height, width)
-    size_wh = (max(1, round(width * scale)), max(1, round(height * scale)))
-    if image is None:
-        return Image.new("RGB", size_wh, _GREY)
-
+    size_wh, scale = _fitted_size(item.size or (image.height, image.width), edge_px)
     small = image.resize(size_wh)
     if item.box is None:
         return small
@@ -172,6 +183,13 @@ def thumbnail(item: SheetImage, *, edge_px: int = THUMBNAIL_PX) -> Image.Image:
     dark = ImageEnhance.Brightness(small).enhance(0.35)
     dark.paste(small.crop(visible), visible[:2])
     return dark
+
+
+def _fitted_size(size_hw: tuple[int, int], edge_px: int) -> tuple[tuple[int, int], float]:
+    """Return (width, height) of a thumbnail, and its scale."""
+    height, width = size_hw
+    scale = (edge_px - _MARGIN_PX) / max(height, width)
+    return (max(1, round(width * scale)), max(1, round(height * scale))), scale
 
 
 def side_by_side(left: Image.Image, right: Image.Image, *, edge_px: int) -> Image.Image:

@@ -42,7 +42,7 @@ NUM_PER_STRIP = 6
 _REPORT_FORMAT = "2: names and captions"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
-_UNSAFE_REASONS = {"too_large", "out_of_memory"}
+UNSAFE_REASONS = {"too_large", "out_of_memory"}
 """Reasons of rejected images that could exhaust memory if the report opened them."""
 
 
@@ -109,7 +109,7 @@ def _rejected_strips(rejected: pl.DataFrame, sources: Mapping[str, Source]) -> l
         # Files that the scan did not read stay closed: they may be pipes, or links that lead out.
         shown = [
             SheetImage(
-                sources[dataset].file(path) if content_hash and reason not in _UNSAFE_REASONS else None,
+                sources[dataset].file(path) if content_hash and reason not in UNSAFE_REASONS else None,
                 name=posixpath.basename(path),
             )
             for dataset, path, content_hash in samples.select("dataset", "path", "content_hash").rows()
