@@ -41,6 +41,9 @@ NUM_WORST_CROPS = 20
 NUM_BUCKETS_SHOWN = 10
 IMAGES_PER_ROW = 6
 
+MIN_AXIS_RATIO = 2.0
+"""Smallest ratio of the ends of the axes in the chart of sizes."""
+
 MAX_POINTS = 5000
 """Maximum number of images in the chart of sizes; more are sampled."""
 
@@ -169,6 +172,8 @@ def _sizes_chart(table: pl.DataFrame) -> bytes:
     # The lines of aspect ratios would extend the limits, so they are restored afterwards.
     low = min(axes.get_xlim()[0], axes.get_ylim()[0])
     high = max(axes.get_xlim()[1], axes.get_ylim()[1])
+    if high < MIN_AXIS_RATIO * low:  # one image, or images of one size, would fill the axes
+        low, high = low / MIN_AXIS_RATIO, high * MIN_AXIS_RATIO
     for width, height in targets.iter_rows():
         axes.axline((width, height), (width * math.e, height * math.e), color="green", alpha=0.3, lw=0.7)
     axes.set(xlim=(low, high), ylim=(low, high))

@@ -23,6 +23,9 @@ FOLDER = "text_embeddings"
 TOKENS_FILE = "tokens.png"
 _DIGEST_FILE = "made_for.txt"
 
+MIN_TOKENS_SHOWN = 8
+"""Smallest range of token counts on the histogram's axis."""
+
 MAX_BARS = 40
 """Maximum number of bars in the histogram."""
 
@@ -67,5 +70,8 @@ def _histogram(counts: pl.DataFrame) -> bytes:
         num_captions = int(cut["captions"].sum())
         axes.axvline(limit + 0.5, color="tab:red", label=f"cut after {limit} tokens: {num_captions:,}")
         axes.legend(loc="upper right", fontsize="small")
+    if longest - shortest < MIN_TOKENS_SHOWN:  # captions of one length would fill the axes with one bar
+        axes.set_xlim(shortest - MIN_TOKENS_SHOWN / 2, longest + MIN_TOKENS_SHOWN / 2)
+    axes.locator_params(integer=True)
     axes.set(xlabel="tokens per caption", ylabel="captions")
     return png(figure)

@@ -24,6 +24,7 @@ from pipeline.reporting.html_page import html_page, text_html
 from pipeline.reporting.lettering import printable
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
 from pipeline.reporting.reports import Log, StageResult
+from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import content_digest
@@ -41,6 +42,9 @@ _FORMAT = "1"
 
 MAX_IMAGES = 2_000
 """Maximum number of kept images on the pages; a larger dataset shows this many, chosen by content."""
+
+MAX_REMOTE_IMAGES = 100
+"""Maximum number of kept images of a recipe with a remote dataset: each thumbnail downloads its image."""
 
 IMAGES_PER_PAGE = 100
 
@@ -122,7 +126,9 @@ def _chosen(recipe: Recipe, table: pl.DataFrame) -> pl.DataFrame:
 
     They are chosen by content, so that adding images to a large dataset replaces only some of them.
     """
-    chosen = table.select(_KEPT_COLUMNS).bottom_k(MAX_IMAGES, by=["content_hash", "sample_id"])
+    is_remote = any(isinstance(settings.root, Url) for settings in recipe.datasets)
+    number = MAX_REMOTE_IMAGES if is_remote else MAX_IMAGES
+    chosen = table.select(_KEPT_COLUMNS).bottom_k(number, by=["content_hash", "sample_id"])
     uses = times_drawn(chosen, recipe.datasets)
     return chosen.with_columns(uses=uses).drop("duplicate_group").sort("sample_id")
 

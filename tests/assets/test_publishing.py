@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 import polars as pl
 import pytest
-from dagster import FloatMetadataValue, IntMetadataValue, MetadataValue, TableMetadataValue
+from dagster import (
+    AssetKey,
+    AssetSelection,
+    FloatMetadataValue,
+    IntMetadataValue,
+    MetadataValue,
+    TableMetadataValue,
+    materialize,
+)
 from PIL import Image
 
+from assets.definitions import build_definitions
 from assets.publishing import (
     MAX_PICTURES_BYTES,
     captioned_pictures,
@@ -231,3 +240,27 @@ def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_p
     assert list(materialization.metadata or {}) == names
     assert (materialization.metadata or {})["loss"] == FloatMetadataValue(0.333333)
     assert isinstance((materialization.metadata or {})["worst"], TableMetadataValue)
+
+
+def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    Image.new("RGB", (64, 48), "red").save(tmp_path / "data" / "rose.png")
+    (tmp_path / "data" / "rose.txt").write_text("a red rose")
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "out",
+        "model": {"base": "models/none"},
+        "buckets": {"resolution": 64, "step": 8},
+    }
+    graph = build_definitions([recipe_from_mapping("flowers", values)]).get_repository_def().asset_graph
+    names = ["raw_images", "validated_dataset", "aspect_buckets"]
+    selection = AssetSelection.assets(*(AssetKey(["flowers", name]) for name in names)).without_checks()
+    result = materialize([*graph.assets_defs], selection=selection)
+
+    page = tmp_path / "out" / "reports" / "dataset" / "index.html"
+    assert "a red rose" in page.read_text("utf-8")
+    for name in names[1:]:
+        (event,) = result.asset_materializations_for_node(f"flowers__{name}")
+        assert event.metadata["dataset_page"] == MetadataValue.path(str(page))
+        assert "picture_kept" in event.metadata or name == "aspect_buckets"

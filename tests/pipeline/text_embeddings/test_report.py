@@ -44,6 +44,11 @@ def test_the_histogram_shows_the_token_limit_only_if_a_caption_is_truncated(reci
     assert max(len(without_limit), len(with_limit)) < 66_000
 
 
+def test_captions_of_one_length_are_one_narrow_bar(recipe: Recipe) -> None:
+    picture = (write_caption_report(recipe, table([9], [0])) / TOKENS_FILE).read_bytes()
+    assert 0 < coloured(picture, 31, 119, 180) < 560 * 320 / 4
+
+
 def test_the_histogram_is_drawn_again_only_if_a_count_has_changed(recipe: Recipe) -> None:
     file = write_caption_report(recipe, table([5, 9], [0, 0])) / TOKENS_FILE
     file.write_bytes(b"kept")
