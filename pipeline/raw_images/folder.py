@@ -61,7 +61,7 @@ class WalkResult:
         passed_over: Number of other files by kind: "hidden", "captions", "not_images", "foreign_caches",
             "special", "linked_twice", "broken_links".
         suffixes: Number of files that are not images, by lower-case suffix without the dot.
-        captions: Paths of the files with the caption suffix.
+        captions: Paths of the files with a caption suffix.
         foreign_caches: Paths of other trainers' caches.
         links_out: Paths of followed links that lead out of the root.
     """
@@ -88,7 +88,7 @@ def last_suffix(path: str) -> str:
 
 
 def walk_local(
-    root: Path, caption_suffix: str | None = None, *, result: WalkResult | None = None
+    root: Path, caption_suffixes: tuple[str, ...] = (), *, result: WalkResult | None = None
 ) -> WalkResult:
     """Walk everything below `root` except hidden files and folders.
 
@@ -98,26 +98,26 @@ def walk_local(
 
     Args:
         root: The dataset's folder. It may itself be a link.
-        caption_suffix: Suffix of sidecar caption files, with its dot; None if the dataset has none.
+        caption_suffixes: Suffixes of sidecar caption files, with their dots; empty if the dataset has none.
         result: Filled and returned, so that another thread can report progress; a new one by default.
 
     Raises:
         DatasetError: `root` is not a folder, or cannot be listed.
     """
     require_listable(root)
-    walker = _LocalWalker(root, caption_suffix, result or WalkResult())
+    walker = _LocalWalker(root, caption_suffixes, result or WalkResult())
     walker.run()
     return walker.result
 
 
 def walk_remote(
-    source: RemoteSource, caption_suffix: str | None = None, *, result: WalkResult | None = None
+    source: RemoteSource, caption_suffixes: tuple[str, ...] = (), *, result: WalkResult | None = None
 ) -> WalkResult:
     """Walk a folder that fsspec opens; hidden files and folders are ignored.
 
     Links are not followed: an entry that the server reports as a link counts as special.
 
-    `caption_suffix` and `result` are as in `walk_local`.
+    `caption_suffixes` and `result` are as in `walk_local`.
 
     Raises:
         DatasetError: The address cannot be listed, or it names a file.
@@ -140,7 +140,7 @@ def walk_remote(
                 result.passed_over["special"] += 1
             elif entry.stat is None:
                 pending.append(entry.path)
-            elif _may_be_image(result, entry.path, caption_suffix, looks_like_image):
+            elif _may_be_image(result, entry.path, caption_suffixes, looks_like_image):
                 result.images.append(FoundFile(entry.path, *entry.stat, device=0))
     return result
 
@@ -173,7 +173,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _may_be_image(
-    result: WalkResult, path: str, caption_suffix: str | None, looks_like_image: Callable[[str], bool]
+    result: WalkResult, path: str, caption_suffixes: tuple[str, ...], looks_like_image: Callable[[str], bool]
 ) -> bool:
     """Return True for a possible image; count every other file in `result` by its kind.
 
@@ -187,7 +187,7 @@ def _may_be_image(
         return True
 
     result.suffixes[suffix] += 1
-    if caption_suffix and name.endswith(caption_suffix):
+    if name.endswith(caption_suffixes):
         result.captions.append(path)
         result.passed_over["captions"] += 1
     elif suffix in FOREIGN_CACHES:
@@ -213,11 +213,11 @@ def _remote_entries(source: RemoteSource, folder: str, result: WalkResult) -> li
 class _LocalWalker:
     """The state of one local walk."""
 
-    def __init__(self, root: Path, caption_suffix: str | None, result: WalkResult) -> None:
+    def __init__(self, root: Path, caption_suffixes: tuple[str, ...], result: WalkResult) -> None:
         self.result = result
         self._root = os.fspath(root)
         self._real_root = root.resolve()
-        self._caption_suffix = caption_suffix
+        self._caption_suffixes = caption_suffixes
         self._visited_folders = {_identity(parent.stat()) for parent in self._real_root.parents}
         self._visited_files: set[tuple[int, int]] = set()
         self._links: list[str] = []  # a heap: links are followed in the order of their names
@@ -262,7 +262,7 @@ class _LocalWalker:
             pending.append(path + "/")
         elif not entry.is_file(follow_symlinks=False):
             self.result.passed_over["special"] += 1
-        elif _may_be_image(self.result, path, self._caption_suffix, self._looks_like_image):
+        elif _may_be_image(self.result, path, self._caption_suffixes, self._looks_like_image):
             try:
                 stat = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
@@ -302,7 +302,7 @@ class _LocalWalker:
         elif not S_ISREG(stat.st_mode):
             self.result.passed_over["special"] += 1
             return
-        elif _may_be_image(self.result, path, self._caption_suffix, self._looks_like_image):
+        elif _may_be_image(self.result, path, self._caption_suffixes, self._looks_like_image):
             self._add_image(path, stat)
         else:
             return

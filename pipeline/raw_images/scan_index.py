@@ -47,11 +47,13 @@ CAPTIONS: dict[str, Any] = {
     "caption": pl.String,
     "more_captions": pl.String,
     "caption_from": pl.String,
+    "differing_captions": pl.List(pl.String),
     "caption_read_ns": pl.Int64,
-    **dict.fromkeys(SIDECAR_STAT, pl.Int64),
+    **dict.fromkeys(SIDECAR_STAT, pl.List(pl.Int64)),
 }
 """Columns of captions.parquet, one row per sample with a caption: the `caption_rule` it was read by, columns
-of validated_dataset, the time of reading, and the caption file's stat before that; -1 if there is no file."""
+of validated_dataset, the caption files with another text, the time of reading, and the stats of all listed
+caption files before that, in the recipe's order; -1 for a missing file, null for captions without files."""
 
 REJECTED_FILES: dict[str, Any] = {
     **REJECTED,
@@ -170,26 +172,41 @@ def unchanged_files(sources: Mapping[str, Source], rows: pl.DataFrame, *, log: L
     return pl.concat(unchanged)
 
 
+def sidecar_stats(
+    sources: Mapping[str, Source], files: pl.DataFrame, *, log: Log, doing: str
+) -> pl.DataFrame:
+    """Read the current stats of the caption files that a recipe lists.
+
+    `files` has the columns sample_id, dataset and sidecars, a list of paths; it is null for captions that are
+    not in files. `doing` labels the progress.
+
+    Returns:
+        A table with sample_id and the columns `SIDECAR_STAT`, lists in the order of `sidecars`.
+    """
+    each = files.drop_nulls("sidecars").rename({"sidecars": "path"}).explode("path")
+    stats = pl.concat(read_stats(sources, each, log=log, doing=doing).values())
+    columns = [pl.col(now).alias(name) for now, name in zip(STAT, SIDECAR_STAT, strict=True)]
+    return stats.group_by("sample_id", maintain_order=True).agg(columns)
+
+
 def unchanged_sidecars(
     sources: Mapping[str, Source], rows: pl.DataFrame, granularity_ns: int, *, log: Log
 ) -> pl.DataFrame:
-    """Return the sample_id of each row with an unchanged caption file, or without one.
+    """Return the sample_id of each row for which all listed caption files are unchanged, or without any.
 
-    A file that changed within the clock's granularity before it was read is not trusted: a second change
-    might have left the same stat. Git's index treats such files the same way.
+    A file that appears or disappears has changed. A file that changed within the clock's granularity before
+    it was read is not trusted: a second change might have left the same stat. Git's index treats such files
+    the same way.
 
-    `rows` has the columns `CAPTIONS`, and dataset.
+    `rows` has the columns `CAPTIONS`, dataset and sidecars; see `sidecar_stats`.
     """
-    is_sidecar = pl.col("caption_from").str.starts_with(SIDECAR)
-    path = pl.when(is_sidecar).then(pl.col("caption_from").str.strip_prefix(SIDECAR))
-    files = rows.select("sample_id", "dataset", path=path)
-    stats = read_stats(sources, files, log=log, doing="captions compared")
-
-    settled = pl.col("caption_ctime_ns") + granularity_ns < pl.col("caption_read_ns")
-    unchanged = rows.filter(is_sidecar & settled).join(
-        pl.concat(stats.values()),
-        left_on=["sample_id", *SIDECAR_STAT],
-        right_on=["sample_id", *STAT],
-        how="semi",
+    now = sidecar_stats(
+        sources, rows.select("sample_id", "dataset", "sidecars"), log=log, doing="captions compared"
     )
-    return pl.concat([rows.filter(~is_sidecar).select("sample_id"), unchanged.select("sample_id")])
+    compared = rows.join(now, on="sample_id", how="left", suffix="_now", maintain_order="left")
+
+    last_change = pl.col("caption_ctime_ns").list.max()
+    settled = last_change + granularity_ns < pl.col("caption_read_ns")
+    same = [pl.col(name).eq_missing(pl.col(f"{name}_now")) for name in SIDECAR_STAT]
+    unchanged = pl.all_horizontal(pl.col("sidecars").is_null() | settled, *same)
+    return compared.filter(unchanged).select("sample_id")

@@ -77,16 +77,16 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
     Raises:
         DatasetError: The dataset cannot be listed.
     """
-    caption_suffix = settings.captions.suffix if settings.captions.from_ == "sidecar" else None
+    caption_suffixes = settings.captions.suffixes if settings.captions.from_ == "sidecar" else ()
     source = source_at(settings.root)
     walk = WalkResult()
     with progress(lambda: len(walk.images), None, f"images found in {settings.name}", log=log):
         if settings.is_manifest:
             walk_manifest(settings, source, result=walk)
         elif isinstance(source, LocalSource):
-            walk_local(Path(settings.path), caption_suffix, result=walk)
+            walk_local(Path(settings.path), caption_suffixes, result=walk)
         else:
-            walk_remote(source, caption_suffix, result=walk)
+            walk_remote(source, caption_suffixes, result=walk)
 
     images, name_problems = _with_sample_ids(settings.name, walk.images)
     problems = walk.problems + name_problems
@@ -96,7 +96,7 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
         walk=walk,
         images=images,
         rejected=[_rejected_row(settings.name, problem) for problem in problems],
-        orphan_captions=_orphan_captions(walk, settings.captions.suffix),
+        orphan_captions=_orphan_captions(walk, caption_suffixes),
     )
 
 
@@ -158,9 +158,9 @@ def _rejected_row(dataset: str, problem: Problem) -> dict[str, Any]:
     }
 
 
-def _orphan_captions(walk: WalkResult, caption_suffix: str) -> list[str]:
+def _orphan_captions(walk: WalkResult, caption_suffixes: tuple[str, ...]) -> list[str]:
     if not walk.captions:
         return []
     image_paths = [image.path for image in walk.images] + [problem.path for problem in walk.problems]
-    expected = {sidecar_path(path, caption_suffix) for path in image_paths}
+    expected = {sidecar_path(path, suffix) for path in image_paths for suffix in caption_suffixes}
     return [path for path in walk.captions if path not in expected]

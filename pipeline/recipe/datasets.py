@@ -20,9 +20,10 @@ from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
     check_address,
     check_encoding,
+    check_fallback,
     check_folder,
     check_not_manifest,
-    check_suffix,
+    check_suffixes,
 )
 from pipeline.storage.addresses import Address, Url, is_url
 
@@ -42,10 +43,17 @@ else:
     FolderAddress = Annotated[Path, *_PATH_OR_URL, BeforeValidator(check_not_manifest)]
 FolderPath = Annotated[Path, BeforeValidator(check_folder)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
-Suffix = Annotated[str, AfterValidator(check_suffix)]
+Suffixes = Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], BeforeValidator(check_suffixes)]
+Fallback = Annotated[str | None, AfterValidator(check_fallback)]
 
 JSON_KEY = "caption"
 """Default key of the caption in a JSON sidecar file."""
+
+JSON_SUFFIX = ".json"
+"""Suffix of sidecar files that hold a JSON object with the caption."""
+
+FILENAME = "filename"
+"""Value of `captions.fallback` that makes the file name the caption."""
 
 MAX_VARIANTS = 64
 """Maximum number of cached tag orders per caption; each is a cache entry."""
@@ -72,6 +80,7 @@ class CaptionSettings(Settings):
         ("text", "from_", "fixed"),
         ("columns", "from_", "column"),
         *((key, "from_", "sidecar") for key in ("suffix", "json_key", "encoding", "fallback_encoding")),
+        ("fallback", "from_", "sidecar", "column"),
     )
 
     from_: Literal["sidecar", "filename", "fixed", "column"] = Field(
@@ -81,10 +90,18 @@ class CaptionSettings(Settings):
         "the image's file name without its suffix. fixed: `text` for every image. column: `columns` of the "
         "manifest.",
     )
-    suffix: Suffix = Field(
+    suffix: Suffixes = Field(
         default=".txt",
         description="Suffix of sidecar files, with the dot: the caption of photo.jpg is in photo.txt. With "
-        ".json, the file holds a JSON object, and `json_key` names the caption in it.",
+        ".json, the file holds a JSON object, and `json_key` names the caption in it. A list such as "
+        "[.txt, .caption] is tried in order: the first file with a text is the caption. If another listed "
+        "file has a different text, the check captions_agree warns.",
+    )
+    fallback: Fallback = Field(
+        default=None,
+        description="Caption of images whose caption is missing or empty: a text that they all get, or "
+        "filename for the image's file name without its suffix. With null, such images close the gate "
+        "captions_present. The report counts them as fallback in captions_from.",
     )
     json_key: str = Field(
         default=JSON_KEY,
@@ -128,13 +145,19 @@ class CaptionSettings(Settings):
         description="Cache several orders of captions that are lists of tags; null disables shuffling.",
     )
 
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Suffixes of sidecar files, in the order in which they are tried."""
+        return (self.suffix,) if isinstance(self.suffix, str) else self.suffix
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         if self.from_ == "fixed" and self.text is None:
             what = "captions.text is required with from: fixed"
             yield Violation("text", what, "set text to the caption", involves=("text", "from"))
-        if self.from_ == "sidecar" and self.json_key != JSON_KEY and self.suffix.lower() != ".json":
-            what = f"json_key requires suffix: .json, got suffix: {self.suffix}"
+        has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
+        if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
+            what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
             fix = "set suffix: .json, or remove json_key"
             yield Violation("json_key", what, fix, involves=("json_key", "suffix", "from"))
 

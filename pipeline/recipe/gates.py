@@ -112,8 +112,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _gate(
             "captions_present",
             "Each image has a caption that is not empty.",
-            "Write the missing captions, or set captions.suffix to the suffix that the message names. To "
-            "train on the other images, allow the gate.",
+            "Write the missing captions, set captions.suffix to the suffixes that the message names, or set "
+            "captions.fallback to a caption for these images. To train on the other images, allow the gate.",
         ),
         _gate(
             "captions_decodable",
@@ -142,6 +142,12 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
             "validation_apart",
             "No training image is a near duplicate of an image in the holdout.",
             "Report a bug in Latentline, and attach the table; the holdout never separates near duplicates.",
+        ),
+        _warning(
+            "captions_agree",
+            "Images with different captions in two files listed in captions.suffix.",
+            "Delete the caption file that is out of date, or change the order in captions.suffix: the first "
+            "file with a text is used.",
         ),
         _warning(
             "look_alikes",

@@ -6,7 +6,10 @@ Each validator returns the value, or reports a violation.
 from __future__ import annotations
 
 import difflib
+import json
+from collections.abc import Sequence
 from pathlib import PurePath
+from typing import cast
 
 from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import one_of, reject
@@ -75,6 +78,35 @@ def check_suffix(value: str) -> str:
         reject(f"the suffix must be a dot and letters, got {value!r}", "use a suffix such as .txt")
     if not value.startswith("."):
         reject(f'the suffix must start with a dot, got "{value}"', f"use .{value}")
+    return value
+
+
+def check_suffixes(value: object) -> object:
+    """Return one suffix, or a list of suffixes as a tuple, unless a suffix is invalid or listed twice."""
+    if isinstance(value, str):
+        return check_suffix(value)
+    fix = "use a suffix such as .txt, or a list such as [.txt, .caption]"
+    if not isinstance(value, list | tuple) or not value:
+        reject(f"the suffix must be text or a list of texts, got {json.dumps(value, default=str)}", fix)
+
+    suffixes = cast("Sequence[object]", value)
+    for suffix in suffixes:
+        if not isinstance(suffix, str):
+            reject(f"each suffix must be text, got {json.dumps(suffix, default=str)}", fix)
+        check_suffix(suffix)
+    repeated = [suffix for index, suffix in enumerate(suffixes) if suffix in suffixes[:index]]
+    if repeated:
+        reject(f"each suffix must be listed once, got {repeated[0]} twice", f"remove one {repeated[0]}")
+    return tuple(suffixes)
+
+
+def check_fallback(value: str | None) -> str | None:
+    """Return `value` unless it is a text without a visible character."""
+    if value is not None and not value.strip():
+        reject(
+            "captions.fallback must be a caption, filename or null, got a text without words",
+            "write a caption, or fallback: filename; text.caption_dropout trains on the empty caption",
+        )
     return value
 
 

@@ -1,44 +1,27 @@
-"""Read the caption of an image, decode it, and bring it into one canonical form.
-
-The encoding comes from a byte order mark or the recipe, never from the locale.
-"""
+"""Choose the caption of an image among its sources, and bring it into one canonical form."""
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from functools import lru_cache
-from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from pipeline.images.formats import SUFFIXES, ImageError
+from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import last_suffix, sidecar_path
 from pipeline.raw_images.scan_index import SIDECAR
-from pipeline.recipe.validators import MANIFEST_SUFFIXES
+from pipeline.recipe.datasets import FILENAME
+from pipeline.validated_dataset.caption_files import missing_error, read_caption_file
 
 if TYPE_CHECKING:
     from pipeline.recipe import CaptionSettings
     from pipeline.storage.source import Source
 
-JSON_SUFFIX = ".json"
-"""Suffix of sidecar files that hold a JSON object with the caption."""
+FALLBACK = "fallback"
+"""Value of `caption_from` for a caption from `captions.fallback`."""
 
-MAX_CAPTION_BYTES = 1_000_000
-"""Maximum size of a caption file. A larger one is not a caption and would fill memory and table."""
-
-_BYTE_ORDER_MARKS = (
-    (codecs.BOM_UTF8, "utf-8"),
-    (codecs.BOM_UTF32_LE, "utf-32-le"),
-    (codecs.BOM_UTF32_BE, "utf-32-be"),
-    (codecs.BOM_UTF16_LE, "utf-16-le"),
-    (codecs.BOM_UTF16_BE, "utf-16-be"),
-)
-"""Byte order marks and their encodings. UTF-32 comes first: its little-endian mark starts with that of
-UTF-16."""
+NO_CAPTION = ("caption_missing", "caption_empty")
+"""Reasons of images without a caption, for which `captions.fallback` is used."""
 
 _LINE_ENDS = re.compile("\r\n|[\r\n\v\f\x85\u2028\u2029]")
 
@@ -51,7 +34,7 @@ class Caption(NamedTuple):
 
     Attributes:
         texts: At least one text in canonical form; none is empty.
-        source: "sidecar:<path>", "filename", "fixed" or "column", for the column `caption_from`.
+        source: "sidecar:<path>", "filename", "fixed", "column" or "fallback", for the column `caption_from`.
     """
 
     texts: tuple[str, ...]
@@ -64,42 +47,120 @@ def caption_of(
     path: str,
     manifest_texts: Sequence[str] | None = None,
     *,
-    sidecar_bytes: int = 0,
+    sidecar_bytes: Sequence[int] = (),
 ) -> Caption:
     """Return the caption of one image, or its captions if it has several.
 
     `manifest_texts` are those of the manifest's caption columns, or None without a manifest. `sidecar_bytes`
-    is the size of the caption file if known, otherwise 0 or -1.
+    are the sizes of the files listed in `captions.suffix`, in that order, -1 for a file that does not exist;
+    they may be omitted.
 
     Raises:
         ImageError: There is no caption (`caption_missing`), it is empty (`caption_empty`), its bytes do
             not decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
     """
-    where = source.where(path)
-    if settings.from_ == "sidecar":
-        sidecar = sidecar_path(path, settings.suffix)
-        where, caption_from = source.where(sidecar), f"{SIDECAR}{sidecar}"
-        texts = [_decode(_read_sidecar(source, path, sidecar, sidecar_bytes), settings, where)]
-        if settings.suffix.lower() == JSON_SUFFIX:
-            texts = _texts_in_json(texts[0], settings.json_key, where)
-    elif settings.from_ == "filename":
-        name = path.rpartition("/")[2]
-        texts, caption_from = [name.removesuffix(last_suffix(name)).replace("_", " ")], "filename"
-    elif settings.from_ == "column":
-        texts, caption_from = list(manifest_texts or ()), "column"
-        where = f"the manifest's row of {path}"
-    else:
-        texts, caption_from = [settings.text or ""], "fixed"
+    try:
+        return _own_caption(settings, source, path, manifest_texts, sidecar_bytes)
+    except ImageError as err:
+        if settings.fallback is None or err.reason not in NO_CAPTION:
+            raise
 
-    texts = [canonical(text) for text in texts]
+    text = _words_of_name(path) if settings.fallback == FILENAME else settings.fallback
+    return Caption(_usable_texts([text], settings, source.where(path)), FALLBACK)
+
+
+def differing_files(
+    settings: CaptionSettings, source: Source, path: str, caption: Caption, sidecar_bytes: Sequence[int] = ()
+) -> list[str]:
+    """Return the paths of the other listed caption files of an image that do not hold the same caption.
+
+    A file without text does not count. A file that cannot be read or decoded does. `sidecar_bytes` is as in
+    `caption_of`.
+    """
+    used = caption.source.removeprefix(SIDECAR)
+    differing: list[str] = []
+    if settings.from_ != "sidecar" or used == caption.source:
+        return differing
+    for suffix, num_bytes in _suffixes_with_sizes(settings, sidecar_bytes):
+        sidecar = sidecar_path(path, suffix)
+        if sidecar == used:
+            continue
+        try:
+            texts = read_caption_file(settings, source, path=path, suffix=suffix, num_bytes=num_bytes)
+            if texts is not None and _usable_texts(texts, settings, sidecar) != caption.texts:
+                differing.append(sidecar)
+        except ImageError as err:
+            if err.reason not in NO_CAPTION:
+                differing.append(sidecar)
+    return differing
+
+
+def _own_caption(
+    settings: CaptionSettings,
+    source: Source,
+    path: str,
+    manifest_texts: Sequence[str] | None,
+    sidecar_bytes: Sequence[int],
+) -> Caption:
+    """Return the caption from the source that `captions.from` names, without the fallback."""
+    if settings.from_ == "sidecar":
+        return _sidecar_caption(settings, source, path, sidecar_bytes)
+    where, texts = source.where(path), [settings.text or ""]
+    if settings.from_ == "filename":
+        texts = [_words_of_name(path)]
+    elif settings.from_ == "column":
+        texts, where = list(manifest_texts or ()), f"the manifest's row of {path}"
+    return Caption(_usable_texts(texts, settings, where), settings.from_)
+
+
+def _sidecar_caption(
+    settings: CaptionSettings, source: Source, path: str, sidecar_bytes: Sequence[int]
+) -> Caption:
+    """Return the caption in the first listed file that holds a text."""
+    first_error: ImageError | None = None
+    for suffix, num_bytes in _suffixes_with_sizes(settings, sidecar_bytes):
+        sidecar = sidecar_path(path, suffix)
+        try:
+            texts = read_caption_file(settings, source, path=path, suffix=suffix, num_bytes=num_bytes)
+            if texts is not None:
+                usable = _usable_texts(texts, settings, source.where(sidecar))
+                return Caption(usable, f"{SIDECAR}{sidecar}")
+        except ImageError as err:
+            # An unreadable file is an error even if a later file is readable: its text may be the better one.
+            if err.reason not in NO_CAPTION:
+                raise
+            first_error = first_error or err
+    raise first_error or missing_error(settings, source, path)
+
+
+def _suffixes_with_sizes(
+    settings: CaptionSettings, sidecar_bytes: Sequence[int]
+) -> Iterator[tuple[str, int]]:
+    """Return an iterator over each listed suffix with the size of its file; 0 for an unknown size."""
+    return zip(settings.suffixes, sidecar_bytes or [0] * len(settings.suffixes), strict=True)
+
+
+def _words_of_name(path: str) -> str:
+    name = path.rpartition("/")[2]
+    return name.removesuffix(last_suffix(name)).replace("_", " ")
+
+
+def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -> tuple[str, ...]:
+    """Return the texts in canonical form, without empty ones.
+
+    Raises:
+        ImageError: No text is left (`caption_empty`), or one is invalid Unicode (`caption_undecodable`).
+    """
+    usable = [canonical(text) for text in texts]
     if settings.lines == "each":
-        texts = [line for text in texts for line in text.split("\n")]
-    texts = [text for text in texts if text]
-    if not texts:
+        usable = [line for text in usable for line in text.split("\n")]
+    usable = [text for text in usable if text]
+    if not usable:
         fix = "write a caption, or remove the image"
+        fix += ", or set captions.fallback" if settings.from_ in ("sidecar", "column") else ""
         raise ImageError("caption_empty", f"the caption in {where} is empty", where=where, fix=fix)
-    _require_valid_unicode(texts, where)
-    return Caption(tuple(texts), caption_from)
+    _require_valid_unicode(usable, where)
+    return tuple(usable)
 
 
 def canonical(text: str) -> str:
@@ -111,115 +172,6 @@ def canonical(text: str) -> str:
     lines = _LINE_ENDS.split(unicodedata.normalize("NFC", _INVISIBLE.sub("", text)))
     stripped = [" ".join(line.split()) for line in lines]
     return "\n".join(line for line in stripped if line)
-
-
-def _read_sidecar(source: Source, path: str, sidecar: str, num_bytes: int) -> bytes:
-    where = source.where(sidecar)
-    try:
-        with source.open(sidecar, num_bytes) as opened:
-            data = opened.read(MAX_CAPTION_BYTES + 1)
-    except FileNotFoundError as err:
-        raise _missing_error(source, path, sidecar) from err
-    except OSError as err:
-        detail = f"its caption {sidecar} cannot be read: {err.strerror or err}"
-        raise ImageError("caption_unreadable", detail, where=where, fix="make it readable") from err
-
-    if len(data) > MAX_CAPTION_BYTES:
-        detail = f"its caption {sidecar} has more than {MAX_CAPTION_BYTES:,} bytes"
-        raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
-    return data
-
-
-def _missing_error(source: Source, path: str, sidecar: str) -> ImageError:
-    """Return the error for a missing caption file, with the suffixes that exist next to the image."""
-    folder = path.rpartition("/")[0]
-    suffixes = _suffixes_by_stem(source, folder)
-    existing = suffixes.get(PurePosixPath(path).stem, ())
-    others = f"next to the image: {', '.join(existing)}" if existing else "no other file has its name"
-    fix = f"write {sidecar}, or set captions.suffix" + (f" to {existing[0]}" if existing else "")
-
-    # Hugging Face's imagefolder layout keeps captions in metadata.jsonl or metadata.csv.
-    manifests = [suffix for suffix in suffixes.get("metadata", ()) if suffix in MANIFEST_SUFFIXES]
-    if manifests:
-        name = f"metadata{manifests[0]}"
-        fix += f"; or set datasets[].path to {name}, with path_column and captions: {{from: column}}"
-    detail = f"there is no {sidecar}; {others}"
-    return ImageError("caption_missing", detail, where=source.where(path), fix=fix)
-
-
-@lru_cache(maxsize=4)  # thousands of images in one folder may have no caption
-def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ...]]:
-    """Map each stem in a folder to its sorted suffixes, except of images; `a.b.txt` has two stems."""
-    suffixes: dict[str, set[str]] = {}
-    for name in source.sibling_names(f"{folder}/" if folder else ""):
-        if name.rpartition(".")[2].lower() in SUFFIXES:
-            continue
-        for index, letter in enumerate(name):
-            if letter == "." and index:
-                suffixes.setdefault(name[:index], set()).add(name[index:])
-    return {stem: tuple(sorted(each)) for stem, each in suffixes.items()}
-
-
-def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
-    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
-    encoding = marked or _unmarked_utf16(data)
-    fix = "save the file as UTF-8"
-    if encoding is None:
-        with suppress(UnicodeDecodeError):
-            return data.decode(settings.encoding)
-        encoding = settings.fallback_encoding
-    if encoding is None:
-        encoding = settings.encoding
-        fix += ", or set captions.fallback_encoding (cp1252 for files from Windows)"
-
-    try:
-        return data.decode(encoding)
-    except UnicodeDecodeError as err:
-        line = data.count(b"\n", 0, err.start) + 1
-        detail = (
-            f"byte {err.start} of its caption, 0x{data[err.start]:02x} in line {line}, is not {encoding} "
-            f"({where})"
-        )
-        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
-
-
-def _unmarked_utf16(data: bytes) -> str | None:
-    """Recognise UTF-16 without a byte order mark, as some Windows programs write it.
-
-    In Western text, every second byte is zero.
-    """
-    if len(data) < 2 or len(data) % 2 or b"\0" not in data:
-        return None
-    even, odd = data[0::2].count(0), data[1::2].count(0)
-    if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
-        return None
-    return "utf-16-le" if odd > even else "utf-16-be"
-
-
-def _texts_in_json(text: str, key: str, where: str) -> list[str]:
-    """Return the text, or the list of texts, at a key of a JSON object."""
-    try:
-        content: Any = json.loads(text.removeprefix("\ufeff"))
-    except (ValueError, RecursionError) as err:  # RecursionError: deep nesting such as [[[[...
-        detail = f"its caption file is not valid JSON: {err} ({where})"
-        fix = "correct the file, or write the caption to a plain text file"
-        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
-
-    fix = "set captions.json_key to the key that holds the caption"
-    if not isinstance(content, dict):
-        detail = f"its caption file {where} must hold a JSON object with the key {key!r}"
-        raise ImageError("caption_missing", detail, where=where, fix=fix)
-    values = cast("dict[str, Any]", content)
-    if key not in values:
-        keys = ", ".join(map(repr, list(values)[:10])) or "(none)"
-        detail = f"its caption file {where} has no key {key!r}; its keys are {keys}"
-        raise ImageError("caption_missing", detail, where=where, fix=fix)
-
-    texts: Any = values[key] if isinstance(values[key], list) else [values[key]]
-    if not all(isinstance(each, str) for each in texts):
-        detail = f"{key!r} in its caption file {where} must be a text or a list of texts"
-        raise ImageError("caption_undecodable", detail, where=where, fix=fix)
-    return texts
 
 
 def _require_valid_unicode(texts: Sequence[str], where: str) -> None:

@@ -26,6 +26,7 @@ from pipeline.raw_images.scan_index import SIDECAR, STAT
 from pipeline.storage.source import Source, source_at
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
+from pipeline.validated_dataset.captions import FALLBACK
 from pipeline.validated_dataset.holdout import held_out
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def run(context: CheckContext) -> list[Finding]:
         "shape_uniformity": _shape_uniformity(raw, table, rejected),
         "file_size_outliers": _file_size_outliers(context, raw, table, rejected),
         "validation_apart": _validation_apart(context.recipe, table),
+        "captions_agree": _captions_agree(context),
         "look_alikes": _look_alikes(context.recipe, table, rejected),
         "one_colour": _one_colour(table),
     }
@@ -75,7 +77,11 @@ def run(context: CheckContext) -> list[Finding]:
 def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
     missing = _with_reason(rejected, "caption_missing", "caption_empty")
     if missing.is_empty():
-        return Outcome(True, f"{counted(len(table), 'sample')}, all with a caption")
+        num_fallback = int((table["caption_from"] == FALLBACK).sum())
+        numbers = {"from_fallback": num_fallback}
+        summary = f"{counted(len(table), 'sample')}, all with a caption"
+        summary += f"; {num_fallback:,} from captions.fallback" if num_fallback else ""
+        return Outcome(True, summary, numbers=numbers)
     return _caption_failure(f"{counted(len(missing), 'image has', 'images have')} no caption", missing)
 
 
@@ -117,6 +123,23 @@ def _captions_unshared(table: pl.DataFrame) -> Outcome:
     files = counted(len(rows), "caption file belongs", "caption files belong")
     summary = f"{files} to several images: {rows[0]['caption']} to {rows[0]['images']}"
     return Outcome(False, summary, "rename the images so that their names differ before the suffix", rows)
+
+
+def _captions_agree(context: CheckContext) -> Outcome:
+    """Report images with different captions in two files. Reports of older versions do not count them."""
+    report = context.report(STAGE) or {}
+    number, rows = report.get("caption_conflicts", 0), report.get("named", {}).get("caption_conflicts", [])
+    if not number:
+        return Outcome(True, "no image has different captions in two files")
+
+    images = counted(number, "image has", "images have")
+    first = rows[0]
+    summary = (
+        f"{images} different captions in two files: {first['sample_id']} uses {first['used']}, not "
+        f"{first['not_used']}"
+    )
+    fix = "delete the file that is out of date, or change the order in captions.suffix"
+    return Outcome(False, summary, fix, rows, {"caption_conflicts": number})
 
 
 def _rejected_fraction(context: CheckContext, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:

@@ -24,20 +24,19 @@ from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.rejection import count_by_reason, rejection
 from pipeline.raw_images.scan_index import (
     CAPTIONS,
-    SIDECAR_STAT,
-    STAT,
+    SIDECAR,
     ScanIndex,
     caption_rule,
-    read_stats,
+    sidecar_stats,
     unchanged_files,
     unchanged_sidecars,
 )
-from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
+from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.storage.source import Source, source_at, threads_for
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
-from pipeline.validated_dataset.captions import caption_of
+from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
@@ -85,26 +84,33 @@ class _CaptionReader:
         }
         return cls(settings, sources, captions, focuses)
 
-    def sidecar_of(self, dataset: str, path: str) -> str | None:
-        """Return the path of an image's caption file; None if the dataset has no such files."""
-        captions = self.settings[dataset].captions
-        return sidecar_path(path, captions.suffix) if captions.from_ == "sidecar" else None
+    def with_sidecars(self, rows: pl.DataFrame) -> pl.DataFrame:
+        """Add the column `sidecars`: the paths of an image's caption files; null in datasets without them."""
+        suffixes = {
+            name: settings.captions.suffixes
+            for name, settings in self.settings.items()
+            if settings.captions.from_ == "sidecar"
+        }
+        sidecars = [
+            [sidecar_path(path, suffix) for suffix in suffixes[dataset]] if dataset in suffixes else None
+            for dataset, path in rows.select("dataset", "path").rows()
+        ]
+        return rows.with_columns(pl.Series("sidecars", sidecars, dtype=pl.List(pl.String)))
 
     def read(self, row: Row) -> Row:
         """Return the caption columns and the focus point of one image.
 
-        `row` is a row of raw_images with `caption_bytes`, the size of the caption file if known.
+        `row` is a row of raw_images with `caption_bytes`, the sizes of the caption files.
 
         Raises:
             ImageError: See `caption_of` and `focus_of`.
         """
         dataset, path = row["dataset"], row["path"]
         settings = self.settings[dataset]
-        texts = self.manifest_captions.get(dataset, {}).get(path)
+        source, texts = self.sources[dataset], self.manifest_captions.get(dataset, {}).get(path)
+        sizes = row["caption_bytes"] or ()
         try:
-            caption = caption_of(
-                settings.captions, self.sources[dataset], path, texts, sidecar_bytes=row["caption_bytes"]
-            )
+            caption = caption_of(settings.captions, source, path, texts, sidecar_bytes=sizes)
         except ImageError as err:
             if err.reason != "caption_missing" or not settings.is_manifest:
                 raise
@@ -117,6 +123,7 @@ class _CaptionReader:
             "caption": first,
             "more_captions": json.dumps(more, ensure_ascii=False),
             "caption_from": caption.source,
+            "differing_captions": differing_files(settings.captions, source, path, caption, sizes),
             "focus_x": focus_x,
             "focus_y": focus_y,
         }
@@ -150,10 +157,10 @@ def validate(
     decoded = decode_contents(recipe, sources, chosen, known, log=log)
 
     # Samples with an unchanged file and caption are taken from the index; only the others are read.
-    with_rule = _with_caption_rule(recipe, chosen)
+    captions = _CaptionReader.create(recipe, sources, manifests)
+    with_rule = _with_caption_rule(recipe, captions.with_sidecars(chosen))
     unchanged = _unchanged_samples(sources, with_rule, decoded, index.captions, log=log)
     others = with_rule.join(unchanged, on="sample_id", how="anti", maintain_order="left")
-    captions = _CaptionReader.create(recipe, sources, manifests)
     fresh, unusable = _read_samples(others, decoded, captions, log)
 
     # Similar images are searched last, because only kept samples may connect them.
@@ -176,7 +183,7 @@ def validate(
     return StageResult(
         validated(STAGE, table, "valid samples"),
         validated("rejected", rejected, "invalid samples"),
-        {**_report(raw, table, rejected), **counts, **stopwatch.numbers()},
+        {**_report(raw, table, rejected), **_conflicts(distinct), **counts, **stopwatch.numbers()},
     )
 
 
@@ -237,7 +244,9 @@ def _read_samples(
     # The stats come first: if a file changes while it is read, its stale stat causes the next run to read it
     # again.
     read_ns = time.time_ns()
-    rows = _with_sidecar_stats(rows, captions, log)
+    files = rows.select("sample_id", "dataset", "sidecars")
+    stats = sidecar_stats(sources, files, log=log, doing="captions found")
+    rows = rows.join(stats, on="sample_id", how="left", maintain_order="left")
 
     def read(row: Row) -> Row:
         try:
@@ -265,17 +274,6 @@ def _change_error(file: File) -> ImageError:
     except ImageError as err:
         return err
     return changed_error(file)
-
-
-def _with_sidecar_stats(rows: pl.DataFrame, captions: _CaptionReader, log: Log) -> pl.DataFrame:
-    """Add the columns `SIDECAR_STAT`; -1 if there is no caption file."""
-    sidecars = [captions.sidecar_of(*row) for row in rows.select("dataset", "path").rows()]
-    files = rows.select("sample_id", "dataset", path=pl.Series(sidecars, dtype=pl.String))
-    stats = read_stats(captions.sources, files, log=log, doing="captions found")
-    columns: dict[str, str] = dict(zip(STAT, SIDECAR_STAT, strict=True))
-    return rows.join(
-        pl.concat(stats.values()).rename(columns), on="sample_id", how="left", maintain_order="left"
-    ).with_columns(pl.col(SIDECAR_STAT).fill_null(-1))
 
 
 def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
@@ -329,6 +327,22 @@ def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> R
         }
         if len(lengths)
         else {},
+    }
+
+
+def _conflicts(samples: pl.DataFrame) -> Report:
+    """Return the part of the report about samples with different texts in two caption files.
+
+    The count is complete; at most `MAX_NAMED` samples are named.
+    """
+    conflicts = samples.filter(pl.col("differing_captions").list.len() > 0)
+    used = pl.col("caption_from").str.strip_prefix(SIDECAR)
+    named = conflicts.select(
+        "sample_id", used=used, not_used=pl.col("differing_captions").list.join(" | ")
+    ).head(MAX_NAMED)
+    return {
+        "caption_conflicts": len(conflicts),
+        "named": {"caption_conflicts": named.rows(named=True)},
     }
 
 

@@ -14,8 +14,8 @@ from pipeline.raw_images.folder import walk_local
 from pipeline.storage.source import to_int64
 
 
-def names(root: Path, suffix: str | None = None) -> list[str]:
-    return sorted(image.path for image in walk_local(root, suffix).images)
+def names(root: Path) -> list[str]:
+    return sorted(image.path for image in walk_local(root).images)
 
 
 def test_I07_suffixes_count_in_any_case_and_in_subfolders(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_I25_fifos_sockets_and_folders_named_like_images_never_block(folder: Any
         (folder.root / "link.jpg").symlink_to("/dev/zero")
         (folder.root / "nosuffix").mkdir()
         os.mkfifo(folder.root / "nosuffix2")
-        result = walk_local(folder.root, ".txt")
+        result = walk_local(folder.root, (".txt",))
     assert [image.path for image in result.images] == ["real.png"]
     assert result.passed_over == {"special": 4, "captions": 1}
 
@@ -153,8 +153,9 @@ def test_I21_a_subfolder_without_permission_is_a_problem_and_the_rest_is_scanned
 def test_files_with_the_caption_suffix_are_captions(tmp_path: Path) -> None:
     for name in ("a.txt", "b.caption", "c.TXT"):
         (tmp_path / name).write_bytes(b"x")
-    assert walk_local(tmp_path, ".txt").captions == ["a.txt"]
-    assert walk_local(tmp_path, ".caption").captions == ["b.caption"]
+    assert walk_local(tmp_path, (".txt",)).captions == ["a.txt"]
+    assert walk_local(tmp_path, (".caption",)).captions == ["b.caption"]
+    assert sorted(walk_local(tmp_path, (".caption", ".txt")).captions) == ["a.txt", "b.caption"]
     assert not walk_local(tmp_path).captions
 
 

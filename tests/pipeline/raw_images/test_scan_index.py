@@ -166,3 +166,50 @@ def test_comparing_files_reports_progress(filled: Folder, monkeypatch: pytest.Mo
     assert sorted(unchanged["sample_id"]) == ["d/a.png", "d/sub/b.png"]
     assert lines
     assert all(line.startswith("files compared: ") and " of 3 " in line for line in lines)
+
+
+@pytest.mark.usefixtures("settled")
+def test_L01_a_change_in_a_file_of_any_listed_suffix_is_noticed(filled: Folder, read: list[str]) -> None:
+    filled.captions = {"suffix": [".txt", ".caption"]}
+    (filled.root / "b.png").write_bytes(filled.picture(7))
+    (filled.root / "b.caption").write_text("of b")
+    assert captions(filled)["b.png"] == "of b"
+    num_read = len(read)
+
+    (filled.root / "a.caption").write_text("another text of a")
+    (filled.root / "b.txt").write_text("a better text of b")
+    result = filled.ingest()
+    assert sorted(read[num_read:]) == ["a.png", "b.png"]
+    texts = dict(result.table.select("path", "caption").rows())
+    assert (texts["a.png"], texts["b.png"]) == ("of a.png", "a better text of b")
+    assert result.report["caption_conflicts"] == 2
+
+    (filled.root / "a.caption").unlink()
+    assert filled.ingest().report["caption_conflicts"] == 1
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_conflict_of_unchanged_files_is_reported_again_without_reading_them(
+    filled: Folder, read: list[str]
+) -> None:
+    filled.captions = {"suffix": [".txt", ".caption"]}
+    (filled.root / "a.caption").write_text("another text of a")
+    first = filled.ingest().report
+    second = filled.ingest().report
+    assert len(read) == 3
+    assert second["named"] == first["named"]
+    assert second["named"]["caption_conflicts"] == [
+        {"sample_id": "d/a.png", "used": "a.txt", "not_used": "a.caption"}
+    ]
+
+
+@pytest.mark.usefixtures("settled")
+def test_a_new_caption_file_replaces_the_fallback(filled: Folder, read: list[str]) -> None:
+    filled.captions = {"fallback": "a photo"}
+    (filled.root / "a.txt").unlink()
+    assert captions(filled)["a.png"] == "a photo"
+    assert captions(filled)["a.png"] == "a photo"
+    assert len(read) == 3
+    (filled.root / "a.txt").write_text("a cat")
+    assert captions(filled)["a.png"] == "a cat"
+    assert read[3:] == ["a.png"]

@@ -209,6 +209,23 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         'must start with a dot, got "txt"',
         "use .txt",
     ),
+    (dataset(captions={"suffix": [".txt", "cap"]}), "datasets[0].captions.suffix", 'got "cap"', "use .cap"),
+    (dataset(captions={"suffix": []}), "datasets[0].captions.suffix", "text or a list of texts", "[.txt,"),
+    (dataset(captions={"suffix": 3}), "datasets[0].captions.suffix", "got 3", "[.txt, .caption]"),
+    (dataset(captions={"suffix": [".txt", 3]}), "datasets[0].captions.suffix", "be text, got 3", ".txt"),
+    (
+        dataset(captions={"suffix": [".txt", ".md", ".txt"]}),
+        "datasets[0].captions.suffix",
+        "must be listed once, got .txt twice",
+        "remove one .txt",
+    ),
+    (dataset(captions={"fallback": " "}), "datasets[0].captions.fallback", "without words", "filename"),
+    (
+        dataset(captions={"from": "filename", "fallback": "a photo"}),
+        "datasets[0].captions.fallback",
+        "fallback requires from: sidecar or column, got from: filename",
+        "from: sidecar or column",
+    ),
     (dataset(captions={"suffix": "."}), "datasets[0].captions.suffix", "must be a dot and letters", ".txt"),
     (
         dataset(captions={"suffix": "./../x"}),

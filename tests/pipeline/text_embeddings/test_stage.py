@@ -221,3 +221,14 @@ def test_rows_are_joined_by_sample_id_and_not_by_position(cache, in_process_laun
     ].to_list()
     assert result.table["sample_id"].is_sorted()
     assert isinstance(result.rejected, pl.DataFrame)
+
+
+def test_entries_stay_valid_when_captions_get_more_suffixes_and_a_fallback(job, forbidden_launch) -> None:
+    before = job.tables.read("text_embeddings")
+    photos = job.recipe.datasets[0].path
+    (photos / "cat.txt").rename(photos / "cat.caption")
+    captions = {"suffix": [".txt", ".caption"], "fallback": "a photograph"}
+    dataset = {"name": "photos", "path": str(photos), "captions": captions}
+    job.recipe, job.launch = job.changed(datasets=[dataset]), forbidden_launch
+    job.run()
+    assert job.tables.read("text_embeddings")["key"].to_list() == before["key"].to_list()

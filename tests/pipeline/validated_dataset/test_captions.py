@@ -17,7 +17,7 @@ from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.recipe import CaptionSettings
 from pipeline.storage.source import LocalSource
-from pipeline.validated_dataset.captions import canonical, caption_of
+from pipeline.validated_dataset.captions import Caption, canonical, caption_of, differing_files
 
 
 def settings(**values: object) -> CaptionSettings:
@@ -96,7 +96,72 @@ def test_C03_a_missing_caption_lists_the_suffixes_next_to_the_image(tmp_path: Pa
         (tmp_path / name).touch()
     error = rejected(tmp_path, None)
     assert "next to the image: .TXT, .caption" in error.detail
-    assert "captions.suffix to .TXT" in error.fix
+    assert error.fix == "set captions.suffix to [.txt, .TXT], or write a.txt"
+
+
+def test_C03_caches_of_other_trainers_are_not_suggested_as_captions(tmp_path: Path) -> None:
+    (tmp_path / "a.npz").touch()
+    assert "captions.suffix to" not in rejected(tmp_path, None).fix
+    (tmp_path / "a.caption").touch()
+    assert "captions.suffix to [.txt, .caption]" in rejected(tmp_path, None).fix
+    error = rejected(tmp_path, None, suffix=[".txt", ".md"])
+    assert error.detail.startswith("there is no a.txt or a.md; ")
+    assert "captions.suffix to [.txt, .md, .caption]" in error.fix
+
+
+LISTED = {"suffix": [".txt", ".caption", ".json"]}
+
+
+def from_files(root: Path, **contents: str) -> Caption:
+    for suffix, content in contents.items():
+        (root / f"a.{suffix}").write_text(content, encoding="utf-8")
+    return caption_of(settings(**LISTED), LocalSource(root), "a.png")
+
+
+def test_the_first_listed_file_with_a_text_is_the_caption(tmp_path: Path) -> None:
+    assert from_files(tmp_path, json='{"caption": "third"}') == (("third",), "sidecar:a.json")
+    assert from_files(tmp_path, caption="second") == (("second",), "sidecar:a.caption")
+    assert from_files(tmp_path, txt=" \n") == (("second",), "sidecar:a.caption")
+    assert from_files(tmp_path, txt="first") == (("first",), "sidecar:a.txt")
+
+
+def test_C04_several_files_without_text_are_one_empty_caption(tmp_path: Path) -> None:
+    (tmp_path / "a.caption").write_text(" ")
+    assert rejected(tmp_path, b"", **LISTED).reason == "caption_empty"
+
+
+def test_C01_an_undecodable_file_is_reported_although_a_later_one_is_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.caption").write_text("words")
+    assert rejected(tmp_path, b"na\xefve", **LISTED).reason == "caption_undecodable"
+
+
+def test_only_files_with_another_text_differ(tmp_path: Path) -> None:
+    def differing(**contents: str) -> list[str]:
+        caption = from_files(tmp_path, **contents)
+        return differing_files(settings(**LISTED), LocalSource(tmp_path), "a.png", caption)
+
+    assert differing(txt="a cat") == []
+    assert differing(caption="a  cat\r\n", json='{"caption": ""}') == []
+    assert differing(json='{"caption": ["a cat", "a dog"]}') == ["a.json"]
+    assert differing(caption="a dog", json="no JSON") == ["a.caption", "a.json"]
+    assert differing(txt="") == ["a.json"]
+
+
+@pytest.mark.parametrize(("fallback", "text"), [("a photo", "a photo"), ("filename", "a red car")])
+def test_C03_a_missing_or_empty_caption_is_replaced_by_the_fallback(
+    tmp_path: Path, fallback: str, text: str
+) -> None:
+    with_fallback = settings(fallback=fallback)
+    source, path = LocalSource(tmp_path), "a_red_car.png"
+    assert caption_of(with_fallback, source, path) == ((text,), "fallback")
+    (tmp_path / "a_red_car.txt").write_text(" \n")
+    assert caption_of(with_fallback, source, path) == ((text,), "fallback")
+    (tmp_path / "a_red_car.txt").write_bytes(b"na\xefve")
+    with pytest.raises(ImageError, match="caption_undecodable"):
+        caption_of(with_fallback, source, path)
+    column = settings(**{"from": "column"}, fallback=fallback)
+    assert caption_of(column, source, path, ["", " "]) == ((text,), "fallback")
+    assert caption_of(column, source, path, ["own"]) == (("own",), "column")
 
 
 @pytest.mark.parametrize("data", [b"", b" \r\n\t ", codecs.BOM_UTF8, b"\0\0\0", "\u3000\u200a\n".encode()])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 import pytest
+import yaml
 from PIL import Image
 from skimage import data
 
@@ -342,3 +344,51 @@ def test_I24_an_image_on_both_sides_of_the_split_closes_the_gate(folder: Any) ->
     assert finding.closes
     assert finding.numbers["leaks"] > 0
     assert "copy of" in finding.rows[0]["images"]
+
+
+def test_C03_captions_with_two_suffixes_are_recovered_by_the_fix_that_the_gate_names(folder: Any) -> None:
+    for index in range(62):
+        path = folder.add(f"{index:02}.png", folder.picture(index), caption=f"caption {index}")
+        if index >= 54:
+            path.with_suffix(".txt").rename(path.with_suffix(".caption"))
+
+    for suffix in (".txt", ".caption"):
+        folder.captions = {"suffix": suffix}
+        folder.ingest()
+        gate = checked(validated_dataset, folder)["captions_present"]
+        fixes = re.findall(r"set captions.suffix to (\[.*?\])", gate.fix)
+        assert gate.closes
+        assert len(fixes) == 1
+        folder.captions = {"suffix": yaml.safe_load(fixes[0])}
+        assert len(folder.ingest().table) == 62
+        assert closed(checked(validated_dataset, folder)) == []
+
+
+def test_two_captions_of_one_image_warn_with_both_files_and_the_used_one(folder: Any) -> None:
+    for name, other in (("a", "other words"), ("b", "same words"), ("c", "")):
+        folder.add(f"{name}.png", caption="same  words" if name == "b" else f"words of {name}")
+        (folder.root / f"{name}.caption").write_text(other)
+    folder.captions = {"suffix": [".txt", ".caption"]}
+    folder.ingest()
+    finding = checked(validated_dataset, folder)["captions_agree"]
+    assert (finding.passed, finding.severity) == (False, "warn")
+    assert finding.summary.endswith("in two files: d/a.png uses a.txt, not a.caption")
+    assert [row["sample_id"] for row in finding.rows] == ["d/a.png"]
+
+    folder.captions = {"suffix": [".caption", ".txt"]}
+    folder.ingest()
+    assert "d/a.png uses a.caption, not a.txt" in checked(validated_dataset, folder)["captions_agree"].summary
+    folder.captions = {}
+    folder.ingest()
+    assert checked(validated_dataset, folder)["captions_agree"].passed
+
+
+def test_C03_captions_from_the_fallback_are_counted(folder: Any) -> None:
+    folder.add("a.png")
+    folder.add("b.png", caption=None)
+    folder.captions = {"fallback": "filename"}
+    report = folder.ingest().report
+    assert report["captions_from"] == {"fallback": 1, "sidecar": 1}
+    finding = checked(validated_dataset, folder)["captions_present"]
+    assert finding.passed
+    assert finding.summary == "2 samples, all with a caption; 1 from captions.fallback"

@@ -1,0 +1,189 @@
+"""Read one caption file next to an image, and decode its bytes into texts.
+
+The encoding comes from a byte order mark or the recipe, never from the locale.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any, cast
+
+from pipeline.images.formats import SUFFIXES, ImageError
+from pipeline.raw_images.folder import FOREIGN_CACHES, last_suffix, sidecar_path
+from pipeline.recipe.datasets import JSON_SUFFIX
+from pipeline.recipe.validators import MANIFEST_SUFFIXES
+from pipeline.storage.source import NO_FILE
+
+if TYPE_CHECKING:
+    from pipeline.recipe import CaptionSettings
+    from pipeline.storage.source import Source
+
+MAX_CAPTION_BYTES = 1_000_000
+"""Maximum size of a caption file. A larger one is not a caption and would fill memory and table."""
+
+_USUAL_SUFFIXES = (".txt", ".caption", ".captions", ".cap", JSON_SUFFIX)
+"""Usual suffixes of caption files, the most frequent first; a message suggests these before others."""
+
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF8, "utf-8"),
+    (codecs.BOM_UTF32_LE, "utf-32-le"),
+    (codecs.BOM_UTF32_BE, "utf-32-be"),
+    (codecs.BOM_UTF16_LE, "utf-16-le"),
+    (codecs.BOM_UTF16_BE, "utf-16-be"),
+)
+"""Byte order marks and their encodings. UTF-32 comes first: its little-endian mark starts with that of
+UTF-16."""
+
+
+def read_caption_file(
+    settings: CaptionSettings, source: Source, *, path: str, suffix: str, num_bytes: int = 0
+) -> list[str] | None:
+    """Return the texts of one caption file, decoded but not yet canonical, or None if there is no such file.
+
+    Args:
+        settings: Encodings, and the key of the caption in a JSON file.
+        source: The dataset's files.
+        path: Path of the image.
+        suffix: Suffix of the caption file, one of `captions.suffix`.
+        num_bytes: Size of the file: 0 if unknown, -1 if a listing of the folder does not contain it.
+
+    Raises:
+        ImageError: A JSON file has no caption (`caption_missing`), the bytes do not decode
+            (`caption_undecodable`), or the file cannot be read (`caption_unreadable`).
+    """
+    sidecar = sidecar_path(path, suffix)
+    where = source.where(sidecar)
+    if source.threads is not None and num_bytes == NO_FILE[0]:
+        return None  # saves a request for each image
+
+    try:
+        with source.open(sidecar, num_bytes) as opened:
+            data = opened.read(MAX_CAPTION_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as err:
+        detail = f"its caption {sidecar} cannot be read: {err.strerror or err}"
+        raise ImageError("caption_unreadable", detail, where=where, fix="make it readable") from err
+
+    if len(data) > MAX_CAPTION_BYTES:
+        detail = f"its caption {sidecar} has more than {MAX_CAPTION_BYTES:,} bytes"
+        raise ImageError("caption_unreadable", detail, where=where, fix="write a shorter caption")
+    text = _decode(data, settings, where)
+    return _texts_in_json(text, settings.json_key, where) if suffix.lower() == JSON_SUFFIX else [text]
+
+
+def missing_error(settings: CaptionSettings, source: Source, path: str) -> ImageError:
+    """Return the error for an image without a caption file, with the suffixes that exist next to it."""
+    folder = path.rpartition("/")[0]
+    suffixes = _suffixes_by_stem(source, folder)
+    existing = suffixes.get(PurePosixPath(path).stem, ())
+    others = f"next to the image: {', '.join(existing)}" if existing else "no other file has its name"
+
+    # The listed suffixes stay in the suggestion, because the captions of other images have them.
+    sidecar = sidecar_path(path, settings.suffixes[0])
+    suggested = _most_usual(existing)
+    wanted = f" to [{', '.join([*settings.suffixes, suggested])}]" if suggested else ""
+    fix = f"set captions.suffix{wanted}, or write {sidecar}"
+    if not suggested:
+        fix = f"write {sidecar}, or set captions.suffix or captions.fallback"
+
+    # Hugging Face's imagefolder layout keeps captions in metadata.jsonl or metadata.csv.
+    manifests = [suffix for suffix in suffixes.get("metadata", ()) if suffix in MANIFEST_SUFFIXES]
+    if manifests:
+        name = f"metadata{manifests[0]}"
+        fix += f"; or set datasets[].path to {name}, with path_column and captions: {{from: column}}"
+    expected = " or ".join(sidecar_path(path, suffix) for suffix in settings.suffixes)
+    detail = f"there is no {expected}; {others}"
+    return ImageError("caption_missing", detail, where=source.where(path), fix=fix)
+
+
+def _most_usual(suffixes: tuple[str, ...]) -> str | None:
+    """Return the suffix that is most likely that of a caption, or None without a candidate."""
+    candidates = [each for each in suffixes if last_suffix(f"x{each}")[1:].lower() not in FOREIGN_CACHES]
+
+    def rank(suffix: str) -> tuple[int, int, str]:
+        last = last_suffix(f"x{suffix}").lower()
+        usual = _USUAL_SUFFIXES.index(last) if last in _USUAL_SUFFIXES else len(_USUAL_SUFFIXES)
+        return usual, suffix.count("."), suffix
+
+    return min(candidates, key=rank, default=None)
+
+
+@lru_cache(maxsize=4)  # thousands of images in one folder may have no caption
+def _suffixes_by_stem(source: Source, folder: str) -> Mapping[str, tuple[str, ...]]:
+    """Map each stem in a folder to its sorted suffixes, except of images; `a.b.txt` has two stems."""
+    suffixes: dict[str, set[str]] = {}
+    for name in source.sibling_names(f"{folder}/" if folder else ""):
+        if name.rpartition(".")[2].lower() in SUFFIXES:
+            continue
+        for index, letter in enumerate(name):
+            if letter == "." and index:
+                suffixes.setdefault(name[:index], set()).add(name[index:])
+    return {stem: tuple(sorted(each)) for stem, each in suffixes.items()}
+
+
+def _decode(data: bytes, settings: CaptionSettings, where: str) -> str:
+    marked = next((encoding for mark, encoding in _BYTE_ORDER_MARKS if data.startswith(mark)), None)
+    encoding = marked or _unmarked_utf16(data)
+    fix = "save the file as UTF-8"
+    if encoding is None:
+        with suppress(UnicodeDecodeError):
+            return data.decode(settings.encoding)
+        encoding = settings.fallback_encoding
+    if encoding is None:
+        encoding = settings.encoding
+        fix += ", or set captions.fallback_encoding (cp1252 for files from Windows)"
+
+    try:
+        return data.decode(encoding)
+    except UnicodeDecodeError as err:
+        line = data.count(b"\n", 0, err.start) + 1
+        detail = (
+            f"byte {err.start} of its caption, 0x{data[err.start]:02x} in line {line}, is not {encoding} "
+            f"({where})"
+        )
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
+
+
+def _unmarked_utf16(data: bytes) -> str | None:
+    """Recognise UTF-16 without a byte order mark, as some Windows programs write it.
+
+    In Western text, every second byte is zero.
+    """
+    if len(data) < 2 or len(data) % 2 or b"\0" not in data:
+        return None
+    even, odd = data[0::2].count(0), data[1::2].count(0)
+    if max(even, odd) * 4 < len(data) or min(even, odd) * 4 > max(even, odd):
+        return None
+    return "utf-16-le" if odd > even else "utf-16-be"
+
+
+def _texts_in_json(text: str, key: str, where: str) -> list[str]:
+    """Return the text, or the list of texts, at a key of a JSON object."""
+    try:
+        content: Any = json.loads(text.removeprefix("\ufeff"))
+    except (ValueError, RecursionError) as err:  # RecursionError: deep nesting such as [[[[...
+        detail = f"its caption file is not valid JSON: {err} ({where})"
+        fix = "correct the file, or write the caption to a plain text file"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix) from err
+
+    fix = "set captions.json_key to the key that holds the caption"
+    if not isinstance(content, dict):
+        detail = f"its caption file {where} must hold a JSON object with the key {key!r}"
+        raise ImageError("caption_missing", detail, where=where, fix=fix)
+    values = cast("dict[str, Any]", content)
+    if key not in values:
+        keys = ", ".join(map(repr, list(values)[:10])) or "(none)"
+        detail = f"its caption file {where} has no key {key!r}; its keys are {keys}"
+        raise ImageError("caption_missing", detail, where=where, fix=fix)
+
+    texts: Any = values[key] if isinstance(values[key], list) else [values[key]]
+    if not all(isinstance(each, str) for each in texts):
+        detail = f"{key!r} in its caption file {where} must be a text or a list of texts"
+        raise ImageError("caption_undecodable", detail, where=where, fix=fix)
+    return texts
