@@ -19,7 +19,10 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 @click.command
 @click.argument("recipe")
 @click.option(
-    "--images", required=True, type=click.Path(path_type=Path), help="Folder with images and their captions."
+    "--images",
+    required=True,
+    type=click.Path(path_type=Path),
+    help="Folder with images and their captions, or the dataset configuration of another trainer.",
 )
 @click.option(
     "--base", default=DEFAULT_BASE, show_default=True, help="Hub id or diffusers folder of the base model."
@@ -27,10 +30,12 @@ DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 def command(recipe: str, images: Path, base: str) -> None:
     """Write a recipe named RECIPE, such as flowers, for a folder of images.
 
-    The command finds out where the captions are and which resolution the model was trained at. It downloads
-    nothing and never overwrites a recipe.
+    The command finds out where the captions are and which resolution the model was trained at. It also reads
+    sd-scripts' folders with repeats in their names, and dataset configurations of sd-scripts, OneTrainer,
+    ai-toolkit, SimpleTuner and diffusion-pipe; then it reports what it took over. It downloads nothing and
+    never overwrites a recipe.
     """
-    from pipeline.maintenance.new_recipe import model_resolution, recipe_text, scan_images
+    from pipeline.maintenance.new_recipe import draft_recipe, model_resolution, recipe_text
 
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
@@ -44,9 +49,9 @@ def command(recipe: str, images: Path, base: str) -> None:
     if file.exists():
         raise _already_exists(file)
 
-    folders = scan_images(images)
+    draft = draft_recipe(images)
     base = as_recipe_path(base)
-    text = recipe_text(name, folders, base, model_resolution(base))
+    text = recipe_text(name, draft, base, model_resolution(base))
     _require_valid(name, text, file)
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -56,7 +61,9 @@ def command(recipe: str, images: Path, base: str) -> None:
     except FileExistsError as err:
         raise _already_exists(file) from err
 
-    click.echo(f"wrote {file}: {counted(sum(each.num_images for each in folders), 'image')}")
+    for line in draft.report():
+        click.echo(line)
+    click.echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
     click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
     click.echo(f"then: {EXECUTE_JOB} {name}_train")
 

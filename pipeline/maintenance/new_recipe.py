@@ -1,18 +1,23 @@
-"""A first recipe for a folder of images, drafted from its file names and from the base model's resolution."""
+"""A first recipe for images, from their folder or another trainer's configuration, and the base model."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from pipeline.errors import EXECUTE_JOB, DatasetError, LatentlineError, counted
-from pipeline.images.formats import SUFFIXES
+from pipeline.maintenance.foreign_configs import FORMS
+from pipeline.maintenance.foreign_datasets import draft_from_config
+from pipeline.maintenance.recipe_draft import (
+    DEFAULT_CAPTION,
+    DatasetDraft,
+    RecipeDraft,
+    dataset_names,
+    draft_from_folder,
+)
 from pipeline.models.diffusers_folder import read_json
 from pipeline.models.families import detect
 from pipeline.recipe import in_project, path_in_recipe
@@ -28,13 +33,8 @@ _VIEWS = 100
 
 _MIN_STEPS, _MAX_STEPS, _STEPS_MULTIPLE = 300, 3000, 50
 
-_TEXT_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
-"""Ends of the names of caption files; `.caption.txt` ends in one of them."""
-
-_REPEATS_FOLDER = re.compile(r"(\d{1,4})_(.+)")
-"""Sub-folder in the layout of sd-scripts: the repeats of its images and their caption."""
-
-_MAX_PROMPT = 200
+CONFIG_SUFFIXES = (".json", ".yaml", ".yml", ".toml")
+"""Suffixes of the configuration files of other trainers."""
 
 _VAE_FACTOR = 8
 
@@ -52,29 +52,6 @@ _RESOLUTION_BY_NAME = {
 """Part of a model's name to its resolution; the first match counts."""
 
 
-@dataclass(frozen=True)
-class ImageFolder:
-    """Folder of images that becomes one dataset.
-
-    Attributes:
-        folder: Folder that is searched recursively.
-        num_images: Number of files with an image suffix.
-        suffix: Most frequent suffix of the caption files; None if no image has one.
-        num_captions: Number of images with a caption file of that suffix.
-        prompt: First line of one caption; empty if there is none.
-        repeats: Repeats in the name of an sd-scripts folder; otherwise 1.
-        text: Caption in the name of such a folder; otherwise empty.
-    """
-
-    folder: Path
-    num_images: int
-    suffix: str | None
-    num_captions: int
-    prompt: str
-    repeats: int = 1
-    text: str = ""
-
-
 class ModelResolution(NamedTuple):
     """Resolution in pixels, step of the bucket sizes, and a comment on where the resolution comes from."""
 
@@ -83,76 +60,22 @@ class ModelResolution(NamedTuple):
     comment: str
 
 
-def scan_images(folder: Path) -> list[ImageFolder]:
-    """Return the folder as one dataset, or one dataset per sub-folder if it has the layout of sd-scripts.
+def draft_recipe(images: Path) -> RecipeDraft:
+    """Return a draft of the recipe for a folder of images, or another trainer's configuration file.
 
     Raises:
-        DatasetError: The folder does not exist, is not a folder, or contains no images.
+        DatasetError: The folder or file does not exist or cannot be used, or there are no images.
     """
-    if not folder.is_dir():
-        raise DatasetError(
-            f"{folder} is not a folder" if folder.exists() else f"the folder {folder} does not exist",
-            where=f"--images, resolved to {folder.absolute()}",
-            fix="pass the folder that contains the images; to use a manifest (.parquet, .jsonl, .csv), copy "
-            "a recipe from configs/examples and set datasets[].path",
-        )
-    complete = _scan_folder(folder)
-    if complete.num_images == 0:
-        raise DatasetError(
-            "the folder contains no images",
-            where=str(folder.absolute()),
-            fix="pass another folder; images have suffixes such as jpg, png, webp, tiff or heic",
-        )
-
-    # Sub-folders become datasets only if they contain all images.
-    sub_folders = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    named = [(each, match) for each in sub_folders if (match := _REPEATS_FOLDER.fullmatch(each.name))]
-    parts = [_scan_folder(each, int(match[1]), match[2]) for each, match in named]
-    parts = [part for part in parts if part.num_images]
-    return parts if sum(part.num_images for part in parts) == complete.num_images else [complete]
-
-
-def _scan_folder(folder: Path, repeats: int = 1, text: str = "") -> ImageFolder:
-    num_images = 0
-    num_captions = Counter[str]()
-    first_caption: dict[str, Path] = {}
-    for parent, folders, names in os.walk(folder):
-        folders[:] = sorted(each for each in folders if not each.startswith("."))
-        visible = sorted(name for name in names if not name.startswith("."))
-        stems = {name.rpartition(".")[0] for name in visible if name.rpartition(".")[2].lower() in SUFFIXES}
-        num_images += sum(name.rpartition(".")[2].lower() in SUFFIXES for name in visible)
-        for suffix, name in _caption_files(visible, stems):
-            num_captions[suffix] += 1
-            first_caption.setdefault(suffix, Path(parent) / name)
-
-    suffix, number = max(
-        num_captions.items(), key=lambda each: (each[1], each[0] == ".txt"), default=(None, 0)
+    if images.is_dir():
+        return draft_from_folder(images)
+    if images.is_file() and images.suffix.lower() in CONFIG_SUFFIXES:
+        return draft_from_config(images)
+    raise DatasetError(
+        f"{images} is not a folder" if images.exists() else f"the folder {images} does not exist",
+        where=f"--images, resolved to {images.absolute()}",
+        fix=f"pass the folder that contains the images, or {FORMS}; to use a manifest (.parquet, .jsonl, "
+        ".csv), copy a recipe from configs/examples and set datasets[].path",
     )
-    prompt = _first_line(first_caption[suffix]) if suffix else ""
-    return ImageFolder(
-        folder, num_images, suffix, number, prompt, repeats=max(repeats, 1), text=text.replace("_", " ")
-    )
-
-
-def _caption_files(names: Iterable[str], image_stems: set[str]) -> Iterator[tuple[str, str]]:
-    """Yield (suffix, name) of each text file that has the stem of an image; the suffix may have two parts."""
-    for name in names:
-        if not name.lower().endswith(_TEXT_SUFFIXES):
-            continue
-        dots = [index for index, letter in enumerate(name) if letter == "." and index]
-        suffix = next((name[dot:] for dot in dots if name[:dot] in image_stems), None)
-        if suffix is not None:
-            yield suffix, name
-
-
-def _first_line(file: Path) -> str:
-    """Return the file's first line if it can be read and is short enough for a prompt, else no text."""
-    try:
-        with file.open(encoding="utf-8-sig", errors="strict") as opened:
-            line = opened.readline(_MAX_PROMPT + 1).strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return line if len(line) <= _MAX_PROMPT and line.isprintable() else ""
 
 
 def model_resolution(base: str) -> ModelResolution:
@@ -196,13 +119,14 @@ def _downloaded_unet_config(base: str) -> Path | None:
     return Path(path) if isinstance(path, str) else None
 
 
-def recipe_text(name: str, folders: Sequence[ImageFolder], base: str, size: ModelResolution) -> str:
+def recipe_text(name: str, draft: RecipeDraft, base: str, size: ModelResolution) -> str:
     """Return the recipe as YAML, with a comment on each value that was chosen."""
-    num_images = sum(each.num_images for each in folders)
+    num_images = draft.num_images
     wanted_steps = round(_VIEWS * num_images / BATCH / _STEPS_MULTIPLE) * _STEPS_MULTIPLE
     steps = min(max(wanted_steps, _MIN_STEPS), _MAX_STEPS)
     views = counted(max(round(steps * BATCH / num_images), 1), "time")
-    prompt = next((each.prompt for each in folders if each.prompt), "") or folders[0].text or "a photograph"
+    folders = [each.images for each in draft.datasets]
+    prompt = next((each.prompt for each in folders if each.prompt), "") or folders[0].text or DEFAULT_CAPTION
     return f"""\
 # yaml-language-server: $schema=recipe.schema.json
 #
@@ -211,15 +135,15 @@ def recipe_text(name: str, folders: Sequence[ImageFolder], base: str, size: Mode
 #   {EXECUTE_JOB} {name}_train
 
 datasets:
-{_datasets_text(name, folders)}
+{_datasets_text(name, draft.datasets)}
 cache_dir: .cache/latentline           # latents and text embeddings; recipes can share it
 output_dir: outputs/{name}
 
 model:
   base: {_quoted(base)}
 
-buckets: {{resolution: {size.resolution}, step: {size.step}}}   # {size.comment}
-
+{_buckets_text(draft, size)}
+{_sections_text(draft)}
 training:
   steps: {steps}                          # shows each image about {views}
   batch_size: 1
@@ -235,30 +159,66 @@ accelerate: {{num_processes: 1, mixed_precision: bf16}}   # use fp16 on GPUs bef
 """
 
 
-def _datasets_text(recipe_name: str, folders: Sequence[ImageFolder]) -> str:
-    names: set[str] = set()
+def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
+    names = dataset_names((each.name for each in datasets), otherwise=recipe_name)
     lines: list[str] = []
-    for each in folders:
-        name = re.sub(r"[^A-Za-z0-9_-]+", "_", each.text or each.folder.resolve().name).strip("_")
-        name = name or recipe_name
-        while name in names:
-            name += "_"
-        names.add(name)
-
-        path = _quoted(path_in_recipe(each.folder))
-        lines += [f"  - name: {_quoted(name)}", f"    path: {path}   # {counted(each.num_images, 'image')}"]
-        lines += [f"    repeats: {each.repeats}"] if each.repeats > 1 else []
-        lines.append(f"    captions: {_captions_text(each)}")
+    for name, each in zip(names, datasets, strict=True):
+        path, captions = _quoted(path_in_recipe(each.images.folder)), each.captions()
+        lines += [
+            f"  - name: {_quoted(name)}",
+            f"    path: {path}   # {counted(each.images.num_images, 'image')}",
+        ]
+        others = {key: value for key, value in each.keys.items() if not key.startswith("captions.")}
+        lines += [
+            f"    {key}: {_yaml(value)}" for key, value in others.items() if (key, value) != ("repeats", 1)
+        ]
+        lines.append(f"    captions: {_yaml(captions)}{_captions_comment(each, captions)}")
     return "\n".join(lines) + "\n"
 
 
-def _captions_text(folder: ImageFolder) -> str:
-    if folder.suffix is None:
-        text = _quoted(folder.text or "a photograph")
-        return f"{{from: fixed, text: {text}}}   # no caption files were found: one caption for all images"
-    missing = folder.num_images - folder.num_captions
-    comment = f"   # {missing:,} of them have none: write them, or see checks.allow" if missing else ""
-    return f"{{from: sidecar, suffix: {_quoted(folder.suffix)}}}{comment}"
+def _captions_comment(dataset: DatasetDraft, captions: Mapping[str, Any]) -> str:
+    images = dataset.images
+    if captions["from"] == "fixed" and "captions.from" not in dataset.keys:
+        return "   # no caption files were found: one caption for all images"
+    missing = images.num_images - images.num_captions
+    if captions["from"] != "sidecar" or not missing or "fallback" in captions:
+        return ""
+    return f"   # {missing:,} of them have none: write them, or set fallback"
+
+
+def _buckets_text(draft: RecipeDraft, size: ModelResolution) -> str:
+    """Return the section `buckets`, with the resolutions of the draft as multiples of the step."""
+    given = draft.keys.get("buckets.resolution")
+    buckets: dict[str, Any] = {"resolution": size.resolution, "step": size.step}
+    comment = size.comment
+    if given:
+        resolutions = sorted({max(round(each / size.step), 1) * size.step for each in given})
+        comment = "as before" if resolutions == sorted(given) else f"before: {', '.join(map(str, given))}"
+        buckets["resolution"] = resolutions[0]
+        if len(resolutions) > 1:
+            buckets = {"resolutions": resolutions, "per_image": "each", "step": size.step}
+    return f"buckets: {_yaml({**buckets, **_section(draft, 'buckets')})}   # {comment}"
+
+
+def _sections_text(draft: RecipeDraft) -> str:
+    sections = {name: _section(draft, name) for name in ("latents", "text")}
+    return "".join(f"{name}: {_yaml(section)}\n" for name, section in sections.items() if section)
+
+
+def _section(draft: RecipeDraft, name: str) -> dict[str, Any]:
+    """Return the keys of one section of the recipe, without the resolution."""
+    keys = {key.partition(".")[2]: value for key, value in draft.keys.items() if key.startswith(f"{name}.")}
+    return {key: value for key, value in keys.items() if key != "resolution"}
+
+
+def _yaml(value: Any) -> str:
+    """Return plain data as YAML on one line."""
+    if isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return "{" + ", ".join(f"{key}: {_yaml(each)}" for key, each in items) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(_yaml(each) for each in cast("list[Any]", value)) + "]"
+    return _quoted(value) if isinstance(value, str) else json.dumps(value)
 
 
 def _quoted(text: str) -> str:

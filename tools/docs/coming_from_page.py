@@ -18,6 +18,25 @@ Your folder of images and captions does not change: Latentline only reads it and
 folder. A recipe replaces command line arguments, TOML files, presets and data backend files. If a recipe
 contains the name of a setting of another trainer, the error message names the equivalent key.
 
+## Take over your datasets
+
+`latentline new` reads the datasets of other trainers, writes a recipe, and reports each setting that it took
+over, and each that it did not, with the reason. `--images` is one of:
+
+| trainer | folder or file |
+|---|---|
+| sd-scripts, kohya's GUI | the folder with sub-folders such as `10_sks dog`, also below `img/` and `reg/` |
+| sd-scripts | the TOML file of `--dataset_config` |
+| OneTrainer | the concepts file, or a configuration that contains or names the concepts |
+| ai-toolkit | the YAML file of the job |
+| SimpleTuner | `multidatabackend.json`, or the `config.json` that names it |
+| diffusion-pipe | the dataset's TOML file |
+
+    latentline new roses --images config/roses.yaml --base black-forest-labs/FLUX.1-dev
+
+The model and the settings of the training are not taken over; the report names their recipe keys. Relative
+paths in a file are searched in its folder, in the folder above, and in the working directory.
+
 ## A folder for sd-scripts
 
 The name of a subfolder such as `10_sks dog` sets the number of repeats and the caption of its images. In a
@@ -34,7 +53,9 @@ datasets:
     captions: {from: fixed, text: dog}
 ```
 
-`latentline new dog --images data/train` writes such a recipe for a folder of subfolders.
+`latentline new dog --images data/train` writes such a recipe for a folder of subfolders. A plain subfolder
+between them becomes a dataset that is shown once. If only some images have caption files, the class tokens
+are the `captions.fallback` of the others.
 
 Regularisation images are an ordinary dataset; `weight` sets their share of the training samples independently
 of their number. Cache files of sd-scripts next to the images (`.npz`) are ignored.
@@ -44,6 +65,8 @@ of their number. Cache files of sd-scripts next to the images (`.npz`) are ignor
 | your captions | the key in the recipe |
 |---|---|
 | a text file next to each image | `captions: {from: sidecar, suffix: .txt}` |
+| text files with two suffixes | `captions: {from: sidecar, suffix: [.txt, .caption]}` |
+| a default for images without a text file | `captions: {fallback: a photograph}` |
 | one caption per line of that file | `captions: {lines: each}` |
 | the file name | `captions: {from: filename}` |
 | one caption for all images | `captions: {from: fixed, text: ...}` |

@@ -78,6 +78,50 @@ def test_sd_scripts_folders_become_datasets_with_repeats(configs: Path, tmp_path
     )
 
 
+def test_a_plain_sub_folder_does_not_lose_the_repeats_of_the_others(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "train" / "10_sks dog", 3, ".txt")
+    (tmp_path / "train" / "10_sks dog" / "1.txt").unlink()
+    images(tmp_path / "train" / "Blüten & Gräser", 2, ".txt")
+    images(tmp_path / "train" / "3_猫", 2)
+    images(tmp_path / "train" / "5_sks Dog", 1, ".txt")
+    images(tmp_path / "train", 4)
+    output = new("dogs", tmp_path / "train")
+    datasets = {each.name: each for each in written(configs, "dogs").datasets}
+    assert {name: each.repeats for name, each in datasets.items()} == {
+        "sks_dog": 10,
+        "u732b": 3,
+        "sks_Dog-2": 5,
+        "Blueten_Graeser": 1,
+    }
+    assert datasets["sks_dog"].captions.fallback == "sks dog"
+    assert datasets["sks_Dog-2"].captions.fallback is None
+    assert "repeats: 10, class tokens 'sks dog'" in output
+    assert "Blüten & Gräser: no repeats in its name, so sd-scripts skips it" in output
+    assert "4 images next to the sub-folders; move them into a sub-folder" in output
+
+
+def test_sd_scripts_folders_below_img_and_reg_become_datasets(configs: Path, tmp_path: Path) -> None:
+    images(tmp_path / "project" / "img" / "10_sks dog", 3)
+    images(tmp_path / "project" / "reg" / "1_dog", 5)
+    (tmp_path / "project" / "log").mkdir()
+    new("dogs", tmp_path / "project")
+    datasets = written(configs, "dogs").datasets
+    assert [(each.name, each.repeats, each.path.name) for each in datasets] == [
+        ("sks_dog", 10, "10_sks dog"),
+        ("dog", 1, "1_dog"),
+    ]
+
+
+def test_captions_with_two_suffixes_are_both_used(configs: Path, tmp_path: Path) -> None:
+    folder = images(tmp_path / "roses", 5, ".txt")
+    (folder / "3.txt").rename(folder / "3.caption")
+    (folder / "0.caption").write_text("another text")
+    new("roses", folder)
+    captions = written(configs, "roses").datasets[0].captions
+    assert captions.suffixes == (".txt", ".caption")
+    assert "have none" not in (configs / "roses.yaml").read_text()
+
+
 def test_without_caption_files_all_images_share_one_and_missing_ones_are_counted(
     configs: Path, tmp_path: Path
 ) -> None:

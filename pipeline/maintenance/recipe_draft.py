@@ -1,0 +1,155 @@
+"""Drafts of datasets: what `latentline new` found in a folder or in another trainer's configuration."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import DatasetError, counted
+from pipeline.maintenance.image_folders import ImageFolder, find_repeats_folders, scan_folder
+
+DEFAULT_CAPTION = "a photograph"
+"""Caption of images without any other text."""
+
+_LETTERS = str.maketrans(
+    {"ä": "ae", "ö": "oe", "ü": "ue", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue", "ß": "ss", "ẞ": "SS"}
+    | {"æ": "ae", "Æ": "Ae", "ø": "o", "Ø": "O", "œ": "oe", "Œ": "Oe", "ł": "l", "Ł": "L", "đ": "d", "Đ": "D"}
+    | {"ð": "d", "Ð": "D", "þ": "th", "Þ": "Th", "ı": "i"}
+)
+"""Letters that Unicode does not decompose into an ASCII letter, and German umlauts."""
+
+
+@dataclass(frozen=True)
+class DatasetDraft:
+    """A dataset of the recipe to write.
+
+    Attributes:
+        name: Its name before `dataset_names`, with any characters.
+        images: Its images and caption files.
+        keys: Recipe keys below `datasets[]`, with dots, such as `captions.trigger`; without name and path.
+    """
+
+    name: str
+    images: ImageFolder
+    keys: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def captions(self) -> dict[str, Any]:
+        """Return the section `captions` of the recipe."""
+        given = {key.removeprefix("captions."): self.keys[key] for key in self.keys if "captions." in key}
+        shuffle = {key.removeprefix("shuffle."): given.pop(key) for key in list(given) if "shuffle." in key}
+        if "variants" in shuffle:  # the other keys of the section do not enable shuffling
+            given["shuffle"] = shuffle
+
+        source, text = given.pop("from", "sidecar"), given.pop("text", "")
+        suffixes, fallback = self.images.suffixes, given.pop("fallback", None)
+        given.pop("suffix", None)  # the scan of the images has tried it first
+        if source == "filename":
+            return {"from": source, **given}
+        if source == "fixed" or not suffixes:
+            text = text or fallback or self.images.text or given.get("trigger") or DEFAULT_CAPTION
+            return {"from": "fixed", "text": text, **given}
+
+        captions: dict[str, Any] = {"from": source}
+        captions["suffix"] = suffixes[0] if len(suffixes) == 1 else list(suffixes)
+        fallback = fallback or self.images.text
+        if fallback and self.images.num_captions < self.images.num_images:
+            captions["fallback"] = fallback
+        return {**captions, **given}
+
+
+@dataclass
+class RecipeDraft:
+    """Everything that a new recipe takes over, and a report.
+
+    Attributes:
+        form: Description of what was read, such as "a folder of images".
+        datasets: Datasets of the recipe.
+        keys: Other recipe keys, with dots, such as `latents.flip`.
+        taken: Lines about settings that are taken over.
+        not_taken: Lines about settings and images that are not, each with the reason.
+    """
+
+    form: str
+    datasets: list[DatasetDraft] = field(default_factory=list[DatasetDraft])
+    keys: dict[str, Any] = field(default_factory=dict[str, Any])
+    taken: list[str] = field(default_factory=list[str])
+    not_taken: list[str] = field(default_factory=list[str])
+
+    @property
+    def num_images(self) -> int:
+        """Number of images in all datasets."""
+        return sum(each.images.num_images for each in self.datasets)
+
+    def report(self) -> list[str]:
+        """Return lines for the terminal."""
+        images, datasets = counted(self.num_images, "image"), counted(len(self.datasets), "dataset")
+        lines = [f"read {self.form}: {images} in {datasets}"]
+        for title, entries in (("taken over", self.taken), ("not taken over", self.not_taken)):
+            lines += [f"{title}:", *(f"  {entry}" for entry in entries)] if entries else []
+        return lines
+
+
+def draft_from_folder(folder: Path) -> RecipeDraft:
+    """Return the folder as one dataset, or one dataset per sub-folder if it has the layout of sd-scripts.
+
+    Raises:
+        DatasetError: The folder contains no images.
+    """
+    parts, remarks = find_repeats_folders(folder)
+    if parts:
+        draft = RecipeDraft("sd-scripts folders", not_taken=remarks)
+        for part in parts:
+            keys = {"repeats": part.repeats} if part.repeats is not None else {}
+            draft.datasets.append(DatasetDraft(part.text or part.folder.name, part, keys))
+            if part.repeats is not None:
+                taken = f"{part.folder}: {part.num_images:,} images, repeats: {part.repeats}"
+                draft.taken.append(f"{taken}, class tokens {part.text!r}")
+        return draft
+
+    complete = scan_folder(folder)
+    if complete.num_images == 0:
+        raise DatasetError(
+            "the folder contains no images",
+            where=str(folder.absolute()),
+            fix="pass another folder; images have suffixes such as jpg, png, webp, tiff or heic",
+        )
+    return RecipeDraft("a folder of images", [DatasetDraft(folder.resolve().name, complete)])
+
+
+def dataset_names(wanted: Iterable[str], otherwise: str) -> list[str]:
+    """Return a valid name for each wanted one: ASCII, unique in any case, in the same order.
+
+    Letters are transliterated, `Blüten` to `Blueten`. A letter without an ASCII form becomes its code point,
+    so that names in any script stay distinct.
+
+    Args:
+        wanted: Names with any characters.
+        otherwise: Name of a dataset whose name contains no letter or digit.
+    """
+    names: list[str] = []
+    used: set[str] = set()
+    for text in wanted:
+        base = name = _ascii_name(text) or otherwise
+        number = 2
+        while name.casefold() in used:
+            name, number = f"{base}-{number}", number + 1
+        used.add(name.casefold())
+        names.append(name)
+    return names
+
+
+def _ascii_name(text: str) -> str:
+    composed = unicodedata.normalize("NFC", text).translate(_LETTERS)
+    letters: list[str] = []
+    for letter in unicodedata.normalize("NFKD", composed):
+        if letter.isascii():
+            letters.append(letter)
+        elif letter.isalnum():
+            letters.append(f"u{ord(letter):04x}")
+        elif not unicodedata.combining(letter):
+            letters.append("_")
+    return re.sub(r"[^A-Za-z0-9_-]+", "_", "".join(letters)).strip("_")
