@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from dagster import DagsterEventType, DagsterRun, DefaultRunLauncher
+from dagster import (
+    DagsterEventType,
+    DagsterInstance,
+    DagsterRun,
+    DagsterRunStatus,
+    DefaultRunLauncher,
+    RunsFilter,
+)
 
 if TYPE_CHECKING:
     from dagster import EventLogEntry
@@ -44,6 +51,23 @@ class WatchedRunLauncher(DefaultRunLauncher):
                 return HealthResult(WorkerStatus.RUNNING)
             return HealthResult(WorkerStatus.NOT_FOUND, f"its process {pid} ended without reporting it")
         return HealthResult(WorkerStatus.RUNNING)
+
+
+def end_dead_runs(instance: DagsterInstance) -> None:
+    """Mark the started runs of dead processes as failed, and free their slots in the pool.
+
+    Dagster's run monitoring does the same, but only while its daemon runs (`make ui`). Without it, a run
+    would wait forever for the slot of a run that was killed. Nothing happens if `instance` has another run
+    launcher, because its runs may be on other machines.
+    """
+    launcher = instance.run_launcher
+    if not isinstance(launcher, WatchedRunLauncher):
+        return
+    for run in instance.get_runs(RunsFilter(statuses=[DagsterRunStatus.STARTED])):
+        health = launcher.check_run_worker_health(run)
+        if health.status == WorkerStatus.NOT_FOUND:
+            instance.report_run_failed(run, f"The run has failed: {health.msg}.")
+            instance.event_log_storage.free_concurrency_slots_for_run(run.run_id)
 
 
 def _process_id(event: EventLogEntry) -> int | None:

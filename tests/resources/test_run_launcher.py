@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from dagster import DagsterInstance, DagsterRun, job, op
+from dagster import DagsterEvent, DagsterInstance, DagsterRun, DagsterRunStatus, RunsFilter, job, op
 from dagster._core.events import EngineEventData
 
-from resources.run_launcher import WatchedRunLauncher
+from resources.run_launcher import WatchedRunLauncher, end_dead_runs
 from tests.e2e.daemon import make_home
 
 
@@ -46,6 +46,10 @@ def run_of_process(instance: DagsterInstance, pid: int) -> DagsterRun:
     return run
 
 
+def start_event() -> DagsterEvent:
+    return DagsterEvent(event_type_value="PIPELINE_START", job_name="empty")
+
+
 def test_the_projects_settings_select_the_launcher_and_run_monitoring(instance: DagsterInstance) -> None:
     assert isinstance(instance.run_launcher, WatchedRunLauncher)
     assert instance.run_monitoring_enabled
@@ -65,6 +69,31 @@ def test_O08_a_run_is_not_found_when_its_process_was_killed(instance: DagsterIns
     assert status(instance, run) == "NOT_FOUND", "a zombie does not execute the run"
     process.wait()
     assert status(instance, run) == "NOT_FOUND"
+
+
+def test_O08_a_run_of_a_dead_process_is_ended_and_its_slot_in_the_pool_is_free(
+    instance: DagsterInstance,
+) -> None:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    dead = run_of_process(instance, process.pid)
+    alive = run_of_process(instance, os.getpid())
+    process.kill()
+    process.wait()
+    storage = instance.event_log_storage
+    storage.set_concurrency_slots("gpu", 1)
+    for run in (dead, alive):
+        instance.report_dagster_event(start_event(), run.run_id)
+        storage.claim_concurrency_slot("gpu", run.run_id, "train")
+
+    end_dead_runs(instance)
+
+    assert {run.status for run in instance.get_runs(RunsFilter(run_ids=[dead.run_id]))} == {
+        DagsterRunStatus.FAILURE
+    }
+    assert {run.status for run in instance.get_runs(RunsFilter(run_ids=[alive.run_id]))} == {
+        DagsterRunStatus.STARTED
+    }
+    assert storage.claim_concurrency_slot("gpu", alive.run_id, "train").is_claimed
 
 
 def test_a_younger_process_that_reuses_the_id_does_not_count(
