@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 from dagster import (
@@ -67,10 +67,12 @@ class RunSummary:
     Attributes:
         numbers: Summary of several lines, by recipe.
         problems: What, where and fix of each failed step in order, or of the interruption of the run.
+        stopped: True if the run was interrupted.
     """
 
     numbers: dict[str, str]
     problems: list[str]
+    stopped: bool = False
 
 
 def in_dagster_command() -> bool:
@@ -86,9 +88,11 @@ def print_summary_at_exit() -> None:
     previous_hook = sys.excepthook
 
     def add_problem(kind: type[BaseException], err: BaseException, trace: TracebackType | None) -> None:
-        previous_hook(kind, err, trace)
+        problem = command_problem(err, " ".join(["dagster", *sys.argv[1:]]))
+        if BUG in problem:
+            previous_hook(kind, err, trace)
         if not _problems:
-            _problems.append(command_problem(err))
+            _problems.append(problem)
 
     sys.excepthook = add_problem
     atexit.register(_print_summary)
@@ -118,13 +122,20 @@ def run_tables(output_dirs: Mapping[str, Path]) -> IOManagerDefinition:
     return tables
 
 
-def summarize_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[str, Path]) -> RunSummary:
+def summarize_run(
+    instance: DagsterInstance,
+    run_id: str,
+    output_dirs: Mapping[str, Path],
+    *,
+    restart: str = "start the same job again",
+) -> RunSummary:
     """Read the run's events and return its summary.
 
     Args:
         instance: Instance that holds the events.
         run_id: Id of a run that has no more steps to execute.
         output_dirs: `output_dir` by recipe name, of all recipes.
+        restart: How to continue a stopped run, as an imperative.
     """
     from pipeline.reporting.summary import run_summary
 
@@ -134,22 +145,28 @@ def summarize_run(instance: DagsterInstance, run_id: str, output_dirs: Mapping[s
     started_s = instance.get_run_stats(run_id).start_time
 
     failures = [event for event in events if event.is_step_failure]
-    problems = list(dict.fromkeys(_step_problem(event, output_dirs, started_s) for event in failures))
-    if not problems and not _all_steps_succeeded(instance, run, events):
-        problems = [_stopped_problem("between two steps")]
+    interrupted = [event for event in failures if _is_interruption(event)]
+    problems = [
+        _stopped_step_problem(event, output_dirs, started_s, restart)
+        if event in interrupted
+        else _step_problem(event, output_dirs)
+        for event in failures
+    ]
+    stopped = bool(interrupted)
+    if not failures and not _all_steps_succeeded(instance, run, events):
+        problems, stopped = [_stopped_problem("between two steps", restart)], True
 
     duration = f" after {time.time() - started_s:.0f} s" if started_s is not None else ""
-    outcome = f"{'failed' if problems else 'done'}{duration}"
+    outcome = "stopped" if stopped else "failed" if problems else "done"
     numbers = {
-        result.recipe: f"{_run_title(run, result.recipe)}: {outcome}\n{run_summary(result)}"
+        result.recipe: f"{_run_title(run, result.recipe)}: {outcome}{duration}\n{run_summary(result)}"
         for result in _run_results(events, output_dirs)
     }
-    return RunSummary(numbers, problems)
+    return RunSummary(numbers, list(dict.fromkeys(problems)), stopped)
 
 
-def command_problem(err: BaseException) -> str:
-    """Return what, where and fix of an error that ended the command itself."""
-    command = " ".join(["dagster", *sys.argv[1:]])
+def command_problem(err: BaseException, command: str) -> str:
+    """Return what, where and fix of an error that ended `command`; the fix is `BUG` if it is unexpected."""
     cause: BaseException | None = err
     while cause is not None:
         if isinstance(cause, LatentlineError):
@@ -184,8 +201,12 @@ def _print_summary() -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    stream = sys.stderr if _problems else sys.stdout
-    text = "".join(f"\n{part}\n" for part in (*_numbers.values(), *dict.fromkeys(_problems)))
+    write_parts([*_numbers.values(), *dict.fromkeys(_problems)], sys.stderr if _problems else sys.stdout)
+
+
+def write_parts(parts: Sequence[str], stream: TextIO) -> None:
+    """Write each part after an empty line."""
+    text = "".join(f"\n{part}\n" for part in parts)
 
     # The stream's encoding may lack a character, and its reader may have gone away.
     with suppress(OSError, ValueError):
@@ -242,23 +263,14 @@ def _check_result(event: DagsterEvent) -> "CheckResult":
     )
 
 
-def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None) -> str:
-    """Return what, where and fix of a failed step.
+def _is_interruption(event: DagsterEvent) -> bool:
+    return event.step_failure_data.error_source.value == "INTERRUPT"
 
-    Args:
-        event: The failure.
-        output_dirs: `output_dir` by recipe name.
-        started_s: Start of the run as a Unix time; None if the run never started.
-    """
+
+def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
+    """Return what, where and fix of a failed step."""
     failure = event.step_failure_data
-    recipe, _, asset = str(event.step_key).rpartition("__")
-    is_asset = recipe in output_dirs and asset in SPECS
-    where = f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
-
-    if failure.error_source.value == "INTERRUPT":
-        trains = is_asset and asset == "trained_lora"
-        checkpoint = _newest_checkpoint(output_dirs[recipe], started_s or 0.0) if trains else None
-        return _stopped_problem(where, checkpoint)
+    recipe, _ = _step_asset(event)
 
     # An error of ours is a Dagster Failure with the three parts (resources/failures.py).
     user_failure = failure.user_failure_data
@@ -267,6 +279,7 @@ def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_
         return text.replace("<recipe>", recipe)
 
     # Anything else is a bug: the innermost error and its line help most.
+    where = _step_location(event, output_dirs)
     error = failure.error
     while error is not None and error.cause is not None:
         error = error.cause
@@ -277,13 +290,42 @@ def _step_problem(event: DagsterEvent, output_dirs: Mapping[str, Path], started_
     return f"{what}\n  where: {where}\n         {line}\n  fix:   {BUG}"
 
 
-def _stopped_problem(where: str, checkpoint: Path | None = None) -> str:
+def _stopped_step_problem(
+    event: DagsterEvent, output_dirs: Mapping[str, Path], started_s: float | None, restart: str
+) -> str:
+    """Return what, where and how to continue for an interrupted step.
+
+    Args:
+        event: The failure.
+        output_dirs: `output_dir` by recipe name.
+        started_s: Start of the run as a Unix time; None if the run never started.
+        restart: How to continue, as an imperative.
+    """
+    recipe, asset = _step_asset(event)
+    trains = recipe in output_dirs and asset == "trained_lora"
+    checkpoint = _newest_checkpoint(output_dirs[recipe], started_s or 0.0) if trains else None
+    return _stopped_problem(_step_location(event, output_dirs), restart, checkpoint)
+
+
+def _stopped_problem(where: str, restart: str, checkpoint: Path | None = None) -> str:
     if checkpoint is None:
-        fix = f"start the same job again; {FINISHED_WORK}"
+        fix = f"{restart}; {FINISHED_WORK}"
     else:
         where = f"{where}\n         checkpoint {checkpoint}"
-        fix = "start the same job again; it resumes from this checkpoint"
+        fix = f"{restart}; it resumes from this checkpoint"
     return f"Stopped: the run was {STOPPED}\n  where: {where}\n  fix:   {fix}"
+
+
+def _step_asset(event: DagsterEvent) -> tuple[str, str]:
+    """Return recipe and asset of a step named `<recipe>__<asset>`."""
+    recipe, _, asset = str(event.step_key).rpartition("__")
+    return recipe, asset
+
+
+def _step_location(event: DagsterEvent, output_dirs: Mapping[str, Path]) -> str:
+    recipe, asset = _step_asset(event)
+    is_asset = recipe in output_dirs and asset in SPECS
+    return f"asset {recipe}/{asset}" if is_asset else f"step {event.step_key}"
 
 
 def _newest_checkpoint(output_dir: Path, since_s: float) -> Path | None:

@@ -24,7 +24,8 @@ def errors_as_failures() -> Generator[None]:
     try:
         yield
     except LatentlineError as err:
-        raise _failure(err) from err
+        # The three parts explain the error. Dagster would print those of a cause again, with its traceback.
+        raise _failure(err) from None
     except Exception as err:
         access_error = as_file_access_error(err)
         if access_error is None:

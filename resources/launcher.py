@@ -120,7 +120,7 @@ def _run_watched(
         _wait(process, tree, output)
     except BaseException as err:
         with _uninterrupted():
-            context.log.info(f"{type(err).__name__}: stopping all processes within {grace_s:g} s")
+            context.log.info(f"stopping all processes within {grace_s:g} s ({type(err).__name__})")
             killed = tree.stop(grace_s=grace_s)
             process.wait()
             output.forward(final=True)

@@ -88,10 +88,17 @@ def test_other_programs_that_import_the_definitions_print_nothing(program: str) 
     assert (completed.stdout, completed.stderr) == ("", "Error: Run 123 resulted in failure.\n")
 
 
-def test_an_error_that_ends_the_command_is_printed_after_its_traceback() -> None:
-    completed = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
+def test_a_bug_that_ends_the_command_is_printed_after_its_traceback() -> None:
+    completed = run_command("dagster", "raise ValueError('no such job')")
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr
+    assert completed.stderr.rsplit("\n\n", 1)[-1].startswith("ValueError: no such job\n")
+
+
+def test_an_error_that_a_user_can_correct_is_printed_without_a_traceback() -> None:
+    completed = run_command("dagster", "raise OSError(28, 'No space left', '/mnt/home/runs.db')")
+    assert completed.returncode == 1
+    assert "Traceback" not in completed.stderr
     what, where, fix = completed.stderr.rsplit("\n\n", 1)[-1].splitlines()
     assert what == "OSError: [Errno 28] No space left: '/mnt/home/runs.db'"
     assert where == "  where: dagster job execute -j demo_train"
@@ -107,7 +114,7 @@ def test_an_error_that_ends_the_command_is_printed_after_its_traceback() -> None
     ],
 )
 def test_each_kind_of_error_has_its_own_fix(error: BaseException, what: str, fix: str) -> None:
-    text = command_problem(error)
+    text = command_problem(error, "dagster job execute")
     assert text.startswith(what)
     assert fix in text[text.index("\n  fix:   ") :]
 
@@ -117,19 +124,22 @@ def test_a_full_disk_below_dagsters_history_is_reported_with_its_folder(
 ) -> None:
     error = RuntimeError("(sqlite3.OperationalError) database or disk is full\n[SQL: INSERT INTO runs]")
     monkeypatch.setenv("DAGSTER_HOME", "/mnt/home")
-    assert command_problem(error).splitlines() == [
+    assert command_problem(error, "dagster job execute").splitlines() == [
         "Dagster cannot write its history: database or disk is full",
         "  where: /mnt/home (DAGSTER_HOME)",
         "  fix:   free space on that disk and start the command again; finished work is kept",
     ]
     monkeypatch.delenv("DAGSTER_HOME")
-    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error)
+    assert f"  where: {Path.cwd()} (DAGSTER_HOME is not set)" in command_problem(error, "dagster job execute")
 
 
 def test_an_error_of_ours_that_dagster_wrapped_is_the_one_that_is_printed() -> None:
     error = RuntimeError("step")
     error.__cause__ = StoreError("cut short", where="cache/ab", fix="again")
-    assert command_problem(error) == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
+    assert (
+        command_problem(error, "dagster job execute")
+        == "StoreError: cut short\n  where: cache/ab\n  fix:   again"
+    )
 
 
 @pytest.fixture
@@ -231,6 +241,27 @@ def test_R11_a_stopped_training_names_no_checkpoint_of_another_run(run_step, tmp
     [problem] = run_step(raises(DagsterExecutionInterruptedError())).problems
     assert "checkpoint" not in problem
     assert problem.endswith("finished work is kept")
+
+
+def test_a_stopped_run_has_stopped_rather_than_failed(tmp_path) -> None:
+    write_report(tmp_path, "raw_images", {"in": 3, "kept": 3, "rejected": 0})
+
+    @asset(key=["small", "raw_images"])
+    def scan() -> None: ...
+
+    @asset(key=["small", "vae_latents"], deps=[["small", "raw_images"]])
+    def encode() -> None:
+        raise DagsterExecutionInterruptedError
+
+    with DagsterInstance.ephemeral() as instance:
+        with pytest.raises(DagsterExecutionInterruptedError):
+            materialize([scan, encode], instance=instance)
+        [record] = instance.get_run_records()
+        run_id = record.dagster_run.run_id
+        summary = summarize_run(instance, run_id, {"small": tmp_path}, restart="run it again")
+    assert summary.stopped
+    assert summary.numbers["small"].startswith("small: stopped after ")
+    assert summary.problems[0].endswith("\n  fix:   run it again; finished work is kept")
 
 
 def test_a_stopped_cache_job_says_that_finished_work_is_kept(run_step) -> None:
