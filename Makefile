@@ -6,6 +6,9 @@ BIN    := $(VENV)/bin
 DEMO   := configs/demo.yaml
 PYTEST_WORKERS ?= 2
 
+# Folder of the Dagster instance, as in `latentline run`.
+INSTANCE := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster)
+
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
@@ -29,13 +32,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
-	DAGSTER_HOME="$(CURDIR)/.dagster" $(BIN)/dagster instance info > /dev/null
+	DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster instance info > /dev/null
 	touch $@
 
 demo: install
 	$(BIN)/python -m demo.photographs data/demo
 	$(BIN)/python -m demo.tiny_model models/tiny-sd
-	$(BIN)/dagster job execute -m assets.definitions -j demo_train
+	$(BIN)/latentline run demo
 	$(BIN)/python -m demo.show models/tiny-sd outputs/demo/lora outputs/demo
 
 test: install
@@ -64,7 +67,7 @@ bench-compare: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
 
 ui: install
-	DAGSTER_HOME="$(CURDIR)/.dagster" $(BIN)/dagster dev -w workspace.yaml --host 127.0.0.1 --port 3000
+	DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster dev -w workspace.yaml --host 127.0.0.1 --port 3000
 
 clean:
 	rm -rf .cache data/demo models/tiny-sd outputs/demo

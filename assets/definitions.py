@@ -6,7 +6,7 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 
 from collections.abc import Sequence
 
-from dagster import Definitions, in_process_executor
+from dagster import Definitions, colored_console_logger, in_process_executor
 
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
@@ -15,6 +15,7 @@ from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe, load_recipes
 from pipeline.reporting.terminal import find_terminal
 from resources.launcher import AccelerateLauncher
+from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 
 def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
@@ -24,6 +25,7 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
             TABLES_RESOURCE: run_tables({recipe.name: recipe.output_dir for recipe in recipes}),
             LAUNCHER_RESOURCE: AccelerateLauncher(),
         },
+        loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=in_process_executor,
     )
     return Definitions.merge(shared, *(recipe_graph(recipe) for recipe in recipes))

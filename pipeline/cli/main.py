@@ -21,6 +21,7 @@ COMMANDS = {
     "validate": "pipeline.cli.validate",
     "fit-buckets": "pipeline.cli.fit_buckets",
     "plan": "pipeline.cli.plan",
+    "run": "pipeline.cli.run",
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
@@ -45,7 +46,7 @@ class _Commands(click.Group):
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def latentline() -> None:
-    """Inspect and maintain recipes, caches and LoRAs. Run jobs with `dagster job execute` or in the UI."""
+    """Create, run and inspect recipes, and maintain caches and LoRAs."""
 
 
 def main() -> None:

@@ -1,0 +1,134 @@
+"""`python -m assets.run <recipe file> <job>`: execute a job for a person at a terminal.
+
+`latentline run` starts this module. The run is the same as with `dagster job execute`: same job, executor and
+instance. Only the output differs: resources/terminal_log.py shows the progress of the run, and this module
+prints the summary. The UI has the complete log.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from dagster import DagsterInstance, JobDefinition
+
+    from assets.run_summary import RunSummary
+
+FAILED_STATUS = 1
+STOPPED_STATUS = 130
+"""Exit status that shells give to a command which Ctrl-C ended."""
+
+
+def load_job(name: str) -> "JobDefinition":
+    """Return a job of the project; an executor that starts processes calls this in each of them."""
+    from assets.definitions import defs
+
+    return defs.resolve_job_def(name)
+
+
+def main(recipe_file: Path, job_name: str) -> int:
+    """Execute the job, print what it did or what stopped it, and return the exit status."""
+    command = _command(job_name)
+    try:
+        return _run(recipe_file, job_name, command)
+    except KeyboardInterrupt:
+        # Dagster handles interruptions of the run itself. This one may have interrupted an import.
+        stopped = "Stopped: the command was stopped before the run started"
+        sys.stderr.write(f"\n{stopped}\n  where: {command}\n  fix:   run it again\n")
+        return STOPPED_STATUS
+
+
+def _run(recipe_file: Path, job_name: str, command: str) -> int:
+    from assets.run_summary import BUG, command_problem, write_parts
+
+    try:
+        summary = _execute(recipe_file, job_name, command)
+    except Exception as err:
+        problem = command_problem(err, command)
+        if BUG in problem:
+            traceback.print_exc()
+        write_parts([problem], sys.stderr)
+        return FAILED_STATUS
+
+    numbers = [] if summary.stopped else summary.numbers.values()
+    write_parts([*numbers, *summary.problems], sys.stderr if summary.problems else sys.stdout)
+    if summary.stopped:
+        return STOPPED_STATUS
+    return FAILED_STATUS if summary.problems else 0
+
+
+def _execute(recipe_file: Path, job_name: str, command: str) -> "RunSummary":
+    """Execute the job with the terminal logger, and return the summary of the run."""
+    from dagster import DagsterExecutionInterruptedError, build_reconstructable_job, execute_job
+
+    from assets.run_summary import summarize_run
+    from pipeline.recipe import load_recipe
+    from resources.run_launcher import end_dead_runs
+    from resources.terminal_log import TERMINAL_LOGGER, show_run
+
+    # The definitions look for the terminal on standard error, so they load before it is redirected.
+    load_job(job_name)
+    recipe = load_recipe(recipe_file)
+    job = build_reconstructable_job("assets.run", "load_job", reconstructable_args=(job_name,))
+
+    with _open_instance() as instance:
+        end_dead_runs(instance)
+        with _redirected_output() as stream, show_run(stream) as handler:
+            try:
+                execute_job(job, instance, run_config={"loggers": {TERMINAL_LOGGER: {}}})
+            except (DagsterExecutionInterruptedError, KeyboardInterrupt):
+                if handler.run_id is None:
+                    raise KeyboardInterrupt from None
+        output_dirs = {recipe.name: recipe.output_dir}
+        return summarize_run(instance, str(handler.run_id), output_dirs, restart=f"run {command} again")
+
+
+def _open_instance() -> "DagsterInstance":
+    """Return the instance in DAGSTER_HOME; the first call creates its database."""
+    from dagster import DagsterInstance
+    from filelock import FileLock
+
+    # Two commands that create the database at the same time would make it unreadable.
+    with FileLock(Path(os.environ["DAGSTER_HOME"]) / "latentline.lock"):
+        return DagsterInstance.get()
+
+
+@contextmanager
+def _redirected_output() -> Generator[TextIO]:
+    """Discard what is written to standard output and error, and provide the original standard error.
+
+    Dagster captures the output of each step for the UI and copies it to standard error, with the help of two
+    processes, of which one prints a traceback when it receives Ctrl-C. The terminal shows none of this.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    saved_stdout, saved_stderr = os.dup(1), os.dup(2)
+    discard = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(discard, 1)
+        os.dup2(discard, 2)
+        with open(
+            saved_stderr, "w", encoding=sys.stderr.encoding, errors="backslashreplace", closefd=False
+        ) as stream:
+            yield stream
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(saved_stdout, 1)
+        os.dup2(saved_stderr, 2)
+        for descriptor in (saved_stdout, saved_stderr, discard):
+            os.close(descriptor)
+
+
+def _command(job_name: str) -> str:
+    """Return the `latentline` command that executes a job."""
+    recipe, _, kind = job_name.rpartition("_")
+    return f".venv/bin/latentline run {recipe}" + (" --cache-only" if kind == "cache" else "")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2]))

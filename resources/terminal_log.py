@@ -1,0 +1,141 @@
+"""The log of a run for a person at a terminal: one line per finished asset, warnings, and a status line.
+
+Dagster's event log has every message. Dagster passes them to its loggers as records with an attribute
+`dagster_meta`, and events of a run have an attribute `dagster_event` as well.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, TextIO
+
+from dagster import DagsterEvent, DagsterEventType, logger
+
+if TYPE_CHECKING:
+    from dagster import InitLoggerContext
+
+TERMINAL_LOGGER = "terminal"
+"""Name of the logger in `Definitions` and in run configurations."""
+
+_PYTHON_LOGGER = "latentline.terminal"
+_CLEAR_LINE = "\r\x1b[K"
+_NAME_WIDTH = len("validated_dataset")
+
+_DAGSTERS_OWN = ("[pipes]", "Dependencies for step ")
+"""Starts of messages that Dagster itself logs in the name of a step."""
+
+
+@logger(
+    description="Messages and warnings without Dagster's events; a failure is shown once, in the summary."
+)
+def terminal_logger(context: InitLoggerContext) -> logging.Logger:
+    """Return the Python logger to which `show_run` adds its handler; it uses standard error otherwise."""
+    del context
+    python_logger = logging.getLogger(_PYTHON_LOGGER)
+    python_logger.setLevel(logging.DEBUG)
+    python_logger.propagate = False
+    if not python_logger.handlers:
+        python_logger.addHandler(TerminalHandler(sys.stderr))
+    return python_logger
+
+
+@contextmanager
+def show_run(stream: TextIO) -> Generator[TerminalHandler]:
+    """Write what `terminal_logger` receives in the body to `stream`, and provide the handler."""
+    handler = TerminalHandler(stream)
+    python_logger = logging.getLogger(_PYTHON_LOGGER)
+    python_logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        python_logger.removeHandler(handler)
+        handler.close()
+
+
+class TerminalHandler(logging.Handler):
+    """Writes the messages of one run.
+
+    On a terminal, the newest message of a step is a status line, which the next one replaces. Progress bars
+    use the same line. Any other stream receives each message on its own line.
+
+    Attributes:
+        run_id: Id of the run; None until it has logged something.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        """Write to `stream`, which stays open."""
+        super().__init__(logging.DEBUG)
+        self.run_id: str | None = None
+        self._stream = stream
+        self._has_status_line = stream.isatty()
+        self._step_started_s = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a record of Dagster. The summary reports failures; a bug's traceback is shown here."""
+        metadata = getattr(record, "dagster_meta", None)
+        if metadata is None:
+            return
+        self.run_id = metadata["run_id"]
+        event: DagsterEvent | None = getattr(record, "dagster_event", None)
+        name = _asset_name(metadata["step_key"])
+        message = str(metadata["orig_message"])
+
+        try:
+            if event is not None:
+                self._show_event(event, name, record.created)
+            elif message.startswith(_DAGSTERS_OWN):
+                pass
+            elif record.levelno >= logging.WARNING:
+                self._write_line(f"  {name:<{_NAME_WIDTH}}  warning: {message}")
+            elif record.levelno >= logging.INFO:
+                self._show_message(name, message)
+        except OSError:  # a closed terminal must not stop the run
+            self._has_status_line = False
+
+    def close(self) -> None:
+        """Clear the status line."""
+        with suppress(OSError):
+            if self._has_status_line:
+                self._stream.write(_CLEAR_LINE)
+                self._stream.flush()
+        super().close()
+
+    def _show_event(self, event: DagsterEvent, name: str, time_s: float) -> None:
+        if event.event_type == DagsterEventType.STEP_START:
+            self._step_started_s = time_s
+            if self._has_status_line:
+                self._show_message(name, "started")
+        elif event.event_type == DagsterEventType.STEP_SUCCESS:
+            self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s")
+        elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
+            self._write_line(event.step_failure_data.error_display_string)
+        elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
+            self._show_message(name, "waiting for another run that encodes or trains")
+
+    def _show_message(self, name: str, message: str) -> None:
+        text = f"  {name:<{_NAME_WIDTH}}  {message}"
+        if not self._has_status_line:
+            self._write_line(text)
+            return
+        columns = shutil.get_terminal_size().columns
+        self._stream.write(_CLEAR_LINE + " ".join(text.splitlines())[: columns - 1])
+        self._stream.flush()
+
+    def _write_line(self, text: str) -> None:
+        self._stream.write(f"{_CLEAR_LINE if self._has_status_line else ''}{text}\n")
+        self._stream.flush()
+
+
+def is_bug(event: DagsterEvent) -> bool:
+    """Return whether a failed step has neither an error of Latentline's as its cause nor an interruption."""
+    failure = event.step_failure_data
+    return failure.user_failure_data is None and failure.error_source.value != "INTERRUPT"
+
+
+def _asset_name(step_key: str | None) -> str:
+    """Return the asset of a step named `<recipe>__<asset>`."""
+    return (step_key or "").rpartition("__")[2]

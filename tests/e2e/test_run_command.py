@@ -1,0 +1,164 @@
+"""`latentline run` on a pseudo-terminal: what a person sees, the exit status, and the run in the instance."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dagster import AssetKey, DagsterInstance, DagsterRunStatus
+
+from pipeline.recipe.gates import SPECS
+from tests.e2e.daemon import make_home
+from tests.e2e.problems import problem_of
+from tests.e2e.pseudo_terminal import Transcript, run_on_terminal
+
+ENDLESS = {
+    "steps": 100_000,
+    "batch_size": 2,
+    "checkpoint_every": 100_000,
+    "sample_every": 0,
+    "lora": {"rank": 2, "alpha": 2.0},
+}
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
+
+
+def latentline(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", "from pipeline.cli.main import main; main()", *arguments]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return make_home(tmp_path / "dagster home")
+
+
+def run_small(workspace: Any, home: Path, *options: str, **keywords: Any) -> Transcript:
+    environment = {**workspace.environment(), "DAGSTER_HOME": str(home)}
+    command = latentline("run", "small", *options)
+    return run_on_terminal(command, environment=environment, cwd=workspace.root, **keywords)
+
+
+def training_has_started(workspace: Any) -> bool:
+    return any(file.stat().st_size > 0 for file in workspace.out.glob("runs/*/logs/metrics.jsonl"))
+
+
+def test_a_run_prints_a_line_per_asset_and_a_summary_and_is_in_the_instance(cached, home) -> None:
+    transcript = run_small(cached, home)
+    assert transcript.status == 0, transcript.text
+    assert len(transcript.lines) < 40
+    names = [line.split()[0] for line in transcript.lines[: len(SPECS)]]
+    assert sorted(names) == sorted(SPECS), "one line per asset"
+    assert transcript.lines[-1] == f"  LoRA      {cached.out / 'lora'}"
+    assert "DEBUG" not in transcript.raw
+    assert "steps, loss" in transcript.raw, "a progress bar was drawn"
+
+    instance = DagsterInstance.from_config(str(home))
+    [run] = instance.get_runs()
+    assert (run.job_name, run.status) == ("small_train", DagsterRunStatus.SUCCESS)
+    assert run.tags["latentline/recipe"] == "small"
+    materialized = [
+        asset for asset in SPECS if instance.get_latest_materialization_event(AssetKey(["small", asset]))
+    ]
+    assert materialized == list(SPECS)
+
+
+def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home) -> None:
+    (cached.data / "photo1.txt").unlink()
+    transcript = run_small(cached, home, "--cache-only")
+    assert transcript.status == 1
+    assert len(transcript.lines) < 25
+    assert transcript.text.count("captions_present: ") == 1
+    assert transcript.text.count("GateClosedError") == 1
+    assert transcript.text.count("  fix:   ") == 1
+    assert "Traceback" not in transcript.raw
+    assert "small_cache: failed after" in transcript.text
+
+
+def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, home) -> None:
+    cached.recipe(training=ENDLESS)
+    transcript = run_small(cached, home, press_ctrl_c=lambda: training_has_started(cached))
+    assert transcript.status == 130, transcript.text
+    assert len(transcript.lines) < 10
+    [checkpoint] = cached.out.glob("runs/*/checkpoints/step-*")
+    assert transcript.lines[-4:] == [
+        "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster",
+        "  where: asset small/trained_lora",
+        f"         checkpoint {checkpoint}",
+        "  fix:   run .venv/bin/latentline run small again; it resumes from this checkpoint",
+    ]
+    assert "Traceback" not in transcript.raw
+    assert "failed" not in transcript.text
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home) -> None:
+    start_s = time.monotonic()
+    transcript = run_small(cached, home, press_ctrl_c=lambda: time.monotonic() - start_s > 3)
+    assert transcript.status == 130
+    assert "Stopped: " in transcript.text
+    assert "Traceback" not in transcript.raw
+    assert len(transcript.lines) < 10
+
+
+def test_without_a_terminal_the_messages_of_the_stages_are_printed_instead_of_bars(cached, home) -> None:
+    completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
+    assert completed.returncode == 0
+    assert completed.stdout.startswith("\nsmall_cache: done after ")
+    assert "  raw_images         5 image files, 5 of them unchanged" in completed.stderr
+    assert "\x1b" not in completed.stderr + completed.stdout
+    assert "DEBUG" not in completed.stderr
+
+
+def test_a_bug_is_printed_with_its_traceback(cached, home) -> None:
+    """A folder in place of a table makes Polars fail in a way that no check expects."""
+    table = cached.out / "reports" / "raw_images.json"
+    table.unlink(missing_ok=True)
+    table.mkdir(parents=True)
+    (table / "occupied").touch()
+    completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
+    problem = problem_of(completed)
+    assert "small/raw_images" in problem.where
+
+
+def test_a_missing_instance_folder_is_an_error_with_a_fix(cached) -> None:
+    completed = cached.run(latentline("run", "small"), DAGSTER_HOME=str(cached.root / "nowhere"))
+    problem = problem_of(completed)
+    assert str(cached.root / "nowhere") in problem.what
+    assert "unset DAGSTER_HOME" in problem.fix
+
+
+def test_dagster_job_execute_prints_a_closed_gate_once_with_the_configuration_for_ci(cached, home) -> None:
+    (cached.data / "photo1.txt").unlink()
+    config = Path(__file__).resolve().parents[2] / "configs" / "run" / "ci.yaml"
+    command = cached.command(
+        "job", "execute", "-m", "assets.definitions", "-j", "small_cache", "-c", str(config)
+    )
+    completed = cached.run(command, DAGSTER_HOME=str(home))
+    assert completed.returncode == 1
+    assert completed.stderr.count("captions_present: ") == 1
+    assert "Traceback" not in completed.stderr
+    assert "Stack Trace" not in completed.stderr
+
+
+def test_O08_a_run_starts_although_an_earlier_one_was_killed_while_it_used_the_gpu_pool(cached, home) -> None:
+    cached.recipe(training=ENDLESS)
+    environment = {**cached.environment(), "DAGSTER_HOME": str(home)}
+    killed = subprocess.Popen(
+        latentline("run", "small"), env=environment, cwd=cached.root, stderr=subprocess.DEVNULL
+    )
+    while not training_has_started(cached):
+        assert killed.poll() is None
+        time.sleep(0.1)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+
+    transcript = run_small(cached, home, "--cache-only", timeout_s=120)
+    assert transcript.status == 0, transcript.text
+    statuses = {run.job_name: run.status for run in DagsterInstance.from_config(str(home)).get_runs()}
+    assert statuses == {"small_train": DagsterRunStatus.FAILURE, "small_cache": DagsterRunStatus.SUCCESS}

@@ -1,0 +1,98 @@
+"""What the terminal logger writes for real runs of small jobs."""
+
+import io
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+from dagster import (
+    AssetExecutionContext,
+    DagsterInstance,
+    Definitions,
+    asset,
+    define_asset_job,
+)
+
+from pipeline.errors import StoreError
+from resources.failures import errors_as_failures
+from resources.terminal_log import TERMINAL_LOGGER, show_run, terminal_logger
+
+Body = Callable[[AssetExecutionContext], object]
+
+
+class Terminal(io.StringIO):
+    """A stream that claims to be a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def output_of(body: Body, stream: io.StringIO) -> str:
+    """Execute an asset with the terminal logger alone, and return the text on the stream."""
+
+    @asset(name="small__raw_images")
+    def step(context: AssetExecutionContext) -> None:
+        body(context)
+
+    job = define_asset_job("small_cache")
+    definitions = Definitions([step], jobs=[job], loggers={TERMINAL_LOGGER: terminal_logger})
+    with show_run(stream) as handler, DagsterInstance.ephemeral() as instance:
+        result = definitions.resolve_job_def("small_cache").execute_in_process(
+            instance=instance, run_config={"loggers": {TERMINAL_LOGGER: {}}}, raise_on_error=False
+        )
+        assert handler.run_id == result.run_id
+    return stream.getvalue()
+
+
+def log(level: int, *messages: str) -> Body:
+    return lambda context: [context.log.log(level, message) for message in messages]
+
+
+def shown_lines(text: str) -> Sequence[str]:
+    """Return the lines that remain on a terminal."""
+    return [line.split("\x1b[K")[-1].lstrip("\r") for line in text.split("\n")]
+
+
+def test_a_terminal_keeps_one_line_per_asset_and_each_warning() -> None:
+    def body(context: AssetExecutionContext) -> None:
+        context.log.info("5 image files")
+        context.log.warning("no GPU")
+        context.log.debug("details")
+
+    text = output_of(body, Terminal())
+    warning, finished, rest = shown_lines(text)
+    assert warning == "  raw_images         warning: no GPU"
+    assert finished.startswith("  raw_images  ")
+    assert finished.endswith(" s")
+    assert rest == ""
+    assert "\r\x1b[K  raw_images         5 image files\r" in text, "the status line shows the newest message"
+    assert "details" not in text
+
+
+def test_a_status_line_is_truncated_to_one_line_of_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = output_of(log(logging.INFO, "first\nsecond " + "x" * 80), Terminal())
+    [status] = [part for part in text.split("\r\x1b[K") if "first" in part]
+    assert status.startswith("  raw_images         first second xxx")
+    assert len(status) == 39
+
+
+def test_another_stream_receives_each_message_without_control_characters() -> None:
+    text = output_of(log(logging.INFO, "one", "two", "[pipes] opened"), io.StringIO())
+    assert text.splitlines()[:2] == ["  raw_images         one", "  raw_images         two"]
+    assert len(text.splitlines()) == 3
+    assert "\x1b" not in text
+
+
+def test_an_error_of_ours_prints_nothing_because_the_summary_has_it() -> None:
+    def body(context: AssetExecutionContext) -> None:
+        with errors_as_failures():
+            raise StoreError("cut short", where="cache/ab", fix="again")
+
+    assert output_of(body, io.StringIO()) == ""
+
+
+def test_a_bug_prints_its_stack_trace() -> None:
+    text = output_of(lambda context: 1 // 0, io.StringIO())
+    assert "ZeroDivisionError" in text
+    assert "test_terminal_log.py" in text
