@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from pipeline.errors import RUN_RECIPE
+
 if TYPE_CHECKING:
     from dagster import DagsterInstance, JobDefinition
 
@@ -127,7 +129,7 @@ def _redirected_output() -> Generator[TextIO]:
 def _command(job_name: str) -> str:
     """Return the `latentline` command that executes a job."""
     recipe, _, kind = job_name.rpartition("_")
-    return f".venv/bin/latentline run {recipe}" + (" --cache-only" if kind == "cache" else "")
+    return f"{RUN_RECIPE} {recipe}" + (" --cache-only" if kind == "cache" else "")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-EXECUTE_JOB = "DAGSTER_HOME=$PWD/.dagster .venv/bin/dagster job execute -m assets.definitions -j"
-"""Shell command, without the job's name, that executes a job in the project's Dagster instance."""
+RUN_RECIPE = ".venv/bin/latentline run"
+"""Shell command, without the recipe's name, that executes a recipe's job."""
 
 
 class LatentlineError(Exception):

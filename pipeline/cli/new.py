@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.cli.conventions import as_recipe_path
-from pipeline.errors import EXECUTE_JOB, RecipeError, counted
+from pipeline.errors import RUN_RECIPE, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
 
@@ -65,7 +65,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         click.echo(line)
     click.echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
     click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
-    click.echo(f"then: {EXECUTE_JOB} {name}_train")
+    click.echo(f"then: {RUN_RECIPE} {name}")
 
 
 def _already_exists(file: Path) -> RecipeError:

@@ -21,11 +21,11 @@ import polars as pl
 from pipeline.cache.requests import is_unchanged
 from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store
 from pipeline.checks.findings import Outcome
-from pipeline.errors import EXECUTE_JOB, counted
+from pipeline.errors import RUN_RECIPE, counted
 
 Problem = Literal["completeness", "file_size_outliers", "shape_uniformity", "finite_values"]
 
-REPAIR = f"run the cache job, which encodes missing and damaged entries: {EXECUTE_JOB} <recipe>_cache"
+REPAIR = f"run the cache job, which encodes missing and damaged entries: {RUN_RECIPE} <recipe> --cache-only"
 
 AT_ONCE = 5_000
 """Number of rows whose keys and stats are in memory at a time."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from pipeline.errors import EXECUTE_JOB, DatasetError, LatentlineError, counted
+from pipeline.errors import RUN_RECIPE, DatasetError, LatentlineError, counted
 from pipeline.maintenance.foreign_configs import FORMS
 from pipeline.maintenance.foreign_datasets import draft_from_config
 from pipeline.maintenance.recipe_draft import (
@@ -132,7 +132,7 @@ def recipe_text(name: str, draft: RecipeDraft, base: str, size: ModelResolution)
 #
 # Written by `latentline new`. docs/recipes.md lists all keys. Run these two commands first:
 #   latentline plan {name}
-#   {EXECUTE_JOB} {name}_train
+#   {RUN_RECIPE} {name}
 
 datasets:
 {_datasets_text(name, draft.datasets)}

@@ -21,7 +21,7 @@ import polars as pl
 
 from pipeline.cache.requests import TARGET
 from pipeline.cache.store import EntrySpec, TensorSpec
-from pipeline.errors import EXECUTE_JOB, TrainingError, counted
+from pipeline.errors import RUN_RECIPE, TrainingError, counted
 from pipeline.images.geometry import Size
 from pipeline.storage.needed_columns import NEEDED
 from pipeline.validated_dataset.holdout import held_out
@@ -203,7 +203,7 @@ def _require_complete(recipe: Recipe, latents: pl.DataFrame, captioned: pl.Serie
         f"{counted(len(incomplete), 'sample')} without a text embedding, or from a dataset that is not in "
         "the recipe",
         where=incomplete[0],
-        fix=f"run the cache job again: {EXECUTE_JOB} {recipe.name}_cache",
+        fix=f"run the cache job again: {RUN_RECIPE} {recipe.name} --cache-only",
     )
 
 

@@ -269,7 +269,7 @@ def test_O10_training_alone_fails_on_a_damaged_entry_as_its_gate_does(cached, ki
     assert f"{gate}: " in problem.what
     assert f"asset small/{asset}\n" in problem.where
     assert entry.name in problem.where
-    assert "dagster job execute -m assets.definitions -j small_cache" in problem.fix
+    assert "latentline run small --cache-only" in problem.fix
     assert not (cached.out / "runs").exists()
 
 

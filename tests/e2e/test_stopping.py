@@ -11,7 +11,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -158,8 +157,7 @@ def stopped_and_resumed(
     within_s = stop(workspace, home, after_s)
     wait_for_the_end(workspace, within_s)
     if (workspace.out / "tables" / "vae_latents.parquet").is_file():
-        verify = [sys.executable, "-m", "pipeline.cli.main", "verify", "small"]
-        completed = workspace.run(verify)
+        completed = workspace.latentline("verify", "small")
         assert completed.returncode == 0, completed.stdout + completed.stderr
     run_to_its_end(workspace)
     assert list(workspace.root.rglob("*.tmp")) == []

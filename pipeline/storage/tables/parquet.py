@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import polars as pl
 
-from pipeline.errors import EXECUTE_JOB, TableError
+from pipeline.errors import RUN_RECIPE, TableError
 from pipeline.storage.atomic import write_atomically
 from pipeline.storage.tables.schemas import ASSETS, empty, row_names, validated
 
@@ -52,7 +52,7 @@ class Tables:
             raise TableError(
                 f"the table of {asset} does not exist",
                 where=str(path),
-                fix=f"materialize {asset} first: {EXECUTE_JOB} <recipe>_cache",
+                fix=f"materialize {asset} first: {RUN_RECIPE} <recipe> --cache-only",
             )
         table = _read(asset, path, stage=asset)
         return table if columns is None else table.select(columns)

@@ -54,7 +54,7 @@ def test_caption_files_are_detected_and_one_caption_becomes_the_preview_prompt(
 ) -> None:
     output = new("roses", images(tmp_path / "my roses", 4, suffix))
     assert "latentline plan roses" in output
-    assert "dagster job execute -m assets.definitions -j roses_train" in output
+    assert "latentline run roses\n" in output
     recipe = written(configs, "roses")
     (dataset,) = recipe.datasets
     assert dataset.path == tmp_path / "my roses"
