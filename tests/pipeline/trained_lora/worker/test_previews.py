@@ -14,6 +14,7 @@ from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import unpacked_weight
+from pipeline.trained_lora.previews import PROMPT_KEY
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.previews import draw_previews
@@ -35,6 +36,7 @@ def test_previews_are_drawn_from_cached_captions_and_do_not_change_training(
     assert engine.denoiser.training
     with Image.open(first[0]) as picture:
         assert picture.size == (96, 32)  # PIL: width, height; the first sample's bucket is 32x96
+        assert picture.info[PROMPT_KEY] == job.prompts[0].caption
     again = draw_previews(job, family, engine, step=4, warn=warnings.append)
     pixels = [np.asarray(Image.open(path)) for path in (first[0], again[0])]
     assert np.array_equal(*pixels)
