@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pipeline.errors import counted
 from pipeline.images.formats import SUFFIXES
 
 TEXT_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
@@ -16,6 +17,8 @@ TEXT_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 
 _REPEATS_FOLDER = re.compile(r"(\d{1,4})_(.+)")
 """Sub-folder in the layout of sd-scripts: the repeats of its images and their caption."""
+
+_YEARS = range(1900, 2100)
 
 _MAX_DEPTH = 3
 """Depth of folders with repeats; kohya's GUI writes them to img/ and reg/."""
@@ -102,7 +105,7 @@ def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
 def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list[str]) -> None:
     """Append the parts of one folder and of its sub-folders that contain such folders."""
     for each in _sub_folders(folder):
-        match = _REPEATS_FOLDER.fullmatch(each.name)
+        match = _match_repeats(each.name)
         if match:
             part = scan_folder(each, repeats=max(int(match[1]), 1), text=match[2])
             if int(match[1]) == 0:
@@ -112,20 +115,24 @@ def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list
             _add_parts(each, depth + 1, parts, remarks)
         elif (part := scan_folder(each)).num_images:
             parts.append(part)
-            remarks.append(
-                f"{each}: no repeats in its name, so sd-scripts skips it; its images are shown once"
-            )
 
     loose = sum(each.suffix.lower().removeprefix(".") in SUFFIXES for each in _visible(folder))
     if loose:
-        remarks.append(f"{folder}: {loose:,} images next to the sub-folders; move them into a sub-folder")
+        images = counted(loose, "image")
+        remarks.append(f"{folder}: {images} next to the sub-folders; move them into a sub-folder")
 
 
 def _has_repeats_folder(folder: Path, depth: int) -> bool:
     folders = _sub_folders(folder)
-    if any(_REPEATS_FOLDER.fullmatch(each.name) for each in folders):
+    if any(_match_repeats(each.name) for each in folders):
         return True
     return depth < _MAX_DEPTH and any(_has_repeats_folder(each, depth + 1) for each in folders)
+
+
+def _match_repeats(name: str) -> re.Match[str] | None:
+    """Match the name of a folder with repeats; a year such as in `2024_summer` is not a number of repeats."""
+    match = _REPEATS_FOLDER.fullmatch(name)
+    return None if match is None or int(match[1]) in _YEARS else match
 
 
 def _visible(folder: Path) -> list[Path]:

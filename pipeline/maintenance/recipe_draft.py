@@ -105,9 +105,10 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
         for part in parts:
             keys = {"repeats": part.repeats} if part.repeats is not None else {}
             draft.datasets.append(DatasetDraft(part.text or part.folder.name, part, keys))
-            if part.repeats is not None:
-                taken = f"{part.folder}: {part.num_images:,} images, repeats: {part.repeats}"
-                draft.taken.append(f"{taken}, class tokens {part.text!r}")
+            taken = f"repeats: {part.repeats}, class tokens {part.text!r}"
+            if part.repeats is None:
+                taken = "shown once; its name has no repeats, so sd-scripts skips it"
+            draft.taken.append(f"{part.folder}: {counted(part.num_images, 'image')}, {taken}")
         return draft
 
     complete = scan_folder(folder)

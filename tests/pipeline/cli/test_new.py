@@ -96,8 +96,16 @@ def test_a_plain_sub_folder_does_not_lose_the_repeats_of_the_others(configs: Pat
     assert datasets["sks_dog"].captions.fallback == "sks dog"
     assert datasets["sks_Dog-2"].captions.fallback is None
     assert "repeats: 10, class tokens 'sks dog'" in output
-    assert "Blüten & Gräser: no repeats in its name, so sd-scripts skips it" in output
+    assert "Blüten & Gräser: 2 images, shown once; its name has no repeats" in output
     assert "4 images next to the sub-folders; move them into a sub-folder" in output
+
+
+def test_a_year_in_a_folder_s_name_is_not_a_number_of_repeats(configs: Path, tmp_path: Path) -> None:
+    for name in ("2023_summer", "2024_winter"):
+        images(tmp_path / "trips" / name, 2, ".txt")
+    new("trips", tmp_path / "trips")
+    (dataset,) = written(configs, "trips").datasets
+    assert (dataset.name, dataset.repeats) == ("trips", 1)
 
 
 def test_sd_scripts_folders_below_img_and_reg_become_datasets(configs: Path, tmp_path: Path) -> None:
