@@ -29,11 +29,9 @@ _DAGSTERS_OWN = ("[pipes]", "Dependencies for step ")
 """Starts of messages that Dagster itself logs in the name of a step."""
 
 
-@logger(
-    description="Messages and warnings without Dagster's events; a failure is shown once, in the summary."
-)
+@logger
 def terminal_logger(context: InitLoggerContext) -> logging.Logger:
-    """Return the Python logger to which `show_run` adds its handler; it uses standard error otherwise."""
+    """Log messages and warnings without events, to the stream of `show_run` or to standard error."""
     del context
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.setLevel(logging.DEBUG)
