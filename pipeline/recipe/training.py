@@ -156,7 +156,7 @@ class TrainingSettings(Settings):
         ge=1,
         le=MAX_COUNT,
         description="Number of checkpoints to keep; null keeps all. An interrupted run resumes from the "
-        "newest valid checkpoint, so keep at least 2.",
+        "newest valid checkpoint, so keep at least 2. The LoRA files of all checkpoints stay.",
     )
     sample_every: int = Field(
         default=250,

@@ -10,11 +10,25 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from pipeline.errors import TrainingError
+
 Metrics = dict[str, Any]
 """Parsed line of a metrics file.
 
 Keys are `step` (from 0), `epoch`, `samples`, `loss`, `learning_rate`, `grad_norm`, `seconds`, `memory_bytes`.
 """
+
+MARKER = "COMPLETE"
+"""File in the folder of each checkpoint that a run can resume from, with the hashes of its state."""
+
+ADAPTER_FILE = "adapter.safetensors"
+"""File in the folder of a checkpoint with the trained weights under peft's names."""
+
+OPTIMIZER_FILE = "optimizer.pt"
+"""File in the folder of a checkpoint with the states of the optimizer and the schedule."""
+
+LORA_RECORD = "lora.json"
+"""File in the folder of each checkpoint that holds LoRA files, with their hashes."""
 
 _POLL_S = 0.5
 
@@ -80,14 +94,50 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
         lock.release()
 
 
+@contextmanager
+def hold_idle_run(layout: RunLayout) -> Generator[None]:
+    """Hold the run's lock for the body.
+
+    Raises:
+        TrainingError: The run does not exist, or a process trains it.
+    """
+    if not layout.folder.is_dir():
+        names = ", ".join(path.parent.name for path in sorted(layout.folder.parent.glob("*/run.json")))
+        raise TrainingError(
+            f"the run {layout.folder.name} does not exist",
+            where=str(layout.folder.parent),
+            fix=f"choose one of {names}" if names else "train the recipe first",
+        )
+    lock = FileLock(layout.lock, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as err:
+        raise TrainingError(
+            f"run {layout.folder.name} is being trained, and replaces lora/ when it finishes",
+            where=str(layout.lock),
+            fix=f"wait until it has finished, stop it, or use the files in {layout.checkpoints}/step-*",
+        ) from err
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
     """Return the `step` and total `bytes` of each complete checkpoint, newest first."""
     rows: list[dict[str, Any]] = []
-    for marker in sorted(layout.checkpoints.glob("step-*/COMPLETE"), reverse=True):
+    for marker in sorted(layout.checkpoints.glob(f"step-*/{MARKER}"), reverse=True):
         step = int(marker.parent.name.removeprefix("step-"))
         files = [path for path in marker.parent.rglob("*") if path.is_file()]
         rows.append({"step": step, "bytes": sum(path.stat().st_size for path in files)})
     return rows
+
+
+def lora_steps(layout: RunLayout) -> dict[int, Path]:
+    """Return the folder of each checkpoint with LoRA files, by step in ascending order."""
+    records = layout.checkpoints.glob(f"step-*/{LORA_RECORD}")
+    folders = {int(path.parent.name.removeprefix("step-")): path.parent for path in records}
+    return dict(sorted(folders.items()))
 
 
 def read_metrics(path: Path, num_steps: int) -> list[Metrics]:

@@ -6,6 +6,7 @@ ModelSpec: https://github.com/Stability-AI/ModelSpec. The metadata contains noth
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from pipeline.trained_lora.export.lora_files import PROVENANCE_KEY
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
-    """Return the metadata of each exported file; the safetensors format requires string values."""
+    """Return the metadata of the exported files of a complete run.
+
+    The safetensors format requires string values. `at_step` returns the metadata of an earlier step.
+    """
     recipe = job.recipe
     training, lora = recipe.training, recipe.training.lora
     prediction = family.prediction_type()
@@ -60,6 +64,15 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
     if prediction != "flow":  # ModelSpec does not define it
         values["modelspec.prediction_type"] = "v" if prediction == "v_prediction" else "epsilon"
     return {name: str(value) for name, value in values.items()}
+
+
+def at_step(metadata: Mapping[str, str], step: int) -> dict[str, str]:
+    """Return the metadata with the number of optimizer steps after which the weights were exported."""
+    values = {**metadata, "ss_steps": str(step), "latentline.step": str(step)}
+    if PROVENANCE_KEY in metadata:
+        record = {**json.loads(metadata[PROVENANCE_KEY]), "step": step}
+        values[PROVENANCE_KEY] = json.dumps(record, sort_keys=True, ensure_ascii=False)
+    return values
 
 
 def _network_arguments(lora: LoraSettings) -> dict[str, object]:

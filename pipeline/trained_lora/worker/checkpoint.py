@@ -3,9 +3,14 @@
     checkpoints/step-00000500/
         adapter.safetensors    the LoRA's weights, float32, under peft's names
         optimizer.pt           states of the optimizer, the schedule and the gradient scaler
+        <LoRA files>           the LoRA of this step in each layout, with averaged weights if the run has them
+        lora.json              {"step": 500, "run": ..., "sha256": {LoRA file name: hash}}
         COMPLETE               {"step": 500, "run": ..., "sha256": {file name: hash}}, written last
 
 A folder is written under a temporary name, synced and renamed. Its number counts the optimizer steps done.
+
+Pruning a checkpoint removes COMPLETE and the files that it lists. The LoRA files stay. Checkpoints of step 0,
+and those that earlier versions of Latentline saved, have no LoRA files.
 """
 
 from __future__ import annotations
@@ -28,10 +33,8 @@ from pipeline.errors import TrainingError
 from pipeline.storage.atomic import TEMP_SUFFIX, sync_file, sync_folder
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.run_folder import ADAPTER_FILE, LORA_RECORD, MARKER, OPTIMIZER_FILE
 
-MARKER = "COMPLETE"
-ADAPTER_FILE = "adapter.safetensors"
-OPTIMIZER_FILE = "optimizer.pt"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -55,30 +58,38 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
+def save_checkpoint(
+    folder: Path, run: str, state: TrainingState, *, export: Callable[[Path], object] | None = None
+) -> Path:
     """Write `state` below `folder`, and replace an existing checkpoint of that step.
+
+    `export` writes the LoRA files of this step into an empty folder and verifies them.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
         OSError: Writing failed; `filename` is the checkpoint's folder. An existing checkpoint is unchanged.
+        TrainingError: `export` failed. An existing checkpoint is unchanged.
     """
     final = checkpoint_path(folder, state.step)
     temp = _temp_path(final)
     replaced = temp.with_name(f"{temp.name}-before")
     temp.mkdir(parents=True)
     try:
-        # torch.save gets an open file, because given a path it hides the reason of a failed write.
-        with attach_path(final), (temp / OPTIMIZER_FILE).open("wb") as file:
-            save_file(state.adapter, temp / ADAPTER_FILE)
-            torch.save(state.optimizer, file)
+        with attach_path(final):
+            if export is not None:
+                export(temp)
+                lora_files = sorted(path.name for path in temp.iterdir())
+                _write_record(temp / LORA_RECORD, run, state.step, lora_files)
 
-        hashes = {name: file_sha256(temp / name) for name in (ADAPTER_FILE, OPTIMIZER_FILE)}
-        marker = {"step": state.step, "run": run, "sha256": hashes}
-        (temp / MARKER).write_text(json.dumps(marker, indent=2) + "\n", encoding="utf-8")
-        for name in (*hashes, MARKER):
-            sync_file(temp / name)
+            # torch.save gets an open file, because given a path it hides the reason of a failed write.
+            with (temp / OPTIMIZER_FILE).open("wb") as file:
+                save_file(state.adapter, temp / ADAPTER_FILE)
+                torch.save(state.optimizer, file)
+        _write_record(temp / MARKER, run, state.step, [ADAPTER_FILE, OPTIMIZER_FILE])
+        for path in temp.iterdir():
+            sync_file(path)
 
         if final.exists():
             final.rename(replaced)
@@ -91,6 +102,13 @@ def save_checkpoint(folder: Path, run: str, state: TrainingState) -> Path:
     return final
 
 
+def _write_record(path: Path, run: str, step: int, names: list[str]) -> None:
+    """Write a file with the hashes of the files `names` next to it."""
+    hashes = {name: file_sha256(path.with_name(name)) for name in names}
+    record = {"step": step, "run": run, "sha256": hashes}
+    path.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
 def remove_leftovers(folder: Path) -> None:
     """Delete the partial checkpoints of killed processes; no other process may train the run meanwhile."""
     for path in folder.glob(f".step-*{TEMP_SUFFIX}*"):
@@ -98,11 +116,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def prune_checkpoints(folder: Path, *, keep: int, newest: int) -> list[int]:
-    """Delete the checkpoints up to step `newest`, except the last `keep`; return the deleted steps."""
-    steps = sorted(step for step, _ in _checkpoints(folder))
+    """Delete the state of the checkpoints up to step `newest`, except the last `keep`; return their steps.
+
+    The LoRA files of a checkpoint stay, since they are what a user chooses a step from.
+    """
+    steps = sorted(step for step, path in _checkpoints(folder) if not _holds_only_lora(path))
     expired = [step for step in steps if step <= newest][:-keep]
     for step in expired:
         path = checkpoint_path(folder, step)
+        if (path / LORA_RECORD).is_file():
+            # Removed first: without its marker, the folder is no checkpoint to resume from.
+            for name in (MARKER, OPTIMIZER_FILE, ADAPTER_FILE):
+                (path / name).unlink(missing_ok=True)
+            continue
+
         # Renamed first: a partially deleted folder must not look like a checkpoint.
         temp = _temp_path(path)
         path.rename(temp)
@@ -146,7 +173,7 @@ def newest_checkpoint(
     if not folder.is_dir():
         return None
     for step, path in sorted(_checkpoints(folder), reverse=True):
-        if step > last_step:
+        if step > last_step or _holds_only_lora(path):
             continue
         try:
             return load_checkpoint(path, run)
@@ -157,6 +184,10 @@ def newest_checkpoint(
 
 def _checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]
+
+
+def _holds_only_lora(path: Path) -> bool:
+    return (path / LORA_RECORD).is_file() and not (path / MARKER).exists()
 
 
 def _temp_path(path: Path) -> Path:

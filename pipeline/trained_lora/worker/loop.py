@@ -173,7 +173,8 @@ class _TrainingRun:
             )
             choice = [newest.step if newest else None]
             if newest is None:
-                run_preflight(self.engine, self.paths, self.job.run, self._export)
+                export = partial(self.exporter.export, self.engine.networks)
+                run_preflight(self.engine, self.paths, self.job.run, export)
         broadcast_object_list(choice)
 
         self._log_start(choice[0])
@@ -250,7 +251,10 @@ class _TrainingRun:
             self._save(self.engine.state(steps_done))
 
     def _save(self, state: TrainingState) -> None:
-        save_checkpoint(self.paths.checkpoints, self.job.run, state)
+        """Save a checkpoint with the LoRA of its step, and prune older ones."""
+        # The state was read before, since `result_weights` may replace the weights by their average.
+        export = partial(self._export_result, step=state.step)
+        save_checkpoint(self.paths.checkpoints, self.job.run, state, export=export)
         keep = self.job.recipe.training.keep_checkpoints
         if keep is not None:
             prune_checkpoints(self.paths.checkpoints, keep=keep, newest=state.step)
@@ -266,8 +270,7 @@ class _TrainingRun:
             if not self.engine.weights_finite():
                 return err
             self._save(self.engine.state(steps_done))
-            with self.engine.result_weights():
-                self._export(self.paths.last_good)
+            self._export_result(self.paths.last_good, step=steps_done)
         except Exception as failure:  # the error that stopped the run matters more than any error here
             reason = failure.what if isinstance(failure, LatentlineError) else str(failure)
             outcome = f"could not be saved: {reason}"
@@ -298,14 +301,15 @@ class _TrainingRun:
         self.warnings.append(text)
         self.report.info(f"warning: {text}")
 
-    def _export(self, folder: Path) -> list[ExportedFile]:
-        return self.exporter.export(self.engine.networks, folder)
+    def _export_result(self, folder: Path, *, step: int) -> list[ExportedFile]:
+        with self.engine.result_weights():
+            return self.exporter.export(self.engine.networks, folder, step=step)
 
     def _finish(self) -> None:
         """Export the result and write `result.json`."""
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
+        files = self._export_result(self.paths.exported, step=len(self.plan))
         with self.engine.result_weights():
-            files = self._export(self.paths.exported)
             output_change = self.engine.output_change(self._probe_input())
         self.report.info(f"exported and verified {', '.join(file.name for file in files)}")
         result = {**self._result(files), "output_change": output_change}

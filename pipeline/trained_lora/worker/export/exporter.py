@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from pipeline.models.diffusers_folder import read_json
 from pipeline.storage.os_errors import attach_path
 from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, layout_file
+from pipeline.trained_lora.export.metadata import at_step
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
     FROZEN_ADAPTER,
@@ -107,17 +108,17 @@ class Exporter:
     """Writes and verifies the LoRA files of one run."""
 
     def __init__(self, family: WorkerFamily, recipe_name: str, metadata: Mapping[str, str]) -> None:
-        """Take what the three files have in common; `metadata` is added to each file's header."""
+        """Take what the files of all steps have in common; `metadata` is added to each file's header."""
         self._family = family
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
         pipeline_class = read_json(family.folder / "model_index.json")["_class_name"]
         self._pipeline: Any = getattr(diffusers, pipeline_class)
 
-    def export(self, networks: Networks, folder: Path) -> list[ExportedFile]:
+    def export(self, networks: Networks, folder: Path, *, step: int | None = None) -> list[ExportedFile]:
         """Replace the contents of `folder` by the three files, and verify each of them.
 
-        The folder is created with its parents.
+        The folder is created with its parents. The headers name `step`, the number of optimizer steps done.
 
         Raises:
             TrainingError: A file does not reproduce the adapter (FAILURES R06), or a layout cannot hold it.
@@ -126,12 +127,13 @@ class Exporter:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained = _TrainedLora.of(self._family, networks)
+        metadata = self._metadata if step is None else at_step(self._metadata, step)
 
         with attach_path(folder):
-            self._save_diffusers(folder, trained)
+            self._save_diffusers(folder, trained, metadata)
             for layout in ("kohya", "comfyui"):
                 tensors = layout_tensors(layout, trained.modules, trained.state, trained.norms)
-                save_file(tensors, folder / layout_file(layout, self._recipe_name), metadata=self._metadata)
+                save_file(tensors, folder / layout_file(layout, self._recipe_name), metadata=metadata)
         return self._verify(folder, trained)
 
     def verify(self, networks: Networks, folder: Path) -> list[ExportedFile]:
@@ -142,7 +144,7 @@ class Exporter:
         """
         return self._verify(folder, _TrainedLora.of(self._family, networks))
 
-    def _save_diffusers(self, folder: Path, trained: _TrainedLora) -> None:
+    def _save_diffusers(self, folder: Path, trained: _TrainedLora, metadata: dict[str, str]) -> None:
         """Write diffusers' layout with the pipeline's `save_lora_weights`."""
         arguments: dict[str, Any] = {}
         for prefix, network in trained.networks.items():
@@ -169,7 +171,7 @@ class Exporter:
         path = folder / layout_file("diffusers", self._recipe_name)
         with safe_open(path, framework="pt") as file:
             adapter_metadata = dict(file.metadata() or {})
-        save_file(load_file(path), path, metadata={**self._metadata, **adapter_metadata})
+        save_file(load_file(path), path, metadata={**metadata, **adapter_metadata})
 
     def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
         """Compare each file, as its readers read it, with the adapter in memory."""

@@ -14,6 +14,7 @@ from pipeline.trained_lora.worker.checkpoint import (
     checkpoint_path,
     load_checkpoint,
     newest_checkpoint,
+    prune_checkpoints,
     remove_leftovers,
     save_checkpoint,
 )
@@ -81,6 +82,39 @@ def test_a_checkpoint_beyond_the_plan_is_ignored(tmp_path: Path) -> None:
     newest = newest_checkpoint(tmp_path, "run", last_step=3, log=pytest.fail)
     assert newest is not None
     assert newest.step == 2
+
+
+def write_lora(folder: Path) -> None:
+    (folder / "pytorch_lora_weights.safetensors").write_bytes(b"a LoRA")
+
+
+def test_pruning_removes_the_state_of_a_checkpoint_and_keeps_its_lora(tmp_path: Path) -> None:
+    saved(tmp_path, 1)  # as an earlier version saved it, without a LoRA
+    for step in (2, 4, 6):
+        save_checkpoint(tmp_path, "run", state_of(step), export=write_lora)
+    assert prune_checkpoints(tmp_path, keep=1, newest=6) == [1, 2, 4]
+    assert not checkpoint_path(tmp_path, 1).exists()
+    for step in (2, 4):
+        names = {path.name for path in checkpoint_path(tmp_path, step).iterdir()}
+        assert names == {"lora.json", "pytorch_lora_weights.safetensors"}
+    assert prune_checkpoints(tmp_path, keep=1, newest=6) == []
+    newest = newest_checkpoint(tmp_path, "run", last_step=10, log=pytest.fail)
+    assert newest is not None
+    assert newest.step == 6
+    assert newest_checkpoint(tmp_path, "run", last_step=5, log=pytest.fail) is None
+
+
+def test_a_failed_export_keeps_the_existing_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path, 2)
+
+    def unverified(folder: Path) -> None:
+        write_lora(folder)
+        raise TrainingError("does not read back", where=str(folder), fix="check the disk")
+
+    with pytest.raises(TrainingError, match="does not read back"):
+        save_checkpoint(tmp_path, "run", state_of(2), export=unverified)
+    assert load_checkpoint(checkpoint_path(tmp_path, 2), "run").step == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
