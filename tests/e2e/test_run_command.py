@@ -73,8 +73,8 @@ def test_O02_a_closed_gate_is_printed_once_and_without_a_traceback(cached, home)
     transcript = run_small(cached, home, "--cache-only")
     assert transcript.status == 1
     assert len(transcript.lines) < 25
-    assert transcript.text.count("captions_present: ") == 1
-    assert transcript.text.count("GateClosedError") == 1
+    assert transcript.text.count(": 1 image has no caption") == 1
+    assert transcript.text.count("GateClosedError: ") == 1
     assert transcript.text.count("  fix:   ") == 1
     assert "Traceback" not in transcript.raw
     assert "small_cache: failed after" in transcript.text
@@ -98,8 +98,7 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home) -> None:
-    start_s = time.monotonic()
-    transcript = run_small(cached, home, press_ctrl_c=lambda: time.monotonic() - start_s > 3)
+    transcript = run_small(cached, home, press_ctrl_c=lambda: (home / "latentline.lock").exists())
     assert transcript.status == 130
     assert "Stopped: " in transcript.text
     assert "Traceback" not in transcript.raw
@@ -110,20 +109,9 @@ def test_without_a_terminal_the_messages_of_the_stages_are_printed_instead_of_ba
     completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
     assert completed.returncode == 0
     assert completed.stdout.startswith("\nsmall_cache: done after ")
-    assert "  raw_images         5 image files, 5 of them unchanged" in completed.stderr
+    assert "  raw_images         5 image files" in completed.stderr
     assert "\x1b" not in completed.stderr + completed.stdout
     assert "DEBUG" not in completed.stderr
-
-
-def test_a_bug_is_printed_with_its_traceback(cached, home) -> None:
-    """A folder in place of a table makes Polars fail in a way that no check expects."""
-    table = cached.out / "reports" / "raw_images.json"
-    table.unlink(missing_ok=True)
-    table.mkdir(parents=True)
-    (table / "occupied").touch()
-    completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
-    problem = problem_of(completed)
-    assert "small/raw_images" in problem.where
 
 
 def test_a_missing_instance_folder_is_an_error_with_a_fix(cached) -> None:
@@ -141,7 +129,8 @@ def test_dagster_job_execute_prints_a_closed_gate_once_with_the_configuration_fo
     )
     completed = cached.run(command, DAGSTER_HOME=str(home))
     assert completed.returncode == 1
-    assert completed.stderr.count("captions_present: ") == 1
+    assert completed.stderr.count(": 1 image has no caption") == 1
+    assert completed.stderr.count("GateClosedError: ") == 1
     assert "Traceback" not in completed.stderr
     assert "Stack Trace" not in completed.stderr
 
