@@ -98,7 +98,7 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
 
 @pytest.mark.slow
 def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home) -> None:
-    transcript = run_small(cached, home, press_ctrl_c=lambda: (home / "latentline.lock").exists())
+    transcript = run_small(cached, home, press_ctrl_c=(home / "latentline.lock").exists)
     assert transcript.status == 130
     assert "Stopped: " in transcript.text
     assert "Traceback" not in transcript.raw
