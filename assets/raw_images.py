@@ -9,7 +9,7 @@ from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
 from assets.publishing import publish
 from assets.table_specs import TABLE, table_out
-from pipeline.recipe import Recipe
+from pipeline.recipe import Recipe, with_overrides
 from resources.failures import errors_as_failures
 
 DESCRIPTION = "Every image file of the datasets: its path, its size after orientation and its content hash."
@@ -28,16 +28,24 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
         from pipeline.models.resolve import check_local_base
         from pipeline.raw_images.stage import scan
         from pipeline.storage.tables import Tables
+        from pipeline.trained_lora.start_file import require_start_file
 
         with errors_as_failures():
             yield from path_isolation_results(context, recipe)
 
             if context.selected_asset_keys:
-                # An unusable local base model fails here, before any image has been read.
+                # An unusable local base model or start_from fails here, before any image has been read.
                 check_local_base(recipe)
+                require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
                 result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
                 yield publish(recipe, "raw_images", result)
 
             yield from check_results(context, recipe, "raw_images")
 
     return raw_images
+
+
+def _training_overrides(context: AssetExecutionContext, recipe: Recipe) -> dict[str, Any]:
+    """Return the configuration of trained_lora in this run, which may change the rank; see `OVERRIDABLE`."""
+    steps = context.run.run_config.get("ops", {})
+    return steps.get(step_name(recipe, "trained_lora"), {}).get("config", {})

@@ -11,6 +11,7 @@ from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
 from pipeline.recipe.load import require_own_output
+from pipeline.trained_lora.start_file import require_start_file
 
 
 @click.command
@@ -30,14 +31,16 @@ def command(recipe: Recipe) -> None:
 
 
 def check_settings(recipe: Recipe) -> None:
-    """Run the checks that a schema cannot express: on paths, other recipes and a local base model.
+    """Run the checks that a schema cannot express: on paths, other recipes, a local model and `start_from`.
 
     Raises:
-        PathIsolationError: Two of datasets, cache_dir and output_dir contain one another.
+        PathIsolationError: Two of the recipe's paths overlap, or a run would replace its own input.
         RecipeError: Another recipe has the same output_dir, or a bucket edge does not suit the model.
         ModelError: The local base model cannot be used.
+        TrainingError: The LoRA in `start_from` cannot be used.
     """
     require_isolation(recipe)
     require_own_output(recipe)
     require_size_multiple([recipe])
     check_local_base(recipe)
+    require_start_file(recipe)

@@ -27,6 +27,7 @@ from pipeline.recipe.isolation import require_isolation
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import needed_captions
+from pipeline.trained_lora.start_file import require_start_file
 from pipeline.validated_dataset import checks as validated_dataset
 from pipeline.validated_dataset.stage import validate
 
@@ -129,6 +130,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         DatasetError: A dataset's folder is missing or cannot be listed.
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read.
+        TrainingError: The LoRA in `start_from` cannot be used.
     """
     try:
         require_isolation(recipe)
@@ -136,6 +138,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         paths = ", ".join(err.where.splitlines())
         gate = ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
+    require_start_file(recipe)
 
     raw = scan(recipe, tables, log=log, remember=False)
     valid = validate(recipe, raw.table, tables, log=log, remember=False)

@@ -47,8 +47,10 @@ def _warning(name: str, description: str, advice: str) -> CheckSpec:
 
 PATH_ISOLATION = _strict_gate(
     "path_isolation",
-    "The datasets, cache_dir and output_dir are separate folders, and none contains another.",
-    "Use separate folders for datasets, cache_dir and output_dir. Symbolic links are resolved; the message "
+    "The datasets, cache_dir and output_dir are separate folders, and none contains another. The file in "
+    "training.lora.start_from is in no folder that runs replace.",
+    "Use separate folders for datasets, cache_dir and output_dir. To continue from a LoRA of the same "
+    "recipe, set start_from to a file below its runs/ folder. Symbolic links are resolved; the message "
     "shows both paths as written and as resolved.",
 )
 """Runs inside raw_images, before anything is written."""

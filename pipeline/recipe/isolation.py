@@ -1,7 +1,11 @@
-"""Path isolation of a recipe: its datasets, cache_dir and output_dir."""
+"""Path isolation of a recipe: its datasets, `start_from`, cache_dir and output_dir."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.storage import isolation
@@ -10,22 +14,29 @@ from pipeline.storage.isolation import NamedPath, PathConflict
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
+START_KEY = "training.lora.start_from"
+
+REPLACED_FOLDERS = ("lora", "tables", "reports")
+"""Folders in output_dir with files that runs replace. No run replaces the folder of another, `runs/<run>`."""
+
 
 def check_isolation(recipe: Recipe) -> list[PathConflict]:
-    """Return every conflict among the recipe's datasets, cache_dir and output_dir.
+    """Return every conflict among the recipe's datasets, `start_from`, cache_dir and output_dir.
 
-    Two datasets may contain one another. The folders need not exist, and nothing is written.
+    Two datasets may contain one another, and `start_from` may be in a dataset. The folders need not exist,
+    and nothing is written.
     """
-    return isolation.check_isolation(_inputs(recipe), _outputs(recipe))
+    conflicts = isolation.check_isolation(_inputs(recipe), _outputs(recipe))
+    return [*conflicts, *_start_conflicts(recipe)]
 
 
 def require_isolation(recipe: Recipe) -> None:
-    """Raise PathIsolationError unless datasets, cache_dir and output_dir are separate folders.
+    """Raise PathIsolationError if two paths of the recipe overlap, or a run would replace its own input.
 
     Raises:
         PathIsolationError: Names both paths of each conflict, as written and as resolved.
     """
-    isolation.require_isolation(_inputs(recipe), _outputs(recipe), where=str(recipe.source))
+    isolation.raise_conflicts(check_isolation(recipe), where=str(recipe.source))
 
 
 def _inputs(recipe: Recipe) -> list[NamedPath]:
@@ -40,3 +51,39 @@ def _outputs(recipe: Recipe) -> list[NamedPath]:
         NamedPath("cache_dir", "cache_dir", recipe.cache_dir),
         NamedPath("output_dir", "output_dir", recipe.output_dir),
     ]
+
+
+def _start_conflicts(recipe: Recipe) -> list[PathConflict]:
+    """Return the conflict of `start_from` with a folder that runs write to, if there is one.
+
+    A file in output_dir is refused only in the folders that runs replace, so that a recipe can continue from
+    one of its own runs.
+    """
+    start = recipe.training.lora.start_from
+    if start is None:
+        return []
+
+    named_start = NamedPath(START_KEY, START_KEY, start)
+    with_cache = isolation.compare_paths(named_start, NamedPath("cache_dir", "cache_dir", recipe.cache_dir))
+    conflicts = [] if with_cache is None else [with_cache]
+
+    advice = f"set {START_KEY} to {_lasting_file(recipe, start)}, which no later run replaces"
+    for name in REPLACED_FOLDERS:
+        label = f"{name}/ of output_dir, which runs replace"
+        replaced = NamedPath(label, "output_dir", recipe.output_dir / name)
+        if conflict := isolation.compare_paths(named_start, replaced):
+            conflicts.append(dataclasses.replace(conflict, advice=advice))
+    return conflicts
+
+
+def _lasting_file(recipe: Recipe, start: Path) -> str:
+    """Return the published run's file with the name of `start`, or a pattern for files of finished runs."""
+    runs, name = recipe.output_dir / "runs", Path(os.path.realpath(start)).name
+    try:
+        provenance = json.loads((recipe.output_dir / "lora" / "provenance.json").read_text(encoding="utf-8"))
+        published = runs / str(provenance["run"]) / "lora" / name
+    except (OSError, ValueError, KeyError, TypeError):
+        published = None
+    if published is not None and published.is_file():
+        return str(published)
+    return f"a file of a finished run, such as {runs}/<run>/lora/{name}"

@@ -43,6 +43,7 @@ from pipeline.trained_lora.requirements import require_objective, require_text_e
 from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
 from pipeline.trained_lora.sample_losses import loss_trend
 from pipeline.trained_lora.samples import TrainingInputs, training_inputs
+from pipeline.trained_lora.start_file import require_start_file
 from pipeline.vae_latents import checks as vae_latents
 from pipeline.validated_dataset import checks as validated_dataset
 
@@ -94,7 +95,7 @@ def train_lora(
 
     Raises:
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
-        TrainingError: Training failed, or left no usable result.
+        TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
         RecipeError: The overrides are invalid, or contradict the recipe.
     """
@@ -103,6 +104,7 @@ def train_lora(
     recipe = with_overrides(recipe, changes)
     if changes:
         log(f"overridden for this run: {', '.join(f'{name} {value}' for name, value in changes.items())}")
+    require_start_file(recipe)
     require_open_gates(recipe)
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from pipeline.storage.isolation.conflicts import NamedPath, PathConflict, check_isolation, require_isolation
+from pipeline.storage.isolation.conflicts import (
+    NamedPath,
+    PathConflict,
+    check_isolation,
+    compare_paths,
+    raise_conflicts,
+)
 
-__all__ = ["NamedPath", "PathConflict", "check_isolation", "require_isolation"]
+__all__ = ["NamedPath", "PathConflict", "check_isolation", "compare_paths", "raise_conflicts"]

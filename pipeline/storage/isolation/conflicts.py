@@ -68,12 +68,14 @@ class PathConflict:
         relation: Relation of `first` to `second`: the same folder, inside it, containing it, or with a link
             into it.
         link: Link or mount point, for the relation "link".
+        advice: Fix to show instead of the usual one of the relation.
     """
 
     first: ResolvedPath
     second: ResolvedPath
     relation: Relation
     link: LinkInto | None = None
+    advice: str | None = None
 
     def what(self) -> str:
         """Return one sentence that names both folders."""
@@ -93,6 +95,8 @@ class PathConflict:
 
     def fix(self) -> str:
         """Return the instruction for the user."""
+        if self.advice is not None:
+            return self.advice
         if self.relation == "link":
             return f"remove the link, or move {self.second.label} to a folder that no link leads to"
         return f"set {self.first.key} to a folder that neither contains {self.second.label} nor is inside it"
@@ -124,18 +128,21 @@ def check_isolation(inputs: Sequence[NamedPath], outputs: Sequence[NamedPath]) -
     return conflicts
 
 
-def require_isolation(inputs: Sequence[NamedPath], outputs: Sequence[NamedPath], *, where: str) -> None:
-    """Raise PathIsolationError unless `check_isolation` finds no conflict.
+def compare_paths(first: NamedPath, second: NamedPath) -> PathConflict | None:
+    """Return the conflict of two paths that are the same or nested, or None; links below them are ignored."""
+    return _compare(_resolve(*first), _resolve(*second))
+
+
+def raise_conflicts(conflicts: Sequence[PathConflict], *, where: str) -> None:
+    """Raise one PathIsolationError for all conflicts, if there are any.
 
     Args:
-        inputs: Read-only folders.
-        outputs: Folders that runs write to.
+        conflicts: Results of `check_isolation` and `compare_paths`.
         where: File that names the paths, such as the recipe.
 
     Raises:
         PathIsolationError: Names both paths of each conflict, as written and as resolved.
     """
-    conflicts = check_isolation(inputs, outputs)
     if not conflicts:
         return
 

@@ -9,12 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.numpy import save_file
 
 from pipeline.cli.main import latentline
-from pipeline.errors import LatentlineError, PathIsolationError
+from pipeline.errors import LatentlineError, PathIsolationError, TrainingError
 from tests.pipeline.cached_job import Job
 
 OLD_S = 1_000_000_000
@@ -56,14 +58,28 @@ def test_plan_shows_counts_names_bytes_and_seconds(cli: Any, job: Job) -> None:
 def test_plan_first_shows_gates_that_would_close_and_their_fixes(cli: Any, job: Job) -> None:
     (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
     completed = cli("plan", "sample")
-    assert completed.exit_code == 0
+    assert completed.exit_code == 1
     assert "the job would stop at validated_dataset, before anything is encoded:" in completed.stdout
     assert "captions_present: 1 image has no caption" in completed.stdout
     assert "fix: " in completed.stdout
-    assert {gate["name"] for gate in json.loads(cli("plan", "sample", "--json").stdout)["closed"]} == {
+    as_json = cli("plan", "sample", "--json")
+    assert as_json.exit_code == 1
+    assert {gate["name"] for gate in json.loads(as_json.stdout)["closed"]} == {
         "captions_present",
         "rejected_fraction",
     }
+
+
+@pytest.mark.parametrize("name", ["plan", "validate"])
+def test_a_start_of_another_rank_is_an_error(cli: Any, tmp_path: Path, name: str) -> None:
+    recipe, start = tmp_path / "configs" / "sample.yaml", tmp_path / "start.safetensors"
+    shapes = {"lora_down": (3, 6), "lora_up": (8, 3)}
+    save_file({f"lora_unet_x.{key}.weight": np.ones(shape) for key, shape in shapes.items()}, start)
+    with recipe.open("a", encoding="utf-8") as file:
+        file.write(f"training: {{lora: {{rank: 4, start_from: {start}}}}}\n")
+    completed = cli(name, "sample")
+    assert isinstance(completed.exception, TrainingError)
+    assert "it has rank 3 instead of 4" in str(completed.exception)
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify"])
@@ -79,7 +95,7 @@ def test_L01_no_command_writes_into_a_dataset_that_holds_the_cache(
     if name != "plan":
         assert isinstance(completed.exception, PathIsolationError)
         return
-    assert completed.exit_code == 0
+    assert completed.exit_code == 1
     assert (
         "sample: the job would stop at raw_images, before any work:\n  path_isolation: " in completed.stdout
     )

@@ -206,3 +206,70 @@ def test_spellings_of_the_same_address_are_equal():
     assert identify(Url("zip://in::s3://b/x/a.zip")).inside(identify(Url("s3://b/x")))
     assert not identify(Url("s3://b/xy")).inside(identify(Url("s3://b/x")))
     assert not identify(Url("s3://b/x")).same(identify(Url("gs://b/x")))
+
+
+def starting_from(home: Path, start: Path | str) -> Recipe:
+    values = {
+        "datasets": [{"name": "photos", "path": home / "data"}],
+        "cache_dir": home / "cache",
+        "output_dir": home / "out",
+        "model": {"base": "owner/name"},
+        "training": {"lora": {"start_from": start}},
+    }
+    return recipe_from_mapping("x", values)
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+
+
+@pytest.fixture
+def trained(home: Path) -> Path:
+    """Folders of a recipe with one finished run, whose LoRA is published, and a file of another project."""
+    for folder in ("out/lora", "out/runs/0123abcd/lora", "other"):
+        (home / folder).mkdir(parents=True)
+        (home / folder / LORA_FILE).write_bytes(b"lora")
+    (home / "out/lora/provenance.json").write_text('{"run": "0123abcd"}', "utf-8")
+    (home / "latest").symlink_to("out/lora")
+    (home / "start.safetensors").symlink_to(f"out/lora/{LORA_FILE}")
+    return home
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        f"out/lora/{LORA_FILE}",
+        f"out/runs/../lora/{LORA_FILE}",
+        f"latest/{LORA_FILE}",
+        f"latest/../lora/{LORA_FILE}",
+        "start.safetensors",
+    ],
+)
+def test_a_start_that_runs_replace_is_refused_with_the_file_of_its_run(trained: Path, spelling: str) -> None:
+    with pytest.raises(PathIsolationError, match=r"training\.lora\.start_from is inside lora/") as excinfo:
+        require_isolation(starting_from(trained, f"{trained}/{spelling}"))
+    assert f"training.lora.start_from: {trained}/{spelling}" in excinfo.value.where
+    assert f"output_dir: {trained}/out/lora" in excinfo.value.where
+    lasting = f"{trained}/out/runs/0123abcd/lora/{LORA_FILE}"
+    assert excinfo.value.fix == f"set training.lora.start_from to {lasting}, which no later run replaces"
+    require_isolation(starting_from(trained, lasting))
+
+
+@pytest.mark.parametrize("start", ["out/lora/absent.safetensors", "out/lora", "out/reports/x.safetensors"])
+def test_a_start_without_a_file_of_a_run_is_refused_with_the_pattern_of_such_files(
+    trained: Path, start: str
+) -> None:
+    with pytest.raises(PathIsolationError, match="which runs replace") as excinfo:
+        require_isolation(starting_from(trained, trained / start))
+    assert f"{trained}/out/runs/<run>/lora/" in excinfo.value.fix
+
+
+def test_a_start_in_the_cache_is_refused(trained: Path) -> None:
+    recipe = starting_from(trained, trained / "cache" / LORA_FILE)
+    assert relations(recipe) == [("training.lora.start_from", "inside", "cache_dir")]
+
+
+@pytest.mark.parametrize(
+    "start", ["other", "data", "out", "out/runs/0123abcd/lora", "out/runs/0123abcd/checkpoints/step-00000002"]
+)
+def test_a_start_that_no_run_replaces_is_accepted(trained: Path, start: str) -> None:
+    require_isolation(starting_from(trained, trained / start / LORA_FILE))

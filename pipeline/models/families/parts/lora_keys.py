@@ -90,6 +90,11 @@ class LoraKeys:
     comfyui_prefix: str = "transformer."
     kohya_readable: bool | Callable[[ModelFolder], bool] = False
 
+    @property
+    def max_parts(self) -> int:
+        """Maximum number of modules that a layer of kohya's or ComfyUI's layout combines."""
+        return 1
+
     def targets(self, model: ModelFolder) -> list[str]:
         """Return suffixes of the modules that get an adapter, for `peft.LoraConfig.target_modules`."""
         return list(self.target_modules(model) if callable(self.target_modules) else self.target_modules)
@@ -163,6 +168,11 @@ class StackedKeys(LoraKeys):
 
     blocks: tuple[BlockNames, ...] = ()
     comfyui_as_kohya: bool = False
+
+    @property
+    def max_parts(self) -> int:
+        """See `LoraKeys.max_parts`."""
+        return max(len(modules) for names in self.blocks for modules in names.layers.values())
 
     def kohya_layer(self, model: ModelFolder, module: str) -> Layer:
         """See `LoraKeys.kohya_layer`."""

@@ -16,6 +16,7 @@ from pipeline.recipe import LoraSettings, recipe_from_mapping
 from pipeline.recipe.load import project_root
 from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file
 from pipeline.trained_lora.fingerprint import run_facts
+from pipeline.trained_lora.start_file import require_start_file
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
@@ -61,7 +62,9 @@ def test_a_warm_start_from_any_layout_has_the_effect_of_the_file(
 ) -> None:
     project = make_project()
     source = files(project, tmp_path / "lora", **kind)
-    started = engine(project, start_from=tmp_path / "lora" / layout_file(layout, "demo"), **kind)
+    path = tmp_path / "lora" / layout_file(layout, "demo")
+    require_start_file(project.changed("started", lora=settings(start_from=path, **kind)).recipe)
+    started = engine(project, start_from=path, **kind)
     expected, actual = adapter_state(source.denoiser), adapter_state(started.denoiser)
     assert set(actual) == set(expected)
     for name, weight in actual.items():
