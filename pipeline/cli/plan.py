@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 
 import click
@@ -29,18 +30,21 @@ def command(recipe: Recipe, as_json: bool) -> None:
     Nothing is encoded. The only file written is fingerprints.json in cache_dir, which caches hashes of the
     base model's files. New and changed images are decoded to find out which samples would be kept.
 
-    If a gate would stop the job, the gate and its fix are shown first.
+    If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
     """
     result = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
     if as_json:
         click.echo(json.dumps(_as_json(result), indent=2, ensure_ascii=False))
-        return
-
-    if any(gate.name == PATH_ISOLATION.name for gate in result.closed):
+    elif any(gate.name == PATH_ISOLATION.name for gate in result.closed):
         click.echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
         _show_gates(result)
-        return
+    else:
+        _show(recipe, result)
+    if result.closed:
+        sys.exit(1)
 
+
+def _show(recipe: Recipe, result: Forecast) -> None:
     click.echo(f"{recipe.name}: {_samples_text(result)}")
     if result.closed:
         click.echo(f"the job would stop at {result.closed[0].asset}, before anything is encoded:")
