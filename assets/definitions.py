@@ -6,20 +6,23 @@ Nothing imported from here may import torch, diffusers, transformers or accelera
 
 from collections.abc import Sequence
 
+import click
 from dagster import Definitions, colored_console_logger, in_process_executor
 
+from assets.broken_recipe import broken_recipe_graphs
 from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_summary import print_summary_at_exit, run_tables
+from pipeline.errors import RecipeError
 from pipeline.models.size_multiple import require_size_multiple
-from pipeline.recipe import Recipe, load_recipes
+from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
 from pipeline.reporting.terminal import find_terminal
 from resources.launcher import AccelerateLauncher
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 
-def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
-    """Return the definitions of `recipes`, all in one code location."""
+def build_definitions(recipes: Sequence[Recipe], broken: Sequence[BrokenRecipe] = ()) -> Definitions:
+    """Return the definitions of `recipes`, and the errors of `broken` ones, all in one code location."""
     shared = Definitions(
         resources={
             TABLES_RESOURCE: run_tables({recipe.name: recipe.output_dir for recipe in recipes}),
@@ -28,15 +31,36 @@ def build_definitions(recipes: Sequence[Recipe]) -> Definitions:
         loggers={"console": colored_console_logger, TERMINAL_LOGGER: terminal_logger},
         executor=in_process_executor,
     )
-    return Definitions.merge(shared, *(recipe_graph(recipe) for recipe in recipes))
+    usable_graphs = [recipe_graph(recipe) for recipe in recipes]
+    names = [recipe.name for recipe in recipes]
+    return Definitions.merge(shared, *usable_graphs, *broken_recipe_graphs(broken, names))
+
+
+def load_project_recipes() -> RecipeFolder:
+    """Return the recipes of the recipes folder; a recipe with bucket edges that its model rejects is broken.
+
+    Raises:
+        RecipeError: The folder does not exist.
+    """
+    recipes, broken = load_recipe_folder()
+    usable: list[Recipe] = []
+    for recipe in recipes:
+        try:
+            require_size_multiple([recipe])
+        except RecipeError as err:
+            broken.append(BrokenRecipe(recipe.name, recipe.source, err))
+        else:
+            usable.append(recipe)
+    return RecipeFolder(usable, broken)
 
 
 def _load_definitions() -> Definitions:
     print_summary_at_exit()
     find_terminal()
-    recipes = load_recipes()
-    require_size_multiple(recipes)
-    return build_definitions(recipes)
+    recipes, broken = load_project_recipes()
+    for each in broken:
+        click.echo(f"warning: {each.summary()}", err=True)
+    return build_definitions(recipes, broken)
 
 
 defs = _load_definitions()

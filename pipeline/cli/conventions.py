@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from pathlib import Path
 
 import click
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe, path_in_recipe, recipes_dir
+from pipeline.recipe import BrokenRecipe, Recipe, load_recipe, load_recipe_folder, path_in_recipe, recipes_dir
 
 _MAX_NAMES = 10
 
@@ -28,17 +29,47 @@ class RecipeArgument(click.ParamType[Recipe]):
             return value
         text = str(value)
         is_path = text.endswith((".yaml", ".yml")) or len(Path(text).parts) > 1
-        file = Path(text) if is_path else recipes_dir() / f"{text}.yaml"
+        file = (Path(text).expanduser() if is_path else recipes_dir() / f"{text}.yaml").absolute()
         if not file.exists():
-            raise _no_such_recipe(text, file.absolute())
+            raise _no_such_recipe(text, file)
 
-        recipe = load_recipe(file)
+        recipe = _load(file)
         if ctx is not None and isinstance(ctx.obj, dict):
             ctx.obj["recipe"] = recipe.name
         return recipe
 
 
 RECIPE = RecipeArgument()
+
+
+def usable_recipes() -> list[Recipe]:
+    """Return the usable recipes of the recipes folder, and report each other one on standard error."""
+    folder = load_recipe_folder()
+    _report(folder.broken)
+    return folder.recipes
+
+
+def _load(file: Path) -> Recipe:
+    """Load the recipe in `file`; in the recipes folder, first report the other recipes that are broken.
+
+    Raises:
+        RecipeError: The recipe has mistakes, or shares its output folder with another one.
+    """
+    if file.parent != recipes_dir():
+        return load_recipe(file)
+
+    folder = load_recipe_folder()
+    _report([each for each in folder.broken if each.file != file])
+    for broken in folder.broken:
+        if broken.file == file:
+            raise broken.error
+    # The folder's recipes do not include hidden files, which can still be given by their path.
+    return next((recipe for recipe in folder.recipes if recipe.source == file), None) or load_recipe(file)
+
+
+def _report(broken: Iterable[BrokenRecipe]) -> None:
+    for each in broken:
+        click.echo(f"warning: {each.summary()}", err=True)
 
 
 def _no_such_recipe(text: str, file: Path) -> RecipeError:

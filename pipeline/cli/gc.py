@@ -7,10 +7,9 @@ from pathlib import Path
 import click
 
 from pipeline.cache.users import unregister_user
-from pipeline.cli.conventions import bytes_text
+from pipeline.cli.conventions import bytes_text, usable_recipes
 from pipeline.errors import StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
-from pipeline.recipe import load_recipes
 from pipeline.storage.addresses import Address, absolute
 
 MAX_SHOWN = 10
@@ -50,7 +49,7 @@ def command(
     names it, or if one of its unfinished runs trains on it.
     """
     given = [absolute(text, Path()) for text in cache_dirs]
-    caches = given or sorted({recipe.cache_dir for recipe in load_recipes()}, key=str)
+    caches = given or sorted({recipe.cache_dir for recipe in usable_recipes()}, key=str)
     if not caches:
         click.echo("no recipes were found, so no cache is known; pass one with --cache-dir")
     for cache_dir in caches:

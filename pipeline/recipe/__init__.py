@@ -9,9 +9,11 @@ from pipeline.recipe.datasets import (
     ShuffleSettings,
 )
 from pipeline.recipe.load import (
+    BrokenRecipe,
+    RecipeFolder,
     in_project,
     load_recipe,
-    load_recipes,
+    load_recipe_folder,
     path_in_recipe,
     project_root,
     recipe_from_mapping,
@@ -36,6 +38,7 @@ from pipeline.recipe.training import TrainingSettings
 __all__ = [
     "OVERRIDABLE",
     "AccelerateSettings",
+    "BrokenRecipe",
     "BucketSettings",
     "CaptionSettings",
     "CheckSettings",
@@ -50,6 +53,7 @@ __all__ = [
     "RankSettings",
     "RecacheSettings",
     "Recipe",
+    "RecipeFolder",
     "ShuffleSettings",
     "TextEncoderSettings",
     "TextSettings",
@@ -58,7 +62,7 @@ __all__ = [
     "changed_values",
     "in_project",
     "load_recipe",
-    "load_recipes",
+    "load_recipe_folder",
     "path_in_recipe",
     "project_root",
     "recipe_from_mapping",

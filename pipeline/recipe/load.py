@@ -1,14 +1,16 @@
-"""Loading of recipes: all mistakes of all files in one error, each with file and line."""
+"""Loading of recipes: all mistakes of a file in one error, each with its line; other recipes stay usable."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
@@ -61,16 +63,46 @@ def load_recipe(file: Path) -> Recipe:
     return recipe
 
 
-def load_recipes(folder: Path | None = None) -> list[Recipe]:
-    """Return the recipes of all *.yaml files directly in `folder`, sorted by name.
+@dataclass(frozen=True)
+class BrokenRecipe:
+    """A recipe that cannot be used.
 
-    Hidden files are ignored, because editors and macOS create them.
+    Attributes:
+        name: Stem of its file, which may contain any character.
+        file: Absolute path of its file.
+        error: All of its mistakes.
+    """
+
+    name: str
+    file: Path
+    error: RecipeError
+
+    def summary(self) -> str:
+        """Return one line with the mistake, or the number of mistakes, and a command that prints the fix."""
+        what, place = self.error.what.splitlines()[0], self.error.where.splitlines()[0]
+        mistake = what if what.endswith(place) else f"{what} ({place})"
+        command = f"latentline validate {shlex.quote(path_in_recipe(self.file))}"
+        return f"recipe {self.name} is excluded: {mistake}; {command} shows the fix"
+
+
+class RecipeFolder(NamedTuple):
+    """The recipes of a folder, each list sorted by name."""
+
+    recipes: list[Recipe]
+    broken: list[BrokenRecipe]
+
+
+def load_recipe_folder(folder: Path | None = None) -> RecipeFolder:
+    """Return the recipes of all *.yaml files directly in `folder`, and separately those with mistakes.
+
+    Recipes that share an output folder are all broken. Hidden files are ignored, because editors and macOS
+    create them.
 
     Args:
         folder: The folder of recipes; `recipes_dir()` by default.
 
     Raises:
-        RecipeError: The folder does not exist, or a recipe is invalid; the message lists all mistakes.
+        RecipeError: The folder does not exist.
     """
     folder = recipes_dir() if folder is None else Path(folder).absolute()
     if not folder.is_dir():
@@ -78,18 +110,22 @@ def load_recipes(folder: Path | None = None) -> list[Recipe]:
         raise RecipeError("the folder of recipes does not exist", where=str(folder), fix=fix)
 
     recipes: list[Recipe] = []
-    mistakes: list[PlacedMistake] = []
+    mistakes: dict[Path, list[PlacedMistake]] = {}
     for file in sorted(folder.iterdir()):
         if file.name.startswith(".") or file.suffix not in {".yaml", ".yml"}:
             continue
         recipe, file_mistakes = _read(file)
-        mistakes += file_mistakes
-        recipes += [recipe] if recipe is not None else []
+        if recipe is None:
+            mistakes[file] = file_mistakes
+        else:
+            recipes.append(recipe)
 
-    mistakes += _shared_outputs(recipes)
-    if mistakes:
-        raise recipe_error(mistakes)
-    return sorted(recipes, key=lambda recipe: recipe.name)
+    mistakes |= _shared_outputs(recipes)
+    broken = [BrokenRecipe(file.stem, file, recipe_error(each)) for file, each in mistakes.items()]
+    usable = [recipe for recipe in recipes if recipe.source not in mistakes]
+    return RecipeFolder(
+        sorted(usable, key=lambda recipe: recipe.name), sorted(broken, key=lambda each: each.name)
+    )
 
 
 def require_own_output(recipe: Recipe) -> None:
@@ -103,8 +139,8 @@ def require_own_output(recipe: Recipe) -> None:
     files = (file for file in sorted(recipe.source.parent.glob("*.yaml")) if file != recipe.source)
     others = (_read(file)[0] for file in files if not file.name.startswith("."))
     mistakes = _shared_outputs([*(other for other in others if other is not None), recipe])
-    if own_mistakes := [each for each in mistakes if each.file == path_in_recipe(recipe.source)]:
-        raise recipe_error(own_mistakes)
+    if recipe.source in mistakes:
+        raise recipe_error(mistakes[recipe.source])
 
 
 def recipe_from_mapping(name: str, values: Mapping[str, Any], *, source: Path | None = None) -> Recipe:
@@ -191,16 +227,21 @@ def _name_mistakes(name: str) -> list[Mistake]:
     return [Mistake((), what, f"rename the file, for example to {better}.yaml")]
 
 
-def _shared_outputs(recipes: list[Recipe]) -> list[PlacedMistake]:
-    """Return a mistake for each recipe that would overwrite the tables and LoRA of an earlier recipe."""
-    first_by_folder: dict[str, Recipe] = {}
-    mistakes: list[PlacedMistake] = []
+def _shared_outputs(recipes: list[Recipe]) -> dict[Path, list[PlacedMistake]]:
+    """Return a mistake, by file, for each recipe that would overwrite the tables and LoRA of another one."""
+    by_folder: dict[str, list[Recipe]] = {}
     for recipe in recipes:
-        earlier = first_by_folder.setdefault(os.path.realpath(recipe.output_dir), recipe)
-        if earlier is not recipe:
-            what = f"recipe {earlier.name} has the same output_dir, {recipe.output_dir}"
+        by_folder.setdefault(os.path.realpath(recipe.output_dir), []).append(recipe)
+
+    mistakes: dict[Path, list[PlacedMistake]] = {}
+    for sharing in by_folder.values():
+        for recipe in sharing if len(sharing) > 1 else []:
+            others = ", ".join(other.name for other in sharing if other is not recipe)
+            what = f"recipe {others} has the same output_dir, {recipe.output_dir}"
+            if len(sharing) > 2:
+                what = f"recipes {others} have the same output_dir, {recipe.output_dir}"
             fix = f"use a separate folder, such as outputs/{recipe.name}"
-            mistakes.append(placed(recipe, Mistake(("output_dir",), what, fix)))
+            mistakes[recipe.source] = [placed(recipe, Mistake(("output_dir",), what, fix))]
     return mistakes
 
 

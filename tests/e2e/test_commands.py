@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 BROKEN = """\
 datasets:
   - {name: photos, path: data/x}
@@ -13,10 +15,11 @@ recache: {enabled: "False"}
 """
 
 
-def test_three_mistakes_in_a_recipe_are_reported_together_with_line_and_fix(fresh) -> None:
+@pytest.mark.parametrize("job", ["cache", pytest.param("train", marks=pytest.mark.slow)])
+def test_three_mistakes_in_a_recipe_are_reported_together_with_line_and_fix(fresh, job: str) -> None:
     (fresh.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
-    process = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", "bad_train")
-    assert process.returncode != 0
+    process = fresh.dagster("job", "execute", "-m", "assets.definitions", "-j", f"bad_{job}")
+    assert process.returncode == 1
     message = process.stderr[process.stderr.rindex("\nRecipeError: ") :]
     assert "Traceback" not in message
     for line, value, fix in ((5, "stepz", "steps"), (6, "eight", "integer"), (7, '"False"', "false")):
@@ -25,6 +28,23 @@ def test_three_mistakes_in_a_recipe_are_reported_together_with_line_and_fix(fres
         assert fix in mistake[mistake.index("fix:") :]
 
 
-def test_the_definitions_of_a_valid_recipe_validate(fresh) -> None:
+def test_the_job_of_a_recipe_runs_next_to_a_broken_one_which_is_reported_in_one_line(cached) -> None:
+    (cached.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
+    (cached.file.parent / "other-name.yaml").write_text(BROKEN, encoding="utf-8")
+    process = cached.dagster("job", "execute", "-m", "assets.definitions", "-j", "small_cache")
+    assert process.returncode == 0, process.stderr[-3000:]
+    reported = [line for line in process.stderr.splitlines() if "is excluded" in line]
+    assert [line.split(":")[:2] for line in reported] == [
+        ["warning", " recipe bad is excluded"],
+        ["warning", " recipe other-name is excluded"],
+    ]
+    assert "stepz" not in process.stderr
+
+
+def test_the_definitions_validate_with_and_without_a_broken_recipe(fresh) -> None:
     process = fresh.dagster("definitions", "validate", "-m", "assets.definitions")
     assert process.returncode == 0, process.stderr
+    (fresh.file.parent / "bad.yaml").write_text(BROKEN, encoding="utf-8")
+    process = fresh.dagster("definitions", "validate", "-m", "assets.definitions")
+    assert process.returncode == 0, process.stderr
+    assert "recipe bad is excluded: 3 mistakes in" in process.stderr + process.stdout

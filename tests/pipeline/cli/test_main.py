@@ -123,7 +123,24 @@ def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Pat
     write(tmp_path, name="asters.yaml")
     (tmp_path / "broken.yaml").write_text("datasets: 1", "utf-8")
     completed = latentline("validate", "flowers", configs=tmp_path)
-    assert completed.stderr.startswith("RecipeError: recipe asters has the same output_dir")
+    reported = [line.split(":")[1] for line in completed.stderr.splitlines() if line.startswith("warning")]
+    assert reported == [" recipe asters is excluded", " recipe broken is excluded"]
+    assert "\nRecipeError: recipe asters has the same output_dir" in completed.stderr
+    assert completed.stderr.count("RecipeError: ") == 1
+
+
+@pytest.mark.parametrize("arguments", [("gc",), ("validate", "flowers")])
+def test_a_command_works_next_to_a_broken_recipe_and_reports_it_in_one_line(
+    tmp_path: Path, arguments: tuple[str, ...]
+) -> None:
+    write(tmp_path)
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("datasets: 1\nmodel: {base: 7}", "utf-8")
+    completed = latentline(*arguments, configs=tmp_path)
+    assert completed.returncode == 0, completed.stderr
+    [line] = completed.stderr.splitlines()
+    assert line.startswith(f"warning: recipe broken is excluded: 3 mistakes in {broken}; ")
+    assert f"latentline validate {broken}" in line
 
 
 def test_validate_rejects_a_file_name_that_dagster_would_not_load(tmp_path: Path) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import Recipe, load_recipe, load_recipes, project_root, recipe_from_mapping, recipes_dir
+from pipeline.recipe import (
+    Recipe,
+    load_recipe,
+    load_recipe_folder,
+    project_root,
+    recipe_from_mapping,
+    recipes_dir,
+)
 
 GOOD = """datasets:
   - {name: photos, path: data/photos}
@@ -155,36 +162,46 @@ def test_recipes_are_the_yaml_files_directly_in_the_folder_sorted_by_name(tmp_pa
     for name in ("b", "a", "examples/c", "._a", ".hidden"):
         write(tmp_path, name)
     (tmp_path / "notes.txt").write_text("no recipe", encoding="utf-8")
-    assert [recipe.name for recipe in load_recipes(tmp_path)] == ["a", "b"]
+    assert [recipe.name for recipe in load_recipe_folder(tmp_path).recipes] == ["a", "b"]
 
 
 def test_a_recipe_with_the_suffix_yml_is_an_error(tmp_path: Path):
     write(tmp_path, "a").rename(tmp_path / "a.yml")
-    with pytest.raises(RecipeError, match=r"rename it to a\.yaml"):
-        load_recipes(tmp_path)
+    recipes, [broken] = load_recipe_folder(tmp_path)
+    assert (recipes, broken.name) == ([], "a")
+    assert broken.error.fix == "rename it to a.yaml"
 
 
-def test_mistakes_of_all_recipes_are_reported_at_once(tmp_path: Path):
+def test_broken_recipes_are_returned_with_all_their_mistakes_next_to_the_others(tmp_path: Path):
     write(tmp_path, "good")
     for name in ("first", "second"):
         write(tmp_path, name, THREE_MISTAKES)
-    with pytest.raises(RecipeError) as excinfo:
-        load_recipes(tmp_path)
-    error = str(excinfo.value)
-    assert error.startswith("6 mistakes in 2 recipes")
-    for name in ("first", "second"):
+    recipes, broken = load_recipe_folder(tmp_path)
+    assert [recipe.name for recipe in recipes] == ["good"]
+    assert [each.name for each in broken] == ["first", "second"]
+    for each in broken:
+        assert str(each.error).startswith(f"3 mistakes in {each.file}")
+        assert each.summary().startswith(
+            f"recipe {each.name} is excluded: 3 mistakes in {each.file}; latentline "
+        )
+        assert "\n" not in each.summary()
         for line in (4, 7, 9):
-            assert f"{name}.yaml:{line}, " in error
+            assert f"{each.name}.yaml:{line}, " in str(each.error)
 
 
-def test_two_recipes_with_the_same_output_folder_are_refused(tmp_path: Path):
+def test_recipes_with_the_same_output_folder_are_all_broken(tmp_path: Path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
+    write(tmp_path, "good")
     write(tmp_path, "a", GOOD.replace("outputs/NAME", f"{tmp_path}/real"))
-    second = write(tmp_path, "b", GOOD.replace("outputs/NAME", f"{tmp_path}/link/"))
-    with pytest.raises(RecipeError, match="recipe a has the same output_dir") as excinfo:
-        load_recipes(tmp_path)
-    assert f"{second}:3, output_dir" in str(excinfo.value)
+    write(tmp_path, "b", GOOD.replace("outputs/NAME", f"{tmp_path}/link/"))
+    recipes, (first, second) = load_recipe_folder(tmp_path)
+    assert [recipe.name for recipe in recipes] == ["good"]
+    assert first.error.what.startswith("recipe b has the same output_dir")
+    assert second.error.what.startswith("recipe a has the same output_dir")
+    assert second.error.where == f"{second.file}:3, output_dir"
+    write(tmp_path, "c", GOOD.replace("outputs/NAME", f"{tmp_path}/real"))
+    assert "recipes a, b have the same output_dir" in load_recipe_folder(tmp_path).broken[2].error.what
 
 
 def test_an_environment_variable_sets_the_folder_of_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -192,15 +209,16 @@ def test_an_environment_variable_sets_the_folder_of_recipes(tmp_path: Path, monk
     assert recipes_dir() == project_root() / "configs"
     monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path))
     write(tmp_path, "chosen")
-    assert [recipe.name for recipe in load_recipes()] == ["chosen"]
+    assert [recipe.name for recipe in load_recipe_folder().recipes] == ["chosen"]
     monkeypatch.setenv("LATENTLINE_CONFIGS", str(tmp_path / "absent"))
     with pytest.raises(RecipeError, match="the folder of recipes does not exist"):
-        load_recipes()
+        load_recipe_folder()
 
 
 def test_the_recipes_of_this_repository_load():
-    assert "demo" in [recipe.name for recipe in load_recipes(project_root() / "configs")]
-    examples = load_recipes(project_root() / "configs" / "examples")
+    assert "demo" in [recipe.name for recipe in load_recipe_folder(project_root() / "configs").recipes]
+    examples, broken = load_recipe_folder(project_root() / "configs" / "examples")
+    assert broken == []
     assert [recipe.name for recipe in examples] == [
         "flowers_aura_flow",
         "flowers_bria_fibo",
@@ -250,7 +268,7 @@ def test_the_error_keeps_all_mistakes_when_pickled(tmp_path: Path):
 
 def test_O03_loading_recipes_imports_nothing_heavy():
     code = (
-        "import sys; from pipeline.recipe import load_recipes; load_recipes();"
+        "import sys; from pipeline.recipe import load_recipe_folder; load_recipe_folder();"
         "print(*(name for name in sys.modules if '.' not in name))"
     )
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
