@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
-from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
+from pipeline.models.hub import (
+    component_files,
+    explain_download_errors,
+    is_hub_id,
+    require_access,
+    suggest_folder,
+)
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -53,11 +59,10 @@ def _resolve(role: str, name: str, where: str) -> Path:
 
     hub_id, _, revision = name.partition("@")
     if not is_hub_id(hub_id):
-        raise ModelError(
-            f"{name} does not exist",
-            where=f"{where}, expected at {local}",
-            fix="set it to an existing folder, relative to the project root, or to a Hub id (owner/name)",
-        )
+        similar_folder = suggest_folder(name)
+        fix = "set it to an existing folder, relative to the project root, or to a Hub id (owner/name)"
+        fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
+        raise ModelError(f"{name} does not exist", where=f"{where}, expected at {local}", fix=fix)
     return _local_snapshot(role, hub_id, revision or None) or _download(role, hub_id, revision or None, where)
 
 
@@ -95,6 +100,7 @@ def _download(role: str, hub_id: str, revision: str | None, where: str) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
     with explain_download_errors(hub_id, where):
+        require_access(hub_id, revision)
         names = HfApi().list_repo_files(hub_id, revision=revision)
         subfolder = role if any(name.startswith(f"{role}/") for name in names) else ""
         needed = component_files(names, subfolder)

@@ -1,12 +1,14 @@
-"""The Hugging Face Hub: repository ids, the files of a component, and errors of downloads."""
+"""The Hugging Face Hub: repository ids, access to a repository, the files of a component, download errors."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from pipeline.errors import ModelError
+from pipeline.recipe import in_project, path_in_recipe
 
 WEIGHT_VARIANTS = ("fp32", "fp16", "bf16")
 """Variants in names of weight files, in order of preference; used if a component has no other weights."""
@@ -16,10 +18,44 @@ _VARIANT_PARTS = (*WEIGHT_VARIANTS, "non_ema", "ema_only")
 _CONFIG_SUFFIXES = (".json", ".txt", ".model", ".jinja")
 
 
+REQUEST_TIMEOUT_S = 20.0
+"""Maximum time to wait for the Hub's first answer."""
+
+_RESERVED_OWNERS = frozenset(["models", "datasets", "spaces"])
+"""First parts that are owners of no repository, because the Hub has pages of these names."""
+
+
 def is_hub_id(name: str) -> bool:
-    """Return True if `name` has the form owner/name."""
+    """Return True if `name` has the form owner/name; models/name is a local path, because no owner has it."""
     parts = name.split("/")
-    return len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
+    has_form = len(parts) == 2 and all(part and not part.startswith((".", "~")) for part in parts)
+    return has_form and parts[0] not in _RESERVED_OWNERS
+
+
+def suggest_folder(name: str) -> str | None:
+    """Return the local folder with a name similar to a missing one, as a recipe writes it, or None."""
+    missing = in_project(name)
+    if not missing.parent.is_dir():
+        return None
+    names = [
+        each.name for each in missing.parent.iterdir() if each.is_dir() and not each.name.startswith(".")
+    ]
+    closest = difflib.get_close_matches(missing.name, names, n=1)
+    return path_in_recipe(missing.with_name(closest[0])) if closest else None
+
+
+def require_access(name: str, revision: str | None) -> None:
+    """Request the repository's description once, so that no download retries what cannot succeed.
+
+    `hf_hub_download` repeats its first request for half a minute if there is no network.
+
+    Raises:
+        HTTPError: The Hub cannot be reached, or refuses access.
+        OfflineModeIsEnabled: HF_HUB_OFFLINE is set.
+    """
+    from huggingface_hub import HfApi
+
+    HfApi().model_info(name, revision=revision, timeout=REQUEST_TIMEOUT_S)
 
 
 @contextmanager
@@ -31,21 +67,86 @@ def explain_download_errors(name: str, where: str) -> Generator[None]:
         where: Recipe file and key that name it, such as "flowers.yaml, model.base".
 
     Raises:
-        ModelError: The download failed.
+        ModelError: The download failed. The message differs by cause: no network, offline mode, gated,
+            unauthorised or not found.
     """
     from huggingface_hub.errors import HFValidationError, HTTPError
 
     try:
         yield
     except (HTTPError, HFValidationError, OSError, RuntimeError) as err:  # Xet raises RuntimeError
-        reason = str(err).strip().splitlines()[0] if str(err).strip() else type(err).__name__
-        key = where.rpartition(" ")[2]
-        raise ModelError(
-            f"{name} is not a local folder and could not be downloaded from the Hub: {reason}",
-            where=where,
-            fix="check the spelling and the network; for a gated model, accept its licence and log in "
-            f"(hf auth login); or download it on another machine and set {key} to the folder",
-        ) from err
+        problem, fix = _explain(err, name, key=where.rpartition(" ")[2])
+        similar_folder = suggest_folder(name)
+        if similar_folder is not None:
+            fix = f"did you mean the local folder {similar_folder}? Otherwise {fix}"
+        raise ModelError(f"{name} is not a local folder and {problem}", where=where, fix=fix) from err
+
+
+def _explain(err: Exception, name: str, *, key: str) -> tuple[str, str]:
+    """Return the cause of a failed download and its fix."""
+    from huggingface_hub.errors import OfflineModeIsEnabled, RemoteEntryNotFoundError, RevisionNotFoundError
+
+    if refusal := _explain_refusal(err, name):
+        return refusal
+    if isinstance(err, RevisionNotFoundError):
+        what = "its repository on the Hub does not have the requested revision"
+        return what, "correct the revision (a branch, tag or commit), or remove it"
+    if isinstance(err, RemoteEntryNotFoundError):
+        what = f"its repository on the Hub lacks a file: {_first_line(err, 'Entry Not Found')}"
+        return what, f"set {key} to a repository in the diffusers format"
+
+    alternative = f"download it on another machine and set {key} to the folder"
+    if isinstance(err, OfflineModeIsEnabled):
+        return "cannot be downloaded because HF_HUB_OFFLINE is set", f"unset HF_HUB_OFFLINE, or {alternative}"
+    what = f"could not be downloaded from the Hub: {_first_line(err.__cause__ or err)}"
+    return what, f"check the network, the proxy and HF_ENDPOINT; or {alternative}"
+
+
+def _explain_refusal(err: Exception, name: str) -> tuple[str, str] | None:
+    """Return the cause and the fix if the Hub refuses access to the repository, or None."""
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    if isinstance(err, GatedRepoError):
+        return _explain_gated(name)
+    if isinstance(err, RepositoryNotFoundError):
+        return _explain_not_found(name)
+    if isinstance(err, HfHubHTTPError) and err.response.status_code in (401, 403):
+        what = f"the Hub refuses the access token of this machine: {_first_line(err)}"
+        return (
+            what,
+            "log in again with a token that may read the repository (hf auth login), or unset HF_TOKEN",
+        )
+    return None
+
+
+def _explain_gated(name: str) -> tuple[str, str]:
+    from huggingface_hub import get_token
+
+    page = f"https://huggingface.co/{name}"
+    if get_token() is None:
+        what = "its repository on the Hub is gated, and this machine is not logged in"
+        return what, f"accept the licence on {page}, then log in (hf auth login, or set HF_TOKEN)"
+    what = "its repository on the Hub is gated, and the account of this machine's token has no access"
+    return (
+        what,
+        f"accept the licence on {page} with that account (hf auth whoami shows it), and wait for approval",
+    )
+
+
+def _explain_not_found(name: str) -> tuple[str, str]:
+    from huggingface_hub import get_token
+
+    if get_token() is None:
+        what = "does not exist on the Hub, or is private, and this machine is not logged in"
+        return what, f"check the spelling of {name}; for a private repository, log in (hf auth login)"
+    what = "does not exist on the Hub, or is private, and the account of this machine's token has no access"
+    return what, f"check the spelling of {name}; for a private repository, use a token of its owner"
+
+
+def _first_line(err: BaseException, start: str = "") -> str:
+    """Return the first line of the error that starts with `start`, or else its first line or type."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith(start)), lines[0] if lines else type(err).__name__)
 
 
 def component_files(repository_files: Iterable[str], folder: str) -> list[str]:

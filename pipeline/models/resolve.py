@@ -13,7 +13,13 @@ from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
-from pipeline.models.hub import component_files, explain_download_errors, is_hub_id
+from pipeline.models.hub import (
+    component_files,
+    explain_download_errors,
+    is_hub_id,
+    require_access,
+    suggest_folder,
+)
 from pipeline.recipe import in_project
 
 if TYPE_CHECKING:
@@ -105,6 +111,7 @@ def indexed_snapshot(base: str, revision: str | None, where: str) -> Path:
     index = try_to_load_from_cache(base, _INDEX, revision=revision)
     if not isinstance(index, str):
         with explain_download_errors(base, where):
+            require_access(base, revision)
             index = hf_hub_download(base, _INDEX, revision=revision)
     return Path(index).parent
 
@@ -158,7 +165,9 @@ def _local_base(recipe: Recipe) -> Path | None:
         what = f"model.base {base} has the name of a file and does not exist"
         raise ModelError(what, where=expected, fix=single_file_fix)
     if not is_hub_id(base):
+        similar_folder = suggest_folder(base)
         fix = "use an existing diffusers folder, relative to the project root, or a Hub id (owner/name)"
+        fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
         raise ModelError(f"model.base {base} does not exist", where=expected, fix=fix)
     return None
 
@@ -192,6 +201,7 @@ def _download(base: str, revision: str | None, replaced: Mapping[str, Path], whe
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 
     with explain_download_errors(base, where):
+        require_access(base, revision)
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_spec(Path(index).parent), names, without=replaced)

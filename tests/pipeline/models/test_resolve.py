@@ -146,7 +146,7 @@ def test_a_hub_id_that_cannot_be_downloaded_is_a_clear_error(
 ) -> None:
     if state == "incomplete":
         (hub_snapshot(model, hub) / "vae" / "config.json").unlink()
-    with pytest.raises(ModelError, match=r"(?s)someone/tiny is not a local folder.*check the spelling"):
+    with pytest.raises(ModelError, match=r"(?s)someone/tiny is not a local folder.*HF_HUB_OFFLINE"):
         resolve_base(recipe(tmp_path, "someone/tiny"))
 
 
@@ -194,3 +194,32 @@ def test_a_snapshot_with_weights_of_one_variant_is_used_without_the_network(
     cut.write_bytes(cut.read_bytes()[:-10])
     with pytest.raises(ModelError, match="someone/tiny is not a local folder"):
         resolve_base(recipe(tmp_path, "someone/tiny"))
+
+
+@pytest.mark.parametrize("component", [False, True], ids=["base", "component"])
+def test_a_typo_in_a_local_folder_suggests_the_closest_one_without_the_network(
+    tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, *, component: bool
+) -> None:
+    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
+    shutil.copytree(model, tmp_path / "models" / "tiny-sd")
+    typo = "models/tiny-sdd"
+    requested = recipe(tmp_path, model, components={"vae": typo}) if component else recipe(tmp_path, typo)
+    with pytest.raises(ModelError, match=f"{typo} does not exist") as excinfo:
+        resolve_base(requested)
+    assert excinfo.value.fix == "did you mean models/tiny-sd?"
+    assert str(tmp_path / "models" / "tiny-sdd") in excinfo.value.where
+
+
+def test_validation_finds_a_typo_in_a_folder_of_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="models/no_such_model_at_all does not exist"):
+        check_local_base(recipe(tmp_path, "models/no_such_model_at_all"))
+
+
+def test_a_hub_id_like_a_folder_is_downloaded_and_its_error_suggests_the_folder(
+    tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.recipe.load.project_root", lambda: tmp_path)
+    shutil.copytree(model, tmp_path / "someone" / "tiny-sd")
+    with pytest.raises(ModelError, match="HF_HUB_OFFLINE") as excinfo:
+        resolve_base(recipe(tmp_path, "someone/tiny-sdd"))
+    assert excinfo.value.fix.startswith("did you mean the local folder someone/tiny-sd? Otherwise ")

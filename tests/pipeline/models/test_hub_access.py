@@ -1,0 +1,154 @@
+"""Errors of the Hub, from a local HTTP server that answers as the Hub does."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+CODE = """\
+import sys
+from pathlib import Path
+from pipeline.errors import ModelError
+from pipeline.models.resolve import resolve_base
+from tests.pipeline.model_recipe import recipe
+try:
+    revision = sys.argv[3] if sys.argv[3:] else None
+    resolve_base(recipe(Path(sys.argv[1]), sys.argv[2], revision=revision))
+except ModelError as err:
+    print(err)
+"""
+
+INVALID_TOKEN = "Invalid credentials in Authorization header"
+
+
+class Hub(BaseHTTPRequestHandler):
+    """The answers of the Hub, by the name of the requested repository; each request is recorded."""
+
+    requests: list[str]
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        self.requests.append(f"{self.command} {self.path}")
+        is_info = self.path.startswith("/api/models/")
+        token = self.headers.get("Authorization")
+        if token == "Bearer hf_expired":
+            self._send(401, {"X-Error-Message": INVALID_TOKEN})
+        elif "/someone/gated" in self.path and not is_info:
+            self._send(403 if token else 401, {"X-Error-Code": "GatedRepo"})
+        elif "/someone/tiny/revision/none" in self.path:
+            self._send(404, {"X-Error-Code": "RevisionNotFound"})
+        elif "/someone/single" in self.path and not is_info:
+            self._send(404, {"X-Error-Code": "EntryNotFound"})
+        elif any(f"/someone/{name}" in self.path for name in ("gated", "tiny", "single")) and is_info:
+            self._send(200, {}, {"id": "someone/x", "modelId": "someone/x", "siblings": []})
+        else:
+            self._send(404 if token else 401, {"X-Error-Code": "RepoNotFound"})
+
+    def _send(self, status: int, headers: dict[str, str], content: Any = None) -> None:
+        body = json.dumps(content or {}).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Keep the test's output free of requests."""
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, list[str]]]:
+    """Return the address of a Hub and the list of its requests."""
+    requests: list[str] = []
+    handler = type("RecordingHub", (Hub,), {"requests": requests})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", requests
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def resolve(folder: Path, *arguments: str, **environment: str) -> str:
+    """Resolve a base model in another process, and return its error."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    process = subprocess.run(
+        [sys.executable, "-c", CODE, str(folder), *arguments],
+        cwd=ROOT,
+        env={**inherited, "HF_HOME": str(folder / "hf"), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return process.stdout
+
+
+REFUSED: dict[str, tuple[tuple[str, ...], str | None, str, str]] = {
+    "gated without a token": (("someone/gated",), None, "is gated, and this machine is not", "hf auth login"),
+    "gated with a token": (
+        ("someone/gated",),
+        "hf_valid",
+        "is gated, and the account",
+        "accept the licence on",
+    ),
+    "an invalid token": (("someone/tiny",), "hf_expired", "refuses the access token", "unset HF_TOKEN"),
+    "not found": (("someone/tniy",), "hf_valid", "does not exist on the Hub", "check the spelling of"),
+    "not found without a token": (("someone/tniy",), None, "is not logged in", "check the spelling of"),
+    "an unknown revision": (("someone/tiny", "none"), None, "have the requested revision", "branch, tag or"),
+    "a repository without an index": (("someone/single",), None, "lacks a file", "in the diffusers format"),
+}
+
+
+@pytest.mark.parametrize("cause", REFUSED)
+def test_each_refusal_of_the_hub_has_its_own_message_and_fix_without_retries(
+    tmp_path: Path, hub: tuple[str, list[str]], cause: str
+) -> None:
+    arguments, token, message, fix = REFUSED[cause]
+    address, requests = hub
+    environment = {"HF_ENDPOINT": address} | ({} if token is None else {"HF_TOKEN": token})
+    error = resolve(tmp_path, *arguments, **environment)
+    what, where, fixes = error.partition("\n  where: ")[0], error, error.partition("\n  fix:   ")[2]
+    assert what.startswith(f"{arguments[0]} is not a local folder and ")
+    assert message in what
+    assert ", model.base" in where
+    assert fix in fixes
+    assert len(requests) <= 2
+
+
+def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:
+    started = time.monotonic()
+    error = resolve(tmp_path, "someone/tiny", HF_ENDPOINT="http://127.0.0.1:9")
+    assert "could not be downloaded from the Hub: " in error
+    assert "Connection refused" in error
+    assert "check the network" in error
+    assert "Retrying" not in error
+    assert time.monotonic() - started < 26, "the retries of hf_hub_download alone take 23 s"
+
+
+def test_offline_mode_requests_nothing(tmp_path: Path, hub: tuple[str, list[str]]) -> None:
+    address, requests = hub
+    error = resolve(tmp_path, "someone/tiny", HF_ENDPOINT=address, HF_HUB_OFFLINE="1")
+    assert "because HF_HUB_OFFLINE is set" in error
+    assert "unset HF_HUB_OFFLINE" in error
+    assert requests == []
