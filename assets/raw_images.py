@@ -1,6 +1,6 @@
 """raw_images: every image file of the datasets, with its size and content hash."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, MaterializeResult, multi_asset
@@ -47,5 +47,6 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
 
 def _training_overrides(context: AssetExecutionContext, recipe: Recipe) -> dict[str, Any]:
     """Return the configuration of trained_lora in this run, which may change the rank; see `OVERRIDABLE`."""
-    steps = context.run.run_config.get("ops", {})
+    config: Mapping[str, Any] = context.run.run_config
+    steps = config.get("ops", {})
     return steps.get(step_name(recipe, "trained_lora"), {}).get("config", {})

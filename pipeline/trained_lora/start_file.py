@@ -17,7 +17,7 @@ from pipeline.errors import TrainingError, counted
 from pipeline.models.size_multiple import local_family
 from pipeline.recipe.isolation import START_KEY
 from pipeline.recipe.settings import one_of
-from pipeline.trained_lora.export.lora_files import Layout, layout_file, lora_file
+from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, layout_file, lora_file
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -157,7 +157,7 @@ def _layout_of(keys: Mapping[str, Any], where: str) -> Layout:
         TrainingError: The file has none.
     """
     counts = {layout: sum(map(bool, map(down.fullmatch, keys))) for layout, down in _DOWN_KEYS.items()}
-    layout = max(counts, key=counts.__getitem__)
+    layout = max(LAYOUTS, key=counts.__getitem__)
     if counts[layout]:
         return layout
 
