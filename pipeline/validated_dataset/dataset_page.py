@@ -114,8 +114,8 @@ def write_dataset_page(
 
 def _replace_pages(folder: Path, pages: Mapping[str, str]) -> None:
     """Write each page atomically, the first one last, because it links to the others; delete old ones."""
-    for name, text in reversed(pages.items()):
-        write_text(folder / name, text)
+    for name in reversed(list(pages)):
+        write_text(folder / name, pages[name])
     for path in folder.glob("*.html"):
         if path.name not in pages:
             path.unlink()

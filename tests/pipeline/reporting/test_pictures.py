@@ -82,8 +82,8 @@ def test_a_sheet_has_a_line_per_row_with_its_images_in_order(tmp_path: Path) -> 
     assert picture[:THUMBNAIL_PX, :LABEL_PX].min() < 100, "the label is missing"
 
 
-def sheet(images: list[SheetImage], **settings: str) -> Any:
-    data = contact_sheet([SheetRow("", images)], log=print, **settings)
+def sheet(images: list[SheetImage], title: str = "") -> Any:
+    data = contact_sheet([SheetRow("", images)], title=title, log=print)
     return np.asarray(Image.open(io.BytesIO(data)).convert("L"), dtype=int)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from pipeline.reporting.grids import CELL_PX, LABEL_PX
@@ -121,9 +121,14 @@ def test_a_run_without_a_first_preview_has_no_comparison(tmp_path: Path) -> None
     assert before_after(read_previews(tmp_path)) == b""
 
 
+def drawn(letter: str) -> bytes:
+    picture = Image.new("L", (30, 30))
+    ImageDraw.Draw(picture).text((2, 2), letter, fill=255, font=font(20))
+    return picture.tobytes()
+
+
 def test_letters_of_european_languages_have_a_shape() -> None:
     """A missing letter would be drawn as the same box as an unassigned code point."""
-    box = bytes(font(20).getmask("\U000e0fff"))
-    shapes = [bytes(font(20).getmask(letter)) for letter in "ÄößéñřЖд"]
+    shapes = [drawn(letter) for letter in "ÄößéñřЖд"]
     assert len(set(shapes)) == len(shapes)
-    assert box not in shapes
+    assert drawn("\U000e0fff") not in shapes
