@@ -56,6 +56,8 @@ def _summary(record: dict[str, Any]) -> dict[str, object]:
         "requested steps": recipe["training"]["steps"],
         "seed": recipe["training"]["seed"],
     }
+    if "step" in record:
+        summary["exported step"] = record["step"]
     if overrides := record.get("overrides"):
         summary["overrides"] = ", ".join(f"{name} {value}" for name, value in overrides.items())
     summary["images"] = f"{samples['number']}, combined sha256 {samples['sha256']}"

@@ -276,8 +276,8 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _warning(
             "validation_loss",
             "The final validation loss is close to its minimum.",
-            "The run continued after it started to overfit. Use an earlier checkpoint, fewer steps, or more "
-            "images.",
+            "The run continued after it started to overfit. Publish an earlier step with `latentline export` "
+            "or train with fewer steps or more images.",
         ),
         _warning(
             "modules_touched",

@@ -35,7 +35,14 @@ from pipeline.trained_lora.export.lora_files import (
     stored_magnitudes,
 )
 from pipeline.trained_lora.fingerprint import file_sha256
-from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics, run_folder
+from pipeline.trained_lora.run_folder import (
+    LORA_RECORD,
+    Metrics,
+    RunLayout,
+    lora_steps,
+    read_metrics,
+    run_folder,
+)
 
 MIN_STEPS = 50
 """Minimum number of steps for the loss trend. The fifths of shorter runs hold too few losses to compare."""
@@ -106,6 +113,7 @@ def _read_result(context: CheckContext) -> _Result:
         # Only the run itself knows the number of steps in its epochs.
         in_epochs = recipe.training.epochs is not None and finished.get("epochs") == recipe.training.epochs
         planned_steps = int(finished["steps"]) if in_epochs else recipe.training.num_steps
+        step = int(record.get("step", finished["steps"]))
         return _Result(
             settings=recipe.training.lora,
             planned_steps=planned_steps,
@@ -115,12 +123,23 @@ def _read_result(context: CheckContext) -> _Result:
             output_change=float(finished["output_change"]),
             loss_trend=finished["loss_trend"],
             modules=[LoraModule.from_json(module) for module in finished["modules"]],
-            recorded={item["name"]: item for item in finished["files"]},
+            recorded=_recorded_files(layout, finished, step=step),
             files={each: read_lora_file(lora / layout_file(each, recipe.name)) for each in LAYOUTS},
         )
     except (KeyError, TypeError, ValueError) as err:
         what = f"the record of the run is damaged: {err}"
         raise TrainingError(what, where=str(layout.finished), fix=_TRAIN_AGAIN) from err
+
+
+def _recorded_files(
+    layout: RunLayout, finished: Mapping[str, Any], *, step: int
+) -> dict[str, dict[str, Any]]:
+    """Return the entry of each file in the record of the run, or of an earlier step that was published."""
+    if step == finished["steps"]:
+        return {item["name"]: item for item in finished["files"]}
+    folder = lora_steps(layout).get(step, layout.checkpoints)
+    hashes = _read_json(folder / LORA_RECORD).get("sha256", {})
+    return {name: {"sha256": sha256} for name, sha256 in hashes.items()}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -26,7 +26,18 @@ from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
 from pipeline.storage.tables import SCHEMAS, Tables, empty, validated
 from pipeline.text_embeddings import checks as text_embeddings
-from pipeline.trained_lora.export.lora_files import CARD_FILE, PROVENANCE_FILE, SAMPLES_FILE, SHEET_FILE
+from pipeline.trained_lora.export.earlier_step import (
+    exported_step,
+    forget_exported_step,
+    publish_step,
+)
+from pipeline.trained_lora.export.lora_files import (
+    CARD_FILE,
+    LORA_FOLDER,
+    PROVENANCE_FILE,
+    SAMPLES_FILE,
+    SHEET_FILE,
+)
 from pipeline.trained_lora.export.model_card import model_card
 from pipeline.trained_lora.export.publish import (
     accept_result,
@@ -124,13 +135,17 @@ def train_lora(
             finished["epochs"] = epochs
             mark_finished(layout, finished)
 
-        replaced = publish(layout, recipe.output_dir / "lora", finished)
+        published_step = _publish(job, finished, launched=launched, log=log)
         if not (layout.report / LOSSES_FILE).is_file():
             write_run_report(job, layout)
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
-    log(f"lora/ holds run {job.run}: " + (f"replaced {', '.join(replaced)}" if replaced else "unchanged"))
-    report = {**_report(job, finished, launched=launched), "overrides": changes, **watch.numbers()}
+    report = {
+        **_report(job, finished, launched=launched),
+        "published_step": published_step,
+        "overrides": changes,
+        **watch.numbers(),
+    }
     return StageResult(table, empty("rejected"), report)
 
 
@@ -239,6 +254,8 @@ def _train(
         with suppress(FileNotFoundError):
             stale.unlink()
 
+    write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
+
     launched_at_s = time.time()
     launch(MODULE, job.write())
     returned_at_s = time.time()
@@ -270,8 +287,32 @@ def _write_companions(
     card = model_card(job.provenance, steps=result["steps"], prompts=prompts, has_sheet=sheet.is_file())
     write_text(layout.exported / CARD_FILE, card)
 
-    record = {name: result[name] for name in ("run", "steps", "device", "files")} | job.provenance
+    record = {name: result[name] for name in ("run", "steps", "device", "files")}
+    record |= {"step": result["steps"], **job.provenance}
     write_text(layout.exported / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+
+
+def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log: Log) -> int:
+    """Publish the run's LoRA to `lora/` and return its step.
+
+    If nothing was launched, an earlier step that `latentline export` published stays there.
+    """
+    recipe, layout = job.recipe, RunLayout(job.folder)
+    earlier_step = None if launched else exported_step(recipe.output_dir, job.run)
+    if earlier_step is None:
+        if replaced_step := forget_exported_step(recipe.output_dir):
+            log(f"lora/ held step {replaced_step[1]} of run {replaced_step[0]}, which this run replaces")
+        names = publish(layout, recipe.output_dir / LORA_FOLDER, finished)
+        log(f"lora/ holds run {job.run}: " + (f"replaced {', '.join(names)}" if names else "unchanged"))
+        return finished["steps"]
+
+    names = publish_step(recipe.output_dir, job.run, earlier_step)
+    change = f"replaced {', '.join(names)}" if names else "unchanged"
+    log(
+        f"lora/ holds step {earlier_step} of run {job.run}, as exported: {change}; "
+        f"latentline export {recipe.name} --latest publishes the last step"
+    )
+    return earlier_step
 
 
 def _report(job: TrainingJob, finished: dict[str, Any], *, launched: bool) -> Report:

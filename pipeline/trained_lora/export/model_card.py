@@ -54,12 +54,14 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
     recipe, model = record["recipe"], record["model"]
     training, lora = recipe["training"], recipe["training"]["lora"]
     text_encoders = "" if lora["text_encoders"] is None else "; text encoders trained too"
+    planned_steps = training["steps"] or steps
+    steps_text = str(steps) if steps == planned_steps else f"{steps} of {planned_steps}"
     batch = f"{training['batch_size']} x {training['gradient_accumulation']} samples per process"
     return [
         ("base model", f"`{model['base']}`"),
         *((f"its {role}", f"`{path}`") for role, path in model.get("components", {}).items()),
         ("images", f"{record['samples']['number']} in training"),
-        ("steps", f"{steps}, {batch}"),
+        ("steps", f"{steps_text}, {batch}"),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
         ("optimizer", f"{training['optimizer']}, {training['learning_rate']}, {training['lr_scheduler']}"),
         ("resolution", str(recipe["buckets"]["resolution"])),

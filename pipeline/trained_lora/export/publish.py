@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +81,21 @@ def publish(layout: RunLayout, lora: Path, finished: dict[str, Any]) -> list[str
         Names of the files that were replaced.
     """
     names = [item["name"] for item in finished["files"]]
+    companions = (SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE)
+    return publish_files({name: layout.exported / name for name in (*names, *companions)}, lora)
+
+
+def publish_files(sources: Mapping[str, Path], lora: Path) -> list[str]:
+    """Copy files to the folder `lora`, in their order, each atomically and only if it differs.
+
+    `sources` maps names in `lora` to the files. A missing preview sheet is removed from `lora`.
+
+    Returns:
+        Names of the files that were replaced.
+    """
     replaced: list[str] = []
-    for name in (*names, SAMPLES_FILE, SHEET_FILE, CARD_FILE, PROVENANCE_FILE):
-        source, target = layout.exported / name, lora / name
+    for name, source in sources.items():
+        target = lora / name
         if name == SHEET_FILE and not source.is_file():
             target.unlink(missing_ok=True)
         elif _copy_if_different(source, target):

@@ -1,0 +1,54 @@
+"""`latentline export`: publish the LoRA of an earlier step."""
+
+from __future__ import annotations
+
+import click
+
+from pipeline.cli.conventions import RECIPE
+from pipeline.errors import counted
+from pipeline.recipe import Recipe
+from pipeline.trained_lora.export.earlier_step import (
+    exportable_run,
+    exported_step,
+    publish_last_step,
+    publish_step,
+)
+from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, run_folder
+
+
+@click.command
+@click.argument("recipe", type=RECIPE)
+@click.option("--step", type=click.IntRange(1), help="Step whose LoRA is published.")
+@click.option("--latest", is_flag=True, help="Publish the last step again.")
+@click.option("--run", "run", help="Name of a folder in runs/. By default the run whose LoRA is in lora/.")
+def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> None:
+    """Publish the LoRA of an earlier step as lora/.
+
+    It stays there until another run finishes, or until --latest. Every checkpoint of a run holds the LoRA of
+    its step. Without --step and --latest, the available steps are listed.
+    """
+    if step is not None and latest:
+        raise click.UsageError("--step and --latest exclude each other.")
+    run = run or exportable_run(recipe.output_dir)
+    layout = RunLayout(run_folder(recipe.output_dir, run))
+
+    if step is not None:
+        with hold_idle_run(layout):
+            replaced = publish_step(recipe.output_dir, run, step)
+        _report(step, run, replaced)
+        revert = f"latentline export {recipe.name} --latest"
+        click.echo(f"it stays until another run finishes, or until {revert}")
+    elif latest:
+        with hold_idle_run(layout):
+            last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
+        _report(last_step, run, replaced)
+    else:
+        chosen = exported_step(recipe.output_dir, run)
+        click.echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
+        for each in lora_steps(layout):
+            click.echo(f"  {each}{' (published)' if each == chosen else ''}")
+
+
+def _report(step: int, run: str, replaced: list[str]) -> None:
+    changes = f"replaced {', '.join(replaced)}" if replaced else "unchanged"
+    click.echo(f"lora/ holds step {step} of run {run}: {changes}")

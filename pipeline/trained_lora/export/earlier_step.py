@@ -1,0 +1,189 @@
+"""Publishing the LoRA of an earlier step, which stays in `lora/` until another run finishes.
+
+<output_dir>/runs/
+exported_step.json                   {"run": ..., "step": 500}; absent while `lora/` holds a run's last step
+<run>/checkpoints/step-00000500/     the LoRA files and their hashes
+<run>/exported_step/                 model card, provenance and table of samples at that step
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import polars as pl
+
+from pipeline.errors import TrainingError, counted
+from pipeline.storage.atomic import write_atomically, write_text
+from pipeline.trained_lora.export.lora_files import (
+    CARD_FILE,
+    LORA_FOLDER,
+    PROVENANCE_FILE,
+    SAMPLES_FILE,
+    SHEET_FILE,
+)
+from pipeline.trained_lora.export.model_card import model_card
+from pipeline.trained_lora.export.publish import publish, publish_files, read_finished
+from pipeline.trained_lora.fingerprint import file_sha256
+from pipeline.trained_lora.job import JOB_FILE, read_job
+from pipeline.trained_lora.run_folder import LORA_RECORD, RunLayout, lora_steps, run_folder
+
+if TYPE_CHECKING:
+    from pipeline.trained_lora.job import TrainingJob
+
+EXPORTED_STEP_FILE = "exported_step.json"
+
+_COMPANIONS_FOLDER = "exported_step"
+
+
+def exported_step(output_dir: Path, run: str) -> int | None:
+    """Return the earlier step of `run` that was published last; None if the last step is to be published."""
+    record = _read_json(_record_path(output_dir))
+    return int(record["step"]) if record.get("run") == run else None
+
+
+def forget_exported_step(output_dir: Path) -> tuple[str, int] | None:
+    """Remove the record of an earlier step, so that jobs publish the last step of their run.
+
+    Returns:
+        Run and step of the record; None if there was none.
+    """
+    path = _record_path(output_dir)
+    record = _read_json(path)
+    path.unlink(missing_ok=True)
+    return (str(record["run"]), int(record["step"])) if record else None
+
+
+def exportable_run(output_dir: Path) -> str:
+    """Return the run in `lora/` if it has checkpoints with LoRA files, or else the one with the newest.
+
+    Raises:
+        TrainingError: No checkpoint holds LoRA files.
+    """
+    published = _read_json(output_dir / LORA_FOLDER / PROVENANCE_FILE).get("run")
+    if published and lora_steps(RunLayout(run_folder(output_dir, published))):
+        return str(published)
+
+    records = list((output_dir / "runs").glob(f"*/checkpoints/step-*/{LORA_RECORD}"))
+    if not records:
+        raise TrainingError(
+            "no checkpoint holds LoRA files",
+            where=str(output_dir / "runs"),
+            fix="train the recipe first; checkpoints of Latentline 0.2 and earlier hold none",
+        )
+    return max(records, key=lambda path: path.stat().st_mtime_ns).parents[2].name
+
+
+def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
+    """Publish the LoRA of a checkpoint to `output_dir/lora`, and record that it stays there.
+
+    Returns:
+        Names of the files that were replaced.
+
+    Raises:
+        TrainingError: The run has no LoRA of this step, or its files are damaged.
+    """
+    layout = RunLayout(run_folder(output_dir, run))
+    folder = lora_steps(layout).get(step)
+    if folder is None:
+        raise _not_available(layout, f"run {run} has no LoRA of step {step}")
+    hashes: dict[str, str] = _read_json(folder / LORA_RECORD).get("sha256", {})
+    damaged = [name for name, sha256 in hashes.items() if _sha256_or_none(folder / name) != sha256]
+    if damaged or not hashes:
+        reason = f"{', '.join(damaged) or LORA_RECORD} is missing or changed after it was saved"
+        raise _not_available(layout, f"the LoRA of step {step} is damaged: {reason}", without=step)
+
+    companions = _write_companions(layout, step, {name: folder / name for name in hashes})
+    sources = {**{name: folder / name for name in hashes}, **companions}
+    write_text(_record_path(output_dir), json.dumps({"run": run, "step": step}) + "\n")
+    return publish_files(sources, output_dir / LORA_FOLDER)
+
+
+def publish_last_step(output_dir: Path, run: str, recipe_name: str) -> tuple[int, list[str]]:
+    """Publish the last step of a finished run to `output_dir/lora` again.
+
+    Returns:
+        The step, and the names of the files that were replaced.
+
+    Raises:
+        TrainingError: The run has not finished, or its files are damaged.
+    """
+    layout = RunLayout(run_folder(output_dir, run))
+    steps = _read_json(layout.finished).get("steps", 0)
+    finished = read_finished(layout, steps=steps, recipe_name=recipe_name)
+    if finished is None:
+        raise _not_available(layout, f"run {run} has not finished, or its files changed since")
+    forget_exported_step(output_dir)
+    return steps, publish(layout, output_dir / LORA_FOLDER, finished)
+
+
+def _write_companions(layout: RunLayout, step: int, lora_files: Mapping[str, Path]) -> dict[str, Path]:
+    """Write the files that accompany the LoRA of a step; return the path of each published name."""
+    job = read_job(layout.folder / JOB_FILE)
+    folder, sheet = layout.folder / _COMPANIONS_FOLDER, layout.exported / SHEET_FILE
+    write_atomically(folder / SAMPLES_FILE, _samples_at(layout, job, step).write_parquet)
+
+    prompts = [prompt.caption for prompt in job.prompts]
+    card = model_card(job.provenance, steps=step, prompts=prompts, has_sheet=sheet.is_file())
+    write_text(folder / CARD_FILE, card)
+
+    files = [
+        {"name": name, "bytes": path.stat().st_size, "sha256": file_sha256(path)}
+        for name, path in lora_files.items()
+    ]
+    record = {
+        "run": job.run,
+        "steps": step,
+        "step": step,
+        "device": _read_json(layout.finished).get("device"),
+        "files": files,
+        **job.provenance,
+    }
+    write_text(folder / PROVENANCE_FILE, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+    return {
+        SAMPLES_FILE: folder / SAMPLES_FILE,
+        SHEET_FILE: sheet,
+        CARD_FILE: folder / CARD_FILE,
+        PROVENANCE_FILE: folder / PROVENANCE_FILE,
+    }
+
+
+def _samples_at(layout: RunLayout, job: TrainingJob, step: int) -> pl.DataFrame:
+    """Return the run's table of samples, with the number of times each was seen in the first `step` steps."""
+    training = job.recipe.training.model_copy(update={"steps": step})
+    shorter = replace(job, recipe=job.recipe.model_copy(update={"training": training}))
+    times_seen = (
+        job.inputs.trained.table.select("sample_id")
+        .with_columns(times_seen=pl.Series(shorter.plan().times_seen(), dtype=pl.Int32))
+        .group_by("sample_id")
+        .agg(pl.col("times_seen").sum())
+    )
+    table = pl.read_parquet(layout.folder / SAMPLES_FILE)
+    joined = table.drop("times_seen").join(times_seen, on="sample_id", how="left", maintain_order="left")
+    return joined.with_columns(pl.col("times_seen").fill_null(0).cast(pl.Int32)).select(table.columns)
+
+
+def _not_available(layout: RunLayout, what: str, *, without: int | None = None) -> TrainingError:
+    steps = [str(step) for step in lora_steps(layout) if step != without]
+    fix = f"choose one of its {counted(len(steps), 'step')}: {', '.join(steps)}" if steps else "train the run"
+    return TrainingError(what, where=str(layout.checkpoints), fix=fix)
+
+
+def _record_path(output_dir: Path) -> Path:
+    return output_dir / "runs" / EXPORTED_STEP_FILE
+
+
+def _sha256_or_none(path: Path) -> str | None:
+    return file_sha256(path) if path.is_file() else None
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
