@@ -38,16 +38,17 @@ this page. `bitsandbytes` and `torchao` (`pip install -e '.[gpu]'`) add quantize
 _NO_GPU = "`bench/results` contains no run on a GPU yet.\n"
 
 WHY = {
-    "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; the "
-    "limit compares logarithms, whose rounding can change the result. The rest computes the resized size and "
-    "the crop.",
+    "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; "
+    "the limit compares logarithms, whose rounding can change the result. The rest computes the resized size "
+    "and the crop.",
     "scan cold": "Hashing one of these files (183 kB) with SHA-256 takes 174 us of one core, and reading "
     "its image header 21 us.",
     "start: recipes": "Each recipe takes 14 ms of CPU time: 1.3 ms to read it and 1.5 ms to build its six "
     "assets and their checks. Dagster needs the rest to resolve, validate and describe three jobs.",
-    "text cold": "The forward pass of the tiny encoder takes half of the time. The tokenizer takes a quarter, "
-    "because it runs four times: in diffusers' pipeline, and to count the tokens. Looking up, verifying and "
-    "writing the entry takes the rest. With an encoder of CLIP-L's size, these costs are negligible.",
+    "text cold": "The forward pass of the tiny encoder takes half of the time. The tokenizer takes a "
+    "quarter, because it runs four times: in diffusers' pipeline, and to count the tokens. Looking up, "
+    "verifying and writing the entry takes the rest. With an encoder of CLIP-L's size, these costs are "
+    "negligible.",
     "training loader": "The reading thread takes 270 us per sample: 120 us to read and verify two entries "
     "and to convert them to float32, 58 us to draw 4,096 noise values, 10 us to draw the timestep, and 28 "
     "us to find the sample in the plan. Passing Python's interpreter lock between the reading and the "

@@ -17,7 +17,7 @@ class CheckSpec:
     Attributes:
         name: Name, unique within the asset; `checks.allow` uses it.
         gate: True if a failure stops everything downstream; otherwise the check is a warning.
-        description: Condition that a gate verifies, or problem that a warning reports; one sentence for the UI.
+        description: Condition that a gate verifies, or problem that a warning reports, in one sentence.
         advice: The first thing to do when it fails.
         openable: False for a gate that `checks.allow` cannot allow.
     """

@@ -2,7 +2,8 @@
 
 To add a check, such as a gate on caption length: write a function here that returns an `Outcome`, and add
 it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name
-in `pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+in `pipeline/recipe/gates.py`, and a threshold in the `checks` section of `pipeline/recipe/schema.py`. Then
+generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations

@@ -52,9 +52,9 @@ training:
 _COMPONENTS = "model.components"
 _COMPONENTS_INTRO = """\
 Each key is the name of a component in the base model's `model_index.json`, except the scheduler. Its value is
-the source of the component: a Hub id (`owner/name` or `owner/name@revision`), or a local folder relative to the
-project root. The source holds either the component itself or a model with a component of that name. Names are
-checked when the model is read.
+the source of the component: a Hub id (`owner/name` or `owner/name@revision`), or a local folder relative to
+the project root. The source holds either the component itself or a model with a component of that name. Names
+are checked when the model is read.
 
 ```yaml
 model:
