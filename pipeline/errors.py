@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-EXECUTE_JOB = "DAGSTER_HOME=$PWD/.dagster .venv/bin/dagster job execute -m assets.definitions -j"
+EXECUTE_JOB = "DAGSTER_HOME=$PWD/.dagster dagster job execute -m assets.definitions -j"
 """Shell command, without the job's name, that executes a job in the project's Dagster instance."""
 
 

@@ -63,7 +63,7 @@ _FRACTION = _gate(
 _CONSERVATION = _gate(
     "conservation",
     "Every sample of the input is either kept or rejected, exactly once.",
-    "Run the job again. If the problem returns, report a bug and attach the table.",
+    "Start the job again. If the problem returns, report a bug and attach the table.",
 )
 _ENTRY_BYTES = _strict_gate(
     "file_size_outliers",
@@ -137,7 +137,7 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _gate(
             "file_size_outliers",
             "No file has changed since the scan; rejected bytes are reported.",
-            "Wait until no program writes to the dataset, then run the job again.",
+            "Wait until no program writes to the dataset, then start the job again.",
         ),
         _gate(
             "validation_apart",

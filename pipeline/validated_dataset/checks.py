@@ -184,7 +184,7 @@ def _file_size_outliers(
         summary += f"; {counted(numbers['rejected_bytes'], 'byte')} rejected"
         return Outcome(True, summary, numbers=numbers)
     summary = f"{counted(len(rows), 'file')} changed or vanished since the scan, first {rows[0]['sample_id']}"
-    return Outcome(False, summary, "run the job again when the files no longer change", rows, numbers)
+    return Outcome(False, summary, "start the job again when the files no longer change", rows, numbers)
 
 
 def _changed_files(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
@@ -234,7 +234,13 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     rows = [{"images": " | ".join(ids)} for ids in leaks["sample_id"]]
     groups = counted(len(rows), "group is", "groups are")
     summary = f"{groups} both trained on and held out: {rows[0]['images']}"
-    return Outcome(False, summary, "materialize validated_dataset again", rows, numbers)
+    return Outcome(
+        False,
+        summary,
+        "start the job again; if the problem returns, report a bug and attach the table",
+        rows,
+        numbers,
+    )
 
 
 def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
