@@ -31,24 +31,24 @@ about 20 minutes and 50 GB below `TMPDIR`. Stable Diffusion XL and FLUX.1 run at
 weights created from their published configurations, so nothing is downloaded. To run only some experiments,
 pass the beginning of their names, such as `python -m bench --gpu "SDXL VAE" "FLUX.1 LoRA"`. Results of one
 commit and GPU are collected in `bench/results/gpu.json`, from which `python -m bench.page` adds them to
-this page. `bitsandbytes` and `torchao` (`pip install 'latentline[gpu]'`) add quantized weights and the
+this page. `bitsandbytes` and `torchao` (`pip install -e '.[gpu]'`) add quantized weights and the
 8-bit optimizer. `--tiny` runs the same code with tiny models and works on a CPU.
 """
 
 _NO_GPU = "`bench/results` contains no run on a GPU yet.\n"
 
 WHY = {
-    "geometry": "Choosing the bucket takes 81 of 148 ns, 39 of which compare integer products; the limit "
-    "compares logarithms, whose rounding can change the result. The rest computes the resized size and "
-    "the crop.",
+    "geometry": "Choosing the bucket takes 55% of the time, almost half of it to compare integer products; "
+    "the limit compares logarithms, whose rounding can change the result. The rest computes the resized size "
+    "and the crop.",
     "scan cold": "Hashing one of these files (183 kB) with SHA-256 takes 174 us of one core, and reading "
     "its image header 21 us.",
     "start: recipes": "Each recipe takes 14 ms of CPU time: 1.3 ms to read it and 1.5 ms to build its six "
     "assets and their checks. Dagster needs the rest to resolve, validate and describe three jobs.",
-    "text cold": "A caption takes 3.7 ms. The forward pass of the tiny encoder takes 1.9 ms. The tokenizer "
-    "takes 0.9 ms, because it runs four times: in diffusers' pipeline, and to count the tokens. Looking "
-    "up, verifying and writing the entry takes the rest. With an encoder of CLIP-L's size, these costs "
-    "are negligible.",
+    "text cold": "The forward pass of the tiny encoder takes half of the time. The tokenizer takes a "
+    "quarter, because it runs four times: in diffusers' pipeline, and to count the tokens. Looking up, "
+    "verifying and writing the entry takes the rest. With an encoder of CLIP-L's size, these costs are "
+    "negligible.",
     "training loader": "The reading thread takes 270 us per sample: 120 us to read and verify two entries "
     "and to convert them to float32, 58 us to draw 4,096 noise values, 10 us to draw the timestep, and 28 "
     "us to find the sample in the plan. Passing Python's interpreter lock between the reading and the "
@@ -65,10 +65,10 @@ FAR = 2.0
 
 _GROWTH = """\
 The next table shows how time and memory grow with the number of samples. Each stage runs in its own
-process. `a sample` is the increase per sample from the second largest to the largest number of samples.
-`in all` is the total at the largest number, divided by that number; it includes fixed costs such as Polars'
-threads and buffers, but not the memory of imported modules. Memory is the peak resident memory of the
-process. `above` lists the bounds that the increase per sample exceeds."""
+process. `time/sample` and `memory/sample` are the increase per sample from the second largest to the largest
+number of samples. Each `total` is the value at the largest number, divided by that number; it includes fixed
+costs such as Polars' threads and buffers, but not the memory of imported modules. Memory is the peak resident
+memory of the process. `above` lists the bounds that the increase per sample exceeds."""
 
 
 def page_text(folder: Path = RESULTS) -> str:

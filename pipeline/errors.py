@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-RUN_RECIPE = ".venv/bin/latentline run"
+RUN_RECIPE = "latentline run"
 """Shell command, without the recipe's name, that executes a recipe's job."""
 
 

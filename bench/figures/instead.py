@@ -76,7 +76,7 @@ def _instead(*, in_memory: bool) -> Callable[[Workplace], AbstractContextManager
 
 FIGURES = [
     Figure(
-        "instead: encode each step",
+        "encode every step (alternative)",
         "samples",
         "complete job, from an empty cache to an exported LoRA",
         "training loop as in diffusers' script, encoding every batch",
@@ -84,7 +84,7 @@ FIGURES = [
         _instead(in_memory=False),
     ),
     Figure(
-        "instead: latents in memory",
+        "latents in memory (alternative)",
         "samples",
         "complete job, from an empty cache to an exported LoRA",
         "training loop as in diffusers' script, everything encoded once and kept in memory",

@@ -167,15 +167,15 @@ def table(growth: dict[str, Any]) -> str:
     grown = from_json(growth)
     heads = "".join(f"{f'{count:,}':>11}" for count in grown[0].counts)
     lines = [
-        f"{'growth':22}{heads} {'exponent':>9} {'a sample':>10} {'in all':>10} {'at most':>8} "
-        f"{'memory':>9} {'in all':>9} {'at most':>8}  above"
+        f"{'growth':22}{heads} {'exponent':>9} {'time/sample':>12} {'total':>10} {'at most':>8} "
+        f"{'memory/sample':>14} {'total':>9} {'at most':>8}  above"
     ]
     for each in grown:
         seconds = "".join(f"{f'{median:.3f} s':>11}" for median in each.seconds)
         most_us = f"{each.stage.most_us:.0f} us" if each.stage.most_us else ""
-        times = f"{f'{each.us_a_sample:.1f} us':>10} {f'{each.us_in_all:.1f} us':>10} {most_us:>8}"
+        times = f"{f'{each.us_a_sample:.1f} us':>12} {f'{each.us_in_all:.1f} us':>10} {most_us:>8}"
         in_all = f"{each.bytes_in_all:,.0f} B"
-        memory = f"{f'{each.bytes_a_sample:,.0f} B':>9} {in_all:>9} {f'{MOST_BYTES:,} B':>8}"
+        memory = f"{f'{each.bytes_a_sample:,.0f} B':>14} {in_all:>9} {f'{MOST_BYTES:,} B':>8}"
         above = ", ".join(each.excesses)
         line = f"{each.stage.name:22}{seconds} {each.exponent:>9.2f} {times} {memory}  {above}"
         lines.append(line.rstrip())

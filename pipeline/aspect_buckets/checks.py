@@ -48,7 +48,7 @@ def run(context: CheckContext) -> list[Finding]:
 
     outcomes = {
         "conservation": check_conservation(before, table["sample_id"], rejected, STAGE),
-        "shape_uniformity": _shape_uniformity(table, multiple),
+        "shape_uniformity": _shape_uniformity(context.recipe, table, multiple),
         "file_size_outliers": _file_size_outliers(table),
         "batches_possible": _batches_possible(context, table),
         "underfilled": _underfilled(context.recipe, table),
@@ -57,7 +57,7 @@ def run(context: CheckContext) -> list[Finding]:
     return findings(context, STAGE, outcomes)
 
 
-def _shape_uniformity(table: pl.DataFrame, multiple: int) -> Outcome:
+def _shape_uniformity(recipe: Recipe, table: pl.DataFrame, multiple: int) -> Outcome:
     """Check that each bucket has the one size in its name, a valid multiple, and that crops are inside."""
     sizes = table.group_by("bucket", "target_height", "target_width").len().sort("bucket")
     ambiguous = sizes.filter(pl.col("bucket").is_duplicated())["bucket"].unique().sort()
@@ -89,7 +89,9 @@ def _shape_uniformity(table: pl.DataFrame, multiple: int) -> Outcome:
     first = rows[0]
     name = first.get("bucket", first.get("sample_id"))
     summary = f"{counted(len(rows), 'problem')} with bucket sizes, the first: {name} {first['problem']}"
-    fix = f"set buckets.step to {multiple} or a multiple of it, and materialize aspect_buckets again"
+    # Even with explicit sizes, the own buckets of small images have edges that are multiples of step.
+    keys = "buckets.step and the edges in buckets.sizes" if recipe.buckets.sizes else "buckets.step"
+    fix = f"set {keys} to multiples of {multiple}, and start the job again"
     return Outcome(False, summary, fix, rows, numbers)
 
 
@@ -143,7 +145,7 @@ def _batches_possible(context: CheckContext, table: pl.DataFrame) -> Outcome:
     if table.is_empty():
         stages = ("raw_images", "validated_dataset", STAGE)
         rejected = pl.concat([context.tables.read_rejected(stage) for stage in stages])
-        return no_samples_left(rejected, "materialize validated_dataset and aspect_buckets again")
+        return no_samples_left(rejected, "start the job again")
 
     few, numbers = _batches(recipe, table)
     if not numbers["draws_per_epoch"]:

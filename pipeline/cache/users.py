@@ -86,7 +86,7 @@ def read_users(cache_dir: Address) -> Iterator[CacheUser]:
         names = folder.names(FOLDER)
     except OSError as err:
         raise StoreError(
-            f"the cache cannot be listed: {err}", where=folder.where(FOLDER), fix=ACCESS_FIX
+            f"the cache cannot be listed: {err}", where=folder.where(FOLDER), fix=access_fix(cache_dir, err)
         ) from err
 
     for name in names:
@@ -150,15 +150,20 @@ def _replace(folder: CacheFolder, name: str, data: bytes) -> None:
     folder.replace(name, data)
 
 
+def access_fix(cache_dir: Address, err: OSError) -> str:
+    """Return the fix for an error of reading, writing or deleting a file of the cache."""
+    if isinstance(cache_dir, Url):
+        return ACCESS_FIX
+    cause = as_file_access_error(err)
+    return cause.fix if cause else "make sure that cache_dir is on a working disk"
+
+
 def _write_error(cache_dir: Address, folder: CacheFolder, err: OSError) -> StoreError:
     cause = as_file_access_error(err)
-    fix = "make sure that cache_dir is on a working disk"
-    if isinstance(cache_dir, Url):
-        fix = ACCESS_FIX
-    elif cause:
-        fix = cause.fix
     return StoreError(
-        f"the cache cannot be written: {cause.what if cause else err}", where=folder.where(FOLDER), fix=fix
+        f"the cache cannot be written: {cause.what if cause else err}",
+        where=folder.where(FOLDER),
+        fix=access_fix(cache_dir, err),
     )
 
 

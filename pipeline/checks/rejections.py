@@ -40,7 +40,7 @@ def check_conservation(
         return Outcome(True, summary, numbers=numbers)
 
     counts = ", ".join(f"{len(ids):,} {problem}" for problem, ids in problems.items() if len(ids))
-    fix = f"materialize {stage} and its upstream assets again: its table is older than its input"
+    fix = f"start the job again: the table of {stage} is older than its input"
     return Outcome(False, f"{summary}: {counts}", fix, rows, numbers)
 
 

@@ -274,7 +274,7 @@ class _Fill:
                     f"the cache entry of {self._requests.job(row).name} was written, but now it is {problem}",
                     where=self._store.where(self._requests.spec(row)),
                     fix="check the disk, stop any program that deletes or changes files in cache_dir, and "
-                    "run the job again",
+                    "start the job again",
                 )
         self._add_valid(states)
 

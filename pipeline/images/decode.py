@@ -177,7 +177,12 @@ def load_pixels(
     image = decode(data, background, max_px=max(MAX_IMAGE_PX, original.height * original.width))
     if Size(image.height, image.width) != original:
         detail = f"it decodes to {image.height}x{image.width}, but the recorded size is {original}"
-        raise ImageError("size_disagrees", detail, where=str(file), fix="materialize raw_images again")
+        raise ImageError(
+            "size_disagrees",
+            detail,
+            where=str(file),
+            fix="start the job again; if the error returns, export the image again",
+        )
 
     target = geometry.target_size
     resized = image.resize((target.width, target.height), Image.Resampling.BICUBIC, box=geometry.source_box)
@@ -202,13 +207,15 @@ def read_bytes(file: File) -> bytes:
 def changed_error(path: File | str) -> ImageError:
     """Return the error for a file with other content than recorded."""
     detail = "its content has changed since the scan"
-    return ImageError("changed", detail, where=str(path), fix="run the job again once the file is complete")
+    return ImageError("changed", detail, where=str(path), fix="start the job again once the file is complete")
 
 
 def vanished_error(path: File | str) -> ImageError:
     """Return the error for a file that no longer exists."""
     detail = "the file no longer exists"
-    return ImageError("vanished", detail, where=str(path), fix="restore it, or run the job again without it")
+    return ImageError(
+        "vanished", detail, where=str(path), fix="restore it, or start the job again without it"
+    )
 
 
 @contextmanager
@@ -236,7 +243,7 @@ def _image_error(err: Exception, where: str) -> ImageError:
         detail = "it starts like an image, but its header cannot be read"
         return ImageError("undecodable", detail, where=where, fix="export it again, or remove it")
     if isinstance(err, UnreachableError):
-        fix = "check that the service answers and that you may read the file, then run the job again"
+        fix = "check that the service answers and that you may read the file, then start the job again"
         return ImageError("unreadable", str(err), where=where, fix=fix)
     if isinstance(err, OSError) and err.errno is not None:
         return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")

@@ -94,7 +94,7 @@ def require_image(start: bytes) -> None:
     if image_format in _PLUGINS and not formats_of(start):
         package = _PLUGINS[image_format].package
         detail = f"it is {image_format}, which Pillow can only open with {package}"
-        fix = f"install the plug-in with .venv/bin/pip install {package}, or convert it to PNG or JPEG"
+        fix = f"install the plug-in with pip install {package}, or convert it to PNG or JPEG"
         raise ImageError("plugin_missing", detail, fix=fix)
     if image_format is None:
         text = start.lstrip()[:14].lower()

@@ -11,7 +11,7 @@ import polars as pl
 
 from pipeline.cache.folder import CacheFile, cache_folder
 from pipeline.cache.store import KINDS, SUFFIX
-from pipeline.cache.users import FOLDER, CacheUser, read_users
+from pipeline.cache.users import FOLDER, CacheUser, access_fix, read_users
 from pipeline.errors import StoreError, TableError
 from pipeline.storage.addresses import Address
 from pipeline.storage.atomic import is_temp_name
@@ -112,7 +112,7 @@ def delete(cache_dir: Address, surveyed: Survey) -> tuple[int, int]:
                 raise StoreError(
                     f"an orphan cannot be deleted: {err.strerror or err}",
                     where=cache.where(name),
-                    fix="allow this user to write to cache_dir",
+                    fix=access_fix(cache_dir, err),
                 ) from err
             num_files += 1
             num_bytes += sizes[name]
@@ -129,7 +129,7 @@ def _list_files(cache_dir: Address) -> Iterator[CacheFile]:
         raise StoreError(
             f"the cache cannot be listed: {err}",
             where=cache.where(""),
-            fix="allow this user to read cache_dir",
+            fix=access_fix(cache_dir, err),
         ) from err
 
 
@@ -187,5 +187,6 @@ def _read_keys(path: Path, read: Callable[[Path], set[str]]) -> set[str]:
         raise TableError(
             f"a table cannot be read, so the entries that it needs are unknown: {err}",
             where=str(path),
-            fix="run the recipe's job again, which replaces the table, or delete the file",
+            fix="start the recipe's job again, which replaces the table; if you delete the file instead, gc "
+            "may delete entries that only this table needs",
         ) from err

@@ -60,7 +60,10 @@ def _resolve(role: str, name: str, where: str) -> Path:
     hub_id, _, revision = name.partition("@")
     if not is_hub_id(hub_id):
         similar_folder = suggest_folder(name)
-        fix = "set it to an existing folder, relative to the project root, or to a Hub id (owner/name)"
+        fix = (
+            f"set model.components.{role} to an existing folder, relative to the project root, or to a "
+            "Hub id (owner/name)"
+        )
         fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
         raise ModelError(f"{name} does not exist", where=f"{where}, expected at {local}", fix=fix)
     return _local_snapshot(role, hub_id, revision or None) or _download(role, hub_id, revision or None, where)
@@ -73,7 +76,7 @@ def _require_complete(role: str, folder: Path) -> None:
         return
     weight_files(folder)
     if not (folder / "config.json").is_file():
-        fix = "download it again, or use another folder"
+        fix = f"download it again, or set model.components.{role} to another folder"
         raise ModelError("a component of the base model lacks config.json", where=str(folder), fix=fix)
 
 

@@ -152,8 +152,9 @@ def _first_line(err: BaseException, start: str = "") -> str:
 def component_files(repository_files: Iterable[str], folder: str) -> list[str]:
     """Return the files of one component, without subfolders, sorted by kind and name.
 
-    Weights are the `*.safetensors` files if there are any, otherwise the `*.bin` files. A component with
-    neither has the weights of its first variant.
+    Configuration files are always included. Weights are the `*.safetensors` files without a variant in their
+    name, or else such `*.bin` files. If neither exist, they are the files of the first variant in
+    `WEIGHT_VARIANTS` that has weights, again preferring `*.safetensors`.
 
     Args:
         repository_files: All files of the repository.

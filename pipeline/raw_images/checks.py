@@ -150,7 +150,13 @@ def _conservation(table: pl.DataFrame, rejected: pl.DataFrame, report: Report) -
         f"{num_in:,} found is not {len(table):,} kept + {len(rejected):,} rejected; "
         f"{len(both):,} both kept and rejected"
     )
-    return Outcome(False, summary, "materialize raw_images again", rows, numbers)
+    return Outcome(
+        False,
+        summary,
+        "start the job again; if the problem returns, report a bug and attach the table",
+        rows,
+        numbers,
+    )
 
 
 def _shape_uniformity(table: pl.DataFrame) -> Outcome:

@@ -1,7 +1,8 @@
 """The checks of each asset: name, gate or warning, description and advice.
 
 A check is implemented under the same name, and in the same order, in `pipeline/<asset>/checks.py`. All other
-lists of names follow from these two. Loaded with the definitions, so it imports nothing heavy.
+lists of names follow from these two. Thresholds that a recipe can set are keys of its `checks` section, which
+`pipeline/recipe/schema.py` declares. Loaded with the definitions, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ class CheckSpec:
     Attributes:
         name: Name, unique within the asset; `checks.allow` uses it.
         gate: True if a failure stops everything downstream; otherwise the check is a warning.
-        description: Condition to verify, or rows that a warning lists; one sentence for the UI.
+        description: Condition that a gate verifies, or problem that a warning reports, in one sentence.
         advice: The first thing to do when it fails.
         openable: False for a gate that `checks.allow` cannot allow.
     """
@@ -64,7 +65,7 @@ _FRACTION = _gate(
 _CONSERVATION = _gate(
     "conservation",
     "Every sample of the input is either kept or rejected, exactly once.",
-    "Report a bug in Latentline, and attach the table.",
+    "Start the job again. If the problem returns, report a bug and attach the table.",
 )
 _ENTRY_BYTES = _strict_gate(
     "file_size_outliers",
@@ -138,7 +139,7 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         _gate(
             "file_size_outliers",
             "No file has changed since the scan; rejected bytes are reported.",
-            "Wait until no program writes to the dataset, then run the job again.",
+            "Wait until no program writes to the dataset, then start the job again.",
         ),
         _gate(
             "validation_apart",
@@ -268,20 +269,20 @@ SPECS: dict[str, tuple[CheckSpec, ...]] = {
         ),
         _warning(
             "loss_fell",
-            "The loss, relative to the average at its timestep, is lower in the last fifth of the steps "
+            "The loss, relative to the average at its timestep, is not lower in the last fifth of the steps "
             "than in the first fifth.",
             "A short run often triggers this. Otherwise raise the learning rate or the rank, or review the "
             "captions.",
         ),
         _warning(
             "validation_loss",
-            "The final validation loss is close to its minimum.",
+            "The final validation loss is more than 1% above its minimum.",
             "The run continued after it started to overfit. Publish an earlier step with `latentline export` "
             "or train with fewer steps or more images.",
         ),
         _warning(
             "modules_touched",
-            "The delta weights of every module are different from zero.",
+            "The delta weights of some modules are zero.",
             "Compare training.lora.targets with the model's modules.",
         ),
     ),

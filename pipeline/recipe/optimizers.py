@@ -1,6 +1,8 @@
 """The optimizers a recipe can name and their arguments; imports no torch.
 
-Any other optimizer is given by its import path, such as `torch.optim.NAdam`.
+Any other optimizer is given by its import path, such as `torch.optim.NAdam`. The recipe keys are in
+`pipeline/recipe/training.py`. `pipeline/trained_lora/worker/optimizers.py` creates the optimizer, and
+`pipeline/trained_lora/fingerprint.py` makes its settings part of a run's identity.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def absolute(text: str, root: Path) -> Address:
 
 
 def container(url: Url) -> Address:
-    """Return the outermost container of a chain: the file or server of its last link."""
+    """Return the last link of a chain: the file or server that contains the files of all other links."""
     last_link = url.links[-1]
     return Url(last_link) if "://" in last_link else Path(last_link)
 

@@ -53,7 +53,7 @@ RISE = 1.01
 _ROUNDING = 1e-12
 """Norm of a product below this share of its factors' norms is rounding error and counts as zero."""
 
-_TRAIN_AGAIN = "delete lora/ and materialize trained_lora again"
+_TRAIN_AGAIN = "delete lora/ and start the job again"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _plan_completed(result: _Result) -> Outcome:
     if result.steps != result.planned_steps or missing:
         summary = f"the run did {result.steps} of {counted(result.planned_steps, 'step')}, and "
         summary += counted(len(missing), "step has", "steps have") + " no metrics"
-        fix = "materialize trained_lora again; the run resumes from its last checkpoint"
+        fix = "start the job again; it resumes from the last checkpoint"
         return Outcome(False, summary, fix, rows=[{"step": step} for step in missing], numbers=numbers)
     return Outcome(True, f"{counted(result.steps, 'step')} done, as planned", numbers=numbers)
 

@@ -2,7 +2,8 @@
 
 To add a check, such as a gate on caption length: write a function here that returns an `Outcome`, and add
 it to `outcomes` in `run` and the columns that it reads to `_COLUMNS`. Declare the check under the same name
-in `pipeline/recipe/gates.py`, then generate the pages that list all checks (CONTRIBUTING.md).
+in `pipeline/recipe/gates.py`, and a threshold in the `checks` section of `pipeline/recipe/schema.py`. Then
+generate the pages that list all checks (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -206,7 +207,7 @@ def _file_size_outliers(
         summary += f"; {counted(numbers['rejected_bytes'], 'byte')} rejected"
         return Outcome(True, summary, numbers=numbers)
     summary = f"{counted(len(rows), 'file')} changed or vanished since the scan, first {rows[0]['sample_id']}"
-    return Outcome(False, summary, "run the job again when the files no longer change", rows, numbers)
+    return Outcome(False, summary, "start the job again when the files no longer change", rows, numbers)
 
 
 def _changed_files(source: Source, rows: pl.DataFrame) -> list[dict[str, Any]]:
@@ -256,7 +257,13 @@ def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:
     rows = [{"images": " | ".join(ids)} for ids in leaks["sample_id"]]
     groups = counted(len(rows), "group is", "groups are")
     summary = f"{groups} both trained on and held out: {rows[0]['images']}"
-    return Outcome(False, summary, "materialize validated_dataset again", rows, numbers)
+    return Outcome(
+        False,
+        summary,
+        "start the job again; if the problem returns, report a bug and attach the table",
+        rows,
+        numbers,
+    )
 
 
 def _look_alikes(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:

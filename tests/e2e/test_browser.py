@@ -2,7 +2,7 @@
 
 The test also takes the README's screenshots, in the folder of LATENTLINE_SCREENSHOTS:
 
-    LATENTLINE_SCREENSHOTS=docs/images .venv/bin/python -m pytest -m browser
+    LATENTLINE_SCREENSHOTS=docs/images python -m pytest -m browser
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_ctrl_c_prints_that_the_run_was_stopped_and_how_to_resume_it(cached, hom
         "Stopped: the run was stopped by SIGINT, SIGTERM or Dagster",
         "  where: asset small/trained_lora",
         f"         checkpoint {checkpoint}",
-        "  fix:   run .venv/bin/latentline run small again; it resumes from this checkpoint",
+        "  fix:   run latentline run small again; it resumes from this checkpoint",
     ]
     assert "Traceback" not in transcript.raw
     assert "failed" not in transcript.text

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,20 @@ training:
 | optimizer | key | value | default |
 |---|---|---|---|"""
 
+_COMPONENTS = "model.components"
+_COMPONENTS_INTRO = """\
+Each key is the name of a component in the base model's `model_index.json`, except the scheduler. Its value is
+the source of the component: a Hub id (`owner/name` or `owner/name@revision`), or a local folder relative to
+the project root. The source holds either the component itself or a model with a component of that name. Names
+are checked when the model is read.
+
+```yaml
+model:
+  base: stabilityai/stable-diffusion-xl-base-1.0
+  components: {vae: madebyollin/sdxl-vae-fp16-fix}
+```
+"""
+
 _TYPES = {
     "integer": "an integer",
     "number": "a number",
@@ -75,6 +90,9 @@ def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]
     yield f"## {title}\n"
     if prefix == f"{_OPTIMIZER_ARGUMENTS}.":
         yield from _optimizer_arguments()
+        return
+    if prefix == f"{_COMPONENTS}.":
+        yield _COMPONENTS_INTRO
         return
     if prefix:
         yield f"{node['description']}\n"
@@ -150,8 +168,13 @@ def _value(schema: Node, info: Node) -> str:
     kind = info.get("type", "")
     if kind == "array":
         items = info.get("prefixItems") or [info.get("items", {})]
-        return f"a list of {_value(schema, items[0])}"
+        return f"a list of {_plural(_value(schema, items[0]))}"
     return _TYPES.get(kind, "anything") + _bounds(info)
+
+
+def _plural(value: str) -> str:
+    """Return the type of a list's items in the plural: "integers from 0 to 255"."""
+    return re.sub(r"^an? (integer|number)", r"\1s", value)
 
 
 def _bounds(info: Node) -> str:

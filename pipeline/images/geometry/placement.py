@@ -110,7 +110,7 @@ class Placement:
         Args:
             height: Original heights in pixels, integers (N,).
             width: Original widths in pixels, integers (N,).
-            names: Sample ids; required for `crop: random` only.
+            names: Sample ids, shown in errors; required for `crop: random` only.
             focus: Points that `crop: focus` keeps in view, (N,) each: y as a fraction of the height from the
                 top, and x as a fraction of the width from the left, from 0 to 1. None means the middle.
 
@@ -118,7 +118,7 @@ class Placement:
             BucketError: An edge is not between 1 and `MAX_IMAGE_EDGE_PX`.
         """
         oh, ow = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
-        _require_image_edges(oh, ow)
+        _require_image_edges(oh, ow, names)
         image, th, tw, too_small = self._targets(oh, ow)
         oh, ow = oh[image], ow[image]
 
@@ -229,10 +229,11 @@ def _rounded_quotient(numerator: Ints, denominator: Ints) -> Ints:
     return (2 * numerator + denominator) // (2 * denominator)
 
 
-def _require_image_edges(height: Ints, width: Ints) -> None:
+def _require_image_edges(height: Ints, width: Ints, names: Iterable[str] | None) -> None:
     invalid = (height < 1) | (width < 1) | (height > MAX_IMAGE_EDGE_PX) | (width > MAX_IMAGE_EDGE_PX)
     if invalid.any():
         index = int(np.argmax(invalid))
         size = f"{int(height[index])}x{int(width[index])}"
         what = f"image edges must be between 1 and {MAX_IMAGE_EDGE_PX} pixels, got {size}"
-        raise BucketError(what, where="original size", fix="resize the image, or remove it")
+        where = "original size" if names is None else f"original size of {list(names)[index]}"
+        raise BucketError(what, where=where, fix="resize the image, or remove it")

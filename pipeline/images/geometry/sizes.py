@@ -163,8 +163,8 @@ def require_multiple(sizes: Iterable[Size], multiple: int) -> None:
         what = f"bucket edges must be multiples of {multiple} for this base model, got {wrong[0]}"
         if len(wrong) > 1:
             what += f" and {len(wrong) - 1} more"
-        fix = f"set buckets.step to {multiple} or a multiple of it"
-        raise BucketError(what, where="buckets.step", fix=fix)
+        fix = f"set buckets.step, or the edges in buckets.sizes, to multiples of {multiple}"
+        raise BucketError(what, where="buckets", fix=fix)
 
 
 def area(size: Size) -> int:

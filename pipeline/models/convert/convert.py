@@ -249,9 +249,10 @@ def _verify(plan: Plan, folder: Path) -> Family:
     expected = plan.schedule.prediction if plan.schedule else "flow"
     if family.name != plan.family.name or family.prediction_type() != expected:
         raise ModelError(
-            f"the converted model is detected as {family.name} with prediction {family.prediction_type()}",
+            f"the converted model must be {plan.family.name} with prediction {expected}, got {family.name} "
+            f"with prediction {family.prediction_type()}",
             where=str(folder),
-            fix=f"report this error: expected {plan.family.name} with prediction {expected}",
+            fix="report a bug in Latentline, with the names of the file and of the reference model",
         )
     return family
 

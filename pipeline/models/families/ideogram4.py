@@ -29,12 +29,12 @@ _BLOCKS = BlockNames(
 
 @dataclass(frozen=True)
 class IdeogramNoise(FlowNoise):
-    """Flow matching with the pipeline's own shift."""
+    """Flow matching with the shift that the pipeline derives from the image size."""
 
     process: str = "families.ideogram4:IdeogramProcess"
 
     def timestep_facts(self, model: ModelFolder) -> dict[str, Any]:
-        """Return nothing: the pipeline ignores the schedule's configuration."""
+        """Return an empty mapping, because the pipeline does not read the scheduler's configuration."""
         return {}
 
 

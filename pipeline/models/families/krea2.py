@@ -55,7 +55,7 @@ def is_distilled(model: ModelFolder) -> bool:
 
 @dataclass(frozen=True)
 class Krea2Noise(FlowNoise):
-    """Flow matching; a distilled model has the same shift for every size."""
+    """Flow matching; a distilled model uses one fixed shift for all image sizes."""
 
     process: str = "families.krea2:Krea2Process"
 

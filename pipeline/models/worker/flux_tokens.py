@@ -22,7 +22,7 @@ def pack(pipeline: Any, noisy: Tensor) -> dict[str, Tensor]:
 
 
 def text_ids(text: Tensor) -> Tensor:
-    """Return the position ids of text tokens (B, T, D), which are zeros (T, 3) in the pipelines."""
+    """Return zeros (T, 3), the position ids that the pipelines give to text tokens (B, T, D)."""
     return text.new_zeros(text.shape[1], 3)
 
 

@@ -58,7 +58,7 @@ class BetaProcess(NoiseProcess):
     """Noise with a table of betas, with epsilon or v-prediction, as in `DDPMScheduler`."""
 
     def timesteps(self, scheduler: Any, levels: Tensor, latent_shape: tuple[int, int, int]) -> Tensor:
-        """Return int64 timesteps that divide the levels equally, whatever the size."""
+        """Return `floor(levels * num_train_timesteps)`, int64 (B,); the latent's shape does not matter."""
         return (levels * scheduler.config.num_train_timesteps).long()
 
     def signal_to_noise(self, scheduler: Any, timesteps: Tensor) -> Tensor:

@@ -121,7 +121,10 @@ class KLCodec(VaeCodec):
 
 
 class ChannelScaledCodec(KLCodec):
-    """`AutoencoderKL`; with channel statistics (raw_latent - mean) * scale / std, as in diffusers."""
+    """`AutoencoderKL` whose config may contain a mean and a standard deviation per channel.
+
+    With them, a normalised latent is (raw_latent - mean) * scale / std, as in diffusers.
+    """
 
     @property
     def _statistics(self) -> tuple[list[float], list[float]] | None:

@@ -244,7 +244,7 @@ def read_lora_file(path: Path) -> LoraFile:
         raise TrainingError(
             f"the LoRA file cannot be read: {err}",
             where=str(path),
-            fix="delete the file and materialize trained_lora again",
+            fix="delete the file and start the job again",
         ) from err
     return LoraFile(path, num_bytes, header_bytes, metadata, tensors)
 
@@ -294,5 +294,5 @@ def module_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
         raise TrainingError(
             f"the file lacks alpha or rank of {module.name}: {err}",
             where=str(file.path),
-            fix="materialize trained_lora again",
+            fix="if the file is in lora/, delete it and start the job again; otherwise use another file",
         ) from err

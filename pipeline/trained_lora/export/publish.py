@@ -125,5 +125,5 @@ def _unusable(path: Path, reason: str) -> TrainingError:
     return TrainingError(
         f"training ended without a usable result: {path.name} {reason}",
         where=str(path),
-        fix="materialize trained_lora again; the run resumes from its last checkpoint",
+        fix="start the job again; it resumes from the last checkpoint",
     )

@@ -303,7 +303,7 @@ def _require_usable(samples: PlanSamples, settings: PlanSettings) -> None:
         raise TrainingError(
             counted(len(duplicates), "duplicate sample id"),
             where=duplicates[0],
-            fix="materialize vae_latents again; if the error returns, report a bug in Latentline",
+            fix="start the job again; if the problem returns, report a bug and attach the table",
         )
 
     # The recipe already validates its settings; the plan may also be built without one.

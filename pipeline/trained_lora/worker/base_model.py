@@ -75,7 +75,7 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
         raise TrainingError(
             f"{kind} needs {package}: {err}",
             where=_QUANTIZE_KEY,
-            fix=f"install it, for example with `pip install {package}`, or set training.quantize: none",
+            fix="install it with `pip install -e '.[gpu]'`, or set training.quantize: none",
         ) from err
 
     if kind == "int8":

@@ -94,7 +94,11 @@ class IdeogramCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; the transformer's time and prediction run backwards."""
+        """See `DenoiserCall.predict`.
+
+        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
+        is negated.
+        """
         text, lengths = conditions["text_embedding"], conditions["text_mask"].sum(dim=1).long().tolist()
         batch, longest, width = text.shape
         tokens = noisy.flatten(2).transpose(1, 2)

@@ -29,7 +29,11 @@ class Lumina2Call(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; the transformer's time and prediction run backwards."""
+        """See `DenoiserCall.predict`.
+
+        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
+        is negated.
+        """
         return -denoiser(
             hidden_states=noisy,
             timestep=1.0 - timesteps / self.num_timesteps,

@@ -35,7 +35,11 @@ class ZImageCall(DenoiserCall):
     def predict(
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
-        """See `DenoiserCall.predict`; the transformer's time and prediction run backwards."""
+        """See `DenoiserCall.predict`.
+
+        The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
+        is negated.
+        """
         predictions = denoiser(
             list(noisy.unsqueeze(2)),
             (self.num_timesteps - timesteps) / self.num_timesteps,

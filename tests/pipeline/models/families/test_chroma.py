@@ -16,7 +16,7 @@ from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.loader import MicroInput
-from tests.pipeline.models.families.complete_job import Case, drawn
+from tests.pipeline.models.families.complete_job import Case, draw_picture
 
 # diffusers' Chroma imports a class from a deprecated path.
 pytestmark = pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning")
@@ -89,7 +89,7 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
     pipe = ChromaPipeline.from_pretrained(tmp_path)
-    expected = drawn(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
+    expected = draw_picture(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
     project = tomllib.loads((project_root() / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert any(each.startswith("scipy") for each in project["dependencies"])  # optional in diffusers

@@ -90,3 +90,14 @@ def test_diffusers_reads_stacked_layers_of_the_published_width(tmp_path: Path) -
         own_down, own_up = (state[f"{module.name}.lora_{side}.weight"] for side in "AB")
         probe = torch.randn(down.shape[1], generator=random)
         torch.testing.assert_close(up @ (down @ probe), own_up @ (own_down @ probe), rtol=1e-5, atol=1e-3)
+
+
+def test_a_long_caption_has_as_many_tokens_as_in_the_pipeline(tmp_path: Path) -> None:
+    make_tiny_lumina2(tmp_path)
+    family = load_family(tmp_path)
+    encoders = family.text.load("float32", "cpu")
+    caption = "a cat " * family.max_length()
+    encoded = family.text.encode_caption(encoders, caption)
+    with torch.no_grad():
+        expected = Lumina2Case().embed(Lumina2Pipeline.from_pretrained(tmp_path), caption)
+    assert len(encoded.tensors["text_embedding"]) == expected["text_mask"].sum() == family.max_length()

@@ -111,7 +111,7 @@ def test_bitsandbytes_without_a_gpu_is_an_error_with_an_alternative(
 def test_a_missing_quantisation_package_is_named(make_project: Callable[..., Project]) -> None:
     with pytest.raises(TrainingError, match="int8_torchao needs torchao") as excinfo:
         engine_and_input(make_project(), quantize="int8_torchao")
-    assert "pip install torchao" in excinfo.value.fix
+    assert "pip install -e '.[gpu]'" in excinfo.value.fix
 
 
 @pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")

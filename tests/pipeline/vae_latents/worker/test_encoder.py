@@ -237,7 +237,7 @@ def test_L05_probes_detect_a_damaged_vae_before_the_other_images_are_encoded(
     order = with_weights(cache, tmp_path, "encoder.conv_in.weight", float("inf"))
     encoder = encoder_of(order, listener)
     sizes = sizes_of_passes(encoder)
-    with pytest.raises(ModelError, match=r"(?s)not even for a grey image: .*NaN.*\(first: .*fetch"):
+    with pytest.raises(ModelError, match=r"(?s)not even for a grey image: .*NaN.*\(first: .*download"):
         encode(encoder, order)
     assert len(sizes) <= 4, "three probes and the grey image"
 
