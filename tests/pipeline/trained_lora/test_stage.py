@@ -55,7 +55,9 @@ class InProcessLaunch:
 
     def info(self, text: str) -> None: ...
 
-    def progress(self, completed: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, completed: int, total: int, text: str, **details: str) -> None:
         if self.stop_after is not None and completed >= self.stop_after:
             self._stop.requested = True
 
