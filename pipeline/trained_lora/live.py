@@ -12,7 +12,7 @@ from typing import Any
 from pipeline.reporting.grids import picture_grid
 from pipeline.reporting.pictures import jpeg
 from pipeline.trained_lora.previews import Preview, read_previews
-from pipeline.trained_lora.run_folder import Metrics, RunLayout, checkpoint_list, read_metrics
+from pipeline.trained_lora.run_folder import Metrics, RunLayout, read_metrics
 
 INTERVAL_S = 30.0
 """Shortest time between two states without a new checkpoint or new previews."""
@@ -148,7 +148,9 @@ class LiveRun:
             self._step = self._metrics[-1]["step"] + 1 if self._metrics else self._step
 
     def _checkpoints(self) -> set[int]:
-        return {row["step"] for row in checkpoint_list(self._layout)}
+        """Return the steps of all complete checkpoints, without the one that the pre-flight writes."""
+        markers = self._layout.checkpoints.glob("step-*/COMPLETE")
+        return {int(marker.parent.name.removeprefix("step-")) for marker in markers} - {0}
 
     def _preview_files(self) -> list[Preview]:
         return read_previews(self._layout.samples, self._prompts)
