@@ -20,7 +20,7 @@ help:
 	@echo "make check   check format, lint, types and import layers"
 	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
 	@echo "make bench-compare   run the benchmarks, and list what is slower than the newest run in bench/results"
-	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000"
+	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000, and TensorBoard on port 6006"
 	@echo "make format  format the sources and fix lint errors"
 	@echo "make clean   remove the cache and the files of the demo"
 
@@ -67,7 +67,7 @@ bench-compare: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full) --compare $(BENCH_BEFORE)
 
 ui: install
-	DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster dev -w workspace.yaml --host 127.0.0.1 --port 3000
+	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m tools.ui
 
 clean:
 	rm -rf .cache data/demo models/tiny-sd outputs/demo

@@ -17,10 +17,12 @@ from dagster import (
 )
 
 from assets.checks import check_results, check_specs, path_isolation_results
+from assets.live_training import observe_training
 from assets.names import GPU_POOL, step_name
 from assets.publishing import picture_metadata, publish, table_metadata
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
+from pipeline.reporting import tensorboard
 from resources.failures import errors_as_failures
 from resources.launcher import AccelerateLauncher
 
@@ -58,7 +60,7 @@ def build_trained_lora(recipe: Recipe) -> AssetsDefinition:
             yield from path_isolation_results(context, recipe)
 
             if context.selected_asset_keys:
-                launch = launcher.bind(context, recipe.accelerate)
+                launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
                 overrides = context.op_execution_context.op_config
                 result = train_lora(
                     recipe, latents, text, launch=launch, log=context.log.info, overrides=overrides
@@ -96,7 +98,7 @@ def _run_config(recipe: Recipe) -> dict[str, Field]:
 
 
 def _file_metadata(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
-    """Return the paths of the LoRA, the checkpoints and the logs, and the list of checkpoints on disk."""
+    """Return the checkpoints on disk, the paths of the LoRA and the logs, and a link to TensorBoard."""
     from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, run_folder
 
     folder = run_folder(recipe.output_dir, run)
@@ -106,6 +108,7 @@ def _file_metadata(recipe: Recipe, run: str) -> dict[str, MetadataValue[Any]]:
         "logs": folder / "logs",
     }
     return {
+        "tensorboard": MetadataValue.url(tensorboard.url(f"{recipe.name}/{run}")),
         "checkpoint_list": table_metadata(checkpoint_list(RunLayout(folder))),
         **{name: MetadataValue.path(str(path)) for name, path in paths.items()},
     }

@@ -9,11 +9,12 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from dagster import (
     AssetExecutionContext,
@@ -36,6 +37,9 @@ SCAN_INTERVAL_S = 1.0
 """Seconds between two scans of the process tree, which find descendants before their parents can die."""
 
 
+Observer: TypeAlias = Callable[[Path], Callable[[bool], object]]
+
+
 class AccelerateLauncher(ConfigurableResource):
     """Starts entry modules with `accelerate launch` in a Dagster Pipes session."""
 
@@ -46,29 +50,43 @@ class AccelerateLauncher(ConfigurableResource):
         "writes its checkpoint in this time.",
     )
 
-    def bind(self, context: AssetExecutionContext, settings: AccelerateSettings) -> Launch:
-        """Return a `Launch` whose processes write to the log of `context` and never outlive the step."""
+    def bind(
+        self, context: AssetExecutionContext, settings: AccelerateSettings, observer: Observer | None = None
+    ) -> Launch:
+        """Return a `Launch` whose processes write to the log of `context` and never outlive the step.
+
+        Args:
+            context: Context of the step.
+            settings: The recipe's `accelerate` settings.
+            observer: Called with the order before each launch. It returns a function that is called several
+                times per second with False while the processes run, and once with True after they have ended.
+        """
 
         def launch(module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
             command = launch_command(settings, module, order)
+            observe = _observe_nothing if observer is None else observer(order)
 
             with _session(context) as session_variables, tempfile.TemporaryDirectory() as folder:
                 variables = launch_environment(settings, Path(folder) / "error.json")
                 variables |= session_variables
                 output = _Output(Path(folder) / "output.txt")
                 status = _run_watched(
-                    command,
-                    variables=variables,
+                    partial(subprocess.Popen, command, env=variables),
                     output=output,
                     grace_s=self.grace_s,
                     context=context,
                     meanwhile=meanwhile,
+                    observe=observe,
                 )
                 if status != 0:
                     error_file = Path(folder) / "error.json"
                     raise launch_error(module, status, output=output.lines(), error_file=error_file)
 
         return launch
+
+
+def _observe_nothing(final: bool) -> None:
+    """Accept a call without an observer."""
 
 
 @contextmanager
@@ -90,15 +108,15 @@ def _session(context: AssetExecutionContext) -> Generator[Mapping[str, str]]:
 
 
 def _run_watched(
-    command: list[str],
+    start: Callable[..., subprocess.Popen[bytes]],
     *,
-    variables: Mapping[str, str],
     output: _Output,
     grace_s: float,
     context: AssetExecutionContext,
     meanwhile: Meanwhile | None,
+    observe: Callable[[bool], object],
 ) -> int:
-    """Run `command` in a new session until it ends, then stop the processes it left behind.
+    """Start a process in a new session, wait for its end, and stop the processes it left behind.
 
     An interruption of `meanwhile` or of the wait (Dagster's stop, SIGINT, SIGTERM, an error) first stops all
     processes.
@@ -109,15 +127,13 @@ def _run_watched(
     from pipeline.processes.tree import ProcessTree
 
     with output.file.open("wb") as file:
-        process = subprocess.Popen(
-            command, env=variables, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = start(stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     tree = ProcessTree(process.pid)
 
     try:
         if meanwhile is not None:
             meanwhile()
-        _wait(process, tree, output)
+        _wait(process, tree, output, observe)
     except BaseException as err:
         with _uninterrupted():
             context.log.info(f"stopping all processes within {grace_s:g} s ({type(err).__name__})")
@@ -130,13 +146,17 @@ def _run_watched(
     with _uninterrupted():
         tree.stop(grace_s=grace_s)
         output.forward(final=True)
+    observe(True)
     return process.returncode
 
 
-def _wait(process: subprocess.Popen[bytes], tree: ProcessTree, output: _Output) -> None:
+def _wait(
+    process: subprocess.Popen[bytes], tree: ProcessTree, output: _Output, observe: Callable[[bool], object]
+) -> None:
     next_scan_s = 0.0
     while process.poll() is None:
         output.forward()
+        observe(False)
         if time.monotonic() >= next_scan_s:
             tree.members()
             next_scan_s = time.monotonic() + SCAN_INTERVAL_S

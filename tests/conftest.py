@@ -91,7 +91,9 @@ class InProcessLaunch:
     def info(self, text: str) -> None:
         self.lines.append(text)
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         self.lines.append(f"{done}/{total} {text}")
 
 

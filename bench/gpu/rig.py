@@ -233,7 +233,10 @@ class Silent:
     def info(self, text: str) -> None:
         """Discard the message."""
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None:
+        """Discard the message."""
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         """Discard the message."""
 
 

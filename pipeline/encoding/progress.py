@@ -1,4 +1,4 @@
-"""Progress of the encoding processes: one line for all ranks, and a heartbeat during slow jobs."""
+"""Progress of the encoding processes: one count for all ranks, with the current job while none ends."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Protocol
 
 from pipeline.encoding.jobs import RESULTS_PATTERN
 
-HEARTBEAT_S = 5.0
-"""Maximum time without a line."""
+SLOW_JOB_S = 5.0
+"""Time without a finished job after which progress names the current one."""
 
-_LINE_S = 2.0
-"""Minimum time between two lines; the results of other ranks are read once per line."""
+_COUNT_INTERVAL_S = 2.0
+"""Shortest time between two counts, which read the results of all ranks."""
 
 
 class Report(Protocol):
@@ -26,7 +26,11 @@ class Report(Protocol):
         """Report a line of text."""
         ...
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None:
+        """Report work that cannot be counted, such as "loading the VAE"."""
+        ...
+
+    def progress(self, done: int, total: int, text: str, *, note: str = "") -> None:
         """Report that `done` of `total` jobs have ended."""
         ...
 
@@ -34,7 +38,7 @@ class Report(Protocol):
 class Progress:
     """Counts the finished jobs of all ranks; only rank 0 reports.
 
-    As a context manager, it also starts a thread that reports the current job if none ends for a while.
+    As a context manager, it also starts a thread that names the current job if none ends for a while.
     """
 
     def __init__(self, report: Report, folder: Path, *, jobs: Sized, what: str, rank: int) -> None:
@@ -56,8 +60,8 @@ class Progress:
         self._done = 0
         self._failed = 0
         self._lock = threading.Lock()
-        self._last_s = time.monotonic()
-        self._current = "loading the model"
+        self._counted_s = self._ended_s = time.monotonic()
+        self._current: str | None = None
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -75,16 +79,27 @@ class Progress:
         if self._reports:
             self._thread.join()
             if error is None:
-                self._line()
+                self._current = None
+                self._count_and_report()
+
+    def phase(self, text: str) -> None:
+        """Report what happens before the first job or after the last one, such as "loading the VAE"."""
+        self._current = None
+        if self._reports:
+            self._report.phase(text)
 
     def working_on(self, name: str) -> None:
-        """Set the current job, which the heartbeat names."""
-        self._current = name
+        """Set the current job, which is named if it is slow."""
+        is_first, self._current = self._current is None, name
+        if is_first and self._reports:
+            self._ended_s = time.monotonic()
+            self._count_and_report()  # speed is measured from the first job
 
     def ended(self) -> None:
         """Report progress after a job of this process, at most every two seconds."""
-        if self._reports and time.monotonic() - self._last_s >= _LINE_S:
-            self._line()
+        self._ended_s = time.monotonic()
+        if self._reports and self._ended_s - self._counted_s >= _COUNT_INTERVAL_S:
+            self._count_and_report()
 
     def say(self, text: str) -> None:
         """Report a line of text."""
@@ -92,12 +107,14 @@ class Progress:
             with self._lock:
                 self._report.info(text)
 
-    def _line(self) -> None:
+    def _count_and_report(self) -> None:
         with self._lock:
-            self._last_s = time.monotonic()
+            self._counted_s = time.monotonic()
             self._count()
-            failed = f", {self._failed} failed" if self._failed else ""
-            self._report.progress(self._done, len(self._jobs), f"{self._what}{failed}")
+            notes = [f"{self._failed} failed"] if self._failed else []
+            if self._current is not None and self._counted_s - self._ended_s >= SLOW_JOB_S:
+                notes.append(f"working on {self._current} for {self._counted_s - self._ended_s:.0f} s")
+            self._report.progress(self._done, len(self._jobs), self._what, note=", ".join(notes))
 
     def _count(self) -> None:
         """Count the results that each rank has appended since the last call."""
@@ -113,7 +130,5 @@ class Progress:
 
     def _beat(self) -> None:
         while not self._over.wait(1.0):
-            idle_s = time.monotonic() - self._last_s
-            if idle_s >= HEARTBEAT_S:
-                self.say(f"still working on {self._current}, {idle_s:.0f} s")
-                self._last_s = time.monotonic()
+            if self._current is not None and time.monotonic() - self._ended_s >= SLOW_JOB_S:
+                self._count_and_report()

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import traceback
 from collections.abc import Callable, Generator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 
 from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
@@ -16,12 +15,10 @@ from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
 from pipeline.errors import LatentlineError
 from pipeline.processes.guard import end_with_parent
 from pipeline.processes.launch import ERROR_FILE_VARIABLE
+from pipeline.reporting.progress import ProgressLines
 from pipeline.reporting.terminal import ProgressBar, open_progress_bar
 from pipeline.storage.atomic import write_text
 from pipeline.storage.os_errors import as_file_access_error
-
-PROGRESS_INTERVAL_S = 2.0
-"""Shortest time between two lines of progress; each line is a row in Dagster's event log."""
 
 
 class Reporter:
@@ -29,31 +26,23 @@ class Reporter:
 
     def __init__(self, log: Callable[[str], None], bar: ProgressBar | None = None) -> None:
         """Write lines with `log`, and draw progress on `bar` if there is one."""
+        self.lines = ProgressLines(log, bar=bar)
         self._log = log
         self._bar = bar
-        self._last_progress_s = float("-inf")
 
     def info(self, text: str) -> None:
         """Log `text`."""
         self._log(text)
 
-    def progress(self, done: int, total: int, text: str) -> None:
-        """Log the progress, at most once per `PROGRESS_INTERVAL_S` seconds, and always the last one.
+    def phase(self, text: str) -> None:
+        """Report work that cannot be counted, such as "loading the transformer (3/7)"."""
+        self.lines.phase(text)
 
-        With a bar, the bar shows the progress and only the last one is logged.
-
-        Args:
-            done: Number of items done, from 0 to `total`.
-            total: Number of all items.
-            text: Description of the items with their state, such as "steps, loss 0.1234".
-        """
-        if self._bar is not None and done < total:
-            self._bar.show(done, total, text)
-            return
-        now_s = time.monotonic()
-        if done >= total or now_s - self._last_progress_s >= PROGRESS_INTERVAL_S:
-            self._last_progress_s = now_s
-            self._log(f"{done}/{total} {text}")
+    def progress(self, done: int, total: int, text: str, *, unit: str = "", note: str = "") -> None:
+        """Report counted work. Only the last state is logged at once; see `ProgressLines.count`."""
+        self.lines.count(done, total, text, unit=unit, note=note)
+        if done >= total:
+            self.lines.finish(always=True)
 
     def close(self) -> None:
         """Clear the bar."""
@@ -65,7 +54,8 @@ class Reporter:
 def reporter() -> Generator[Reporter]:
     """Provide the `Reporter` of an entry module, end it with its parent, and hand its error to the launcher.
 
-    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error.
+    Rank 0 under Dagster reports through Dagster Pipes. Any other process prints to standard error. Only
+    rank 0 reports progress, from a thread that ends with the body.
 
     A `LatentlineError` of the body ends the process with status 1 and no traceback. It is printed, and
     written to the file from which the launching process raises it again. An error of the operating system,
@@ -82,7 +72,9 @@ def reporter() -> Generator[Reporter]:
     ):
         # The error is raised after the channel is closed, which would log it with a traceback otherwise.
         try:
-            yield report
+            with report.lines.in_background() if rank() == 0 else nullcontext():
+                report.phase("importing torch")
+                yield report
         except (LatentlineError, SystemExit) as err:
             error = err
         except Exception as err:

@@ -62,37 +62,43 @@ class ProgressBar:
         """Create a bar on `file`, which it closes; the first `show` draws it."""
         self._file = file
         self._drawn_s = float("-inf")
+        self._text = ""
         self._tqdm: tqdm[NoReturn] | None = None
 
-    def show(self, done: int, total: int | None, text: str) -> None:
+    def show(self, done: int | None, total: int | None, text: str, note: str = "") -> None:
         """Draw the current state, at most once per `REDRAW_S`.
 
         Args:
-            done: Number of items done.
+            done: Number of items done; None for a phase that cannot be counted, which shows only its time.
             total: Number of all items; None if unknown.
-            text: Description of the items.
+            text: Description of the items. Each description has a bar with its own time and speed.
+            note: State of the work, such as the current loss.
         """
         now_s = time.monotonic()
         if now_s - self._drawn_s < REDRAW_S:
             return
         self._drawn_s = now_s
 
-        if self._tqdm is None:
-            self._tqdm = self._start(done, total, text)
-        self._tqdm.n = done
-        self._tqdm.total = total
-        self._tqdm.set_description_str(text, refresh=False)
         with suppress(OSError):  # a closed terminal must not stop the job
+            if self._tqdm is None or text != self._text:
+                self._clear()
+                self._tqdm, self._text = self._start(done, total, text), text
+            self._tqdm.n = done or 0
+            self._tqdm.total = total
+            self._tqdm.set_postfix_str(note, refresh=False)
             self._tqdm.refresh()
 
     def close(self) -> None:
         """Clear the line and close the file."""
         with suppress(OSError):
-            if self._tqdm is not None:
-                self._tqdm.close()
+            self._clear()
             self._file.close()
 
-    def _start(self, done: int, total: int | None, text: str) -> tqdm[NoReturn]:
+    def _clear(self) -> None:
+        if self._tqdm is not None:
+            self._tqdm.close()
+
+    def _start(self, done: int | None, total: int | None, text: str) -> tqdm[NoReturn]:
         from tqdm import tqdm
 
         tqdm.monitor_interval = 0  # `show` redraws the bar, so tqdm's monitor thread is not needed
@@ -100,8 +106,9 @@ class ProgressBar:
         columns, lines = size or _DEFAULT_SIZE
         return tqdm(
             total=total,
-            initial=done,
+            initial=done or 0,
             desc=text,
+            bar_format="{desc}: {elapsed}" if done is None else None,
             file=self._file,
             leave=False,
             dynamic_ncols=size is not None,

@@ -19,6 +19,7 @@ import polars as pl
 from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
+from pipeline.errors import counted
 from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
@@ -255,7 +256,7 @@ def _train(
             stale.unlink()
 
     write_atomically(layout.folder / SAMPLES_FILE, table.write_parquet)
-
+    log(f"starting {counted(job.recipe.accelerate.num_processes, 'training process', 'training processes')}")
     launched_at_s = time.time()
     launch(MODULE, job.write())
     returned_at_s = time.time()

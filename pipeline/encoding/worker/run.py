@@ -104,8 +104,9 @@ def run(
         if (reason := why_no_gpu()) is not None:
             progress.say(f"warning: {reason}")
 
+        progress.phase("loading the VAE" if order.kind == "latents" else "loading the text encoders")
         encoder = open_encoder(order, device, progress)
-        progress.working_on("waiting for the list of missing entries")
+        progress.phase("waiting for the list of missing entries")
         len(order.jobs)
 
         start_s = time.perf_counter()

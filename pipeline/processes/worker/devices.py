@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from pipeline.errors import LatentlineError, LaunchError, counted
+from pipeline.reporting import progress
 
 DRIVER_FILES = (Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl"))
 """Files that exist while NVIDIA's driver is loaded."""
@@ -98,6 +99,13 @@ def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
+
+
+def used_memory_text() -> str:
+    """Return the memory in use for a progress line: this process's GPU memory, or its resident memory."""
+    if not torch.cuda.is_initialized():
+        return progress.memory_text()
+    return f"{torch.cuda.memory_reserved() / 2**30:.1f} GiB of GPU memory"
 
 
 def memory_text() -> str:

@@ -20,8 +20,10 @@ def main(order_file: Path) -> None:
         from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
+        from pipeline.processes.worker.devices import used_memory_text
         from pipeline.text_embeddings.worker.run import run
 
+        report.lines.memory = used_memory_text
         run(order_file, report, rank=rank(), num_ranks=int(os.environ.get("WORLD_SIZE", "1")))
 
 

@@ -12,18 +12,25 @@ from pipeline.processes.pipes import reporter
 def main(order_path: Path) -> None:
     """Train; exit with status 143 after a stop request, once a checkpoint is saved."""
     with reporter() as report:
+        from pipeline.processes.launch import cpu_threads
+        from pipeline.trained_lora.job import read_job
+        from pipeline.trained_lora.worker import startup
+
+        job = read_job(order_path)
+        startup.Startup(job, report.phase).begin(startup.IMPORTS)
+
         # Imported here, so that a failure to import torch reaches the reporter.
         import torch
 
         from pipeline.models.worker.loading import keep_quiet
-        from pipeline.processes.launch import cpu_threads
-        from pipeline.trained_lora.job import read_job
+        from pipeline.processes.worker.devices import used_memory_text
         from pipeline.trained_lora.worker.loop import STOPPED_STATUS, stop_on_signals, train
 
+        report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
         keep_quiet()
         with stop_on_signals() as stop:
-            finished = train(read_job(order_path), report, stop)
+            finished = train(job, report, stop)
         if not finished:
             raise SystemExit(STOPPED_STATUS)
 

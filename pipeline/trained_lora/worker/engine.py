@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +19,7 @@ from pipeline.errors import TrainingError
 from pipeline.processes.worker.devices import own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
+from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.adapter.lora import (
     adapted_networks,
     adapter_state,
@@ -88,8 +89,10 @@ class Engine:
         weights: Trained weights of all networks.
     """
 
-    def __init__(self, job: TrainingJob, family: WorkerFamily) -> None:
+    def __init__(self, job: TrainingJob, family: WorkerFamily, begin: Callable[[str], object] = bool) -> None:
         """Load the base model, add a fresh adapter and prepare both with accelerate.
+
+        `begin` receives each phase of `startup` when it begins.
 
         Raises:
             TrainingError: A setting needs a missing GPU or package, does not fit the model, or does not match
@@ -100,8 +103,7 @@ class Engine:
         self._settings = job.recipe.training
         lora = self._settings.lora
 
-        # The family's default targets all receive gradients. Other targets, and the last layers of CLIP, may
-        # not.
+        # The family's default targets all receive gradients. Others, and CLIP's last layers, may not.
         all_weights_used = lora.family_modules and lora.text_encoders is None
         self.accelerator = make_accelerator(
             job.recipe.accelerate,
@@ -113,7 +115,9 @@ class Engine:
         self.scheduler = make_noise_scheduler(family, self._settings)
 
         device = str(self.accelerator.device)
-        self.denoiser = self._add_adapter(load_base(family, job.recipe, device))
+        self.denoiser = self._add_adapter(load_base(family, job.recipe, device), begin)
+        if lora.text_encoders is not None:
+            begin(startup.TEXT_ENCODERS)
         self.text = None if lora.text_encoders is None else TextEncoders(family, job.recipe, device)
         self.networks = adapted_networks(self.denoiser, self.text_networks)
         if lora.start_from is not None:
@@ -137,7 +141,8 @@ class Engine:
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
 
-    def _add_adapter(self, denoiser: nn.Module) -> nn.Module:
+    def _add_adapter(self, denoiser: nn.Module, begin: Callable[[str], object]) -> nn.Module:
+        begin(startup.ADAPTER)
         lora, seed = self._settings.lora, self._settings.seed
         add_lora(cast("ModelMixin", denoiser), lora, targets=self._family.lora_targets(), seed=seed)
         if lora.starts_from_base_weights:

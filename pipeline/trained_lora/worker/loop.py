@@ -24,6 +24,7 @@ from pipeline.trained_lora.export.metadata import header_metadata
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker import startup
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
     checkpoint_path,
@@ -41,6 +42,7 @@ from pipeline.trained_lora.worker.metrics import MetricsLog
 from pipeline.trained_lora.worker.out_of_memory import out_of_memory_error
 from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
+from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.trackers import start_trackers
 from pipeline.trained_lora.worker.validation import Validation
 
@@ -82,8 +84,12 @@ class Report(Protocol):
         """Log a line."""
         ...
 
-    def progress(self, done: int, total: int, text: str) -> None:
-        """Show how much of the work is done."""
+    def phase(self, text: str) -> None:
+        """Report work that cannot be counted."""
+        ...
+
+    def progress(self, done: int, total: int, text: str, *, unit: str = "", note: str = "") -> None:
+        """Report how much of the work is done."""
         ...
 
 
@@ -124,6 +130,7 @@ class _TrainingRun:
         validation: Validation on the holdout; None without one.
         warnings: Warnings for the result file.
         resumed_from: Steps that were done when this process started.
+        startup: Phases before the first step.
     """
 
     def __init__(self, job: TrainingJob, report: Report) -> None:
@@ -132,8 +139,10 @@ class _TrainingRun:
         self.plan = job.plan()
         self.paths = RunLayout(job.folder)
         self.family = load_family(job.base, job.component_folders)
+        self.startup = Startup(job, report.phase)
+        self.startup.begin(self.startup.base)
         with out_of_memory_as(partial(out_of_memory_error, job.recipe, "while the base model was loaded")):
-            self.engine = Engine(job, self.family)
+            self.engine = Engine(job, self.family, self.startup.begin)
         self.main = self.engine.accelerator.is_main_process
         self.exporter = Exporter(self.family, job.recipe.name, header_metadata(job, self.family))
         holdout = job.inputs.held_out
@@ -173,6 +182,7 @@ class _TrainingRun:
             )
             choice = [newest.step if newest else None]
             if newest is None:
+                self.startup.begin(startup.PREFLIGHT)
                 export = partial(self.exporter.export, self.engine.networks)
                 run_preflight(self.engine, self.paths, self.job.run, export)
         broadcast_object_list(choice)
@@ -180,6 +190,7 @@ class _TrainingRun:
         self._log_start(choice[0])
         if choice[0] is None:
             return 0
+        self.startup.begin(startup.RESUME)
         path = checkpoint_path(self.paths.checkpoints, choice[0])
         self.engine.restore(load_checkpoint(path, self.job.run))
         self.resumed_from = choice[0]
@@ -206,6 +217,7 @@ class _TrainingRun:
         self, start: int, inputs: Generator[tuple[StepPlan, MicroInput]], stop: StopRequest
     ) -> int:
         """Train from step `start` to the end of the plan or a stop request; return the steps done."""
+        self.startup.begin(self.startup.first_step)
         steps_done = start
         if not self._any_rank_stops(stop):
             for number, batch in self.plan.iterate(start):
@@ -240,13 +252,14 @@ class _TrainingRun:
         if self.metrics is None:
             return
         self.metrics.step(batch, outcome, seconds)
-        text = f"steps, loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
-        self.report.progress(batch.step + 1, len(self.plan), text)
+        note = f"loss {outcome.loss:.4f}, learning rate {outcome.learning_rate:.3g}"
+        self.report.progress(batch.step + 1, len(self.plan), "training", unit="step", note=note)
 
     def _checkpoint(self, steps_done: int, *, stopping: bool) -> None:
         """Save a checkpoint if one is due, the run stops, or the plan is complete."""
         due = steps_done % self.job.recipe.training.checkpoint_every == 0
         if self.metrics is not None and (due or stopping or steps_done == len(self.plan)):
+            self.report.phase(f"saving the checkpoint of step {steps_done}")
             self.metrics.sync()
             self._save(self.engine.state(steps_done))
 
@@ -283,6 +296,7 @@ class _TrainingRun:
         """Measure the validation loss and draw previews, each if it is due."""
         settings = self.job.recipe.training
         if self.validation is not None and self._due(settings.validate_every, steps_done):
+            self._begin_after(steps_done, startup.VALIDATION, "measuring the validation loss")
             with self.engine.result_weights():
                 loss = self.validation.loss(self.engine)
             if self.metrics is not None:
@@ -290,9 +304,16 @@ class _TrainingRun:
                 self.report.info(f"validation loss after {counted(steps_done, 'step')}: {loss.mean:.4f}")
 
         if self.metrics is not None and self._due(settings.sample_every, steps_done):
+            self._begin_after(steps_done, startup.PREVIEWS, "drawing previews")
             with self.engine.result_weights():
                 files = draw_previews(self.job, self.family, self.engine, step=steps_done, warn=self._warn)
             self.metrics.previews(steps_done, files)
+
+    def _begin_after(self, steps_done: int, startup_phase: str, text: str) -> None:
+        if steps_done == 0:
+            self.startup.begin(startup_phase)
+        else:
+            self.report.phase(f"{text} after step {steps_done}")
 
     def _due(self, every: int, steps_done: int) -> bool:
         return every > 0 and (steps_done % every == 0 or steps_done == len(self.plan))
@@ -307,6 +328,7 @@ class _TrainingRun:
 
     def _finish(self) -> None:
         """Export the result and write `result.json`."""
+        self.report.phase("exporting and verifying the LoRA")
         shutil.rmtree(self.paths.last_good, ignore_errors=True)
         files = self._export_result(self.paths.exported, step=len(self.plan))
         with self.engine.result_weights():

@@ -28,12 +28,12 @@ def draw_pictures(pictures: PictureJobs, encoder: LatentEncoder, store: Store, p
     """
     drawn = {each.key for each in report.read(pictures.folder, list(pictures.keys))}
     ratios: list[float] = []
+    progress.phase("decoding latents for the report")
     for job in pictures.jobs:
         key = job.spec.key
         if key in drawn or not store.check(job.spec).valid:
             continue
 
-        progress.working_on(f"the picture of {job.name}")
         start_s = time.perf_counter()
         try:
             pair = _image_and_decoded(encoder, job, store)

@@ -97,7 +97,9 @@ class _StderrListener:
     def info(self, text: str) -> None:
         sys.stderr.write(text + "\n")
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         sys.stderr.write(f"{done}/{total} {text}\n")
 
 

@@ -24,7 +24,9 @@ class StdoutListener:
     def info(self, text: str) -> None:
         sys.stdout.write(text + "\n")
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         sys.stdout.write(f"{done}/{total} {text}\n")
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -132,8 +133,10 @@ class Listener:
     def info(self, text: str) -> None:
         self.lines.append(text)
 
-    def progress(self, counts: int, total: int, text: str) -> None:
-        self.lines.append(f"{counts}/{total} {text}")
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, counts: int, total: int, text: str, **details: str) -> None:
+        self.lines.append(f"{counts}/{total} {text} {details['note']}".rstrip())
 
 
 def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Path) -> None:
@@ -146,23 +149,22 @@ def test_T05_only_rank_0_logs_progress_with_one_line_for_all_ranks(tmp_path: Pat
         writer.ended("b", Failure("x", "y", "z"))
     with Progress(listener, tmp_path, jobs=range(3), what="latents", rank=0):
         pass
-    assert listener.lines == ["2/3 latents, 1 failed"]
+    assert listener.lines == ["2/3 latents 1 failed"]
     assert other.lines == []
 
 
 def test_L16_the_heartbeat_names_the_file_that_is_taking_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import time
-
-    monkeypatch.setattr("pipeline.encoding.progress.HEARTBEAT_S", 0.01)
+    monkeypatch.setattr("pipeline.encoding.progress.SLOW_JOB_S", 0.01)
     listener = Listener()
     with Progress(listener, tmp_path, jobs=range(1), what="latents", rank=0) as progress:
         progress.working_on("photos/huge.tif")
         deadline = time.monotonic() + 60
-        while not listener.lines and time.monotonic() < deadline:
+        while len(listener.lines) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert "photos/huge.tif" in listener.lines[0]
+    assert listener.lines[0] == "0/1 latents"
+    assert listener.lines[1].startswith("0/1 latents working on photos/huge.tif for ")
 
 
 def test_progress_counts_each_result_once(tmp_path: Path) -> None:
@@ -173,9 +175,9 @@ def test_progress_counts_each_result_once(tmp_path: Path) -> None:
     text = "".join(lines)
     for end in range(0, len(text) + 1, 7):
         path.write_text(text[:end])
-        progress._line()
+        progress._count_and_report()
     path.write_text(text)
-    progress._line()
+    progress._count_and_report()
     counts = [int(line.split("/")[0]) for line in listener.lines]
     assert counts == sorted(counts)
     assert counts[-1] == 4

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -26,23 +28,31 @@ def test_without_dagster_lines_go_to_standard_error(capsys: pytest.CaptureFixtur
     assert capsys.readouterr() == ("", "3 images\n")
 
 
-def test_O09_progress_is_throttled_except_for_the_first_and_the_last_line() -> None:
+def test_O09_fast_progress_writes_only_its_last_line() -> None:
     lines: list[str] = []
     report = Reporter(lines.append)
-    for done in range(1, 1001):
-        report.progress(done, 1000, "images")
-    assert lines == ["1/1000 images", "1000/1000 images"]
+    with report.lines.in_background():
+        for done in range(1, 1001):
+            report.progress(done, 1000, "images encoded")
+    assert [line.split(", ")[0] for line in lines] == ["images encoded: 1,000 of 1,000"]
 
 
 def test_with_a_bar_only_the_end_of_the_progress_is_logged(tmp_path: Path) -> None:
     lines: list[str] = []
     terminal = tmp_path / "terminal"
     report = Reporter(lines.append, ProgressBar(terminal.open("w", encoding="utf-8")))
+    report.phase("loading the UNet (2/6)")
+    report.lines.tick()
     for done in range(1, 41):
-        report.progress(done, 40, "latents encoded")
+        report.progress(done, 40, "training", unit="step", note="loss 0.1234")
+        time.sleep(0.01)
+        report.lines.tick()
     report.close()
-    assert lines == ["40/40 latents encoded"]
-    assert "1/40" in terminal.read_text(encoding="utf-8")
+
+    assert [line.split(",")[0] for line in lines] == ["training: step 40 of 40"]
+    drawn = terminal.read_text(encoding="utf-8")
+    assert "loading the UNet (2/6): 00:0" in drawn
+    assert re.search(r"training: .*\d+/40 .*loss 0\.1234", drawn)
 
 
 def test_an_error_ends_the_process_without_a_traceback_and_is_written_for_the_launcher(

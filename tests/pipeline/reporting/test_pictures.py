@@ -149,4 +149,4 @@ def test_slow_thumbnails_report_progress(tmp_path: Path, monkeypatch: pytest.Mon
     images = [SheetImage(SourceFile(SlowSource(tmp_path), "a.png"))] * 3
     assert contact_sheet([SheetRow("slow", images)], log=lines.append).startswith(b"\xff\xd8")
     assert lines
-    assert all(line.startswith("thumbnails drawn: ") and " of 3 " in line for line in lines)
+    assert all(line.startswith("thumbnails drawn: ") and " of 3, " in line for line in lines)

@@ -55,7 +55,9 @@ class InProcessLaunch:
 
     def info(self, text: str) -> None: ...
 
-    def progress(self, completed: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, completed: int, total: int, text: str, **details: str) -> None:
         if self.stop_after is not None and completed >= self.stop_after:
             self._stop.requested = True
 
@@ -110,7 +112,12 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
     assert "1. `a 'red' cat`" in (lora / "README.md").read_text()
-    assert {path.name for path in report.iterdir()} == {"loss.png", "samples.jpg", "sample_losses.parquet"}
+    assert {path.name for path in report.iterdir()} == {
+        "before_after.jpg",
+        "loss.png",
+        "sample_losses.parquet",
+        "samples.jpg",
+    }
     run(project.changed("output", sample_every=0, seed=8), launch)
     assert not (lora / "samples.jpg").exists()
     assert not (report / "samples.jpg").exists()

@@ -29,14 +29,14 @@ def convert_components(job: ConversionJob, progress: Callable[[int, int, str], N
 
     Args:
         job: Components to write, and the folder.
-        progress: Receives the number of finished components, their total, and the next one.
+        progress: Receives the number of finished components, their total, and what happens next.
 
     Raises:
         ModelError: A component lacks weights, or its shape differs from the configuration.
     """
     family = detect(job.reference)
     for index, (role, component) in enumerate(job.components.items()):
-        progress(index, len(job.components), role)
+        progress(index, len(job.components), f"converting {role}")
         network = _load(job, family, role, component)
         _require_complete(network, job, role, component)
 
@@ -45,7 +45,7 @@ def convert_components(job: ConversionJob, progress: Callable[[int, int, str], N
         shutil.copyfile(job.reference / role / "config.json", target / "config.json")
         del network
         gc.collect()
-    progress(len(job.components), len(job.components), "components")
+    progress(len(job.components), len(job.components), "components converted")
 
 
 def _load(job: ConversionJob, family: Family, role: str, component: ComponentJob) -> Any:

@@ -57,7 +57,9 @@ class RecordingReport:
     def info(self, text: str) -> None:
         self.lines.append(text)
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         self.lines.append(f"{done}/{total} {text}")
         if self.act is not None and done >= self.stop_after:
             self.act()

@@ -19,7 +19,9 @@ class Silent:
     def info(self, text: str) -> None:
         pass
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         pass
 
 

@@ -28,7 +28,9 @@ class StopsAt:
 
     def info(self, text: str) -> None: ...
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         if done + 1 >= self.steps:
             self.stop.requested = True
 

@@ -177,7 +177,9 @@ class InProcessLaunch:
 
     def info(self, text: str) -> None: ...
 
-    def progress(self, done: int, total: int, text: str) -> None:
+    def phase(self, text: str) -> None: ...
+
+    def progress(self, done: int, total: int, text: str, **details: str) -> None:
         if self.stop_after is not None and done + 1 >= self.stop_after:
             self.stop.requested = True
 

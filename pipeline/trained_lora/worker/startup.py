@@ -1,0 +1,57 @@
+"""The phases of a training run before its first step, for its progress: "loading the transformer (3/7)"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeline.models.families import detect
+from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list
+
+if TYPE_CHECKING:
+    from pipeline.trained_lora.job import TrainingJob
+
+IMPORTS = "importing torch"
+TEXT_ENCODERS = "loading the text encoders"
+ADAPTER = "adding the LoRA"
+PREFLIGHT = "testing checkpoint and export"
+RESUME = "loading the checkpoint"
+VALIDATION = "measuring the validation loss before training"
+PREVIEWS = "drawing previews before training"
+
+
+class Startup:
+    """Reports the phases of one run's start with their number and total.
+
+    Attributes:
+        base: Phase in which the base model is loaded, such as "loading the transformer".
+        first_step: Phase of the first step, which also compiles the model if `training.compile` is set.
+    """
+
+    def __init__(self, job: TrainingJob, report: Callable[[str], object]) -> None:
+        """Find the phases of `job`, whose texts `report` receives; imports no torch."""
+        training = job.recipe.training
+        denoiser = "UNet" if detect(job.base).denoiser_name == "unet" else "transformer"
+        self.base = f"loading the {denoiser}"
+        self.first_step = "compiling and first step" if training.compile else "first step"
+        self._report = report
+
+        resumes = bool(checkpoint_list(RunLayout(job.folder)))
+        validates = training.validate_every > 0 and bool(job.inputs.held_out)
+        applies = {
+            IMPORTS: True,
+            self.base: True,
+            ADAPTER: True,
+            TEXT_ENCODERS: training.lora.text_encoders is not None,
+            RESUME: resumes,
+            PREFLIGHT: not resumes,
+            VALIDATION: validates and not resumes,
+            PREVIEWS: training.sample_every > 0 and not resumes,
+            self.first_step: True,
+        }
+        self._phases = [phase for phase, applied in applies.items() if applied]
+
+    def begin(self, phase: str) -> None:
+        """Report the start of a phase, without a number if a damaged checkpoint made it unforeseen."""
+        number = f" ({self._phases.index(phase) + 1}/{len(self._phases)})" if phase in self._phases else ""
+        self._report(f"{phase}{number}")

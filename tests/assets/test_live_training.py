@@ -1,0 +1,131 @@
+"""Observations of a training whose worker process is still running, in a real event log."""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from dagster import (
+    AssetExecutionContext,
+    AssetKey,
+    DagsterInstance,
+    Output,
+    asset,
+    build_sensor_context,
+    materialize,
+)
+
+from assets.definitions import build_definitions
+from assets.live_training import observe_training
+from pipeline.recipe import Recipe, recipe_from_mapping
+from resources.launcher import AccelerateLauncher
+
+ROOT = Path(__file__).resolve().parents[2]
+KEY = AssetKey(["flowers", "trained_lora"])
+
+WORKER = """
+import json, pathlib, sys, time
+
+folder = pathlib.Path(sys.argv[1]).parent
+(folder / "logs").mkdir()
+line = {"step": 0, "samples": 4, "loss": 0.5, "learning_rate": 1e-4, "seconds": 0.5, "memory_bytes": 2**30}
+(folder / "logs" / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
+
+end_s = time.monotonic() + 240
+while not (folder / "observed").exists() and time.monotonic() < end_s:
+    time.sleep(0.05)
+"""
+"""A worker that logs one step and then waits until the test has seen its observation."""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    (tmp_path / "data").mkdir()
+    values = {
+        "datasets": [{"name": "photos", "path": tmp_path / "data"}],
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "out",
+        "model": {"base": "models/none"},
+    }
+    return recipe_from_mapping("flowers", values)
+
+
+@pytest.fixture
+def order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "worker_under_test.py").write_text(WORKER, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{tmp_path}")
+    file = tmp_path / "run" / "order.json"
+    file.parent.mkdir()
+    job = {"recipe": {"training": {"steps": 100}}, "prompts": []}
+    file.write_text(json.dumps(job), encoding="utf-8")
+    return file
+
+
+def train(recipe: Recipe, order: Path, instance: DagsterInstance) -> str:
+    """Launch the worker in the asset flowers/trained_lora, and return the run's id."""
+
+    @asset(key=KEY)
+    def trained_lora(context: AssetExecutionContext, launcher: AccelerateLauncher) -> Iterator[Output[int]]:
+        launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
+        launch("worker_under_test", order)
+        yield Output(1)
+
+    result = materialize([trained_lora], resources={"launcher": AccelerateLauncher()}, instance=instance)
+    assert result.success
+    return result.run_id
+
+
+class Ticks:
+    """Ticks of the sensor `flowers_dataset_changed`."""
+
+    def __init__(self, recipe: Recipe, instance: DagsterInstance) -> None:
+        self.repository = build_definitions([recipe]).get_repository_def()
+        self.sensor = self.repository.get_sensor_def("flowers_dataset_changed")
+        self.instance = instance
+        self.cursor: str | None = None
+
+    def num_requests(self) -> int:
+        """Evaluate one tick, and return the number of runs that it requests."""
+        context = build_sensor_context(
+            self.instance, cursor=self.cursor, repository_def=self.repository, sensor_name=self.sensor.name
+        )
+        result = self.sensor.evaluate_tick(context)
+        self.cursor = result.cursor
+        return len(result.run_requests or [])
+
+
+@pytest.mark.timeout(600)
+def test_the_observation_of_a_step_is_in_the_event_log_while_its_worker_runs(
+    recipe: Recipe, order: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with DagsterInstance.local_temp(str(tmp_path_factory.mktemp("dagster"))) as instance:
+        ticks = Ticks(recipe, instance)
+        assert [ticks.num_requests(), ticks.num_requests()] == [0, 1], "new files request one run"
+        is_materialized: list[bool] = []
+
+        def wait_for_observation() -> None:
+            end_s = time.monotonic() + 240
+            while not instance.fetch_observations(KEY, limit=1).records and time.monotonic() < end_s:
+                time.sleep(0.1)
+            is_materialized.append(instance.get_latest_materialization_event(KEY) is not None)
+            (order.parent / "observed").touch()
+
+        watcher = threading.Thread(target=wait_for_observation)
+        watcher.start()
+        run = train(recipe, order, instance)
+        watcher.join()
+
+        (record,) = instance.fetch_observations(KEY, limit=10).records
+        assert record.asset_observation is not None
+        values = {name: value.value for name, value in record.asset_observation.metadata.items()}
+        numbers = {"step": 1, "steps": 100, "loss": 0.5, "learning_rate": 1e-4, "steps_per_second": 2.0}
+        assert values == {**numbers, "samples_per_second": 8.0, "memory_gib": 1.0, "dagster_run": run}
+
+        assert is_materialized == [False], "an observation must not count as a materialization"
+        (materialization,) = instance.fetch_materializations(KEY, limit=10).records
+        assert record.storage_id < materialization.storage_id
+        assert [ticks.num_requests(), ticks.num_requests()] == [0, 0], "an observation requests no run"
+        assert [each.run_id for each in instance.get_runs()] == [run]
