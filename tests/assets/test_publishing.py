@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
     values = {
         "datasets": [{"name": "photos", "path": tmp_path / "data"}],
         "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
+        "model": {"base": tiny_sd},
     }
     return recipe_from_mapping("flowers", values)
 
@@ -242,7 +242,7 @@ def test_short_values_come_before_long_ones_and_files_last(recipe: Recipe, tmp_p
     assert isinstance((materialization.metadata or {})["worst"], TableMetadataValue)
 
 
-def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path) -> None:
+def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path, tiny_sd: Path) -> None:
     (tmp_path / "data").mkdir()
     Image.new("RGB", (64, 48), "red").save(tmp_path / "data" / "rose.png")
     (tmp_path / "data" / "rose.txt").write_text("a red rose")
@@ -250,7 +250,7 @@ def test_the_dataset_page_is_linked_from_both_assets(tmp_path: Path) -> None:
         "datasets": [{"name": "photos", "path": tmp_path / "data"}],
         "cache_dir": tmp_path / "cache",
         "output_dir": tmp_path / "out",
-        "model": {"base": "models/none"},
+        "model": {"base": tiny_sd},
         "buckets": {"resolution": 64, "step": 8},
     }
     graph = build_definitions([recipe_from_mapping("flowers", values)]).get_repository_def().asset_graph

@@ -154,7 +154,7 @@ def test_a_message_about_a_job_names_the_recipe_s_own_job(tmp_path: Path, argume
     write(tmp_path, base=str(tmp_path))
     completed = latentline(*arguments, configs=tmp_path)
     assert completed.returncode == 1
-    assert "-j flowers_cache" in completed.stderr
+    assert "latentline run flowers --cache-only" in completed.stderr
 
 
 @pytest.mark.parametrize("name", COMMANDS)
