@@ -77,4 +77,4 @@ def test_progress_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     list(in_threads(wait_for_progress, range(2000), log=lines.append, doing="images read"))
     assert lines[0].startswith("images read: ")
-    assert " of 2,000 (" in lines[0]
+    assert " of 2,000, " in lines[0]

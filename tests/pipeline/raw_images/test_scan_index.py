@@ -165,7 +165,7 @@ def test_comparing_files_reports_progress(filled: Folder, monkeypatch: pytest.Mo
     unchanged = scan_index.unchanged_files({"d": SlowSource(filled.root)}, raw, log=lines.append)
     assert sorted(unchanged["sample_id"]) == ["d/a.png", "d/sub/b.png"]
     assert lines
-    assert all(line.startswith("files compared: ") and " of 3 " in line for line in lines)
+    assert all(line.startswith("files compared: ") and " of 3, " in line for line in lines)
 
 
 @pytest.mark.usefixtures("settled")

@@ -87,7 +87,7 @@ def test_the_error_about_a_missing_table_names_its_path_and_the_job_that_creates
     with pytest.raises(TableError, match="table of vae_latents does not exist") as excinfo:
         Tables(tmp_path).read("vae_latents")
     assert "vae_latents.parquet" in excinfo.value.where
-    assert "_cache" in excinfo.value.fix
+    assert "latentline run <recipe> --cache-only" in excinfo.value.fix
 
 
 def test_L06_a_truncated_table_is_an_error_with_its_path_and_never_a_previous_table(tmp_path: Path) -> None:
