@@ -41,7 +41,7 @@ def recipe(tmp_path: Path) -> Recipe:
     values = {
         "datasets": [{"name": "photos", "path": tmp_path / "data"}],
         "output_dir": tmp_path / "out",
-        "model": {"base": tiny_sd},
+        "model": {"base": "models/none"},
     }
     return recipe_from_mapping("flowers", values)
 
