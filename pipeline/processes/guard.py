@@ -40,7 +40,9 @@ def end_with_parent() -> None:
     os.environ[PARENT_VARIABLE] = str(os.getpid())
 
 
-def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, on_death: Callable[[], object] = bool) -> None:
+def watch_parent(
+    interval_s: float = WATCH_INTERVAL_S, *, on_death: Callable[[], object] | None = None
+) -> None:
     """Poll for the parent named in the environment, and end this process when it is gone.
 
     This complements `end_with_parent` on systems without its kernel request, and for processes that block or
@@ -55,7 +57,8 @@ def watch_parent(interval_s: float = WATCH_INTERVAL_S, *, on_death: Callable[[],
     def watch() -> None:
         while not parent_is_gone(parent):
             time.sleep(interval_s)
-        on_death()
+        if on_death is not None:
+            on_death()
         os._exit(128 + signal.SIGTERM)
 
     if parent:

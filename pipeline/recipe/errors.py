@@ -197,6 +197,7 @@ def _type_fix(path: KeyPath, value: Any, expected: str) -> str:
         first = next(iter(cast("dict[str, Any]", value)))
         fix = f"make it a list item: put a dash before its first key, - {first}: ..., and indent the rest"
     elif expected == "a list":
+        # A scalar is most likely the only item of the intended list.
         item = json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else "..."
         key = next(part for part in reversed(path) if isinstance(part, str))
         fix = f"write a list: {key}: [{item}]"

@@ -129,14 +129,15 @@ class ProgressLines:
                 self._write(activity)
 
     @contextmanager
-    def in_background(self, update: Callable[[], object] = bool) -> Generator[None]:
-        """Call `tick` in a thread until the body ends, each time after `update`."""
+    def in_background(self, update: Callable[[], object] | None = None) -> Generator[None]:
+        """Call `tick` in a thread until the body ends, each time after `update` if there is one."""
         finished = threading.Event()
 
         def report() -> None:
             wait_s = TICK_S if self._bar is None else BAR_AFTER_S
             while not finished.wait(wait_s):
-                update()
+                if update is not None:
+                    update()
                 self.tick()
                 wait_s = TICK_S if self._bar is None else terminal.REDRAW_S
 

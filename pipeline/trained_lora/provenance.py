@@ -45,13 +45,13 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
     """
     tables = Tables(recipe.output_dir)
     paths = {asset: tables.path(asset) for asset in ASSETS if asset != "trained_lora"}
+    table_digests = {asset: file_sha256(path) if path.is_file() else None for asset, path in paths.items()}
+
     return {
         "recipe": shareable(recipe),
         "facts": facts,
         "samples": _samples_record(table),
-        "tables_sha256": {
-            asset: file_sha256(path) if path.is_file() else None for asset, path in paths.items()
-        },
+        "tables_sha256": table_digests,
         "model": {
             "base": _shareable_path(recipe.model.base),
             "revision": recipe.model.revision,

@@ -99,7 +99,7 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
     """Hold the run's lock for the body.
 
     Raises:
-        TrainingError: The run does not exist, or a process trains it.
+        TrainingError: The run does not exist, or another process is training it.
     """
     if not layout.folder.is_dir():
         names = ", ".join(path.parent.name for path in sorted(layout.folder.parent.glob("*/run.json")))
@@ -108,6 +108,7 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
             where=str(layout.folder.parent),
             fix=f"choose one of {names}" if names else "train the recipe first",
         )
+
     lock = FileLock(layout.lock, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
@@ -117,6 +118,7 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
             where=str(layout.lock),
             fix=f"wait until it has finished, stop it, or use the files in {layout.checkpoints}/step-*",
         ) from err
+
     try:
         yield
     finally:

@@ -131,7 +131,6 @@ def train_lora(
             watch.startup_s = finished["startup_s"]
         else:
             log(f"run {job.run} is finished and unchanged: nothing is launched")
-
         if finished.get("epochs") != epochs:
             finished["epochs"] = epochs
             mark_finished(layout, finished)
@@ -141,12 +140,8 @@ def train_lora(
             write_run_report(job, layout)
         mirror_folder(layout.report, recipe.output_dir / "reports" / "trained_lora")
 
-    report = {
-        **_report(job, finished, launched=launched),
-        "published_step": published_step,
-        "overrides": changes,
-        **watch.numbers(),
-    }
+    report = _report(job, finished, launched=launched)
+    report |= {"published_step": published_step, "overrides": changes, **watch.numbers()}
     return StageResult(table, empty("rejected"), report)
 
 

@@ -18,6 +18,7 @@ from pipeline.models.size_multiple import local_family
 from pipeline.recipe.isolation import START_KEY
 from pipeline.recipe.settings import one_of
 from pipeline.trained_lora.export.lora_files import LAYOUTS, Layout, layout_file, lora_file
+from pipeline.trained_lora.run_folder import ADAPTER_FILE, OPTIMIZER_FILE
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
@@ -97,6 +98,7 @@ def require_start_file(recipe: Recipe) -> None:
 
     where = f"{recipe.source}, {START_KEY}: {path}"
     _require_file(path, where)
+    _require_no_checkpoint_state(path, where)
     contents = _read(path, where)
     family = local_family(recipe)
     differences = [*_kind_differences(contents, lora, family), *_rank_differences(contents, lora, family)]
@@ -125,6 +127,23 @@ def _require_file(path: Path, where: str) -> None:
     )
     fix += "" if closest else ", relative to the project root"
     raise TrainingError("the LoRA to start from does not exist", where=where, fix=fix)
+
+
+def _require_no_checkpoint_state(path: Path, where: str) -> None:
+    """Raise TrainingError for the state in a checkpoint, whose keys differ from the LoRA files next to it."""
+    if path.name != ADAPTER_FILE or not path.with_name(OPTIMIZER_FILE).exists():
+        return
+
+    file = lora_file(path.parent)
+    if file.is_file():
+        fix = f"set {START_KEY} to {file}"
+    else:
+        fix = (
+            "use the LoRA that the run has published; checkpoints of Latentline 0.2 and earlier contain none"
+        )
+    raise TrainingError(
+        "the file to start from is the state that a run resumes from, not a LoRA", where=where, fix=fix
+    )
 
 
 def _read(path: Path, where: str) -> _Contents:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -89,7 +89,9 @@ class Engine:
         weights: Trained weights of all networks.
     """
 
-    def __init__(self, job: TrainingJob, family: WorkerFamily, begin: Callable[[str], object] = bool) -> None:
+    def __init__(
+        self, job: TrainingJob, family: WorkerFamily, begin: startup.Report = startup.report_nothing
+    ) -> None:
         """Load the base model, add a fresh adapter and prepare both with accelerate.
 
         `begin` receives each phase of `startup` when it begins.
@@ -133,15 +135,13 @@ class Engine:
         self._skipped_steps = 0
 
         # DDP wraps one module, so denoiser and trained text encoders are prepared as one.
-        self._joint_model = (
-            self.denoiser if self.text is None else JointModel(family, self.denoiser, self.text)
-        )
+        self._joint_model = JointModel(family, self.denoiser, self.text) if self.text else self.denoiser
         exclude_frozen_weights(self._joint_model)
         prepared = cast("Any", self.accelerator.prepare(self._joint_model, optimizer))
         self._model: nn.Module = prepared[0]
         self._optimizer: Any = prepared[1]
 
-    def _add_adapter(self, denoiser: nn.Module, begin: Callable[[str], object]) -> nn.Module:
+    def _add_adapter(self, denoiser: nn.Module, begin: startup.Report) -> nn.Module:
         begin(startup.ADAPTER)
         lora, seed = self._settings.lora, self._settings.seed
         add_lora(cast("ModelMixin", denoiser), lora, targets=self._family.lora_targets(), seed=seed)

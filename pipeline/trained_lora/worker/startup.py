@@ -11,6 +11,9 @@ from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list
 if TYPE_CHECKING:
     from pipeline.trained_lora.job import TrainingJob
 
+Report = Callable[[str], object]
+"""Receives each phase when it begins."""
+
 IMPORTS = "importing torch"
 TEXT_ENCODERS = "loading the text encoders"
 ADAPTER = "adding the LoRA"
@@ -18,6 +21,10 @@ PREFLIGHT = "testing checkpoint and export"
 RESUME = "loading the checkpoint"
 VALIDATION = "measuring the validation loss before training"
 PREVIEWS = "drawing previews before training"
+
+
+def report_nothing(_phase: str) -> None:
+    """Ignore a phase: the report of an engine outside a run."""
 
 
 class Startup:
@@ -28,7 +35,7 @@ class Startup:
         first_step: Phase of the first step, which also compiles the model if `training.compile` is set.
     """
 
-    def __init__(self, job: TrainingJob, report: Callable[[str], object]) -> None:
+    def __init__(self, job: TrainingJob, report: Report) -> None:
         """Find the phases of `job`, whose texts `report` receives; imports no torch."""
         training = job.recipe.training
         denoiser = "UNet" if detect(job.base).denoiser_name == "unet" else "transformer"

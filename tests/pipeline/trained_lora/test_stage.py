@@ -9,66 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 import pytest
-from click.testing import CliRunner
 from safetensors.torch import load_file
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.store import Store
 from pipeline.checks.findings import CheckContext
-from pipeline.cli.main import latentline
 from pipeline.errors import GateClosedError, LaunchError, TrainingError
 from pipeline.storage.tables import Tables, frame, validated
 from pipeline.trained_lora import checks as trained_lora
 from pipeline.trained_lora.export.lora_files import read_provenance
 from pipeline.trained_lora.job import read_job
-from pipeline.trained_lora.run_folder import RunLayout, hold_run, read_metrics
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.stage import train_lora
-from pipeline.trained_lora.worker.loop import StopRequest, train
+from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
 
 if TYPE_CHECKING:
-    from click.testing import Result
     from conftest import Project
-
-    from pipeline.reporting.reports import StageResult
-
-FILES = [
-    "demo_comfyui.safetensors",
-    "demo_kohya.safetensors",
-    "provenance.json",
-    "pytorch_lora_weights.safetensors",
-]
-
-
-class InProcessLaunch:
-    """A launcher that trains in this process, records its launches, and can stop early."""
-
-    def __init__(self) -> None:
-        self.launched: list[Path] = []
-        self.stop_after: int | None = None
-
-    def __call__(self, module: str, job_file: Path) -> None:
-        assert module == "pipeline.trained_lora.worker"
-        self.launched.append(job_file)
-        self._stop = StopRequest()
-        if not train(read_job(job_file), self, self._stop):
-            raise LaunchError("stopped", where=module, fix="start again")
-
-    def info(self, text: str) -> None: ...
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, completed: int, total: int, text: str, **details: str) -> None:
-        if self.stop_after is not None and completed >= self.stop_after:
-            self._stop.requested = True
-
-
-def run(project: Project, launch: InProcessLaunch, log: list[str] | None = None) -> StageResult:
-    append_line = (log if log is not None else []).append
-    return train_lora(project.recipe, project.latents, project.text, launch=launch, log=append_line)
-
-
-def runs(project: Project) -> list[Path]:
-    return sorted(path.parent for path in project.recipe.output_dir.glob("runs/*/run.json"))
 
 
 def test_a_finished_run_writes_its_files_table_and_provenance(
@@ -83,10 +39,10 @@ def test_a_finished_run_writes_its_files_table_and_provenance(
     assert result.report["samples"] == 8
     assert result.report["launched"]
     assert result.report["startup_seconds"] >= 0
-    finished = json.loads((runs(project)[0] / "finished.json").read_text())
+    finished = json.loads((run_folders(project)[0] / "finished.json").read_text())
     assert finished["started_at_s"] <= finished["ended_at_s"]
     record = json.loads((lora / "provenance.json").read_text())
-    assert record["run"] == runs(project)[0].name == result.report["run"]
+    assert record["run"] == run_folders(project)[0].name == result.report["run"]
     assert set(record["packages"]) >= {"torch", "diffusers", "peft"}
     assert len(record["model"]["fingerprints"]["denoiser"]) == 64
     assert record["tables_sha256"]["vae_latents"] is not None
@@ -134,118 +90,12 @@ def test_a_finished_run_is_not_repeated_and_a_damaged_file_is_exported_again(
     assert any("nothing is launched" in line for line in log)
     assert second.table.equals(first.table)
     original = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
-    (runs(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
+    (run_folders(project)[0] / "lora" / "demo_kohya.safetensors").write_bytes(b"torn")
     third = run(project, launch)
     assert len(launch.launched) == 2
     assert third.report["resumed_from"] == 6
     exported = load_file(project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors")
     assert all(exported[name].equal(original[name]) for name in original)
-
-
-@pytest.fixture
-def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
-    """Return a function that runs `latentline export` on a project's recipe."""
-
-    def call(project: Project, *arguments: str) -> Result:
-        recipe, configs = project.recipe, tmp_path / "configs"
-        configs.mkdir(exist_ok=True)
-        text = f"""\
-datasets: [{{name: photos, path: {tmp_path}/photos}}]
-cache_dir: {tmp_path}/cache
-output_dir: {recipe.output_dir}
-model: {{base: {recipe.model.base}}}
-buckets: {{resolution: 64, step: 16}}
-"""
-        (configs / "demo.yaml").write_text(text, encoding="utf-8")
-        monkeypatch.setenv("LATENTLINE_CONFIGS", str(configs))
-        return CliRunner().invoke(latentline, ["export", "demo", *arguments])
-
-    return call
-
-
-def published(project: Project) -> dict[str, bytes]:
-    lora = project.recipe.output_dir / "lora"
-    return {path.name: path.read_bytes() for path in lora.iterdir()}
-
-
-def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
-    make_project: Callable[..., Project], export: Callable[..., Result]
-) -> None:
-    project, launch, log = make_project(checkpoint_every=2), InProcessLaunch(), list[str]()
-    run(project, launch)
-    last = published(project)
-    checkpoint = runs(project)[0] / "checkpoints" / "step-00000004"
-
-    shown = export(project, "--step", "4")
-    assert shown.exit_code == 0, shown.exception
-    assert f"lora/ holds step 4 of run {runs(project)[0].name}" in shown.output
-    assert "latentline export demo --latest" in shown.output
-    earlier = published(project)
-    for name in FILES:
-        if name.endswith(".safetensors"):
-            assert earlier[name] == (checkpoint / name).read_bytes() != last[name]
-    record = json.loads(earlier["provenance.json"])
-    assert (record["step"], record["steps"]) == (4, 4)
-    assert read_provenance(project.recipe.output_dir)["step"] == 4
-    assert "| steps | 4 of 6, " in earlier["README.md"].decode()
-    assert "| steps | 6, " in last["README.md"].decode()
-    seen = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")["times_seen"].sum()
-    plan = list(read_job(launch.launched[0]).plan())
-    assert seen == sum(step.num_samples for step in plan[:4])
-
-    again = run(project, launch, log)
-    assert len(launch.launched) == 1
-    assert published(project) == earlier
-    assert again.report["published_step"] == 4
-    assert any("step 4" in line and "--latest" in line for line in log)
-    context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
-    reload_equals = {each.name: each for each in trained_lora.run(context)}["reload_equals"]
-    assert reload_equals.passed, reload_equals.summary
-
-    assert export(project, "--latest").exit_code == 0
-    assert published(project) == last
-    assert run(project, launch).report["published_step"] == 6
-
-    assert export(project, "--step", "2").exit_code == 0
-    other = run(project.changed("output", seed=8), launch)
-    assert other.report["published_step"] == 6
-    assert json.loads(published(project)["provenance.json"])["run"] == other.report["run"]
-
-
-def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(
-    make_project: Callable[..., Project], export: Callable[..., Result]
-) -> None:
-    project, launch = make_project(checkpoint_every=2), InProcessLaunch()
-    nothing = export(project, "--step", "4")
-    assert isinstance(nothing.exception, TrainingError)
-    assert "no checkpoint holds LoRA files" in nothing.exception.what
-
-    launch.stop_after = 3
-    with pytest.raises(LaunchError):
-        run(project, launch)
-    unfinished = export(project, "--latest")
-    assert isinstance(unfinished.exception, TrainingError)
-    assert "has not finished" in unfinished.exception.what
-    assert export(project, "--step", "2").exit_code == 0, "an interrupted run has steps to publish"
-
-    launch.stop_after = None
-    run(project, launch)
-    before = published(project)
-    missing = export(project, "--step", "3")
-    assert isinstance(missing.exception, TrainingError)
-    assert "no LoRA of step 3" in missing.exception.what
-    assert missing.exception.fix.endswith("steps: 2, 4, 6")
-    damaged = runs(project)[0] / "checkpoints" / "step-00000002" / "demo_kohya.safetensors"
-    damaged.write_bytes(damaged.read_bytes()[:-1])
-    torn = export(project, "--step", "2")
-    assert isinstance(torn.exception, TrainingError)
-    assert "demo_kohya.safetensors is missing or changed" in torn.exception.what
-    assert published(project) == before
-    with hold_run(RunLayout(runs(project)[0]), print):
-        busy = export(project, "--step", "4")
-    assert isinstance(busy.exception, TrainingError)
-    assert "is being trained" in busy.exception.what
-    assert published(project) == before
 
 
 def test_a_finished_run_imports_no_torch(make_project: Callable[..., Project], tmp_path: Path) -> None:
@@ -284,7 +134,7 @@ def test_R11_a_changed_setting_starts_a_new_run_and_the_log_lists_the_difference
     old = json.loads((project.recipe.output_dir / "lora" / "provenance.json").read_text())["run"]
     other = project.changed("output", learning_rate=2e-2)
     run(other, launch, log)
-    assert len(runs(project)) == 2
+    assert len(run_folders(project)) == 2
     assert any("optimizer.learning_rate 0.01 -> 0.02" in line and old in line for line in log)
     changed_back = run(project, launch)
     assert len(launch.launched) == 2
@@ -309,7 +159,7 @@ def test_more_steps_resume_a_run_if_the_schedule_does_not_depend_on_them(
     run(project, launch)
     longer = run(project.changed("output", steps=9), launch)
     assert longer.report["resumed_from"] == 6
-    assert len(runs(project)) == 1
+    assert len(run_folders(project)) == 1
     shorter = run(project, launch)
     assert shorter.report["resumed_from"] == 6
     assert shorter.report["steps"] == 6
@@ -361,7 +211,7 @@ def test_R12_an_interrupted_run_resumes_when_it_is_started_again(
     assert not (project.recipe.output_dir / "lora").exists()
     launch.stop_after = None
     assert run(project, launch).report["resumed_from"] == 3
-    assert len(read_metrics(RunLayout(runs(project)[0]).metrics, 6)) == 6
+    assert len(read_metrics(RunLayout(run_folders(project)[0]).metrics, 6)) == 6
 
 
 def test_O10_training_does_not_start_if_the_cache_fails_a_gate(make_project: Callable[..., Project]) -> None:

@@ -100,6 +100,20 @@ def test_ranks_of_single_modules_convolutions_and_text_encoders_are_compared(pat
         assert message in error_of(starting_from(path, **{**lora, **changes})).what
 
 
+def test_R12_the_state_in_a_checkpoint_is_not_a_lora_and_the_file_next_to_it_is_named(tmp_path: Path) -> None:
+    state, optimizer = tmp_path / "adapter.safetensors", tmp_path / "optimizer.pt"
+    save_file({f"{ATTENTION}.lora_A.weight": np.ones((4, 6), np.float32)}, state)
+    optimizer.touch()
+    error = error_of(starting_from(state))
+    assert "the state that a run resumes from" in error.what
+    assert "use the LoRA that the run has published" in error.fix
+
+    lora = tmp_path / "pytorch_lora_weights.safetensors"
+    save_file(module(DIFFUSERS), lora)
+    assert error_of(starting_from(state)).fix == f"set training.lora.start_from to {lora}"
+    require_start_file(starting_from(lora))
+
+
 def test_text_encoders_and_convolutions_that_the_file_lacks_are_named(path: Path) -> None:
     save_file(module(DIFFUSERS), path)
     error = error_of(starting_from(path, conv_rank=4, text_encoders={}, dora=True))

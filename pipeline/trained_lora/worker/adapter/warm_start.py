@@ -18,11 +18,9 @@ from pipeline.trained_lora.export.lora_files import (
     LoraFile,
     LoraModule,
     factors,
-    layout_file,
     module_scale,
     stored_magnitudes,
 )
-from pipeline.trained_lora.run_folder import ADAPTER_FILE, OPTIMIZER_FILE
 from pipeline.trained_lora.worker.adapter.lora import Networks, load_networks_state, row_norms
 
 _KEY = "training.lora.start_from"
@@ -47,7 +45,6 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     Raises:
         TrainingError: The file is not readable, or its modules, ranks or kind differ from the adapter's.
     """
-    _require_lora(path)
     file = _read(path)
     layout = _detect_layout(file, modules)
     file = _without_zero_modules(file, modules, layout)
@@ -74,17 +71,6 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
             magnitude = state[f"{name}.lora_magnitude_vector"]
             magnitude *= (adapted_norms / base_norms).reshape(magnitude.shape)
         load_networks_state(networks, state)
-
-
-def _require_lora(path: Path) -> None:
-    """Raise `TrainingError` for a checkpoint's state, which has other keys than the LoRA files next to it."""
-    if path.name == ADAPTER_FILE and path.with_name(OPTIMIZER_FILE).exists():
-        raise TrainingError(
-            "the file holds the state that a run resumes from, not a LoRA",
-            where=f"{_KEY}: {path}",
-            fix=f"name {layout_file('diffusers', '')} in the same folder; checkpoints of Latentline 0.2 and "
-            "earlier hold none",
-        )
 
 
 def _read(path: Path) -> LoraFile:

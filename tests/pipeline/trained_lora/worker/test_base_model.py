@@ -16,7 +16,8 @@ from pipeline.trained_lora.worker.base_model import quantization
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.export.exporter import Exporter
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from tests.pipeline.trained_lora.worker.test_loop import outcome, run_until
+from tests.pipeline.trained_lora.runs import run_until
+from tests.pipeline.trained_lora.worker.test_loop import outcome
 
 if TYPE_CHECKING:
     from conftest import Project

@@ -6,31 +6,27 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from diffusers import StableDiffusionPipeline
 from safetensors.torch import load_file
 
 from pipeline.cache.store import Store
 from pipeline.errors import TrainingError
-from pipeline.models.worker.family import load_family
-from pipeline.trained_lora.export.lora_files import LAYOUTS, layout_file, read_lora_file
 from pipeline.trained_lora.job import TrainingJob, read_job
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
-from pipeline.trained_lora.run_folder import RunLayout, lora_steps, read_metrics
+from pipeline.trained_lora.run_folder import RunLayout, read_metrics
 from pipeline.trained_lora.sample_losses import sample_statistics
 from pipeline.trained_lora.samples import TrainingInputs
 from pipeline.trained_lora.worker import loop
-from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import checkpoint_path, load_checkpoint
 from pipeline.trained_lora.worker.loader import MicroBatchMaker, MicroInput
-from pipeline.trained_lora.worker.loop import StopRequest, stop_on_signals, train
-from tests.pipeline.trained_lora.adapters import delta_weights
+from pipeline.trained_lora.worker.loop import stop_on_signals, train
+from tests.pipeline.trained_lora.runs import RecordingReport, bits, run_until, steps_kept
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -43,51 +39,6 @@ STEPS = 9
 
 Recorded = dict[tuple[int, tuple[int, ...]], str]
 """Hash of the inputs by step and slots."""
-
-
-@dataclass
-class RecordingReport:
-    """A report that keeps its lines, and requests a stop or calls `act` after `stop_after` steps."""
-
-    stop: StopRequest = field(default_factory=StopRequest)
-    stop_after: int = 10**9
-    lines: list[str] = field(default_factory=list)
-    act: Callable[[], None] | None = None
-
-    def info(self, text: str) -> None:
-        self.lines.append(text)
-
-    def phase(self, text: str) -> None: ...
-
-    def progress(self, done: int, total: int, text: str, **details: str) -> None:
-        self.lines.append(f"{done}/{total} {text}")
-        if self.act is not None and done >= self.stop_after:
-            self.act()
-        elif done + 1 >= self.stop_after:
-            self.stop.requested = True
-
-
-class StopDuringFirstStep(StopRequest):
-    """A request that arrives during the first step: after `requested` was read once."""
-
-    def __init__(self) -> None:
-        self._looks = 0
-
-    @property
-    def requested(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._looks += 1
-        return self._looks > 1
-
-
-def run_until(job: TrainingJob, stop_after: int = 10**9, *, start: int = 0) -> tuple[bool, list[str]]:
-    """Train a run with `start` steps done until `stop_after` steps are done."""
-    if stop_after == start + 1:
-        report = RecordingReport()
-        return train(job, report, StopDuringFirstStep()), report.lines
-    report = RecordingReport(stop_after=stop_after)
-    if stop_after <= start:
-        report.stop.requested = True
-    return train(job, report, report.stop), report.lines
 
 
 @dataclass(frozen=True)
@@ -120,10 +71,6 @@ def outcome(job: TrainingJob) -> Outcome:
         bits(load_file(layout.exported / "demo_kohya.safetensors")),
         [(line["step"], line["loss"]) for line in read_metrics(layout.validation, len(plan) + 1)],
     )
-
-
-def bits(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
-    return {name: hashlib.sha256(each.numpy().tobytes()).hexdigest() for name, each in tensors.items()}
 
 
 def torture_project(make_project: Callable[..., Project], **training: Any) -> Project:
@@ -359,80 +306,6 @@ def test_running_out_of_memory_during_an_update_saves_and_exports_nothing(
     assert updated_steps == [2]
     assert steps_kept(job) == [0]
     assert not RunLayout(job.folder).last_good.exists()
-
-
-def steps_kept(job: TrainingJob) -> list[int]:
-    markers = RunLayout(job.folder).checkpoints.glob("*/COMPLETE")
-    return sorted(int(marker.parent.name.removeprefix("step-")) for marker in markers)
-
-
-def test_every_checkpoint_loads_in_diffusers_as_the_lora_of_its_step(
-    make_project: Callable[..., Project],
-) -> None:
-    job = make_project(steps=5, checkpoint_every=2, keep_checkpoints=1).job()
-    assert run_until(job)[0]
-    layout = RunLayout(job.folder)
-    folders = lora_steps(layout)
-    assert list(folders) == [2, 4, 5]
-    assert steps_kept(job) == [5]
-
-    loaded: dict[int, dict[str, torch.Tensor]] = {}
-    for step, folder in folders.items():
-        assert {layout_file(each, "demo") for each in LAYOUTS} <= {path.name for path in folder.iterdir()}
-        for each in LAYOUTS:
-            metadata = read_lora_file(folder / layout_file(each, "demo")).metadata
-            assert (metadata["ss_steps"], metadata["ss_max_train_steps"]) == (str(step), "5")
-        pipe = StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
-        pipe.load_lora_weights(folder)
-        loaded[step] = delta_weights(pipe.unet, "default_0")
-
-    state = load_checkpoint(folders[5], job.run).adapter
-    name = next(iter(loaded[5]))
-    expected = 0.5 * state[f"{name}.lora_B.weight"] @ state[f"{name}.lora_A.weight"]
-    torch.testing.assert_close(loaded[5][name], expected)
-    assert not torch.equal(loaded[2][name], loaded[4][name])
-    for each in LAYOUTS:
-        file = layout_file(each, "demo")
-        assert bits(load_file(folders[5] / file)) == bits(load_file(layout.exported / file))
-
-
-def test_a_checkpoint_holds_the_averaged_lora_and_training_starts_from_it(
-    make_project: Callable[..., Project],
-) -> None:
-    project = make_project(steps=3, checkpoint_every=2, ema_decay=0.5)
-    job = project.job()
-    assert run_until(job)[0]
-    folders = lora_steps(RunLayout(job.folder))
-    state = load_checkpoint(folders[2], job.run)
-    file = folders[2] / layout_file("diffusers", "demo")
-    averaged = {key.removeprefix("unet."): tensor for key, tensor in load_file(file).items()}
-    assert set(averaged) == set(state.adapter)
-    assert any(not torch.equal(averaged[name], weight) for name, weight in state.adapter.items())
-
-    lora = project.recipe.training.lora
-    for each in LAYOUTS:
-        start_from = folders[2] / layout_file(each, "demo")
-        lora = lora.model_copy(update={"start_from": start_from})
-        started = loop.Engine(project.changed(f"from_{each}", lora=lora).job(), load_family(job.base))
-        assert bits(adapter_state(started.denoiser)) == bits(averaged)
-
-    lora = lora.model_copy(update={"start_from": folders[2] / "adapter.safetensors"})
-    with pytest.raises(TrainingError, match="the state that a run resumes from") as excinfo:
-        loop.Engine(project.changed("from_state", lora=lora).job(), load_family(job.base))
-    assert "name pytorch_lora_weights.safetensors in the same folder" in excinfo.value.fix
-
-
-def test_R12_a_run_whose_checkpoints_have_no_lora_files_resumes(make_project: Callable[..., Project]) -> None:
-    """Earlier versions of Latentline saved such checkpoints."""
-    job = make_project(steps=4, checkpoint_every=2).job()
-    assert not run_until(job, 3)[0]
-    for folder in lora_steps(RunLayout(job.folder)).values():
-        for path in [*folder.glob("*demo_*"), folder / layout_file("diffusers", ""), folder / "lora.json"]:
-            path.unlink()
-    finished, lines = run_until(job)
-    assert finished
-    assert any("resuming from the checkpoint of step" in line for line in lines)
-    assert list(lora_steps(RunLayout(job.folder))) == [4]
 
 
 def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(

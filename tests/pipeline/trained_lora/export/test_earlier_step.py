@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import polars as pl
+import pytest
+from click.testing import CliRunner
+
+from pipeline.checks.findings import CheckContext
+from pipeline.cli.main import latentline
+from pipeline.errors import LaunchError, TrainingError
+from pipeline.storage.tables import Tables
+from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.export.lora_files import read_provenance
+from pipeline.trained_lora.job import read_job
+from pipeline.trained_lora.run_folder import RunLayout, hold_run
+from tests.pipeline.trained_lora.runs import FILES, InProcessLaunch, run, run_folders
+
+if TYPE_CHECKING:
+    from click.testing import Result
+    from conftest import Project
+
+
+@pytest.fixture
+def export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
+    """Return a function that runs `latentline export` on a project's recipe."""
+
+    def call(project: Project, *arguments: str) -> Result:
+        recipe, configs = project.recipe, tmp_path / "configs"
+        configs.mkdir(exist_ok=True)
+        text = f"""\
+datasets: [{{name: photos, path: {tmp_path}/photos}}]
+cache_dir: {tmp_path}/cache
+output_dir: {recipe.output_dir}
+model: {{base: {recipe.model.base}}}
+buckets: {{resolution: 64, step: 16}}
+"""
+        (configs / "demo.yaml").write_text(text, encoding="utf-8")
+        monkeypatch.setenv("LATENTLINE_CONFIGS", str(configs))
+        return CliRunner().invoke(latentline, ["export", "demo", *arguments])
+
+    return call
+
+
+def published(project: Project) -> dict[str, bytes]:
+    lora = project.recipe.output_dir / "lora"
+    return {path.name: path.read_bytes() for path in lora.iterdir()}
+
+
+def test_an_earlier_step_is_published_and_stays_until_latest_or_another_run(
+    make_project: Callable[..., Project], export: Callable[..., Result]
+) -> None:
+    project, launch, log = make_project(checkpoint_every=2), InProcessLaunch(), list[str]()
+    run(project, launch)
+    last = published(project)
+    checkpoint = run_folders(project)[0] / "checkpoints" / "step-00000004"
+
+    shown = export(project, "--step", "4")
+    assert shown.exit_code == 0, shown.exception
+    assert f"lora/ holds step 4 of run {run_folders(project)[0].name}" in shown.output
+    assert "latentline export demo --latest" in shown.output
+    earlier = published(project)
+    for name in FILES:
+        if name.endswith(".safetensors"):
+            assert earlier[name] == (checkpoint / name).read_bytes() != last[name]
+    record = json.loads(earlier["provenance.json"])
+    assert (record["step"], record["steps"]) == (4, 4)
+    assert read_provenance(project.recipe.output_dir)["step"] == 4
+    assert "| steps | 4 of 6, " in earlier["README.md"].decode()
+    assert "| steps | 6, " in last["README.md"].decode()
+    seen = pl.read_parquet(project.recipe.output_dir / "lora" / "samples.parquet")["times_seen"].sum()
+    plan = list(read_job(launch.launched[0]).plan())
+    assert seen == sum(step.num_samples for step in plan[:4])
+
+    again = run(project, launch, log)
+    assert len(launch.launched) == 1
+    assert published(project) == earlier
+    assert again.report["published_step"] == 4
+    assert any("step 4" in line and "--latest" in line for line in log)
+    context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
+    reload_equals = {each.name: each for each in trained_lora.run(context)}["reload_equals"]
+    assert reload_equals.passed, reload_equals.summary
+
+    assert export(project, "--latest").exit_code == 0
+    assert published(project) == last
+    assert run(project, launch).report["published_step"] == 6
+
+    assert export(project, "--step", "2").exit_code == 0
+    other = run(project.changed("output", seed=8), launch)
+    assert other.report["published_step"] == 6
+    assert json.loads(published(project)["provenance.json"])["run"] == other.report["run"]
+
+
+def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(
+    make_project: Callable[..., Project], export: Callable[..., Result]
+) -> None:
+    project, launch = make_project(checkpoint_every=2), InProcessLaunch()
+    nothing = export(project, "--step", "4")
+    assert isinstance(nothing.exception, TrainingError)
+    assert "no checkpoint holds LoRA files" in nothing.exception.what
+
+    launch.stop_after = 3
+    with pytest.raises(LaunchError):
+        run(project, launch)
+    unfinished = export(project, "--latest")
+    assert isinstance(unfinished.exception, TrainingError)
+    assert "has not finished" in unfinished.exception.what
+    assert export(project, "--step", "2").exit_code == 0, "an interrupted run has steps to publish"
+
+    launch.stop_after = None
+    run(project, launch)
+    before = published(project)
+    missing = export(project, "--step", "3")
+    assert isinstance(missing.exception, TrainingError)
+    assert "no LoRA of step 3" in missing.exception.what
+    assert missing.exception.fix.endswith("steps: 2, 4, 6")
+    damaged = run_folders(project)[0] / "checkpoints" / "step-00000002" / "demo_kohya.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    torn = export(project, "--step", "2")
+    assert isinstance(torn.exception, TrainingError)
+    assert "demo_kohya.safetensors is missing or changed" in torn.exception.what
+    assert published(project) == before
+    with hold_run(RunLayout(run_folders(project)[0]), print):
+        busy = export(project, "--step", "4")
+    assert isinstance(busy.exception, TrainingError)
+    assert "is being trained" in busy.exception.what
+    assert published(project) == before
