@@ -8,6 +8,7 @@ test_processes, tests/resources/test_launcher and test_run_worker.
 from __future__ import annotations
 
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -157,11 +158,21 @@ def stopped_and_resumed(
     within_s = stop(workspace, home, after_s)
     wait_for_the_end(workspace, within_s)
     if (workspace.out / "tables" / "vae_latents.parquet").is_file():
-        completed = workspace.latentline("verify", "small")
-        assert completed.returncode == 0, completed.stdout + completed.stderr
+        require_no_damage(workspace)
     run_to_its_end(workspace)
     assert list(workspace.root.rglob("*.tmp")) == []
     return weights(workspace)
+
+
+def require_no_damage(workspace: Any) -> None:
+    """Fail if `latentline verify` finds a damaged entry.
+
+    Entries may be missing: the tables of an earlier job name all of them, and this job has a new cache.
+    """
+    completed = workspace.latentline("verify", "small")
+    problems = re.findall(r"^  \S.*", completed.stdout, re.MULTILINE)
+    assert all(line.endswith(": the entry is missing") for line in problems), completed.stdout
+    assert completed.returncode == (1 if problems else 0), completed.stdout + completed.stderr
 
 
 @pytest.mark.slow
