@@ -6,19 +6,19 @@ other families keep the part as it is.
 
 from __future__ import annotations
 
-import os
+import multiprocessing
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from pipeline.models.families import FAMILIES, FamilySpec
+from pipeline.models.families import FamilySpec
 from pipeline.models.worker.family import part_class
 from pipeline.models.worker.text import CachedPromptConditioner
 from pipeline.recipe import project_root
+from tests.pipeline.models.families.run_copy import OUTPUT_FILE, run_tests
 from tools.docs.families_page import module_of
 
 DECLARED = {
@@ -48,6 +48,18 @@ TORCH_SIDE = {
 Embeddings that a pipeline gets are flipped, because a factor is lost where they are normalised. Counts
 that a pipeline gets are one less.
 """
+
+_FORK_SERVER = multiprocessing.get_context("forkserver")
+
+_PRELOADED = [
+    "accelerate",
+    "diffusers.loaders",
+    "diffusers.models.autoencoders",
+    "peft",
+    "torch",
+    "transformers",
+]
+"""Libraries that each process inherits; importing them takes longer than most tests of a family."""
 
 _FIELDS = {
     "codec": "latents=replace({name}.latents, codec={path!r})",
@@ -94,11 +106,6 @@ class Mutation:
 
     def __str__(self) -> str:
         return f"{module_of(self.spec)}-{self.part}-{self.method}"
-
-
-def family_tests() -> list[str]:
-    """Return the test files of all families."""
-    return [f"test_{module_of(spec)}.py" for spec in FAMILIES]
 
 
 def mutations_of(spec: FamilySpec) -> list[Mutation]:
@@ -157,16 +164,21 @@ def failing(sources: Path, files: Iterable[str], *, first_only: bool = False) ->
     """Return the test files, of `files`, with a test that fails on the copy."""
     report = sources / "report.xml"
     report.unlink(missing_ok=True)
-    paths = [f"tests/pipeline/models/families/{name}" for name in files]
-    command = [sys.executable, "-m", "pytest", f"--junitxml={report}", "-m", "not slow", *paths]
-    environment = {**os.environ, "PYTHONPATH": str(sources)}
-    environment.pop("PYTEST_XDIST_WORKER", None)
+    arguments = [f"--junitxml={report}", "-m", "not slow", f"--rootdir={sources}"]
+    # pytest cannot rewrite the assertions of a plugin that the preloaded libraries import, such as anyio.
+    arguments += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
+    arguments += [f"{sources}/tests/pipeline/models/families/{name}" for name in files]
     if first_only:
-        command.append("-x")
-    completed = subprocess.run(
-        command, cwd=sources, env=environment, capture_output=True, text=True, check=False
-    )
-    assert completed.returncode in (0, 1), completed.stdout[-2000:] + completed.stderr[-2000:]
+        arguments.append("-x")
+
+    _FORK_SERVER.set_forkserver_preload(_PRELOADED)
+    process = _FORK_SERVER.Process(target=run_tests, args=(sources, arguments))
+    process.start()
+    process.join()
+    output = (sources / OUTPUT_FILE).read_text(encoding="utf-8")
+    assert report.is_file(), output[-2000:]
+    assert process.exitcode in (0, 1), output[-2000:]
+
     cases = ElementTree.parse(report).getroot().iter("testcase")
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     return {f"{case.get('classname', '').rsplit('.', 1)[-1]}.py" for case in failed}

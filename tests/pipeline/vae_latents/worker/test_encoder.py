@@ -211,7 +211,7 @@ def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp
     command += [str(write_order(order, tmp_path)), str(320 * 2**20)]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr[-3000:]
-    assert "memory does not suffice for cat.png whole, it is encoded in tiles of 512 px" in completed.stdout
+    assert "cat.png does not fit into memory, encoding it in tiles of 512 px" in completed.stdout
     state = Store(order.store_root).check(job.spec)
     assert state.valid
     assert state.metadata is not None
