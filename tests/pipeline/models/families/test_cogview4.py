@@ -67,3 +67,13 @@ def test_the_shift_grows_with_the_square_root_of_the_number_of_tokens(tmp_path: 
     for edge, mu in ((32, 1.0), (128, 0.75 * 4 + 0.25)):
         actual = family.noise.timesteps(scheduler, half, (16, edge, edge)).item()
         assert actual == pytest.approx(1000 * mu / (mu + 1), abs=1e-2)
+
+
+def test_a_long_caption_has_as_many_tokens_as_in_the_pipeline(tmp_path: Path) -> None:
+    make_tiny_cogview4(tmp_path)
+    family = load_family(tmp_path)
+    caption = "a cat " * family.max_length()
+    encoded = family.text.encode_caption(family.text.load("float32", "cpu"), caption)
+    with torch.no_grad():
+        expected = CogView4Case().embed(CogView4Pipeline.from_pretrained(tmp_path), caption)
+    assert len(encoded.tensors["text_embedding"]) == expected["text_mask"].sum() == family.max_length()
