@@ -1,5 +1,6 @@
 """Recipes load from files, or one error lists every mistake with file, line, key and fix."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -155,6 +156,21 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
     (tmp_path / "folder.yaml").mkdir()
     assert "cannot read the recipe: No such file" in error_of(tmp_path / "absent.yaml")
     assert "cannot read the recipe: Is a directory" in error_of(tmp_path / "folder.yaml")
+
+
+@pytest.mark.timeout(20)
+def test_a_fifo_a_device_and_a_huge_file_are_refused_without_being_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "device.yaml").symlink_to("/dev/zero")
+    with (tmp_path / "huge.yaml").open("wb") as file:
+        file.truncate(6 * 10**9)
+
+    reasons = {each.name: each.error.what for each in load_recipe_folder(tmp_path).broken}
+    assert reasons == {
+        "device": "cannot read the recipe: it is not a regular file",
+        "fifo": "cannot read the recipe: it is not a regular file",
+        "huge": "cannot read the recipe: a recipe must have at most 4,000,000 bytes",
+    }
 
 
 def test_recipes_are_the_yaml_files_directly_in_the_folder_sorted_by_name(tmp_path: Path):
