@@ -9,7 +9,15 @@ from pathlib import Path
 import click
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import BrokenRecipe, Recipe, load_recipe, load_recipe_folder, path_in_recipe, recipes_dir
+from pipeline.recipe import (
+    BrokenRecipe,
+    Recipe,
+    RecipeFolder,
+    load_recipe,
+    load_recipe_folder,
+    path_in_recipe,
+    recipes_dir,
+)
 
 _MAX_NAMES = 10
 
@@ -42,11 +50,11 @@ class RecipeArgument(click.ParamType[Recipe]):
 RECIPE = RecipeArgument()
 
 
-def usable_recipes() -> list[Recipe]:
-    """Return the usable recipes of the recipes folder, and report each other one on standard error."""
+def reported_recipes() -> RecipeFolder:
+    """Return the recipes of the recipes folder, and report each broken one on standard error."""
     folder = load_recipe_folder()
     _report(folder.broken)
-    return folder.recipes
+    return folder
 
 
 def _load(file: Path) -> Recipe:

@@ -125,6 +125,19 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
         lock.release()
 
 
+def is_being_trained(layout: RunLayout) -> bool:
+    """Return whether a process holds the run's lock."""
+    if not layout.lock.is_file():
+        return False
+    lock = FileLock(layout.lock, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False
+
+
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:
     """Return the `step` and total `bytes` of each complete checkpoint, newest first."""
     rows: list[dict[str, Any]] = []

@@ -192,6 +192,55 @@ def test_I27_gc_rejects_a_folder_that_is_not_a_cache(cli: Any, tmp_path: Path) -
     assert cli("gc", "--cache-dir", str(foreign_folder)).exit_code == 0, "a new cache is empty"
 
 
+def add_run(output_dir: Path, name: str, *, changed_s: float) -> Path:
+    """Create the folder of an unfinished run with 2 + 1,000 bytes in files."""
+    folder = output_dir / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "optimizer.pt").write_bytes(b"x" * 1000)
+    for path in folder.iterdir():
+        os.utime(path, (changed_s, changed_s))
+    return folder
+
+
+def test_gc_deletes_old_runs_only_with_both_options(cli: Any, job: Job) -> None:
+    output_dir = job.recipe.output_dir
+    oldest, newest = (add_run(output_dir, digit * 16, changed_s=OLD_S + int(digit)) for digit in ("1", "2"))
+    cli("gc", "--delete")
+    assert oldest.exists(), "without --keep-runs, no run is deleted"
+
+    listing = cli("gc", "--keep-runs", "1")
+    assert listing.exit_code == 0
+    assert f"{output_dir / 'runs'}: 2 runs, 2 kB" in listing.stdout
+    assert re.search(rf"{newest.name} +1 kB .*2001-09-0[89].* unfinished +kept: newest", listing.stdout)
+    assert re.search(rf"{oldest.name} +1 kB .* unfinished +old", listing.stdout)
+    assert "nothing was deleted; latentline gc --keep-runs 1 --delete deletes 1 kB" in listing.stdout
+    assert "latentline gc sample --keep-runs 1 --delete" in cli("gc", "sample", "--keep-runs", "1").stdout
+    assert oldest.exists()
+
+    assert "deleted 1 folder, 1 kB" in cli("gc", "--keep-runs", "1", "--delete").stdout
+    assert (oldest.exists(), newest.exists()) == (False, True)
+    assert cli("verify", "sample").exit_code == 0, "caches are unchanged"
+
+
+def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_path: Path) -> None:
+    run = add_run(job.recipe.output_dir, "1" * 16, changed_s=OLD_S)
+    (tmp_path / "configs" / "broken.yaml").write_text("datasets: [")
+    assert cli("gc", "--keep-runs", "0").exit_code == 0, "listing is harmless"
+    completed = cli("gc", "--keep-runs", "0", "--delete")
+    assert isinstance(completed.exception, LatentlineError)
+    assert "a recipe with mistakes may start from one: broken" in completed.exception.what
+    assert run.exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--keep-runs", "1", "--cache-dir", "x"], ["sample", "--cache-dir", "x"], ["--keep-runs", "-1"]],
+)
+def test_gc_refuses_options_that_exclude_each_other(cli: Any, options: list[str]) -> None:
+    assert cli("gc", *options).exit_code == 2
+
+
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])
 def test_O03_no_command_imports_torch(cli: Any, name: str) -> None:
     import subprocess
