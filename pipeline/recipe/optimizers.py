@@ -8,9 +8,10 @@ Any other optimizer is given by its import path, such as `torch.optim.NAdam`. Th
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, OptimizerClass] = {
         "torch.optim.AdamW",
         {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False},
     ),
+    # The defaults of bitsandbytes 0.50.2; where it is installed, a test compares them with its signature.
     "adamw8bit": OptimizerClass(
         "bitsandbytes.optim.AdamW8bit",
         {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "min_8bit_size": 4096},
@@ -97,14 +99,14 @@ def check_optimizer(value: str) -> str:
     )
 
 
-def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violation]:
-    """Return a violation for each argument that the optimizer does not accept.
+def argument_violations(optimizer: str, arguments: Mapping[str, Any]) -> list[Violation]:
+    """Return a violation for each argument or list of numbers that the optimizer does not accept.
 
     The arguments of an import path are checked when training starts.
     """
     accepted = OPTIMIZERS[optimizer].arguments if optimizer in OPTIMIZERS else None
     violations: list[Violation] = []
-    for name in arguments:
+    for name, value in arguments.items():
         key = f"optimizer_arguments.{name}"
         if name == "lr":
             what = "optimizer_arguments must not contain lr"
@@ -114,4 +116,16 @@ def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violat
             hint = f"did you mean {close[0]}? " if close else ""
             what = f"{optimizer} does not accept the argument {name}"
             violations.append(Violation(key, what, f"{hint}use {one_of(accepted)}"))
+        elif accepted is not None and isinstance(accepted[name], tuple):
+            violations += _list_violations(key, value, accepted[name])
     return violations
+
+
+def _list_violations(key: str, value: Any, default: tuple[float | None, ...]) -> Iterator[Violation]:
+    """Yield a violation unless `value` has the length of the default, and null only where the default has."""
+    is_list = isinstance(value, tuple) and len(value) == len(default)
+    if is_list and all(each is not None or other is None for each, other in zip(value, default, strict=True)):
+        return
+    nullable = ", the first of which may be null" if default[0] is None else ""
+    what = f"{key} must be a list of {len(default)} numbers{nullable}, got {json.dumps(value)}"
+    yield Violation(key, what, f"write it like the default, {key.rpartition('.')[2]}: {json.dumps(default)}")

@@ -13,7 +13,7 @@ from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSetti
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_optimizer
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
-OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
+OptimizerArgument = bool | int | float | str | tuple[float | None, ...] | None
 
 DEFAULT_STEPS = 1000
 """Number of steps if the recipe sets neither steps nor epochs."""
