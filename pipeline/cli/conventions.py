@@ -103,6 +103,11 @@ def as_recipe_path(text: str) -> str:
     return path_in_recipe(path) if path.exists() else text
 
 
+def log_to_stderr(line: str) -> None:
+    """Print a line of progress or a warning on standard error, which leaves the result on standard output."""
+    click.echo(line, err=True)
+
+
 def bytes_text(number: int) -> str:
     """Format a size with powers of 1000, such as "712 bytes" or "1.4 MB"."""
     if number < 1000:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, log_to_stderr
 from pipeline.maintenance.explain import StageFacts, explain, find_sample
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
@@ -44,7 +44,7 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     sample_id = find_sample(tables, sample)
-    explained = explain(recipe, tables, sample_id)
+    explained = explain(recipe, tables, sample_id, log=log_to_stderr)
     if as_json:
         result = {"sample_id": sample_id, **_by_stage(explained)}
         click.echo(json.dumps(result, indent=2, ensure_ascii=False, default=str))

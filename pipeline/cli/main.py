@@ -15,6 +15,7 @@ from typing import NoReturn
 import click
 
 from pipeline.errors import LatentlineError
+from pipeline.reporting.terminal import find_terminal
 
 COMMANDS = {
     "new": "pipeline.cli.new",
@@ -56,6 +57,7 @@ def main() -> None:
     `RecipeArgument` stores the recipe's name in `context`, which replaces `<recipe>` in error messages.
     """
     context = dict[str, str]()
+    find_terminal()
     try:
         latentline(prog_name="latentline", obj=context)
     except LatentlineError as error:

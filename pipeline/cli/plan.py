@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import click
 
-from pipeline.cli.conventions import RECIPE, bytes_text, seconds_text
+from pipeline.cli.conventions import RECIPE, bytes_text, log_to_stderr, seconds_text
 from pipeline.errors import counted
 from pipeline.maintenance.forecast import Expected, Forecast, forecast
 from pipeline.recipe import Recipe
@@ -32,7 +32,7 @@ def command(recipe: Recipe, as_json: bool) -> None:
 
     If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
     """
-    result = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
+    result = forecast(recipe, Tables(recipe.output_dir), log=log_to_stderr)
     if as_json:
         click.echo(json.dumps(_as_json(result), indent=2, ensure_ascii=False))
     elif any(gate.name == PATH_ISOLATION.name for gate in result.closed):

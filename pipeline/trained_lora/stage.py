@@ -121,7 +121,7 @@ def train_lora(
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
-    job, facts, table = _plan_run(recipe, latents, text, overrides=changes)
+    job, facts, table = _plan_run(recipe, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
     with hold_run(layout, log):
@@ -165,10 +165,10 @@ def require_open_gates(recipe: Recipe) -> None:
 
 
 def _plan_run(
-    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, overrides: Mapping[str, Any]
+    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, overrides: Mapping[str, Any], log: Log
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
     require_objective(recipe.training, entries.family.prediction_type())
     require_text_encoders(recipe.training, entries.family)
     require_trackers(recipe.training)

@@ -60,7 +60,7 @@ def cache_latents(
         LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
 
     # One row per (sample, bucket, mirrored); several rows may share an entry.
     requests = entries.latent_requests(buckets)

@@ -166,7 +166,7 @@ def validate(
     # Similar images are searched last, because only kept samples may connect them.
     samples = pl.concat([unchanged, fresh]).sort("sample_id")
     distinct, copies = _without_copies(recipe, samples)
-    features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits)
+    features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left").select(*SCHEMAS[STAGE])
     rejected = pl.concat([filtered, unusable, copies]).sort("sample_id")
     funnel = _funnel(recipe, tables, len(table), rejected)
@@ -299,7 +299,7 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     return samples.join(copies, on="sample_id", how="anti", maintain_order="left"), rejected
 
 
-def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int) -> pl.DataFrame:
+def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, log: Log) -> pl.DataFrame:
     """Return content_hash, duplicate_group and one_colour for each content of the samples.
 
     Only these contents are compared: two images that are similar only by way of a third, removed one are not
@@ -307,7 +307,7 @@ def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int) -> pl
     """
     contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", "perceptual_hash")
     one_colour = contents.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
-    return duplicate_groups(contents, distance).join(one_colour, on="content_hash")
+    return duplicate_groups(contents, distance, log=log).join(one_colour, on="content_hash")
 
 
 def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Report:

@@ -27,6 +27,13 @@ from tests.pipeline.cached_job import Job, recipe_of
 __all__ = ["bind", "cache", "entry_bytes"]  # fixtures
 
 
+@pytest.fixture
+def progress_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list for the lines of a log; work of any length then writes at least its last line."""
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.0)
+    return []
+
+
 def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
     """Return the bytes of a small image of random pixels, which depend only on the seed and the size."""
     levels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pipeline.reporting.progress import ProgressLines, progress
+from pipeline.reporting.progress import ProgressLines, phase, progress
 from pipeline.reporting.terminal import TERMINAL_VARIABLE
 
 
@@ -78,12 +78,12 @@ def test_counted_work_writes_a_line_after_5_s_and_then_every_30_s() -> None:
 def test_each_slow_phase_of_a_start_is_named_within_5_s() -> None:
     """Three phases of 2, 20 and 50 s, after which the first step is done."""
     recorded = Recorded()
-    for phase, seconds in [
+    for name, seconds in [
         ("importing torch", 2.0),
         ("loading the transformer (2/3)", 20.0),
         ("first step", 50.0),
     ]:
-        recorded.lines.phase(phase)
+        recorded.lines.phase(name)
         recorded.advance(seconds)
     recorded.lines.count(1, 10, "training", unit="step")
     recorded.advance(8.0)
@@ -137,6 +137,32 @@ def test_L16_stalled_work_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> 
         assert has_two_lines.wait(20)
     assert lines[0].startswith("images read: 7 of 9, 0:0")
     assert lines[0].endswith(" GiB of memory")
+
+
+def test_measured_work_names_its_unit_and_its_total_may_grow() -> None:
+    recorded = Recorded()
+    recorded.lines.count(0, 2000, "downloading a/b", measure="MB")
+    recorded.clock.now_s += 20
+    recorded.lines.count(1200, 5000, "downloading a/b", measure="MB")
+    recorded.lines.tick()
+    assert recorded.texts == [
+        "downloading a/b: 1,200 of 5,000 MB, 60 MB/s, 0:20 elapsed, about 1:03 left, 7.9 GiB of GPU memory"
+    ]
+
+
+def test_work_that_cannot_be_counted_reports_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
+    monkeypatch.setattr("pipeline.reporting.progress.TICK_S", 0.001)
+    has_line = threading.Event()
+    lines: list[str] = []
+
+    def log(text: str) -> None:
+        lines.append(text)
+        has_line.set()
+
+    with phase("listing the cache", log=log):
+        assert has_line.wait(20)
+    assert lines[0].startswith("listing the cache: 0:00 elapsed, ")
 
 
 def test_short_work_reports_nothing_and_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:

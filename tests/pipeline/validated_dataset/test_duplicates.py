@@ -139,6 +139,14 @@ def test_images_without_a_hash_are_not_grouped() -> None:
     assert dict(duplicate_groups(contents, 4).rows()) == {"a": "a", "b": "b"}
 
 
+def test_the_search_reports_how_many_pairs_it_compared(progress_lines: list[str]) -> None:
+    """With distance 1, the two halves of each hash are compared: 4 equal halves make 6 pairs."""
+    values = [0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000, 0x4_0000_0000]
+    columns = {"content_hash": list("abcd"), "perceptual_hash": pl.Series(values, dtype=pl.UInt64)}
+    duplicate_groups(pl.DataFrame(columns), 1, log=progress_lines.append)
+    assert progress_lines[-1].startswith("pairs of images compared: 6 of 6, ")
+
+
 def png(photo: Image.Image, **changes: Any) -> bytes:
     file = io.BytesIO()
     photo.save(file, "PNG", **changes)
