@@ -59,7 +59,7 @@ class WalkResult:
         images: Files that may be images, in no particular order, each file once.
         problems: Files and folders that would belong to the dataset but cannot be read.
         passed_over: Number of other files by kind: "hidden", "captions", "not_images", "foreign_caches",
-            "special", "linked_twice", "broken_links".
+            "special", "linked_twice", "broken_links", "excluded".
         suffixes: Number of files that are not images, by lower-case suffix without the dot.
         captions: Paths of the files with a caption suffix.
         foreign_caches: Paths of other trainers' caches.

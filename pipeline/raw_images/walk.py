@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.formats import ImageError
+from pipeline.raw_images.exclusion import excluded_by
 from pipeline.raw_images.folder import (
     FoundFile,
     Problem,
@@ -88,6 +90,9 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
         else:
             walk_remote(source, caption_suffixes, result=walk)
 
+    if settings.exclude:
+        _remove_excluded(walk, excluded_by(settings.exclude))
+
     images, name_problems = _with_sample_ids(settings.name, walk.images)
     problems = walk.problems + name_problems
     return WalkedDataset(
@@ -98,6 +103,17 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
         rejected=[_rejected_row(settings.name, problem) for problem in problems],
         orphan_captions=_orphan_captions(walk, caption_suffixes),
     )
+
+
+def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> None:
+    """Remove excluded files from the walk's lists, and count the images and unreadable files among them."""
+    num_found = len(walk.images) + len(walk.problems)
+    walk.images = [file for file in walk.images if not is_excluded(file.path)]
+    walk.problems = [problem for problem in walk.problems if not is_excluded(problem.path)]
+    walk.captions = [path for path in walk.captions if not is_excluded(path)]
+    walk.foreign_caches = [path for path in walk.foreign_caches if not is_excluded(path)]
+    walk.links_out = [path for path in walk.links_out if not is_excluded(path)]
+    walk.passed_over["excluded"] += num_found - len(walk.images) - len(walk.problems)
 
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:

@@ -100,6 +100,18 @@ def check_suffixes(value: object) -> object:
     return tuple(suffixes)
 
 
+def check_exclude(value: str) -> str:
+    """Return `value` if it can match a path below a folder."""
+    parts = value.strip("/").split("/")
+    if "\\" in value:
+        with_slashes = value.replace("\\", "/")
+        reject(f"a pattern must separate folders with /, got {value!r}", f"use {with_slashes}")
+    if any(part.strip() in ("", ".", "..") for part in parts):
+        what = f"a pattern must be a name, or a path below the dataset's folder, got {value!r}"
+        reject(what, 'use a pattern such as masks, "*-mask.png" or old/drafts')
+    return value
+
+
 def check_fallback(value: str | None) -> str | None:
     """Return `value` unless it is a text without a visible character."""
     if value is not None and not value.strip():
