@@ -35,7 +35,12 @@ def command(recipe: str, images: Path, base: str) -> None:
     ai-toolkit, SimpleTuner and diffusion-pipe; then it reports what it took over. It downloads nothing and
     never overwrites a recipe.
     """
-    from pipeline.maintenance.new_recipe import draft_recipe, model_resolution, recipe_text
+    from pipeline.maintenance.new_recipe import (
+        draft_recipe,
+        model_resolution,
+        recipe_text,
+        resolution_remarks,
+    )
 
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
@@ -51,7 +56,8 @@ def command(recipe: str, images: Path, base: str) -> None:
 
     draft = draft_recipe(images)
     base = as_recipe_path(base)
-    text = recipe_text(name, draft, base, model_resolution(base))
+    size = model_resolution(base)
+    text = recipe_text(name, draft, base, size)
     _require_valid(name, text, file)
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +67,7 @@ def command(recipe: str, images: Path, base: str) -> None:
     except FileExistsError as err:
         raise _already_exists(file) from err
 
-    for line in draft.report():
+    for line in (*draft.report(), *resolution_remarks(draft, size)):
         click.echo(line)
     click.echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
     click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
