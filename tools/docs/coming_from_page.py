@@ -52,7 +52,7 @@ These differences remain:
 
 - Regularisation images are an ordinary dataset; `weight` sets their share of the training samples.
 - Masks are not supported. Their files are excluded, so that they are not trained on as pictures.
-- Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all datasets agree
+- Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all agree
   on them. The same images at several resolutions become one dataset with `buckets.resolutions`.
 - Tags are shuffled before training, `variants` orders of each caption. Prefix and postfix keep their place.
 - ai-toolkit's trigger word is added as `word, caption`. `[trigger]` in a caption becomes the word.
