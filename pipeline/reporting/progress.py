@@ -27,6 +27,9 @@ from pipeline.reporting.reports import Log
 FIRST_LINE_S = 5.0
 """Shortest time between any two lines, and before the first line; shorter work writes none."""
 
+MIN_ACTIVITY_S = 2.0
+"""Shortest time that an activity has taken before its first line, so that short ones do not fill the log."""
+
 LINE_INTERVAL_S = 30.0
 """Shortest time between two lines about the same activity."""
 
@@ -128,8 +131,9 @@ class ProgressLines:
                 text = f"{activity.text}, {activity.measure}" if activity.measure else activity.text
                 self._bar.show(activity.done, activity.total, text, activity.note)
                 return
+            now_s = self._clock()
             interval_s = LINE_INTERVAL_S if activity.has_line else FIRST_LINE_S
-            if self._clock() - self._last_line_s >= interval_s:
+            if now_s - self._last_line_s >= interval_s and now_s - activity.start_s >= MIN_ACTIVITY_S:
                 self._write(activity)
 
     def finish(self, *, always: bool = False) -> None:

@@ -40,7 +40,7 @@ from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
-from pipeline.validated_dataset.funnel import funnel_lines, funnel_rows
+from pipeline.validated_dataset.funnel import funnel_rows, funnel_text
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -175,8 +175,7 @@ def validate(
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
         index.write(checked, samples.filter(pl.col("rule") != "").select(*CAPTIONS))
-        for line in funnel_lines(funnel):
-            log(line)
+        log(funnel_text(funnel))
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}

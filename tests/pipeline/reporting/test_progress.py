@@ -89,11 +89,21 @@ def test_each_slow_phase_of_a_start_is_named_within_5_s() -> None:
     recorded.advance(8.0)
     assert list(zip(recorded.at_s, [text.split(":")[0] for text in recorded.texts], strict=True)) == [
         (5.0, "loading the transformer (2/3)"),
-        (22.5, "first step"),
-        (52.5, "first step"),
-        (72.5, "training"),
+        (24.0, "first step"),
+        (54.0, "first step"),
+        (74.0, "training"),
     ]
     assert recorded.texts[0] == "loading the transformer (2/3): 0:03 elapsed, 7.9 GiB of GPU memory"
+
+
+def test_phases_of_less_than_2_s_write_no_lines() -> None:
+    recorded = Recorded()
+    for step in (10, 20, 30):
+        recorded.lines.phase(f"saving the checkpoint of step {step}")
+        recorded.advance(1.5)
+        recorded.lines.count(step, 30, "training", unit="step")
+        recorded.advance(5.0)
+    assert [text.split(",")[0] for text in recorded.texts] == ["training: step 10 of 30"]
 
 
 def test_the_speed_of_a_resumed_run_excludes_earlier_steps() -> None:
@@ -123,8 +133,8 @@ def test_the_last_line_is_written_once_and_a_phase_does_not_reset_the_count() ->
 
 
 def test_L16_stalled_work_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
-    monkeypatch.setattr("pipeline.reporting.progress.LINE_INTERVAL_S", 0.001)
+    for name in ("FIRST_LINE_S", "MIN_ACTIVITY_S", "LINE_INTERVAL_S"):
+        monkeypatch.setattr(f"pipeline.reporting.progress.{name}", 0.001)
     has_two_lines = threading.Event()
     lines: list[str] = []
 
