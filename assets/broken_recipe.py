@@ -5,10 +5,11 @@ from collections.abc import Collection, Sequence
 
 from dagster import AssetKey, AssetSpec, Definitions, JobDefinition, OpDefinition, job, op
 
-from assets.names import RECIPE_TAG, TABLES_RESOURCE
+from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, TABLES_RESOURCE
 from pipeline.errors import RecipeError
 from pipeline.recipe import BrokenRecipe
 from resources.failures import errors_as_failures
+from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
@@ -70,7 +71,13 @@ def _failing_op(name: str, error: RecipeError) -> OpDefinition:
 
 
 def _job_of(failing_op: OpDefinition, *, name: str, recipe: str) -> JobDefinition:
-    @job(name=name, description="Fails with the error of the recipe.", tags={RECIPE_TAG: recipe})
+    @job(
+        name=name,
+        description="Fails with the error of the recipe.",
+        tags={RECIPE_TAG: recipe},
+        config=DEFAULT_RUN_CONFIG,
+        logger_defs={TERMINAL_LOGGER: terminal_logger},
+    )
     def failing_job() -> None:
         failing_op()
 

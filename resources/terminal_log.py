@@ -22,6 +22,7 @@ TERMINAL_LOGGER = "terminal"
 """Name of the logger in `Definitions` and in run configurations."""
 
 _PYTHON_LOGGER = "latentline.terminal"
+_STANDARD_ERROR = "standard error"
 _CLEAR_LINE = "\r\x1b[K"
 _NAME_WIDTH = len("validated_dataset")
 
@@ -36,8 +37,15 @@ def terminal_logger(context: InitLoggerContext) -> logging.Logger:
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.setLevel(logging.DEBUG)
     python_logger.propagate = False
-    if not python_logger.handlers:
-        python_logger.addHandler(TerminalHandler(sys.stderr))
+
+    # One process may execute several jobs, and standard error may be another stream for each of them.
+    for handler in list(python_logger.handlers):
+        if handler.get_name() == _STANDARD_ERROR:
+            python_logger.removeHandler(handler)
+    if not any(isinstance(handler, TerminalHandler) for handler in python_logger.handlers):
+        handler = TerminalHandler(sys.stderr)
+        handler.set_name(_STANDARD_ERROR)
+        python_logger.addHandler(handler)
     return python_logger
 
 
