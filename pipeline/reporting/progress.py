@@ -27,8 +27,9 @@ from pipeline.reporting.reports import Log
 FIRST_LINE_S = 5.0
 """Shortest time between any two lines, and before the first line; shorter work writes none."""
 
-MIN_ACTIVITY_S = 2.0
-"""Shortest time that an activity has taken before its first line, so that short ones do not fill the log."""
+MIN_ACTIVITY_FRACTION = 0.4
+"""Fraction of `FIRST_LINE_S` that an activity takes at least before its first line, which spares the log the
+short ones among several."""
 
 LINE_INTERVAL_S = 30.0
 """Shortest time between two lines about the same activity."""
@@ -133,7 +134,8 @@ class ProgressLines:
                 return
             now_s = self._clock()
             interval_s = LINE_INTERVAL_S if activity.has_line else FIRST_LINE_S
-            if now_s - self._last_line_s >= interval_s and now_s - activity.start_s >= MIN_ACTIVITY_S:
+            lasts = now_s - activity.start_s >= MIN_ACTIVITY_FRACTION * FIRST_LINE_S
+            if lasts and now_s - self._last_line_s >= interval_s:
                 self._write(activity)
 
     def finish(self, *, always: bool = False) -> None:
