@@ -25,7 +25,7 @@ def command(recipe: Recipe) -> None:
 
     check_settings(recipe)
     for dataset in recipe.datasets:
-        require_readable(dataset)
+        require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
     datasets = counted(len(recipe.datasets), "dataset")
     click.echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
 

@@ -33,6 +33,7 @@ from pipeline.images import colour
 from pipeline.images.colour import Background
 from pipeline.images.formats import ImageError, formats_of, plugin_version, plugin_versions, require_image
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
+from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
 from pipeline.storage.remote_folder import UnreachableError
 from pipeline.storage.source import SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
@@ -201,7 +202,10 @@ def read_bytes(file: File) -> bytes:
         ImageError: The file is missing (`vanished`) or cannot be read (`unreadable`).
     """
     with image_errors(str(file)):
-        return file.read_bytes()
+        if isinstance(file, SourceFile):
+            return file.read_bytes()
+        with open_regular(file) as opened:
+            return read_all(opened)
 
 
 def changed_error(path: File | str) -> ImageError:
@@ -233,6 +237,8 @@ def image_errors(where: str) -> Generator[None]:
         raise ImageError(err.reason, err.detail, where=where, fix=err.fix) from err
     except FileNotFoundError as err:
         raise vanished_error(where) from err
+    except RefusedFileError as err:
+        raise ImageError(err.reason, err.detail, where=where, fix=err.fix) from err
     except Exception as err:
         raise _image_error(err, where) from err
 
@@ -264,9 +270,9 @@ def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[Image.Ima
     where = str(source) if is_file else getattr(source, "name", "an image in memory")
     with image_errors(str(where)), ExitStack() as stack:
         if isinstance(source, Path):
-            file: BinaryIO = stack.enter_context(source.open("rb"))
+            file: BinaryIO = stack.enter_context(open_regular(source))
         elif isinstance(source, SourceFile):
-            file = io.BytesIO(source.read_bytes())
+            file = stack.enter_context(source.open())
         else:
             file = io.BytesIO(source) if isinstance(source, bytes) else source
 

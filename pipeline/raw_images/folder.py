@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
-from pipeline.storage.source import ListedPath, RemoteSource, open_nonblocking, to_int64
+from pipeline.storage.regular_files import open_regular
+from pipeline.storage.source import ListedPath, RemoteSource, to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
@@ -274,7 +275,7 @@ class _LocalWalker:
 
     def _looks_like_image(self, path: str) -> bool:
         try:
-            with open_nonblocking(f"{self._root}/{path}") as file:
+            with open_regular(f"{self._root}/{path}") as file:
                 return sniff(file.read(_SNIFFED_BYTES)) is not None
         except OSError:
             return False

@@ -26,10 +26,12 @@ from pipeline.raw_images.folder import (
 from pipeline.raw_images.manifest import read_manifest, walk_manifest
 from pipeline.raw_images.rejection import printable, rejection
 from pipeline.raw_images.scan_index import STAT
+from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import LocalSource, Source, source_at
+from pipeline.storage.regular_files import MAX_FILE_BYTES
+from pipeline.storage.source import LocalSource, Source
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -58,7 +60,7 @@ class WalkedDataset:
     orphan_captions: list[str]
 
 
-def require_readable(settings: DatasetSettings) -> None:
+def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Check that a local dataset's folder or manifest can be read; remote datasets are not checked.
 
     Raises:
@@ -68,19 +70,21 @@ def require_readable(settings: DatasetSettings) -> None:
     if isinstance(settings.path, Url):
         return
     if settings.is_manifest:
-        read_manifest(settings)
+        read_manifest(settings, max_bytes=max_file_bytes)
     else:
         require_listable(settings.path)
 
 
-def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
-    """List the files of one dataset.
+def walk_dataset(
+    settings: DatasetSettings, log: Log, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> WalkedDataset:
+    """List the files of one dataset; those above `max_file_bytes` are listed too, but not opened.
 
     Raises:
         DatasetError: The dataset cannot be listed.
     """
     caption_suffixes = settings.captions.suffixes if settings.captions.from_ == "sidecar" else ()
-    source = source_at(settings.root)
+    source = source_of(settings, max_file_bytes=max_file_bytes)
     walk = WalkResult()
     with progress(lambda: len(walk.images), None, f"images found in {settings.name}", log=log):
         if settings.is_manifest:

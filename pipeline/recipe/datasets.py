@@ -280,6 +280,13 @@ class DatasetSettings(Settings):
         "`repeats` decide.",
     )
 
+    follow_links: bool = Field(
+        default=False,
+        description="Whether caption files may be links to files outside the dataset's folder. Captions are "
+        "published with the LoRA, and archives and repositories of strangers can contain links to private "
+        "files. With false, an image with such a caption is rejected as `caption_outside_dataset`. Images "
+        "may be links in both cases; the check oddities lists those that lead outside.",
+    )
     duplicates: Literal["keep_first", "keep_all"] = Field(
         default="keep_first",
         description="Treatment of files with the same bytes and the same caption. keep_first: use the first "

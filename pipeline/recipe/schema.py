@@ -140,6 +140,13 @@ class CheckSettings(Settings):
         "rejected as `too_large` before it is decoded, which protects against decompression bombs. Decoding "
         "needs about 4 bytes per pixel, 700 MB at the default.",
     )
+    max_file_bytes: int = Field(
+        default=1_000_000_000,
+        ge=1,
+        le=10**15,
+        description="Largest size in bytes of a file of a dataset: an image, a caption file or a manifest. A "
+        "larger image is rejected as `file_too_large` without reading it.",
+    )
     near_duplicate_bits: int = Field(
         default=4,
         ge=0,

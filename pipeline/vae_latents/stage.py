@@ -129,6 +129,7 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
             "compute_dtype": recipe.latents.compute_dtype,
             "posterior": recipe.latents.posterior,
             "background": list(recipe.latents.background),
+            "max_file_bytes": recipe.checks.max_file_bytes,
         },
         spec=spec,
         job=job,

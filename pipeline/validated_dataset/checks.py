@@ -24,7 +24,8 @@ from pipeline.errors import counted, verb
 from pipeline.images.decode import File, hash_bytes, read_bytes
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.scan_index import SIDECAR, STAT
-from pipeline.storage.source import Source, source_at
+from pipeline.raw_images.sources import sources_of
+from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.captions import FALLBACK
@@ -87,7 +88,9 @@ def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    undecodable = _with_reason(rejected, "caption_undecodable", "caption_unreadable")
+    undecodable = _with_reason(
+        rejected, "caption_undecodable", "caption_unreadable", "caption_outside_dataset"
+    )
     if undecodable.is_empty():
         return Outcome(True, f"{counted(len(table), 'caption')}, all readable")
     return _caption_failure(f"{counted(len(undecodable), 'caption')} cannot be decoded", undecodable)
@@ -192,10 +195,11 @@ def _file_size_outliers(
         return Outcome(True, "skipped: this run does not read the datasets")
 
     rows = _rows(_with_reason(rejected, "changed", "vanished"))
+    sources = sources_of(context.recipe)
     kept = raw.join(table.select("sample_id"), on="sample_id", how="semi", maintain_order="left")
     for settings in context.recipe.datasets:
         in_dataset = kept.filter(pl.col("dataset") == settings.name)
-        rows += _changed_files(source_at(settings.root), in_dataset)
+        rows += _changed_files(sources[settings.name], in_dataset)
     datasets = [settings.name for settings in context.recipe.datasets]
     for sample_id in kept.filter(~pl.col("dataset").is_in(datasets))["sample_id"]:
         rows.append({"sample_id": sample_id, "reason": "vanished: its dataset was removed from the recipe"})

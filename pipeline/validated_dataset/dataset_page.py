@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import counted
+from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.html_page import html_page, text_html
 from pipeline.reporting.lettering import printable
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
 from pipeline.reporting.reports import Log, StageResult
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_bytes, write_text
-from pipeline.storage.source import Source, source_at
+from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.holdout import times_drawn
 from pipeline.validated_dataset.report import UNSAFE_REASONS
@@ -101,7 +102,7 @@ def write_dataset_page(
 
     # An interruption leaves no digest, so that the next run writes all pages again.
     digest_file.unlink(missing_ok=True)
-    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
+    sources = sources_of(recipe)
     thumbnails = _write_thumbnails(folder / _THUMBNAILS, [shown, rejected_shown], sources, log)
     pages = _kept_pages(
         recipe.name, shown, thumbnails, num_kept=num_kept, num_rejected=_total(rejected_shown)

@@ -31,10 +31,11 @@ from pipeline.raw_images.scan_index import (
     unchanged_files,
     unchanged_sidecars,
 )
+from pipeline.raw_images.sources import sources_of
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.storage.source import Source, source_at, threads_for
+from pipeline.storage.source import Source, threads_for
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
@@ -144,8 +145,9 @@ def validate(
     """
     stopwatch = Stopwatch()
     _require_same_datasets(recipe, raw)
-    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
-    manifests = {settings.name: table for settings, table in manifests_with_columns(recipe.datasets)}
+    sources = sources_of(recipe)
+    with_columns = manifests_with_columns(recipe.datasets, max_bytes=recipe.checks.max_file_bytes)
+    manifests = {settings.name: table for settings, table in with_columns}
     chosen, filtered = select(recipe, raw.select(NEEDED[STAGE]["raw_images"]), manifests, stage=STAGE)
     if len(filtered):
         log(f"{counted(len(filtered), 'image')} excluded by filters and limits")

@@ -171,7 +171,8 @@ class LatentEncoder:
         """Return a file of a dataset, which is opened once for all its images."""
         with self._sources_lock:
             if root not in self._sources:
-                self._sources[root] = source_at(address(root))
+                limit = self._settings["max_file_bytes"]
+                self._sources[root] = source_at(address(root), max_file_bytes=limit)
         return self._sources[root].file(path)
 
     def picture(self, latent: Tensor) -> Tensor | None:
