@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.decode import (
-    changed_error,
     decoder_version,
-    image_errors,
     is_current_decoder,
     read_header,
 )
+from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, sniff
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.rejection import count_by_reason, printable, rejection

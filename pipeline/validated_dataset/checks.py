@@ -21,7 +21,7 @@ from pipeline.checks.rejections import (
     no_samples_left,
 )
 from pipeline.errors import counted, verb
-from pipeline.images.decode import File, hash_bytes, read_bytes
+from pipeline.images.decode import File, open_content
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.scan_index import SIDECAR, STAT
 from pipeline.raw_images.sources import sources_of
@@ -234,10 +234,11 @@ def _change(file: File, row: dict[str, Any]) -> str | None:
     if num_bytes >= 0 and num_bytes != row["file_bytes"]:
         return f"changed: {counted(num_bytes, 'byte')}, {row['file_bytes']:,} at the scan"
     try:
-        is_same = hash_bytes(read_bytes(file)) == row["content_hash"]
+        with open_content(file, row["content_hash"]):
+            return None
     except ImageError as err:
-        return f"vanished: {err}"
-    return None if is_same else "changed: the same number of bytes, but other content"
+        is_changed = err.reason == "changed"
+        return "changed: the same number of bytes, but other content" if is_changed else f"vanished: {err}"
 
 
 def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:

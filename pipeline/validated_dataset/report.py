@@ -43,7 +43,10 @@ NUM_PER_STRIP = 6
 _REPORT_FORMAT = "2: names and captions"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
-UNSAFE_REASONS = {"too_large", "file_too_large", "special_file", "out_of_memory"}
+UNSAFE_REASONS = {
+    *("too_large", "file_too_large", "special_file", "out_of_memory", "too_much_memory", "too_many_scans"),
+    "too_slow",
+}
 """Reasons of rejected images that could exhaust memory if the report opened them."""
 
 

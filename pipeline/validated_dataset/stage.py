@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import DatasetError, counted
-from pipeline.images.decode import DECODER, File, changed_error, read_bytes
+from pipeline.images.decode import DECODER, File, read_bytes
+from pipeline.images.failures import changed_error
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
