@@ -23,6 +23,7 @@ from tests.conftest import InProcessLaunch
 from tests.pipeline.bind_mounts import bind
 from tests.pipeline.cache_case import cache, entry_bytes
 from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.disk_calls import DiskCalls
 
 __all__ = ["bind", "cache", "entry_bytes"]  # fixtures
 
@@ -118,6 +119,11 @@ class Folder:
         self.tables.write_rejected(asset, result.rejected)
         write_report(self.output_dir, asset, result.report)
         return result
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> DiskCalls:
+    return DiskCalls(monkeypatch)
 
 
 @pytest.fixture
