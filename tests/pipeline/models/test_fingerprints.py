@@ -189,3 +189,19 @@ def test_hashing_reports_its_progress_in_megabytes_and_a_known_hash_is_not_compu
     contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in part.contents]
     facts = [{"role": "vae", "configs": [], "contents": contents}]
     assert fingerprint == canonical_hash(facts), "as one call of hashlib per file"
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["edited in place", "replaced by another file"])
+def test_L04_a_file_with_the_same_size_and_time_stamp_is_hashed_again(
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Copying tools restore the modification time, so only the change time and the inode show the change."""
+    monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
+    path = part.contents[0]
+    old(path)
+    before, size = fingerprint(tmp_path, part), path.stat().st_size
+    if replaced:
+        path.unlink()
+    path.write_bytes(bytes(size))
+    old(path)
+    assert fingerprint(tmp_path, part) != before, "the remembered hash of the earlier content was used"

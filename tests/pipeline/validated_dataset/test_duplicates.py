@@ -190,6 +190,16 @@ def test_copies_with_another_caption_are_kept_and_keep_all_keeps_every_copy(simi
     assert result.rejected.is_empty()
 
 
+def test_copies_of_which_only_a_further_caption_differs_are_kept(similar: Folder) -> None:
+    similar.captions = {"lines": "each"}
+    for name, second_line in (("photo", "in a suit"), ("sub/copy", "in a spacesuit")):
+        (similar.root / f"{name}.txt").write_text(f"an astronaut\n{second_line}\n")
+    result = similar.ingest()
+    assert result.rejected["path"].to_list() == [], "a file whose second caption differs is not a copy"
+    (similar.root / "sub" / "copy.txt").write_text("an astronaut\nin a suit\n")
+    assert similar.ingest().rejected["path"].to_list() == ["sub/copy.png"]
+
+
 def test_I24_a_limit_is_reached_despite_copies(similar: Folder) -> None:
     similar.dataset = {"limit": 4}
     result = similar.ingest()

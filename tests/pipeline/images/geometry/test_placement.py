@@ -193,3 +193,15 @@ def test_without_a_focus_the_crop_is_central(size: Size, placement: Placement) -
     assert replace(placement, crop="focus").assign(size) == middle
     halves = replace(placement, crop="focus").assign_many([size.height], [size.width], None, ([0.5], [0.5]))
     assert halves.too_small[0] if middle is None else halves.columns.one(0) == middle
+
+
+@pytest.mark.parametrize(
+    ("original", "resized"),
+    [(Size(113, 128), Size(961, 1088)), (Size(128, 113), Size(1088, 961))],
+    ids=["half a pixel of height", "half a pixel of width"],
+)
+def test_a_resized_edge_of_half_a_pixel_is_rounded_up(original: Size, resized: Size) -> None:
+    """1088 * 113 / 128 is 960.5. Keys and pixels of existing caches depend on the direction."""
+    geometry = Placement((ladder(1024, 64, 3.0),)).assign(original)
+    assert geometry is not None
+    assert geometry.resized_size == resized
