@@ -87,8 +87,8 @@ def _rejected_row(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
     rejection = {
         "stage": STAGE,
         "reason": TOO_SMALL,
-        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to fill bucket {target}, but "
-        f"upscale is {recipe.buckets.upscale}",
+        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to fill bucket {target} "
+        f"(height x width), but upscale is {recipe.buckets.upscale}",
         "fix": "use a larger image, a smaller resolution, or buckets.small_images: own_bucket",
     }
     return {name: {**row, **rejection}[name] for name in table_files.REJECTED}

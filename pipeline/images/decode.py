@@ -255,7 +255,8 @@ def load_pixels(
         decoded(content, background, limits=limits) as image,
     ):
         if Size(image.height, image.width) != original:
-            detail = f"it decodes to {image.height}x{image.width}, but the recorded size is {original}"
+            decoded_size = f"{image.height}x{image.width} (height x width)"
+            detail = f"it decodes to {decoded_size}, but the recorded size is {original}"
             fix = "start the job again; if the error returns, export the image again"
             raise ImageError("size_disagrees", detail, where=str(file), fix=fix)
 
@@ -345,14 +346,18 @@ def _require_limits(image: Image.Image, max_px: int) -> None:
     width, height = image.size
     fix = "make it smaller, or remove it"
     if max(height, width) > MAX_IMAGE_EDGE_PX:
-        detail = f"an edge must be at most {MAX_IMAGE_EDGE_PX:,} pixels long, got {height}x{width}"
+        detail = f"an edge must be at most {MAX_IMAGE_EDGE_PX:,} pixels long, got {height} high, {width} wide"
         raise ImageError("too_large", detail, fix=fix)
     if height * width > max_px:
         fix += f"; or set checks.max_image_pixels to {height * width} if you trust the file"
-        detail = f"it must have at most {max_px:,} pixels, got {height * width:,} ({height}x{width})"
+        detail = (
+            f"it must have at most {max_px:,} pixels, got {height * width:,} ({height} high, {width} wide)"
+        )
         raise ImageError("too_large", detail, fix=fix)
     if min(height, width) < 1:
-        raise ImageError("undecodable", f"it contains zero pixels ({height}x{width})", fix="remove it")
+        raise ImageError(
+            "undecodable", f"it contains zero pixels ({height} high, {width} wide)", fix="remove it"
+        )
 
 
 def _is_animated(image: Image.Image) -> bool:

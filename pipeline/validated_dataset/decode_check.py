@@ -159,7 +159,7 @@ def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
             content.seek(0)
             size, image_hash = _decode_content(content, row, limits)
             if size != (row["height"], row["width"]):
-                recorded = f"{row['height']}x{row['width']}"
+                recorded = f"{row['height']}x{row['width']} (height x width)"
                 detail = f"it decodes to {size}, but its header records {recorded}"
                 raise ImageError("size_disagrees", detail, fix="export it again, or remove it")
             return _FileResult(None, image_hash, version)

@@ -147,6 +147,6 @@ def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: P
     folder.tables.write_rejected("aspect_buckets", result.rejected)
     (row,) = result.rejected.to_dicts()
     assert (row["sample_id"], row["stage"], row["reason"]) == ("d/small.png", "aspect_buckets", "too_small")
-    assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64" in row["detail"]
+    assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64 (height x width)" in row["detail"]
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
     assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))
