@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from pipeline.cli.main import latentline
 from pipeline.errors import LatentlineError, PathIsolationError, TrainingError
+from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
 
 OLD_S = 1_000_000_000
@@ -118,6 +119,23 @@ def test_explain_is_short_by_default_and_full_adds_hashes(cli: Any) -> None:
     assert "--full" in short
     assert not re.search(r"content_hash|inode|made of|^  key ", short, re.MULTILINE)
     assert re.search(r"content_hash +\"[0-9a-f]{64}", full)
+
+
+def test_explain_first_states_whether_a_sample_is_used_or_why_not(cli: Any, job: Job) -> None:
+    first_line = cli("explain", "sample", "cat").stdout.splitlines()[0]
+    assert first_line == "photos/cat.png: used for training; its cache entries are valid, not trained on yet"
+
+    job.entry("vae_latents").unlink()
+    first_line = cli("explain", "sample", "cat").stdout.splitlines()[0]
+    assert first_line.endswith("1 of 2 cache entries missing or damaged; the next job encodes them")
+
+    (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
+    validated = validate(job.recipe, job.tables.read("raw_images"), job.tables, log=print)
+    job.keep("validated_dataset", validated)
+    what, fix, stage, *_ = cli("explain", "sample", "cat").stdout.splitlines()
+    assert what.startswith("photos/cat.png: rejected by validated_dataset, ")
+    assert fix.startswith("fix: ")
+    assert stage == "rejected"
 
 
 def test_explain_as_json_keeps_every_row_of_a_stage(cli: Any, job: Job) -> None:
