@@ -46,6 +46,16 @@ class RecipeArgument(click.ParamType[Recipe]):
             ctx.obj["recipe"] = recipe.name
         return recipe
 
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
+        """Return the sentence that follows "Missing argument 'RECIPE'."; names the recipes of the folder."""
+        folder = recipes_dir()
+        names = _names_in(folder)
+        return (
+            f"Use one of {_listed(names)}."
+            if names
+            else f"{folder} contains none; create one with latentline new."
+        )
+
 
 RECIPE = RecipeArgument()
 
@@ -83,15 +93,23 @@ def _report(broken: Iterable[BrokenRecipe]) -> None:
 def _no_such_recipe(text: str, file: Path) -> RecipeError:
     """Return an error that suggests the closest name, or else lists all recipes of the folder."""
     folder = file.parent
-    names = sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+    names = _names_in(folder)
     closest = difflib.get_close_matches(file.stem, names, n=1)
     if closest:
         fix = f"did you mean {closest[0]}?"
     elif names:
-        fix = f"use one of {', '.join(names[:_MAX_NAMES])}" + (", ..." if len(names) > _MAX_NAMES else "")
+        fix = f"use one of {_listed(names)}"
     else:
         fix = "pass the path of a recipe file"
     return RecipeError(f"the recipe {text} does not exist", where=str(file), fix=fix)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
 def as_recipe_path(text: str) -> str:

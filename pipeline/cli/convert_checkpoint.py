@@ -18,7 +18,7 @@ _MB = 1_000_000
 _PATH = click.Path(path_type=Path)
 
 
-@click.command
+@click.command(short_help="Convert a single-file model for model.base.")
 @click.argument("file", type=_PATH)
 @click.argument("folder", type=_PATH)
 @click.option(

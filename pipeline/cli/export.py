@@ -16,7 +16,7 @@ from pipeline.trained_lora.export.earlier_step import (
 from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, run_folder
 
 
-@click.command
+@click.command(short_help="Publish the LoRA of an earlier step.")
 @click.argument("recipe", type=RECIPE)
 @click.option("--step", type=click.IntRange(1), help="Step whose LoRA is published.")
 @click.option("--latest", is_flag=True, help="Publish the last step again.")

@@ -30,7 +30,7 @@ _HEAD = (
 )
 
 
-@click.command
+@click.command(short_help="Fit bucket sizes to the images of a recipe.")
 @click.argument("recipe", type=RECIPE)
 @click.option(
     "--write",

@@ -19,7 +19,7 @@ MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
 
 
-@click.command
+@click.command(short_help="List and delete unneeded cache entries or old runs.")
 @click.argument("recipes", metavar="[RECIPE]...", nargs=-1, type=RECIPE)
 @click.option(
     "--delete", "do_delete", is_flag=True, help="Delete what is not needed. By default nothing is deleted."

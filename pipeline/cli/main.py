@@ -7,6 +7,7 @@ usage.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -44,6 +45,20 @@ class _Commands(click.Group):
         """Return the subcommand, or None if no subcommand has this name."""
         module = COMMANDS.get(cmd_name)
         return import_module(module).command if module else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the subcommand that `args` begin with.
+
+        Raises:
+            click.UsageError: There is no such subcommand; suggests the closest one.
+        """
+        if args[0] in COMMANDS or args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        closest = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f"Did you mean {closest[0]}?" if closest else f"Use one of {', '.join(COMMANDS)}."
+        raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
 
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

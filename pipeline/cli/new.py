@@ -16,7 +16,7 @@ from pipeline.recipe.schema import NAME_PATTERN
 DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 
 
-@click.command
+@click.command(short_help="Write a recipe for a folder of images.")
 @click.argument("recipe")
 @click.option(
     "--images",

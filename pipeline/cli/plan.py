@@ -19,7 +19,7 @@ MAX_NAMED = 3
 """Maximum number of samples named per reason."""
 
 
-@click.command
+@click.command(short_help="Preview what the next job would encode, and why.")
 @click.argument("recipe", type=RECIPE)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."

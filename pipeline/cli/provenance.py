@@ -8,14 +8,17 @@ from typing import Any
 
 import click
 
+from pipeline.cli.conventions import reported_recipes
+from pipeline.errors import TrainingError
+from pipeline.recipe import recipes_dir
 from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
-_PATH = click.Path(exists=True, path_type=Path)
+_PATH = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command
+@click.command(short_help="Show what a LoRA was trained on.")
 @click.argument("file", type=_PATH)
 @click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
@@ -26,6 +29,7 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
 
     With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """
+    _require_existing(file)
     record = read_provenance(file)
     if wanted is not None:
         _find(record, lora_file(file), wanted)
@@ -34,6 +38,19 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
     else:
         for name, value in _summary(record).items():
             click.echo(f"{name:20} {value}")
+
+
+def _require_existing(file: Path) -> None:
+    """Raise TrainingError if the path does not exist; suggests the output folder of a recipe of that name."""
+    if file.exists():
+        return
+    recipes = reported_recipes().recipes if recipes_dir().is_dir() else []
+    recipe = next((each for each in recipes if each.name == str(file)), None)
+    if recipe is None:
+        fix = "pass a .safetensors file, lora/, or the output folder of a recipe, such as outputs/flowers"
+    else:
+        fix = f"pass the recipe's output folder: latentline provenance {recipe.output_dir}"
+    raise TrainingError(f"{file} does not exist", where=str(file.absolute()), fix=fix)
 
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:

@@ -14,7 +14,7 @@ from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
-@click.command
+@click.command(short_help="Check a recipe without computing anything.")
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
     """Check RECIPE, given by name or file: its keys, folders, datasets, and base model if it is local.

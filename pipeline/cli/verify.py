@@ -17,7 +17,7 @@ MAX_SHOWN = 50
 """Maximum number of bad entries shown."""
 
 
-@click.command
+@click.command(short_help="Read all cache entries and find damaged ones.")
 @click.argument("recipe", type=RECIPE)
 @click.option("--repair", "do_repair", is_flag=True, help="Encode missing and damaged entries again.")
 def command(recipe: Recipe, do_repair: bool) -> None:

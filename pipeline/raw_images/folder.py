@@ -6,6 +6,7 @@ never opens a file that could block, such as a FIFO.
 
 from __future__ import annotations
 
+import difflib
 import heapq
 import os
 from collections import Counter
@@ -166,7 +167,13 @@ def _root_fix(root: Path, err: OSError) -> str:
     is_windows_path = "\\" in str(root) or any(len(part) == 2 and part[1] == ":" for part in root.parts)
     if isinstance(err, FileNotFoundError) and is_windows_path:
         return "correct datasets[].path: it is a Windows path, and this machine does not run Windows"
-    return "correct datasets[].path in the recipe, or make the folder readable"
+    if not isinstance(err, FileNotFoundError):
+        return "correct datasets[].path in the recipe, or make the folder readable"
+
+    siblings = [each.name for each in root.parent.iterdir()] if root.parent.is_dir() else []
+    closest = difflib.get_close_matches(root.name, siblings, n=1)
+    hint = f"did you mean {root.with_name(closest[0])}? Otherwise " if closest else ""
+    return f"{hint}correct datasets[].path in the recipe; relative paths start at the project root"
 
 
 def _is_hidden(name: str) -> bool:
