@@ -109,8 +109,9 @@ def _print(text: str) -> None:
 
 
 def _write_error(err: LatentlineError) -> None:
-    _print(f"{type(err).__name__}: {err}")
+    # Written before it is printed, so that `LocalLaunch` can recognise the printed lines.
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is not None:
         parts = {"kind": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix}
         write_text(Path(file), json.dumps(parts))
+    _print(f"{type(err).__name__}: {err}")

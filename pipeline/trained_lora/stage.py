@@ -20,7 +20,6 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
-from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -48,7 +47,7 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
-from pipeline.trained_lora.job import Prompt, TrainingJob, with_steps
+from pipeline.trained_lora.job import Prompt, TrainingJob, square_prompts, with_steps
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
@@ -197,9 +196,7 @@ def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInpu
         return ()
 
     if training.sample_prompts:
-        sizes = placement_of(recipe.buckets).sets[-1].sizes
-        squarest = min(sizes, key=lambda size: (max(size) / min(size), -size.height))
-        return tuple(Prompt(text, entries.text_spec(text), squarest) for text in training.sample_prompts)
+        return square_prompts(entries, training.sample_prompts)
 
     captions = inputs.table["captions"].list.first()
     numbers = captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS]
