@@ -83,6 +83,10 @@ class TrainingError(LatentlineError):
     """Training had to stop, or its result is invalid."""
 
 
+class DrawingError(LatentlineError):
+    """`latentline sample` cannot draw the requested pictures."""
+
+
 def counted(number: int, thing: str, things: str | None = None) -> str:
     """Return `number` with the matching form of a noun: "1 image", "1,234 images".
 
