@@ -56,7 +56,7 @@ class FileAdapter:
             DrawingError: The file has tensors that match no layer, or none that do.
         """
         layers = list(_all_layers(family, networks))
-        self._layout = _detect_layout(family, layers, file)
+        self._layout: Layout = _detect_layout(family, layers, file)
         self._modules = _modules_in(file, layers, self._layout)
         file = without_zero_modules(file, self._modules, self._layout)
         _require_all_tensors_used(family, file, self._modules, self._layout)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 import pytest
 from PIL import Image
 
-from pipeline.cache.store import Store
 from pipeline.storage.atomic import temp_path_for
 from pipeline.trained_lora.drawing.draw import draw, num_drawn
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
 from pipeline.trained_lora.drawing.worker import draw as worker
-from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing, pixels
+from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run
 
 if TYPE_CHECKING:
@@ -87,14 +86,3 @@ def test_an_interrupted_drawing_keeps_complete_pictures_and_removes_partial_file
     with pytest.raises(KeyboardInterrupt):
         draw(empty, InterruptedAtStart())
     assert not empty.folder.exists()
-
-
-def test_a_prompt_is_the_same_picture_whether_its_text_is_in_the_cache_or_not(trained: Project) -> None:
-    """The cache of these tests holds random values, so the entry is first replaced by an encoded one."""
-    store = Store(trained.recipe.cache_dir)
-    job = prepare_drawing(trained.recipe, Request())
-    for spec in (job.empty_text, job.prompts[0].text):
-        store.path(spec).unlink()
-    draw(job, InProcessDrawing())
-    assert pixels(next(job.cells()).path).std() > 0
-    assert not store.path(job.empty_text).exists()

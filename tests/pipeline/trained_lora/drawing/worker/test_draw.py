@@ -113,10 +113,10 @@ def test_pictures_equal_those_of_diffusers_with_the_exported_file(
     project = train(lora={**LORA, "dora": dora}, sample_every=0)
     job = drawn(project, strengths=(strength,), seed=11)
 
-    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
     pipeline.set_progress_bar_config(disable=True)
     if strength:
-        pipeline.load_lora_weights(project.recipe.output_dir / "lora", adapter_name="flowers")
+        pipeline.load_lora_weights(str(project.recipe.output_dir / "lora"), adapter_name="flowers")
         pipeline.set_adapters("flowers", strength)
     store = store_at(project.recipe.cache_dir)
     negative = read_entry(store, job.empty_text, "the empty caption")["text_embedding"]
