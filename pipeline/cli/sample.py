@@ -60,7 +60,9 @@ _PATH = click.Path(path_type=Path)
     "--output", type=_PATH, help="Folder of the pictures. The default is a new one in reports/pictures/."
 )
 def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, ...], **options: Any) -> None:
-    """Draw pictures with the LoRA of RECIPE: each PROMPT at each step and strength, and a sheet of all.
+    """Draw pictures with the LoRA of RECIPE.
+
+    Each PROMPT is drawn at each step and strength, and a sheet shows all pictures.
 
     The pictures are drawn like the previews of the training, with the same seed, so that they can be compared
     with them. A run can be in progress: its checkpoints are only read. No existing file is replaced.
@@ -143,11 +145,10 @@ def _split(values: Iterable[str]) -> list[str]:
 
 def _draw(job: DrawingJob) -> Path:
     from pipeline.processes.launch import LocalLaunch
-    from pipeline.reporting.terminal import TERMINAL_VARIABLE, find_terminal
+    from pipeline.reporting.terminal import TERMINAL_VARIABLE
     from pipeline.trained_lora.drawing.draw import draw
 
     # On a terminal, the launched process draws a bar, and its lines would disturb it.
-    find_terminal()
     log = None if TERMINAL_VARIABLE in os.environ else _echo
     return draw(job, LocalLaunch(job.recipe.accelerate, log))
 
