@@ -67,6 +67,12 @@ def reported_recipes() -> RecipeFolder:
     return folder
 
 
+def report_broken_recipes() -> None:
+    """Report each broken recipe of the recipes folder on standard error; there may be no such folder."""
+    if recipes_dir().is_dir():
+        _report(load_recipe_folder().broken)
+
+
 def _load(file: Path) -> Recipe:
     """Load the recipe in `file`; in the recipes folder, first report the other recipes that are broken.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, bytes_text
+from pipeline.cli.conventions import as_recipe_path, bytes_text, report_broken_recipes
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -55,6 +55,7 @@ def command(
     from pipeline.models.convert.convert import Choices, convert, plan_conversion
     from pipeline.reporting.progress import progress
 
+    report_broken_recipes()
     contents = read_contents(file)
     choices = Choices(reference=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
     click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path
+from pipeline.cli.conventions import as_recipe_path, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
@@ -42,6 +42,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         resolution_remarks,
     )
 
+    report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
         valid_name = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from pipeline.cli.conventions import reported_recipes
+from pipeline.cli.conventions import report_broken_recipes
 from pipeline.errors import TrainingError
-from pipeline.recipe import recipes_dir
+from pipeline.recipe import load_recipe_folder, recipes_dir
 from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
@@ -29,6 +29,7 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
 
     With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """
+    report_broken_recipes()
     _require_existing(file)
     record = read_provenance(file)
     if wanted is not None:
@@ -44,7 +45,7 @@ def _require_existing(file: Path) -> None:
     """Raise TrainingError if the path does not exist; suggests the output folder of a recipe of that name."""
     if file.exists():
         return
-    recipes = reported_recipes().recipes if recipes_dir().is_dir() else []
+    recipes = load_recipe_folder().recipes if recipes_dir().is_dir() else []
     recipe = next((each for each in recipes if each.name == str(file)), None)
     if recipe is None:
         fix = "pass a .safetensors file, lora/, or the output folder of a recipe, such as outputs/flowers"
