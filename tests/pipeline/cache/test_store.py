@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.cache.entry_format import serialise
-from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.cache.store import DATA_START, NO_STAT, EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
 from tests.pipeline.disk_calls import DiskCalls
 
@@ -297,3 +298,13 @@ def test_L06_an_entry_is_synced_before_it_gets_its_name(store: Store, disk_calls
     path = write_entry(store)
     assert disk_calls.names == [path.name]
     assert disk_calls.unsynced == [], "the entry would be empty after a power failure"
+
+
+def test_stats_are_the_size_times_and_inode_of_each_file(store: Store) -> None:
+    stat = write_entry(store).stat()
+    expected = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    rows = store.stats("latents", [SPEC.key, OTHER.key])
+    assert [tuple(row) for row in rows.tolist()] == [expected, NO_STAT]
+    checked = store.check(SPEC).stat
+    assert checked is not None
+    assert astuple(checked) == expected
