@@ -13,7 +13,7 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_last_step,
     publish_step,
 )
-from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, run_folder
+from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, require_run, run_folder
 
 
 @click.command(short_help="Publish the LoRA of an earlier step.")
@@ -43,6 +43,7 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
             last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
         _report(last_step, run, replaced)
     else:
+        require_run(layout)
         chosen = exported_step(recipe.output_dir, run)
         click.echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
         for each in lora_steps(layout):

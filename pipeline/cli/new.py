@@ -49,7 +49,7 @@ def command(recipe: str, images: Path, base: str) -> None:
         raise RecipeError(
             f"a recipe's name must consist of letters, digits and _, got {name!r}",
             where=str(recipes_dir()),
-            fix=f"latentline new {valid_name} --images {images}",
+            fix=f"latentline new {valid_name} --images {images} --base {base}",
         )
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():

@@ -91,7 +91,8 @@ def _require_file(file: Path) -> None:
         raise ModelError(what, where=str(file), fix=fix)
     if not file.is_file():
         what = "expected a single file, got a folder" if file.is_dir() else "the file does not exist"
-        raise ModelError(what, where=str(file.absolute()), fix="use a .safetensors file")
+        fix = "pass the path of a model in one .safetensors file"
+        raise ModelError(what, where=str(file.absolute()), fix=fix)
 
 
 def _require_safetensors(file: Path, start: bytes) -> None:

@@ -138,6 +138,23 @@ def test_provenance_of_a_recipe_name_suggests_its_output_folder(tmp_path: Path) 
     assert "such as outputs/flowers" in latentline("provenance", "none", configs=tmp_path).stderr
 
 
+def test_fixes_can_be_copied_and_name_what_exists(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = tmp_path / "out" / "runs" / "0123456789abcdef"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for arguments, fix in {
+        ("export", "flowers", "--run", "abc"): "choose one of 0123456789abcdef",
+        ("new", "my roses", "--images", "x", "--base", "a/b"): (
+            "latentline new my_roses --images x --base a/b"
+        ),
+        ("convert-checkpoint", "none", "out"): "pass the path of a model in one .safetensors file",
+    }.items():
+        completed = latentline(*arguments, configs=tmp_path)
+        assert completed.returncode == 1
+        assert completed.stderr.endswith(f"fix:   {fix}\n")
+
+
 def test_the_help_shows_one_complete_line_per_command(tmp_path: Path) -> None:
     _, _, commands = latentline("--help", configs=tmp_path).stdout.partition("Commands:\n")
     assert len(commands.splitlines()) == len(COMMANDS)
