@@ -11,7 +11,7 @@ import click
 from pipeline.cli.conventions import report_broken_recipes
 from pipeline.errors import TrainingError
 from pipeline.recipe import load_recipe_folder, recipes_dir
-from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
+from pipeline.trained_lora.export.lora_files import damaged_record_error, lora_file, read_provenance
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
 _PATH = click.Path(path_type=Path)
@@ -32,13 +32,17 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
     report_broken_recipes()
     _require_existing(file)
     record = read_provenance(file)
-    if wanted is not None:
-        _find(record, lora_file(file), wanted)
-    elif as_json:
-        click.echo(json.dumps(record, indent=2, ensure_ascii=False))
-    else:
-        for name, value in _summary(record).items():
-            click.echo(f"{name:20} {value}")
+    try:
+        if wanted is not None:
+            _find(record, lora_file(file), wanted)
+        elif as_json:
+            click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+        else:
+            for name, value in _summary(record).items():
+                click.echo(f"{name:20} {value}")
+    # Anybody can write such a file, so the record may lack keys or hold values of other types.
+    except (AttributeError, KeyError, TypeError, ValueError) as err:
+        raise damaged_record_error(lora_file(file), err) from err
 
 
 def _require_existing(file: Path) -> None:

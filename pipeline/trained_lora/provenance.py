@@ -17,6 +17,7 @@ import polars as pl
 from pipeline.errors import TrainingError, counted
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
+from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.fingerprint import file_sha256
@@ -114,11 +115,10 @@ def caption_hash(caption: str) -> str:
 
 def caption_hashes_of(path: Path) -> list[str]:
     """Return the hashes that the caption in a text file may have; empty if the file is not text."""
-    if path.stat().st_size > MAX_CAPTION_BYTES:
-        return []
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
+        with open_regular(path, max_bytes=MAX_CAPTION_BYTES) as file:
+            text = read_all(file).decode("utf-8-sig")
+    except (RefusedFileError, UnicodeDecodeError):
         return []
     return sorted({caption_hash(text), caption_hash(text.strip()), caption_hash(" ".join(text.split()))})
 
@@ -133,9 +133,10 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
         One line if the record lists `wanted`, and one per matching row of the table.
 
     Raises:
-        TrainingError: The record holds only a digest and the table is missing.
+        TrainingError: The record holds only a digest and the table is missing, or `wanted` is not a regular
+            file.
     """
-    image, captions = file_sha256(wanted), caption_hashes_of(wanted)
+    image, captions = _hashes_of(wanted)
     samples = record["samples"]
     table = (lora if lora.is_dir() else lora.parent) / SAMPLES_FILE
     if "images" not in samples and not table.is_file():
@@ -151,6 +152,16 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
     if set(captions) & set(samples.get("captions", ())):
         matches.append(f"{wanted} is one of the training captions")
     return matches + _matching_rows(table, image, captions)
+
+
+def _hashes_of(wanted: Path) -> tuple[str, list[str]]:
+    """Return the hash of a file as an image, and its hashes as a caption."""
+    try:
+        with open_regular(wanted) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), caption_hashes_of(wanted)
+    except OSError as err:
+        fix = "pass an image, or a text file with a caption, to --find"
+        raise TrainingError(f"the file cannot be read: {err}", where=str(wanted), fix=fix) from err
 
 
 def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:
