@@ -23,7 +23,7 @@ training: {stepz: 3}
 recache: {cron: "* * * * *", enabled: true}
 """
 
-STARTS_S = 240.0
+STARTS_S = 600.0
 """Seconds in which the daemon starts a run by the schedule, which fires each minute, or by the sensor."""
 
 

@@ -21,6 +21,9 @@ from PIL import Image
 
 PROGRAMS = ("chromium", "chromedriver")
 
+PAGE_TIMEOUTS_MS = {"script": 120_000, "pageLoad": 300_000}
+"""WebDriver's time limits, which allow for a busy machine."""
+
 MAX_SCREENSHOT_BYTES = 200_000
 
 
@@ -156,7 +159,7 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
         f"--window-size={size[0]},{size[1]}",
         f"--user-data-dir={folder / 'profile'}",
     ]
-    options = {"goog:chromeOptions": {"args": arguments}}
+    options = {"goog:chromeOptions": {"args": arguments}, "timeouts": PAGE_TIMEOUTS_MS}
     try:
         end = time.monotonic() + 30
         while not responds(f"{base}/status"):
