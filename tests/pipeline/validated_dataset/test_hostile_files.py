@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from pipeline.images.geometry import Geometry
 from pipeline.raw_images.sources import sources_of
 from pipeline.validated_dataset import checks
 from pipeline.validated_dataset.dataset_page import write_dataset_page
+from tests.hostile_images import float_tiff, jpeg_with_scans, png
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -193,3 +197,52 @@ def test_a_sparse_image_is_rejected_from_its_size_and_the_limit_can_be_raised(fo
     assert reasons(folder.scan()) == {"d/huge.jpg": "file_too_large", "d/good.png": "file_too_large"}
     folder.checks = {"max_file_bytes": good.stat().st_size}
     assert reasons(folder.scan()) == {"d/huge.jpg": "file_too_large"}
+
+
+_SCAN_AND_VALIDATE = """
+import json, resource, sys
+from pipeline.raw_images.stage import scan
+from pipeline.recipe import Recipe
+from pipeline.storage.tables import Tables
+from pipeline.validated_dataset.stage import validate
+
+recipe = Recipe.model_validate_json(sys.stdin.read())
+tables = Tables(recipe.output_dir)
+scanned = scan(recipe, tables, log=str)
+result = validate(recipe, scanned.table, tables, log=str)
+rejected = [row for each in (scanned, result) for row in each.rejected.select("path", "reason").rows()]
+peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+print(json.dumps([len(result.table), dict(rejected), scanned.report["passed_over"], peak_mb]))
+"""
+
+
+def test_twenty_good_images_are_kept_among_all_attack_files_within_the_memory(folder: Any) -> None:
+    for number in range(20):
+        folder.add(f"good{number}.png", folder.picture(number))
+    folder.add("float.tif", float_tiff())
+    folder.add("deep.png", png())
+    folder.add("scans.jpg", jpeg_with_scans(2_000, edge_px=512))
+    os.truncate(folder.add("sparse.jpg", b"\xff\xd8\xff"), 6 * 10**9)
+    folder.add("linked.png", caption=None).with_suffix(".txt").symlink_to("/proc/self/environ")
+    (folder.root / "zero.png").symlink_to("/dev/zero")
+    os.mkfifo(folder.root / "fifo.jpg")
+
+    process = subprocess.run(
+        [sys.executable, "-c", _SCAN_AND_VALIDATE],
+        input=folder.recipe.model_dump_json(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    num_kept, rejected, passed_over, peak_mb = json.loads(process.stdout)
+    assert num_kept == 20
+    assert rejected == {
+        "float.tif": "too_much_memory",
+        "deep.png": "too_much_memory",
+        "scans.jpg": "too_many_scans",
+        "sparse.jpg": "file_too_large",
+        "linked.png": "caption_outside_dataset",
+    }
+    assert passed_over["special"] == 2
+    assert peak_mb < 1_500
