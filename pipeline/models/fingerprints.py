@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import read_bounded
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log, discard
 from pipeline.storage.atomic import write_text
@@ -88,12 +89,12 @@ class Fingerprints:
             facts = [
                 {
                     "role": part.role,
-                    "configs": [_comparable(json.loads(path.read_bytes())) for path in part.configs],
+                    "configs": [_comparable(json.loads(read_bounded(path))) for path in part.configs],
                     "contents": [hashes[path] for path in part.contents],
                 }
                 for part in parts
             ]
-        except (OSError, ValueError) as err:
+        except (OSError, ValueError, RecursionError) as err:
             fix = "download the model again, or set model.base to a complete diffusers folder"
             where = str(getattr(err, "filename", None) or "configuration of the base model")
             raise ModelError(f"a file of the base model is unreadable: {err}", where=where, fix=fix) from err

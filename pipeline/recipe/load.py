@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from pipeline.errors import RecipeError
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
+from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.storage.addresses import absolute
 
@@ -181,6 +182,9 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
         what = f"the suffix of a recipe must be .yaml, got {file.name}"
         return None, [PlacedMistake(shown, Mistake((), what, f"rename it to {file.stem}.yaml"))]
 
+    if is_untrusted() and (link := link_mistake(file, file.parent)) is not None:
+        return None, [PlacedMistake(shown, link)]
+
     name_mistakes = [PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)]
     try:
         text = _read_bytes(file).decode("utf-8")
@@ -194,6 +198,9 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
 
     document = parse(text)
     mistakes = name_mistakes + _document_mistakes(document, shown)
+    if not mistakes and is_untrusted():
+        untrusted = untrusted_mistakes(document.data, project_root())
+        mistakes = [PlacedMistake(shown, each, document.line(each.path)) for each in untrusted]
     if mistakes:
         return None, mistakes
     return _recipe(document.data, name=file.stem, source=file), []
