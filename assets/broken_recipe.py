@@ -7,6 +7,7 @@ from dagster import AssetKey, AssetSpec, Definitions, JobDefinition, OpDefinitio
 
 from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, TABLES_RESOURCE
 from pipeline.errors import RecipeError
+from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe
 from resources.failures import errors_as_failures
 from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
@@ -49,7 +50,7 @@ def _graph(name: str, error: RecipeError) -> Definitions:
     """
     shown = AssetSpec(
         AssetKey([name, ERROR_ASSET]),
-        description=f"This recipe is excluded until its file is repaired.\n\n```text\n{error}\n```",
+        description=f"This recipe is excluded until its file is repaired.\n\n{markdown_block(str(error))}",
         group_name=name,
         kinds={"yaml"},
         metadata={"what": error.what, "where": error.where, "fix": error.fix},

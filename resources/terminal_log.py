@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from dagster import DagsterEvent, DagsterEventType, logger
 
+from pipeline.escaping import printable_lines
+
 if TYPE_CHECKING:
     from dagster import InitLoggerContext
 
@@ -88,7 +90,7 @@ class TerminalHandler(logging.Handler):
         self.run_id = metadata["run_id"]
         event: DagsterEvent | None = getattr(record, "dagster_event", None)
         name = _asset_name(metadata["step_key"])
-        message = str(metadata["orig_message"])
+        message = printable_lines(str(metadata["orig_message"]))
 
         try:
             if event is not None:
@@ -118,7 +120,7 @@ class TerminalHandler(logging.Handler):
         elif event.event_type == DagsterEventType.STEP_SUCCESS:
             self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s")
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
-            self._write_line(event.step_failure_data.error_display_string)
+            self._write_line(printable_lines(event.step_failure_data.error_display_string))
         elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
             self._show_message(name, "waiting for another run that encodes or trains")
 

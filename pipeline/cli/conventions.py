@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from pipeline.errors import RecipeError
+from pipeline.escaping import printable_lines
 from pipeline.recipe import (
     BrokenRecipe,
     Recipe,
@@ -91,9 +92,14 @@ def _load(file: Path) -> Recipe:
     return next((recipe for recipe in folder.recipes if recipe.source == file), None) or load_recipe(file)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line to standard output or error, with control characters of names as escapes."""
+    click.echo(printable_lines(text), err=err)
+
+
 def _report(broken: Iterable[BrokenRecipe]) -> None:
     for each in broken:
-        click.echo(f"warning: {each.summary()}", err=True)
+        echo(f"warning: {each.summary()}", err=True)
 
 
 def _no_such_recipe(text: str, file: Path) -> RecipeError:
@@ -129,7 +135,7 @@ def as_recipe_path(text: str) -> str:
 
 def log_to_stderr(line: str) -> None:
     """Print a line of progress or a warning on standard error, which leaves the result on standard output."""
-    click.echo(line, err=True)
+    echo(line, err=True)
 
 
 def bytes_text(number: int) -> str:

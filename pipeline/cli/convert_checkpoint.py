@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, bytes_text, report_broken_recipes
+from pipeline.cli.conventions import as_recipe_path, bytes_text, echo, report_broken_recipes
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -58,18 +58,18 @@ def command(
     report_broken_recipes()
     contents = read_contents(file)
     choices = Choices(reference=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
-    click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)
+    echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)
     plan = plan_conversion(contents, folder, choices)
     with progress(
         lambda: _folder_bytes(plan.building) // _MB,
         plan.num_bytes // _MB,
         "MB written",
-        log=lambda line: click.echo(line, err=True),
+        log=lambda line: echo(line, err=True),
     ):
         family = convert(plan)
 
     for line in _report(plan, family):
-        click.echo(line)
+        echo(line)
 
 
 def _folder_bytes(folder: Path) -> int:

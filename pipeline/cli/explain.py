@@ -9,8 +9,9 @@ from typing import Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE, log_to_stderr
+from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
 from pipeline.errors import counted
+from pipeline.escaping import json_text
 from pipeline.maintenance.explain import StageFacts, explain, find_sample
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
@@ -48,17 +49,17 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     explained = explain(recipe, tables, sample_id, log=log_to_stderr)
     if as_json:
         result = {"sample_id": sample_id, **_by_stage(explained)}
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False, default=str))
+        echo(json_text(result))
         return
 
-    click.echo(f"{sample_id}: {_summary(explained)}")
+    echo(f"{sample_id}: {_summary(explained)}")
     # A rejection explains the missing stages, so it precedes them.
     for each in sorted(explained, key=lambda each: each.stage != "rejected"):
-        click.echo(each.stage)
+        echo(each.stage)
         for name, value in (each.facts if full else _short_facts(each)).items():
-            click.echo(f"  {_label(name):24} {_text(value)}")
+            echo(f"  {_label(name):24} {_text(value)}")
     if not full:
-        click.echo("--full adds keys, hashes, file stats and the inputs of each entry")
+        echo("--full adds keys, hashes, file stats and the inputs of each entry")
 
 
 def _summary(explained: Iterable[StageFacts]) -> str:

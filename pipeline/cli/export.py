@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
 from pipeline.recipe import Recipe
 from pipeline.trained_lora.export.earlier_step import (
@@ -37,7 +37,7 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
             replaced = publish_step(recipe.output_dir, run, step)
         _report(step, run, replaced)
         revert = f"latentline export {recipe.name} --latest"
-        click.echo(f"it stays until another run finishes, or until {revert}")
+        echo(f"it stays until another run finishes, or until {revert}")
     elif latest:
         with hold_idle_run(layout):
             last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
@@ -45,11 +45,11 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
     else:
         require_run(layout)
         chosen = exported_step(recipe.output_dir, run)
-        click.echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
+        echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
         for each in lora_steps(layout):
-            click.echo(f"  {each}{' (published)' if each == chosen else ''}")
+            echo(f"  {each}{' (published)' if each == chosen else ''}")
 
 
 def _report(step: int, run: str, replaced: list[str]) -> None:
     changes = f"replaced {', '.join(replaced)}" if replaced else "unchanged"
-    click.echo(f"lora/ holds step {step} of run {run}: {changes}")
+    echo(f"lora/ holds step {step} of run {run}: {changes}")

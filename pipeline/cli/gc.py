@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from pipeline.cache.users import unregister_user
-from pipeline.cli.conventions import RECIPE, bytes_text, reported_recipes
+from pipeline.cli.conventions import RECIPE, bytes_text, echo, reported_recipes
 from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
 from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
@@ -81,7 +81,7 @@ def command(
     given = [absolute(text, Path()) for text in cache_dirs]
     caches = given or sorted({recipe.cache_dir for recipe in recipes or reported_recipes().recipes}, key=str)
     if not caches:
-        click.echo("no recipes were found, so no cache is known; pass one with --cache-dir")
+        echo("no recipes were found, so no cache is known; pass one with --cache-dir")
     for cache_dir in caches:
         _forget(cache_dir, forgotten)
         surveyed = survey(cache_dir, grace_s=grace_hours * 3600)
@@ -91,9 +91,9 @@ def command(
         has_garbage = bool(surveyed.orphans or surveyed.leftovers)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed)
-            click.echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
+            echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
         elif has_garbage:
-            click.echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
+            echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
 
 
 def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool) -> None:
@@ -113,7 +113,7 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
 
     chosen = recipes or tuple(folder.recipes)
     if not chosen:
-        click.echo("no recipes were found, so no run is known")
+        echo("no recipes were found, so no run is known")
     for recipe in chosen:
         # A recipe given by its path may be outside the folder.
         surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=[*folder.recipes, *recipes])
@@ -125,24 +125,24 @@ def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool
                 delete_run(run)
             for leftover in surveyed.leftovers:
                 delete_leftover(leftover)
-            click.echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
+            echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
         elif num_folders:
             names = "".join(f" {each.name}" for each in recipes)
             again = f"latentline gc{names} --keep-runs {num_kept} --delete"
-            click.echo(f"  nothing was deleted; {again} deletes {bytes_text(num_bytes)}")
+            echo(f"  nothing was deleted; {again} deletes {bytes_text(num_bytes)}")
 
 
 def _show_runs(surveyed: RunSurvey) -> None:
     total = bytes_text(sum(run.num_bytes for run in surveyed.runs))
-    click.echo(f"{surveyed.output_dir / 'runs'}: {counted(len(surveyed.runs), 'run')}, {total}")
+    echo(f"{surveyed.output_dir / 'runs'}: {counted(len(surveyed.runs), 'run')}, {total}")
     for run in surveyed.runs:
         changed = datetime.fromtimestamp(run.changed_s, tz=UTC).astimezone()
         fate = f"kept: {run.kept}" if run.kept else "old"
         size = bytes_text(run.num_bytes)
-        click.echo(f"  {run.folder.name}  {size:>9}  {changed:%Y-%m-%d %H:%M}  {run.state:<24}  {fate}")
+        echo(f"  {run.folder.name}  {size:>9}  {changed:%Y-%m-%d %H:%M}  {run.state:<24}  {fate}")
     if surveyed.leftovers:
         size = bytes_text(sum(surveyed.leftovers.values()))
-        click.echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")
+        echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")
 
 
 def _forget(cache_dir: Address, forgotten: tuple[Path, ...]) -> None:
@@ -150,7 +150,7 @@ def _forget(cache_dir: Address, forgotten: tuple[Path, ...]) -> None:
         _require_deleted(output_dir)
         was_registered = unregister_user(cache_dir, output_dir.expanduser().absolute())
         state = "forgotten by" if was_registered else "was not registered in"
-        click.echo(f"{output_dir}: {state} {cache_dir}")
+        echo(f"{output_dir}: {state} {cache_dir}")
 
 
 def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
@@ -175,19 +175,19 @@ def _require_deleted(output_dir: Path) -> None:
 
 def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     entries = counted(surveyed.entries, "entry", "entries")
-    click.echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
+    echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
     for user in surveyed.users:
         note = "" if user.output_dir.is_dir() else "   folder is missing: entries kept, see --forget"
-        click.echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
+        echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
 
     orphan_bytes = bytes_text(sum(surveyed.orphans.values()))
-    click.echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
+    echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
     if surveyed.young:
-        click.echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
+        echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
-        click.echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
+        echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
     if surveyed.foreign:
         names = ", ".join(surveyed.foreign[:MAX_SHOWN])
         names += ", ..." if len(surveyed.foreign) > MAX_SHOWN else ""
-        click.echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")
+        echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, report_broken_recipes
+from pipeline.cli.conventions import as_recipe_path, echo, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
@@ -69,10 +69,10 @@ def command(recipe: str, images: Path, base: str) -> None:
         raise _already_exists(file) from err
 
     for line in (*draft.report(), *resolution_remarks(draft, size)):
-        click.echo(line)
-    click.echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
-    click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
-    click.echo(f"then: {RUN_RECIPE} {name}")
+        echo(line)
+    echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
+    echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
+    echo(f"then: {RUN_RECIPE} {name}")
 
 
 def _already_exists(file: Path) -> RecipeError:

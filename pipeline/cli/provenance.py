@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.cli.conventions import report_broken_recipes
+from pipeline.cli.conventions import echo, report_broken_recipes
 from pipeline.errors import TrainingError
+from pipeline.escaping import json_text
 from pipeline.recipe import load_recipe_folder, recipes_dir
 from pipeline.trained_lora.export.lora_files import damaged_record_error, lora_file, read_provenance
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
@@ -36,10 +36,10 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
         if wanted is not None:
             _find(record, lora_file(file), wanted)
         elif as_json:
-            click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+            echo(json_text(record))
         else:
             for name, value in _summary(record).items():
-                click.echo(f"{name:20} {value}")
+                echo(f"{name:20} {value}")
     # Anybody can write such a file, so the record may lack keys or hold values of other types.
     except (AttributeError, KeyError, TypeError, ValueError) as err:
         raise damaged_record_error(lora_file(file), err) from err
@@ -61,10 +61,10 @@ def _require_existing(file: Path) -> None:
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
     matches = find_in_provenance(record, file, wanted)
     for line in matches:
-        click.echo(line)
+        echo(line)
     if not matches:
         as_what = "an image or caption" if caption_hashes_of(wanted) else "an image"
-        click.echo(f"the LoRA was not trained on {wanted} as {as_what}")
+        echo(f"the LoRA was not trained on {wanted} as {as_what}")
         raise SystemExit(1)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
@@ -27,7 +27,7 @@ def command(recipe: Recipe) -> None:
     for dataset in recipe.datasets:
         require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
     datasets = counted(len(recipe.datasets), "dataset")
-    click.echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
+    echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
 
 
 def check_settings(recipe: Recipe) -> None:

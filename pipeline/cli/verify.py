@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from pipeline.cli.conventions import RECIPE, log_to_stderr
+from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
 from pipeline.errors import counted
 from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
 from pipeline.recipe import Recipe
@@ -33,23 +33,23 @@ def command(recipe: Recipe, do_repair: bool) -> None:
 
     num_bytes = sum(each.spec.file_bytes for each in needed)
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
-    click.echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
+    echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
     _show(bad)
     if not bad:
         return
     if not do_repair:
-        click.echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
+        echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
         sys.exit(1)
 
-    repair(recipe, tables, bad, log=click.echo)
+    repair(recipe, tables, bad, log=echo)
     still_bad = verify(recipe, needed, log=log_to_stderr)
-    click.echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
+    echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
     _show(still_bad)
     sys.exit(1 if still_bad else 0)
 
 
 def _show(bad: list[BadEntry]) -> None:
     for each in bad[:MAX_SHOWN]:
-        click.echo(f"  {each.needed.name}: {each.problem}\n    {each.path}")
+        echo(f"  {each.needed.name}: {each.problem}\n    {each.path}")
     if len(bad) > MAX_SHOWN:
-        click.echo(f"  and {len(bad) - MAX_SHOWN:,} more")
+        echo(f"  and {len(bad) - MAX_SHOWN:,} more")

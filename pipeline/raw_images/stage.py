@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.escaping import without_secrets
 from pipeline.images.decode import (
     decoder_version,
     is_current_decoder,
@@ -190,7 +191,7 @@ def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl
         "suffixes_of_no_images": dict(suffixes.most_common(MAX_NAMED)),
         "datasets": {
             dataset.settings.name: {
-                "path": str(dataset.settings.path),
+                "path": without_secrets(str(dataset.settings.path)),
                 "in": _num_found(dataset),
                 "suffixes_of_no_images": dict(dataset.walk.suffixes.most_common(MAX_NAMED)),
                 "passed_over": dict(sorted(dataset.walk.passed_over.items())),

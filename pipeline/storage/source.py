@@ -19,7 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DatasetError
+from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
+from pipeline.storage.redirects import RedirectRefusedError
 from pipeline.storage.regular_files import MAX_FILE_BYTES, InsideCheck, open_regular, read_all, require_size
 from pipeline.storage.remote_folder import (
     as_os_error,
@@ -90,7 +92,7 @@ class Source(ABC):
 
     def where(self, path: str) -> str:
         """Return the name of a file as messages show it."""
-        return f"{self.address}/{path}"
+        return f"{without_secrets(str(self.address))}/{path}"
 
     @abstractmethod
     def open(self, path: str, num_bytes: int = 0) -> Opened:
@@ -232,7 +234,7 @@ class RemoteSource(Source):
         self._lock = request_lock(self._files)
 
     def __repr__(self) -> str:
-        return f"RemoteSource({str(self.address)!r})"
+        return f"RemoteSource({without_secrets(str(self.address))!r})"
 
     def open(self, path: str, num_bytes: int = 0) -> Opened:
         """See `Source.open`."""
@@ -350,9 +352,21 @@ class RemoteSource(Source):
                 yield ListedPath(path, self._stat(info))
 
         with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
-            full_infos = pool.map(self._files.info, map(self._full, without_size))
+            full_infos = pool.map(self._info, without_size)
             for path, info in zip(without_size, full_infos, strict=True):
                 yield ListedPath(path, self._stat(info))
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        """Return fsspec's information about a file; an empty file for a redirect that is not followed.
+
+        Reading such a file fails with the reason, which rejects one sample instead of the dataset.
+        """
+        try:
+            return self._files.info(self._full(path))
+        except FileNotFoundError as err:
+            if isinstance(err.__cause__, RedirectRefusedError):
+                return {"size": 0}
+            raise
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
         """Return the stat of a file, with a hash of the address in place of a missing version."""

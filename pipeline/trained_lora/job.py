@@ -20,6 +20,7 @@ import polars as pl
 
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import TrainingError, counted
+from pipeline.escaping import without_secrets
 from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import write_atomically, write_text
@@ -99,7 +100,7 @@ class TrainingJob:
         self._write_dropped()
 
         job = {
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": _without_secrets(self.recipe),
             "base": str(self.base),
             "elsewhere": {role: str(folder) for role, folder in self.component_folders.items()},
             "run": self.run,
@@ -226,6 +227,18 @@ def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]
     return tuple(
         Prompt(item["caption"], entry_from_json(item["text"]), Size(*item["size_hw"])) for item in values
     )
+
+
+def _without_secrets(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as JSON, without the query strings in the addresses of its datasets.
+
+    Training does not read the datasets, and a run's folder may be shared.
+    """
+    values = recipe.model_dump(mode="json")
+    for dataset in values["datasets"]:
+        addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
+        dataset |= {key: without_secrets(address) for key, address in addresses.items()}
+    return values
 
 
 def entry_to_json(entry: EntrySpec) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
+from pipeline.escaping import without_secrets
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
 from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
@@ -67,12 +68,17 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name."""
+    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name.
+
+    Addresses lose their passwords and query strings.
+    """
     values = recipe.model_dump(mode="json")
     for key in ("cache_dir", "output_dir", "source"):
         values[key] = _shareable_path(values[key])
     for dataset in values["datasets"]:
         dataset["path"] = _shareable_path(dataset["path"])
+        if dataset["images"] is not None:
+            dataset["images"] = _shareable_path(dataset["images"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
     model["components"] = {role: _shareable_path(path) for role, path in model["components"].items()}
@@ -82,7 +88,7 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
 def _shareable_path(path: str) -> str:
     pure = PurePath(path)
     if not pure.is_absolute():
-        return path
+        return without_secrets(path)
     root = project_root()
     return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.name
 

@@ -301,3 +301,39 @@ def test_O03_loading_recipes_imports_nothing_heavy():
         "PIL",
     }
     assert heavy & set(completed.stdout.split()) == set()
+
+
+SECRETS = (
+    "http://me:s3cr3t@host/photos",
+    "https://s3cr3t@host/photos",
+    "zip://p::https://me:s3cr3t@host/a.zip",
+)
+
+
+@pytest.mark.parametrize("address", SECRETS)
+@pytest.mark.parametrize("key", ["path: data/photos", "output_dir: outputs/NAME", "base: owner/name"])
+def test_H05_an_address_with_a_password_is_a_mistake_that_does_not_repeat_it(
+    tmp_path: Path, address: str, key: str
+):
+    text = GOOD.replace(key, f'{key.partition(":")[0]}: "{address}"')
+    if key.startswith("base"):
+        text += "buckets: {step: none}\n"  # whether a model exists is checked later
+    with pytest.raises(RecipeError) as excinfo:
+        load_recipe(write(tmp_path, "small", text))
+    assert "s3cr3t" not in str(excinfo.value)
+    assert excinfo.value.fix
+    if key.startswith("path"):
+        assert "the address must not contain a user or password" in excinfo.value.what
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "sftp://user@host/photos",
+        "abfs://container@account.dfs.core.windows.net/photos",
+        "github://a:b@main/c",
+    ],
+)
+def test_an_address_without_a_password_may_contain_an_at_sign(tmp_path: Path, address: str):
+    recipe = load_recipe(write(tmp_path, "small", GOOD.replace("data/photos", f'"{address}"')))
+    assert str(recipe.datasets[0].path) == address
