@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import DrawingError, counted
 from pipeline.recipe import Recipe
 
@@ -74,14 +74,14 @@ def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, .
         raise click.UsageError("--lora excludes --run and --step.")
     job = prepare_drawing(recipe, request)
 
-    click.echo(_summary(job), err=True)
+    echo(_summary(job), err=True)
     try:
         sheet = _draw(job)
     except KeyboardInterrupt:
         _report_stop(job)
         sys.exit(STOPPED_STATUS)
-    click.echo(f"{counted(len(list(job.cells())), 'picture')} in {job.folder}")
-    click.echo(f"sheet: {sheet}")
+    echo(f"{counted(len(list(job.cells())), 'picture')} in {job.folder}")
+    echo(f"sheet: {sheet}")
 
 
 def parse_steps(values: Iterable[str]) -> Steps:
@@ -154,7 +154,7 @@ def _draw(job: DrawingJob) -> Path:
 
 
 def _echo(line: str) -> None:
-    click.echo(line, err=True)
+    echo(line, err=True)
 
 
 def _summary(job: DrawingJob) -> str:
@@ -173,6 +173,6 @@ def _report_stop(job: DrawingJob) -> None:
     from pipeline.trained_lora.drawing.draw import num_drawn
 
     drawn, total = num_drawn(job), len(list(job.cells()))
-    click.echo(f"\nStopped: {drawn} of {counted(total, 'picture')} drawn", err=True)
-    click.echo(f"  where: {job.folder}" if drawn else "  where: no file was written", err=True)
-    click.echo("  fix:   run the command again, with fewer pictures if it takes too long", err=True)
+    echo(f"\nStopped: {drawn} of {counted(total, 'picture')} drawn", err=True)
+    echo(f"  where: {job.folder}" if drawn else "  where: no file was written", err=True)
+    echo("  fix:   run the command again, with fewer pictures if it takes too long", err=True)
