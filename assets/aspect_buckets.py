@@ -15,6 +15,7 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
@@ -48,13 +49,13 @@ def build_aspect_buckets(recipe: Recipe) -> AssetsDefinition:
             yield from path_isolation_results(context, recipe)
 
             if context.selected_asset_keys:
-                result = assign_buckets(recipe, validated, log=context.log.info)
-                folder = write_bucket_report(recipe, result.table, log=context.log.info)
+                result = assign_buckets(recipe, validated, log=run_log(context))
+                folder = write_bucket_report(recipe, result.table, log=run_log(context))
 
                 tables = Tables(recipe.output_dir)
                 earlier = [tables.read_rejected(stage) for stage in ("raw_images", "validated_dataset")]
                 rejected = pl.concat(earlier)
-                page = write_dataset_page(recipe, validated, rejected, placed=result, log=context.log.info)
+                page = write_dataset_page(recipe, validated, rejected, placed=result, log=run_log(context))
                 pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
                 yield publish(recipe, "aspect_buckets", result, pictures=pictures, files=files)
 

@@ -25,13 +25,15 @@ from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Address
 
-_IN_PROGRESS = [
-    DagsterRunStatus.QUEUED,
-    DagsterRunStatus.NOT_STARTED,
-    DagsterRunStatus.STARTING,
-    DagsterRunStatus.STARTED,
-    DagsterRunStatus.CANCELING,
-]
+_ENDED = {
+    DagsterRunStatus.SUCCESS,
+    DagsterRunStatus.FAILURE,
+    DagsterRunStatus.CANCELED,
+    DagsterRunStatus.MANAGED,  # executed outside of Dagster, which never records an end
+}
+
+IN_PROGRESS = [status for status in DagsterRunStatus if status not in _ENDED]
+"""Statuses of runs that have not ended. Also those that a later Dagster adds, such as SUSPENDED."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ def find_active_run(instance: DagsterInstance, recipe: Recipe) -> str | None:
 
     A run belongs to the recipe by the tag of its jobs, or by assets of the recipe that were selected by hand.
     """
-    for record in instance.get_run_records(RunsFilter(statuses=_IN_PROGRESS)):
+    for record in instance.get_run_records(RunsFilter(statuses=IN_PROGRESS)):
         run = record.dagster_run
         selected = run.asset_selection or ()
         if run.tags.get(RECIPE_TAG) == recipe.name or any(key.path[0] == recipe.name for key in selected):

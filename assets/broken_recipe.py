@@ -5,10 +5,12 @@ from collections.abc import Collection, Sequence
 
 from dagster import AssetKey, AssetSpec, Definitions, JobDefinition, OpDefinition, job, op
 
-from assets.names import RECIPE_TAG, TABLES_RESOURCE
+from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, TABLES_RESOURCE
 from pipeline.errors import RecipeError
+from pipeline.escaping import markdown_block
 from pipeline.recipe import BrokenRecipe
 from resources.failures import errors_as_failures
+from resources.terminal_log import TERMINAL_LOGGER, terminal_logger
 
 ERROR_ASSET = "recipe_error"
 """Last part of the key of the external asset that shows a recipe's error."""
@@ -48,7 +50,7 @@ def _graph(name: str, error: RecipeError) -> Definitions:
     """
     shown = AssetSpec(
         AssetKey([name, ERROR_ASSET]),
-        description=f"This recipe is excluded until its file is repaired.\n\n```text\n{error}\n```",
+        description=f"This recipe is excluded until its file is repaired.\n\n{markdown_block(str(error))}",
         group_name=name,
         kinds={"yaml"},
         metadata={"what": error.what, "where": error.where, "fix": error.fix},
@@ -70,7 +72,13 @@ def _failing_op(name: str, error: RecipeError) -> OpDefinition:
 
 
 def _job_of(failing_op: OpDefinition, *, name: str, recipe: str) -> JobDefinition:
-    @job(name=name, description="Fails with the error of the recipe.", tags={RECIPE_TAG: recipe})
+    @job(
+        name=name,
+        description="Fails with the error of the recipe.",
+        tags={RECIPE_TAG: recipe},
+        config=DEFAULT_RUN_CONFIG,
+        logger_defs={TERMINAL_LOGGER: terminal_logger},
+    )
     def failing_job() -> None:
         failing_op()
 

@@ -21,6 +21,7 @@ from dagster import (
 from assets.names import asset_key
 from assets.publishing import report_metadata, table_metadata
 from pipeline.errors import PathIsolationError
+from pipeline.escaping import inactive_markdown, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import PATH_ISOLATION, specs_of
 
@@ -103,20 +104,20 @@ def _path_isolation_result(error: PathIsolationError | None) -> AssetCheckResult
         passed=False,
         check_name=PATH_ISOLATION.name,
         severity=AssetCheckSeverity.ERROR,
-        description=str(error),
+        description=inactive_markdown(str(error)),
         metadata={"what": error.what, "where": error.where, "fix": error.fix},
     )
 
 
 def _check_result(key: AssetKey, finding: "Finding") -> AssetCheckResult:
     rows = {"rows": table_metadata(finding.rows)} if finding.rows else {}
-    fix = {"fix": MetadataValue.text(finding.fix)} if finding.fix else {}
+    fix = {"fix": MetadataValue.text(printable_lines(finding.fix))} if finding.fix else {}
     description = finding.summary if finding.passed else f"{finding.summary}\n\nfix: {finding.fix}"
     return AssetCheckResult(
         asset_key=key,
         check_name=finding.name,
         passed=finding.passed,
         severity=AssetCheckSeverity.ERROR if finding.severity == "error" else AssetCheckSeverity.WARN,
-        description=description,
+        description=inactive_markdown(description),
         metadata={**report_metadata(finding.numbers), **rows, **fix},
     )

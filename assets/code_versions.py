@@ -7,8 +7,11 @@ from pipeline.recipe import Recipe
 from pipeline.versions import CAPTIONS_VERSION, LOOK_VERSION, PREPROCESSING_VERSION, TRAINING_VERSION
 
 _RECIPE_FIELDS: dict[str, dict[str, Any]] = {
-    "raw_images": {"datasets": True, "checks": {"max_image_pixels"}},
-    "validated_dataset": {"datasets": True, "checks": {"max_image_pixels", "near_duplicate_bits"}},
+    "raw_images": {"datasets": True, "checks": {"max_image_pixels", "max_file_bytes"}},
+    "validated_dataset": {
+        "datasets": True,
+        "checks": {"max_image_pixels", "max_file_bytes", "max_decode_bytes", "near_duplicate_bits"},
+    },
     "aspect_buckets": {"buckets": True, "model": True},
     "vae_latents": {"latents": True, "model": True},
     "text_embeddings": {"text": True, "model": True, "training": True},

@@ -14,6 +14,7 @@ from assets.names import LAUNCHER_RESOURCE, TABLES_RESOURCE
 from assets.recipe_graph import recipe_graph
 from assets.run_summary import print_summary_at_exit, run_tables
 from pipeline.errors import RecipeError
+from pipeline.escaping import printable_lines
 from pipeline.models.size_multiple import require_size_multiple
 from pipeline.recipe import BrokenRecipe, Recipe, RecipeFolder, load_recipe_folder
 from pipeline.reporting.terminal import find_terminal
@@ -59,7 +60,7 @@ def _load_definitions() -> Definitions:
     find_terminal()
     recipes, broken = load_project_recipes()
     for each in broken:
-        click.echo(f"warning: {each.summary()}", err=True)
+        click.echo(printable_lines(f"warning: {each.summary()}"), err=True)
     return build_definitions(recipes, broken)
 
 

@@ -3,6 +3,7 @@
 from dagster import AssetKey
 
 from pipeline.recipe import Recipe
+from resources.terminal_log import TERMINAL_LOGGER
 
 TABLES_RESOURCE = "tables"
 LAUNCHER_RESOURCE = "launcher"
@@ -12,6 +13,10 @@ RECIPE_TAG = "latentline/recipe"
 
 GPU_POOL = "gpu"
 """Pool of the steps that may load a model; `.dagster/dagster.yaml` runs one of them at a time."""
+
+DEFAULT_RUN_CONFIG = {"loggers": {TERMINAL_LOGGER: {}}}
+"""Configuration of runs that have none. It logs the messages of the stages without Dagster's events, so
+that a failure is printed once, in the summary. The configuration of a run replaces it."""
 
 
 def asset_key(recipe: Recipe, asset: str) -> AssetKey:

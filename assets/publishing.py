@@ -1,8 +1,6 @@
 """The Dagster metadata of a materialization: numbers, pictures, first rows and a data version."""
 
 import base64
-import html
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +16,7 @@ from dagster import (
     TableSchema,
 )
 
+from pipeline.escaping import markdown_text, printable_lines
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report, StageResult, write_report
 
@@ -108,7 +107,7 @@ def captioned_pictures(captions: Mapping[Path, str]) -> MetadataValue[Any]:
     """Return pictures with their captions below them, up to `MAX_PICTURES_BYTES` in total.
 
     Args:
-        captions: Markdown by picture. Use `escape_markdown` for text of users. Missing files are skipped.
+        captions: Markdown by picture. Use `markdown_text` for text of users. Missing files are skipped.
     """
     pictures = _embedded([path for path in captions if path.is_file()])
     return MetadataValue.md(
@@ -174,12 +173,6 @@ def table_metadata(rows: Sequence[Mapping[str, Any]]) -> TableMetadataValue:
     return MetadataValue.table(records, schema=TableSchema([TableColumn(headers[name]) for name in names]))
 
 
-def escape_markdown(text: str) -> str:
-    """Return `text` on one line such that Markdown shows it verbatim; for file names and captions."""
-    plain = html.escape(" ".join(text.split()), quote=False)
-    return re.sub(r"([\\`*_{}\[\]()#+!|~-])", r"\\\1", plain)
-
-
 def _preview(table: Any) -> list[dict[str, Any]]:
     """Return the first rows with the columns that matter to a person, and long texts truncated."""
     names = [
@@ -204,7 +197,7 @@ def _rejected_funnel(result: StageResult) -> str:
     if result.rejected.is_empty():
         return f"{numbers}\n\nno samples were rejected"
     counts = result.rejected["reason"].value_counts(sort=True).head(MAX_REASONS).to_dicts()
-    lines = [f"| {escape_markdown(row['reason'])} | {row['count']} |" for row in counts]
+    lines = [f"| {markdown_text(row['reason'])} | {row['count']} |" for row in counts]
     return "\n".join([numbers, "", "| reason | samples |", "|---|---|", *lines])
 
 
@@ -219,7 +212,7 @@ def _metadata_value(value: Any) -> MetadataValue[Any]:
         return table_metadata(cast("list[Mapping[str, Any]]", value))
     if isinstance(value, str):
         fits = len(value) <= _MAX_TEXT_CHARACTERS
-        return MetadataValue.text(value) if fits else MetadataValue.md(escape_markdown(value))
+        return MetadataValue.text(printable_lines(value)) if fits else MetadataValue.md(markdown_text(value))
     return MetadataValue.json(value)
 
 
@@ -232,7 +225,7 @@ def _cell(value: Any) -> str | int | float | bool:
         return ""
     if isinstance(value, float):
         return _rounded(value)
-    return value if isinstance(value, str | int | float | bool) else str(value)
+    return value if isinstance(value, int | float | bool) else printable_lines(str(value))
 
 
 def _rounded(value: float) -> float:

@@ -8,6 +8,7 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
 from assets.publishing import publish
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_out
 from pipeline.recipe import Recipe, with_overrides
 from resources.failures import errors_as_failures
@@ -37,7 +38,7 @@ def build_raw_images(recipe: Recipe) -> AssetsDefinition:
                 # An unusable local base model or start_from fails here, before any image has been read.
                 check_local_base(recipe)
                 require_start_file(with_overrides(recipe, _training_overrides(context, recipe)))
-                result = scan(recipe, Tables(recipe.output_dir), log=context.log.info)
+                result = scan(recipe, Tables(recipe.output_dir), log=run_log(context))
                 yield publish(recipe, "raw_images", result)
 
             yield from check_results(context, recipe, "raw_images")

@@ -4,7 +4,7 @@ from dagster import AssetSelection, Definitions, define_asset_job
 
 from assets.aspect_buckets import build_aspect_buckets
 from assets.automation import dataset_sensor, recache_schedule
-from assets.names import RECIPE_TAG, asset_key
+from assets.names import DEFAULT_RUN_CONFIG, RECIPE_TAG, asset_key
 from assets.raw_images import build_raw_images
 from assets.text_embeddings import build_text_embeddings
 from assets.trained_lora import build_trained_lora
@@ -31,12 +31,14 @@ def recipe_graph(recipe: Recipe) -> Definitions:
         selection=every_asset - AssetSelection.assets(asset_key(recipe, "trained_lora")),
         description="Brings tables, latents and text embeddings up to date.",
         tags={RECIPE_TAG: recipe.name},
+        config=DEFAULT_RUN_CONFIG,
     )
     train_job = define_asset_job(
         f"{recipe.name}_train",
         selection=every_asset,
         description="Brings the cache up to date, then trains the LoRA.",
         tags={RECIPE_TAG: recipe.name},
+        config=DEFAULT_RUN_CONFIG,
     )
 
     schedule = recache_schedule(recipe, cache_job.name)

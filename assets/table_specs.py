@@ -11,6 +11,12 @@ from resources.tables import COLUMNS
 TABLE = "result"
 """Name of the output that holds an asset's table."""
 
+UNSYNCED = (
+    "*Unsynced* means that the recipe, the code or an asset before this one has changed since it was "
+    "materialized. Materialize it again: unchanged work is reused."
+)
+"""Explanation of Dagster's label, shown in the description of each asset."""
+
 
 def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) -> AssetOut:
     """Declare the table that `asset` writes.
@@ -19,7 +25,7 @@ def table_out(recipe: Recipe, asset: str, *, description: str, kinds: set[str]) 
     """
     return AssetOut(
         key=asset_key(recipe, asset),
-        description=description,
+        description=f"{description}\n\n{UNSYNCED}",
         io_manager_key=TABLES_RESOURCE,
         is_required=False,
         group_name=recipe.name,

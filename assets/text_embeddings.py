@@ -8,6 +8,7 @@ from dagster import AssetCheckResult, AssetExecutionContext, AssetsDefinition, M
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import GPU_POOL, step_name
 from assets.publishing import picture_metadata, publish
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
@@ -43,7 +44,7 @@ def build_text_embeddings(recipe: Recipe) -> AssetsDefinition:
             if context.selected_asset_keys:
                 launch = launcher.bind(context, recipe.accelerate)
                 tables = Tables(recipe.output_dir)
-                result = cache_text(recipe, validated, tables, launch=launch, log=context.log.info)
+                result = cache_text(recipe, validated, tables, launch=launch, log=run_log(context))
                 pictures = picture_metadata(write_caption_report(recipe, result.table))
                 yield publish(recipe, "text_embeddings", result, pictures=pictures)
 

@@ -20,6 +20,7 @@ from assets.checks import check_results, check_specs, path_isolation_results
 from assets.live_training import observe_training
 from assets.names import GPU_POOL, step_name
 from assets.publishing import picture_metadata, publish, table_metadata
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe, recipe_values
 from pipeline.reporting import tensorboard
@@ -63,7 +64,7 @@ def build_trained_lora(recipe: Recipe) -> AssetsDefinition:
                 launch = launcher.bind(context, recipe.accelerate, observe_training(context, recipe))
                 overrides = context.op_execution_context.op_config
                 result = train_lora(
-                    recipe, latents, text, launch=launch, log=context.log.info, overrides=overrides
+                    recipe, latents, text, launch=launch, log=run_log(context), overrides=overrides
                 )
                 pictures = picture_metadata(recipe.output_dir / "reports" / "trained_lora")
                 files = _file_metadata(recipe, result.report["run"])

@@ -14,8 +14,10 @@ from dagster import (
 
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import GPU_POOL, step_name
-from assets.publishing import captioned_pictures, escape_markdown, publish
+from assets.publishing import captioned_pictures, publish
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
+from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe
 from pipeline.reporting.reports import Report
 from resources.failures import errors_as_failures
@@ -50,7 +52,7 @@ def build_vae_latents(recipe: Recipe) -> AssetsDefinition:
             if context.selected_asset_keys:
                 launch = launcher.bind(context, recipe.accelerate)
                 tables = Tables(recipe.output_dir)
-                result = cache_latents(recipe, buckets, tables, launch=launch, log=context.log.info)
+                result = cache_latents(recipe, buckets, tables, launch=launch, log=run_log(context))
                 pictures = _decoded_latents(recipe, result.report)
                 yield publish(recipe, "vae_latents", result, pictures=pictures)
 
@@ -65,7 +67,7 @@ def _decoded_latents(recipe: Recipe, report: Report) -> dict[str, MetadataValue[
 
     folder = recipe.output_dir / "reports" / "vae_latents"
     captions = {
-        folder / row["picture"]: f"{escape_markdown(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
+        folder / row["picture"]: f"{markdown_text(row['sample_id'])}: PSNR {row['psnr_db']:.1f} dB"
         for row in shown(report.get("decoded", []))
     }
     return {"picture_decoded": captioned_pictures(captions)} if captions else {}

@@ -15,6 +15,7 @@ from dagster import (
 from assets.checks import check_results, check_specs, path_isolation_results
 from assets.names import step_name
 from assets.publishing import picture_metadata, publish
+from assets.run_log import run_log
 from assets.table_specs import TABLE, table_in, table_out
 from pipeline.recipe import Recipe
 from resources.failures import errors_as_failures
@@ -47,10 +48,10 @@ def build_validated_dataset(recipe: Recipe) -> AssetsDefinition:
 
             if context.selected_asset_keys:
                 tables = Tables(recipe.output_dir)
-                result = validate(recipe, raw, tables, log=context.log.info)
+                result = validate(recipe, raw, tables, log=run_log(context))
                 rejected = pl.concat([tables.read_rejected("raw_images"), result.rejected])
-                folder = write_dataset_report(recipe, result.table, rejected, log=context.log.info)
-                page = write_dataset_page(recipe, result.table, rejected, log=context.log.info)
+                folder = write_dataset_report(recipe, result.table, rejected, log=run_log(context))
+                page = write_dataset_page(recipe, result.table, rejected, log=run_log(context))
                 pictures, files = picture_metadata(folder), {"dataset_page": MetadataValue.path(str(page))}
                 yield publish(recipe, "validated_dataset", result, pictures=pictures, files=files)
 

@@ -5,6 +5,7 @@ LoRA does not read them. The LoRA has random numbers and the default modules of 
 
 python -m bench.export_check                     all models
 python -m bench.export_check SDXL --rank 32      one model, with another rank
+python -m bench.export_check --save              all models, into bench/results/export_check.json
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 # OpenMP reads this when torch is imported. Waiting threads would otherwise count as CPU time.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from bench import results
 from bench.gpu.models import empty_network
 from bench.gpu.published import FLUX, FLUX2_DEV, SDXL, Config
 from demo.tiny_models import make_tiny_flux, make_tiny_flux2_dev, make_tiny_sdxl
@@ -54,17 +56,24 @@ MODELS = (
 )
 
 
+RESULT_FILE = Path(__file__).parent / "results" / "export_check.json"
+
+
 @dataclass(frozen=True)
 class Timing:
     """Measurement of one verification.
 
     Attributes:
+        model: Name of the base model.
+        rank: Rank of the LoRA.
         num_modules: Number of adapted modules.
         file_bytes: Size of the three files together.
         cpu_s: CPU seconds of this process, summed over its threads.
         wall_s: Elapsed seconds.
     """
 
+    model: str
+    rank: int
     num_modules: int
     file_bytes: int
     cpu_s: float
@@ -77,20 +86,34 @@ def main() -> int:
     names = [model.name for model in MODELS]
     parser.add_argument("models", nargs="*", metavar="model", help=f"any of {', '.join(names)}; default all")
     parser.add_argument("--rank", type=int, default=16, help="rank of the LoRA")
+    parser.add_argument("--save", action="store_true", help=f"write {RESULT_FILE.name}, for bench.page")
     options = parser.parse_args()
     if unknown := sorted(set(options.models) - set(names)):
         parser.error(f"no such model: {', '.join(unknown)}; choose from {', '.join(names)}")
 
+    if options.save and options.models:
+        parser.error("--save measures all models; name none")
+
+    timings: list[Timing] = []
     print(f"{'model':12} {'modules':>8} {'files':>9} {'CPU':>9} {'elapsed':>9}")
     for model in MODELS:
         if options.models and model.name not in options.models:
             continue
         with tempfile.TemporaryDirectory(prefix="latentline-bench-") as folder:
             timing = measure(model, Path(folder), rank=options.rank)
+        timings.append(timing)
         seconds = f"{timing.cpu_s:>7.1f} s {timing.wall_s:>7.1f} s"
         size = f"{timing.file_bytes / 1e6:.0f} MB"
         print(f"{model.name:12} {timing.num_modules:>8} {size:>9} {seconds}", flush=True)
+    if options.save:
+        save(timings)
     return 0
+
+
+def save(timings: list[Timing], path: Path = RESULT_FILE) -> None:
+    """Write the measurements with the machine and commit, for `bench.page`."""
+    run = results.as_json([], full=True)
+    results.save(run | {"export_check": [asdict(each) for each in timings]}, path)
 
 
 def measure(model: Model, folder: Path, *, rank: int) -> Timing:
@@ -111,6 +134,8 @@ def measure(model: Model, folder: Path, *, rank: int) -> Timing:
     wall_start_s, cpu_start_s = time.perf_counter(), time.process_time()
     exporter.verify(networks, lora)
     return Timing(
+        model=model.name,
+        rank=rank,
         num_modules=files[0].num_modules,
         file_bytes=sum(path.stat().st_size for path in lora.iterdir()),
         cpu_s=time.process_time() - cpu_start_s,

@@ -71,6 +71,12 @@ costs such as Polars' threads and buffers, but not the memory of imported module
 memory of the process. `above` lists the bounds that the increase per sample exceeds."""
 
 
+_EXPORT_CHECK = """\
+Time to verify an export: reading a LoRA's three files back and comparing every number with the trained ones.
+It runs for each checkpoint and at the end of a run. The denoisers have the sizes of the published models. CPU
+seconds are summed over all threads. `python -m bench.export_check --save` repeats the measurement."""
+
+
 def page_text(folder: Path = RESULTS) -> str:
     """Return the Markdown page of all runs in the folder, sorted by file name."""
     runs = {file.name: results.load(file) for file in sorted(folder.glob("*.json"))}
@@ -93,6 +99,8 @@ def _run(name: str, run: dict[str, Any]) -> str:
         lines += ["```", results.table(run), "```", ""]
         lines += _explained(run["figures"])
     lines += _note_lines(run)
+    if "export_check" in run:
+        lines += [_EXPORT_CHECK, "", *_export_check_table(run["export_check"]), ""]
     if "growth" in run:
         lines += [
             _GROWTH,
@@ -103,6 +111,15 @@ def _run(name: str, run: dict[str, Any]) -> str:
             "",
         ]
     return "\n".join(lines)
+
+
+def _export_check_table(timings: list[dict[str, Any]]) -> list[str]:
+    rows = [
+        f"| {each['model']} | {each['rank']} | {each['num_modules']} | {each['file_bytes'] / 1e6:.0f} MB "
+        f"| {each['cpu_s']:.1f} s |"
+        for each in timings
+    ]
+    return ["| model | rank | adapted modules | three files | CPU |", "|---|---|---|---|---|", *rows]
 
 
 def _note_lines(run: dict[str, Any]) -> list[str]:

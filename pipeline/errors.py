@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pipeline.escaping import printable_lines, without_secrets
+
 RUN_RECIPE = "latentline run"
 """Shell command, without the recipe's name, that executes a recipe's job."""
 
@@ -16,10 +18,10 @@ class LatentlineError(Exception):
     """
 
     def __init__(self, what: str, *, where: str, fix: str) -> None:
-        """Store the three parts; `str` of the error is `text()`."""
-        self.what = what
-        self.where = where
-        self.fix = fix
+        """Store the three parts without secrets and control characters; `str` of the error is `text()`."""
+        self.what, self.where, self.fix = (
+            printable_lines(without_secrets(part)) for part in (what, where, fix)
+        )
         super().__init__(self.text())
 
     def text(self) -> str:
@@ -81,6 +83,10 @@ class GateClosedError(LatentlineError):
 
 class TrainingError(LatentlineError):
     """Training had to stop, or its result is invalid."""
+
+
+class DrawingError(LatentlineError):
+    """`latentline sample` cannot draw the requested pictures."""
 
 
 def counted(number: int, thing: str, things: str | None = None) -> str:

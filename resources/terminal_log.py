@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, TextIO
 
 from dagster import DagsterEvent, DagsterEventType, logger
 
+from pipeline.escaping import printable_lines
+
 if TYPE_CHECKING:
     from dagster import InitLoggerContext
 
@@ -22,6 +24,7 @@ TERMINAL_LOGGER = "terminal"
 """Name of the logger in `Definitions` and in run configurations."""
 
 _PYTHON_LOGGER = "latentline.terminal"
+_STANDARD_ERROR = "standard error"
 _CLEAR_LINE = "\r\x1b[K"
 _NAME_WIDTH = len("validated_dataset")
 
@@ -36,8 +39,15 @@ def terminal_logger(context: InitLoggerContext) -> logging.Logger:
     python_logger = logging.getLogger(_PYTHON_LOGGER)
     python_logger.setLevel(logging.DEBUG)
     python_logger.propagate = False
-    if not python_logger.handlers:
-        python_logger.addHandler(TerminalHandler(sys.stderr))
+
+    # One process may execute several jobs, and standard error may be another stream for each of them.
+    for handler in list(python_logger.handlers):
+        if handler.get_name() == _STANDARD_ERROR:
+            python_logger.removeHandler(handler)
+    if not any(isinstance(handler, TerminalHandler) for handler in python_logger.handlers):
+        handler = TerminalHandler(sys.stderr)
+        handler.set_name(_STANDARD_ERROR)
+        python_logger.addHandler(handler)
     return python_logger
 
 
@@ -80,7 +90,7 @@ class TerminalHandler(logging.Handler):
         self.run_id = metadata["run_id"]
         event: DagsterEvent | None = getattr(record, "dagster_event", None)
         name = _asset_name(metadata["step_key"])
-        message = str(metadata["orig_message"])
+        message = printable_lines(str(metadata["orig_message"]))
 
         try:
             if event is not None:
@@ -110,7 +120,7 @@ class TerminalHandler(logging.Handler):
         elif event.event_type == DagsterEventType.STEP_SUCCESS:
             self._write_line(f"  {name:<{_NAME_WIDTH}}  {time_s - self._step_started_s:6.1f} s")
         elif event.event_type == DagsterEventType.STEP_FAILURE and is_bug(event):
-            self._write_line(event.step_failure_data.error_display_string)
+            self._write_line(printable_lines(event.step_failure_data.error_display_string))
         elif event.event_type == DagsterEventType.ENGINE_EVENT and "pool" in event.engine_event_data.metadata:
             self._show_message(name, "waiting for another run that encodes or trains")
 

@@ -126,5 +126,6 @@ def test_the_first_level_of_the_pipeline_is_the_documented_one() -> None:
     assert {path.name for path in (ROOT / "pipeline").glob("*.py")} == {
         "__init__.py",
         "errors.py",
+        "escaping.py",
         "versions.py",
     }

@@ -64,7 +64,7 @@ def _shape_uniformity(recipe: Recipe, table: pl.DataFrame, multiple: int) -> Out
     rows = [{"bucket": name, "problem": "has several target sizes"} for name in ambiguous]
     for name, height, width, _ in sizes.iter_rows():
         if name != str(Size(height, width)):
-            rows.append({"bucket": name, "problem": f"has the target size {height}x{width}"})
+            rows.append({"bucket": name, "problem": f"has the target size {height}x{width} (height x width)"})
         if not_multiples([Size(height, width)], multiple):
             problem = f"has edges that are not multiples of {multiple}, which this base model requires"
             rows.append({"bucket": name, "problem": problem})

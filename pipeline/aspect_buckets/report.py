@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING
 import polars as pl
 
 from pipeline.images.geometry import Geometry
+from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, chart, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_atomically, write_bytes, write_text
-from pipeline.storage.source import Source, source_at
+from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.holdout import times_drawn
 
@@ -111,10 +112,6 @@ def _digest(table: pl.DataFrame, buckets: pl.DataFrame) -> str:
     return content_digest(table.select(columns), buckets, more=_REPORT_FORMAT)
 
 
-def _sources(recipe: Recipe) -> dict[str, Source]:
-    return {settings.name: source_at(settings.root) for settings in recipe.datasets}
-
-
 def _sheet_images(rows: pl.DataFrame, sources: Mapping[str, Source]) -> list[SheetImage]:
     return [
         SheetImage(
@@ -130,7 +127,7 @@ def _sheet_images(rows: pl.DataFrame, sources: Mapping[str, Source]) -> list[She
 def _crops_sheet(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log: Log) -> bytes:
     """Return a sheet with one row per bucket: images evenly spaced from its largest to its smallest loss."""
     sheet_rows: list[SheetRow] = []
-    sources = _sources(recipe)
+    sources = sources_of(recipe)
     by_loss = table.sort("crop_loss", "sample_id", descending=[True, False])
     for bucket, num_samples in buckets.select("bucket", "samples").head(NUM_BUCKETS_SHOWN).iter_rows():
         samples = by_loss.filter(pl.col("bucket") == bucket)
@@ -145,7 +142,7 @@ def _crops_sheet(recipe: Recipe, table: pl.DataFrame, buckets: pl.DataFrame, log
 def _worst_crops_sheet(recipe: Recipe, table: pl.DataFrame, log: Log) -> bytes:
     worst = table.sort("crop_loss", "sample_id", descending=[True, False]).head(NUM_WORST_CROPS)
     sheet_rows: list[SheetRow] = []
-    sources = _sources(recipe)
+    sources = sources_of(recipe)
     for samples in worst.iter_slices(IMAGES_PER_ROW):
         losses = samples["crop_loss"]
         label = f"lose {losses[0]:.0%} to {losses[-1]:.0%}"

@@ -21,6 +21,9 @@ STAGE = "aspect_buckets"
 _CHUNK_ROWS = 10_000
 """Number of samples per call of the geometry, whose temporary arrays take half a kilobyte per sample."""
 
+MAX_LOGGED_BUCKETS = 8
+"""Maximum number of buckets in the log. The report and its chart have all of them."""
+
 TOO_SMALL = "too_small"
 """Reason code of images that the recipe rejects because of their size; the file itself is valid."""
 
@@ -44,8 +47,7 @@ def assign_buckets(recipe: Recipe, validated: pl.DataFrame, *, log: Log) -> Stag
     rejected = [_rejected_row(recipe, row) for row in placed.filter("too_small").iter_rows(named=True)]
 
     counts = dict(table.group_by("bucket").len().sort("len", "bucket", descending=[True, False]).rows())
-    for name, count in counts.items():
-        log(f"bucket {name}: {counted(count, 'sample')}")
+    log(_buckets_text(counts))
     if rejected:
         images = counted(len(rejected), "image is", "images are")
         log(f"{images} too small for upscale: {recipe.buckets.upscale}")
@@ -85,11 +87,19 @@ def _rejected_row(recipe: Recipe, row: dict[str, Any]) -> dict[str, Any]:
     rejection = {
         "stage": STAGE,
         "reason": TOO_SMALL,
-        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to fill bucket {target}, but "
-        f"upscale is {recipe.buckets.upscale}",
+        "detail": f"{size} pixels would be enlarged {row['scale']:.2f} times to fill bucket {target} "
+        f"(height x width), but upscale is {recipe.buckets.upscale}",
         "fix": "use a larger image, a smaller resolution, or buckets.small_images: own_bucket",
     }
     return {name: {**row, **rejection}[name] for name in table_files.REJECTED}
+
+
+def _buckets_text(counts: dict[str, int]) -> str:
+    """Return the number of buckets, and of the samples in the largest ones, on one line."""
+    largest = [f"{name} {count:,}" for name, count in list(counts.items())[:MAX_LOGGED_BUCKETS]]
+    if len(counts) > MAX_LOGGED_BUCKETS:
+        largest.append(f"{len(counts) - MAX_LOGGED_BUCKETS:,} more in the report")
+    return f"{counted(len(counts), 'bucket')} (height x width), samples: {', '.join(largest) or 'none'}"
 
 
 def _report(table: pl.DataFrame, counts: dict[str, int], num_rejected: int) -> Report:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import write_bytes
 from pipeline.storage.remote_folder import RemoteFolder, stat_from_info
@@ -44,7 +45,7 @@ class CacheFolder(ABC):
 
     def where(self, name: str) -> str:
         """Return the location of a file for messages."""
-        return f"{str(self.address).rstrip('/')}/{name}"
+        return f"{without_secrets(str(self.address)).rstrip('/')}/{name}"
 
     @abstractmethod
     def read(self, name: str) -> bytes:

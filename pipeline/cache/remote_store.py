@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from pipeline.cache.entry_format import DATA_START, EntrySpec, Kind, WrongEntryError
 from pipeline.cache.store import DISPLACED_SUFFIX, NO_STAT, EntryStat, Store
+from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
 from pipeline.storage.remote_folder import ACCESS_FIX, RemoteFolder, stat_from_info
@@ -75,7 +76,7 @@ class FsspecStore(Store):
         return np.array([astuple(stat) if stat else NO_STAT for stat in stats], np.int64).reshape(-1, 4)
 
     def _shown(self, path: Path) -> str:
-        return f"{str(self.address).rstrip('/')}/{path.as_posix()}"
+        return f"{without_secrets(str(self.address)).rstrip('/')}/{path.as_posix()}"
 
     def _stat(self, path: Path) -> EntryStat:
         info = self.folder.info(path.as_posix())

@@ -25,14 +25,14 @@ from pipeline.models.components import resolve_components
 from pipeline.models.families import Family, Use, detect
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage.addresses import Url
 from pipeline.versions import PREPROCESSING_VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.recipe import Recipe
-
+from pipeline.recipe import Recipe
 
 CAPTION_BYTES_PER_TOKEN = 3
 """Number of UTF-8 bytes per token, for estimates."""
@@ -65,11 +65,13 @@ class RecipeEntries:
     Attributes:
         recipe: The recipe.
         store: Store at the recipe's cache_dir.
+        log: Receives the progress of downloading the base model and of hashing its weights.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, *, log: Log = discard) -> None:
         """Open the recipe's store without reading from it."""
         self.recipe = recipe
+        self.log = log
         self.store = store_at(recipe.cache_dir)
         self._fingerprints: dict[Use, str] = {}
 
@@ -86,12 +88,12 @@ class RecipeEntries:
         Raises:
             ModelError: The model cannot be found, or one of its files is missing.
         """
-        return resolve_base(self.recipe)
+        return resolve_base(self.recipe, log=self.log)
 
     @cached_property
     def component_folders(self) -> dict[str, Path]:
         """Folders of the components that the recipe replaces, by role."""
-        return resolve_components(self.recipe)
+        return resolve_components(self.recipe, log=self.log)
 
     @cached_property
     def family(self) -> Family:
@@ -110,7 +112,7 @@ class RecipeEntries:
         """
         if use not in self._fingerprints:
             parts = self.family.fingerprint_parts(use)
-            self._fingerprints[use] = Fingerprints(self.machine_state_dir).of(parts)
+            self._fingerprints[use] = Fingerprints(self.machine_state_dir, log=self.log).of(parts)
         return self._fingerprints[use]
 
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:

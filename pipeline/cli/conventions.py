@@ -9,7 +9,16 @@ from pathlib import Path
 import click
 
 from pipeline.errors import RecipeError
-from pipeline.recipe import BrokenRecipe, Recipe, load_recipe, load_recipe_folder, path_in_recipe, recipes_dir
+from pipeline.escaping import printable_lines
+from pipeline.recipe import (
+    BrokenRecipe,
+    Recipe,
+    RecipeFolder,
+    load_recipe,
+    load_recipe_folder,
+    path_in_recipe,
+    recipes_dir,
+)
 
 _MAX_NAMES = 10
 
@@ -38,15 +47,31 @@ class RecipeArgument(click.ParamType[Recipe]):
             ctx.obj["recipe"] = recipe.name
         return recipe
 
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str | None:
+        """Return the sentence that follows "Missing argument 'RECIPE'."; names the recipes of the folder."""
+        folder = recipes_dir()
+        names = _names_in(folder)
+        return (
+            f"Use one of {_listed(names)}."
+            if names
+            else f"{folder} contains none; create one with latentline new."
+        )
+
 
 RECIPE = RecipeArgument()
 
 
-def usable_recipes() -> list[Recipe]:
-    """Return the usable recipes of the recipes folder, and report each other one on standard error."""
+def reported_recipes() -> RecipeFolder:
+    """Return the recipes of the recipes folder, and report each broken one on standard error."""
     folder = load_recipe_folder()
     _report(folder.broken)
-    return folder.recipes
+    return folder
+
+
+def report_broken_recipes() -> None:
+    """Report each broken recipe of the recipes folder on standard error; there may be no such folder."""
+    if recipes_dir().is_dir():
+        _report(load_recipe_folder().broken)
 
 
 def _load(file: Path) -> Recipe:
@@ -67,23 +92,36 @@ def _load(file: Path) -> Recipe:
     return next((recipe for recipe in folder.recipes if recipe.source == file), None) or load_recipe(file)
 
 
+def echo(text: str, *, err: bool = False) -> None:
+    """Print a line to standard output or error, with control characters of names as escapes."""
+    click.echo(printable_lines(text), err=err)
+
+
 def _report(broken: Iterable[BrokenRecipe]) -> None:
     for each in broken:
-        click.echo(f"warning: {each.summary()}", err=True)
+        echo(f"warning: {each.summary()}", err=True)
 
 
 def _no_such_recipe(text: str, file: Path) -> RecipeError:
     """Return an error that suggests the closest name, or else lists all recipes of the folder."""
     folder = file.parent
-    names = sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+    names = _names_in(folder)
     closest = difflib.get_close_matches(file.stem, names, n=1)
     if closest:
         fix = f"did you mean {closest[0]}?"
     elif names:
-        fix = f"use one of {', '.join(names[:_MAX_NAMES])}" + (", ..." if len(names) > _MAX_NAMES else "")
+        fix = f"use one of {_listed(names)}"
     else:
         fix = "pass the path of a recipe file"
     return RecipeError(f"the recipe {text} does not exist", where=str(file), fix=fix)
+
+
+def _names_in(folder: Path) -> list[str]:
+    return sorted(each.stem for each in folder.glob("[!.]*.yaml")) if folder.is_dir() else []
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_NAMES]) + (", ..." if len(names) > _MAX_NAMES else "")
 
 
 def as_recipe_path(text: str) -> str:
@@ -93,6 +131,11 @@ def as_recipe_path(text: str) -> str:
     """
     path = Path(text).expanduser()
     return path_in_recipe(path) if path.exists() else text
+
+
+def log_to_stderr(line: str) -> None:
+    """Print a line of progress or a warning on standard error, which leaves the result on standard output."""
+    echo(line, err=True)
 
 
 def bytes_text(number: int) -> str:

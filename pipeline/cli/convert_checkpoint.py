@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path, bytes_text
+from pipeline.cli.conventions import as_recipe_path, bytes_text, echo, report_broken_recipes
 
 if TYPE_CHECKING:
     from pipeline.models.convert.convert import Plan
@@ -18,7 +18,7 @@ _MB = 1_000_000
 _PATH = click.Path(path_type=Path)
 
 
-@click.command
+@click.command(short_help="Convert a single-file model for model.base.")
 @click.argument("file", type=_PATH)
 @click.argument("folder", type=_PATH)
 @click.option(
@@ -55,20 +55,21 @@ def command(
     from pipeline.models.convert.convert import Choices, convert, plan_conversion
     from pipeline.reporting.progress import progress
 
+    report_broken_recipes()
     contents = read_contents(file)
     choices = Choices(reference=like, parts_only=parts_only, prediction=prediction, zero_snr=zero_snr)
-    click.echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)
+    echo(f"{file}: {contents.layout.name}, derived from {like or contents.reference}", err=True)
     plan = plan_conversion(contents, folder, choices)
     with progress(
         lambda: _folder_bytes(plan.building) // _MB,
         plan.num_bytes // _MB,
         "MB written",
-        log=lambda line: click.echo(line, err=True),
+        log=lambda line: echo(line, err=True),
     ):
         family = convert(plan)
 
     for line in _report(plan, family):
-        click.echo(line)
+        echo(line)
 
 
 def _folder_bytes(folder: Path) -> int:

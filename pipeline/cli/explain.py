@@ -9,7 +9,9 @@ from typing import Any
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
+from pipeline.errors import counted
+from pipeline.escaping import json_text
 from pipeline.maintenance.explain import StageFacts, explain, find_sample
 from pipeline.recipe import Recipe
 from pipeline.recipe.isolation import require_isolation
@@ -29,13 +31,13 @@ SHORT_ENTRY_FACTS = ("path", "state")
 """Facts of each cache entry that are shown without --full."""
 
 
-@click.command
+@click.command(short_help="Show the state of one image at every stage.")
 @click.argument("recipe", type=RECIPE)
 @click.argument("sample")
 @click.option("--full", is_flag=True, help="Print all facts, including keys, hashes and file stats.")
 @click.option("--json", "as_json", is_flag=True, help="Print all facts as JSON.")
 def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
-    """Show what is recorded of SAMPLE in RECIPE, from its file to its cache entries.
+    """Show the state of SAMPLE in RECIPE: used or rejected and why, then every stage and cache entry.
 
     --full adds keys, hashes, file stats and everything that the entries were made of.
 
@@ -44,18 +46,42 @@ def command(recipe: Recipe, sample: str, full: bool, as_json: bool) -> None:
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)
     sample_id = find_sample(tables, sample)
-    explained = explain(recipe, tables, sample_id)
+    explained = explain(recipe, tables, sample_id, log=log_to_stderr)
     if as_json:
         result = {"sample_id": sample_id, **_by_stage(explained)}
-        click.echo(json.dumps(result, indent=2, ensure_ascii=False, default=str))
+        echo(json_text(result))
         return
 
-    for each in explained:
-        click.echo(each.stage)
+    echo(f"{sample_id}: {_summary(explained)}")
+    # A rejection explains the missing stages, so it precedes them.
+    for each in sorted(explained, key=lambda each: each.stage != "rejected"):
+        echo(each.stage)
         for name, value in (each.facts if full else _short_facts(each)).items():
-            click.echo(f"  {_label(name):24} {_text(value)}")
+            echo(f"  {_label(name):24} {_text(value)}")
     if not full:
-        click.echo("--full adds keys, hashes, file stats and the inputs of each entry")
+        echo("--full adds keys, hashes, file stats and the inputs of each entry")
+
+
+def _summary(explained: Iterable[StageFacts]) -> str:
+    """Return in one line whether the sample is used, and what to do if it is not."""
+    facts = {each.stage: each.facts for each in explained}
+    if "rejected" in facts:
+        rejection = facts["rejected"]
+        return f"rejected by {rejection['stage']}, {rejection['detail']}\nfix: {rejection['fix']}"
+
+    states = [each["state"] for stage, each in facts.items() if " entry" in stage]
+    num_unusable = sum(state != "valid" for state in states)
+    if not states:
+        return "scanned; run the cache job to prepare it for training"
+    if num_unusable:
+        entries = counted(len(states), "cache entry", "cache entries")
+        return f"{num_unusable} of {entries} missing or damaged; the next job encodes them"
+    split = facts.get("trained_lora", {}).get("split")
+    times_seen = facts.get("trained_lora", {}).get("times_seen", 0)
+    if split == "validation":
+        return "held out for validation; its cache entries are valid"
+    seen = f", seen {counted(times_seen, 'time')} by the last run" if split else ", not trained on yet"
+    return f"used for training; its cache entries are valid{seen}"
 
 
 def _short_facts(explained: StageFacts) -> dict[str, Any]:

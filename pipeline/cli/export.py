@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
 from pipeline.recipe import Recipe
 from pipeline.trained_lora.export.earlier_step import (
@@ -13,10 +13,10 @@ from pipeline.trained_lora.export.earlier_step import (
     publish_last_step,
     publish_step,
 )
-from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, run_folder
+from pipeline.trained_lora.run_folder import RunLayout, hold_idle_run, lora_steps, require_run, run_folder
 
 
-@click.command
+@click.command(short_help="Publish the LoRA of an earlier step.")
 @click.argument("recipe", type=RECIPE)
 @click.option("--step", type=click.IntRange(1), help="Step whose LoRA is published.")
 @click.option("--latest", is_flag=True, help="Publish the last step again.")
@@ -37,18 +37,19 @@ def command(recipe: Recipe, step: int | None, latest: bool, run: str | None) -> 
             replaced = publish_step(recipe.output_dir, run, step)
         _report(step, run, replaced)
         revert = f"latentline export {recipe.name} --latest"
-        click.echo(f"it stays until another run finishes, or until {revert}")
+        echo(f"it stays until another run finishes, or until {revert}")
     elif latest:
         with hold_idle_run(layout):
             last_step, replaced = publish_last_step(recipe.output_dir, run, recipe.name)
         _report(last_step, run, replaced)
     else:
+        require_run(layout)
         chosen = exported_step(recipe.output_dir, run)
-        click.echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
+        echo(f"run {run}: LoRA files of {counted(len(lora_steps(layout)), 'step')}")
         for each in lora_steps(layout):
-            click.echo(f"  {each}{' (published)' if each == chosen else ''}")
+            echo(f"  {each}{' (published)' if each == chosen else ''}")
 
 
 def _report(step: int, run: str, replaced: list[str]) -> None:
     changes = f"replaced {', '.join(replaced)}" if replaced else "unchanged"
-    click.echo(f"lora/ holds step {step} of run {run}: {changes}")
+    echo(f"lora/ holds step {step} of run {run}: {changes}")

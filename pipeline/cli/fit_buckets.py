@@ -10,7 +10,7 @@ import numpy as np
 
 from pipeline.aspect_buckets.fit import FittedList, SizeConstraints, fitted_lists
 from pipeline.aspect_buckets.fit_cost import Dataset, FitQuality, measure_fit, placement_in
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import BucketError, LatentlineError, counted
 from pipeline.images.geometry import Placement, placement_of
 from pipeline.models.size_multiple import local_family
@@ -30,7 +30,7 @@ _HEAD = (
 )
 
 
-@click.command
+@click.command(short_help="Fit bucket sizes to the images of a recipe.")
 @click.argument("recipe", type=RECIPE)
 @click.option(
     "--write",
@@ -56,13 +56,13 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
         max_aspect_ratio=recipe.buckets.max_aspect_ratio,
         mirrored=not free,
     )
-    click.echo(
+    echo(
         f"{recipe.name}: {counted(len(images), 'image')} from {source}, batches of {dataset.batch_size}, "
         f"budget {constraints.resolution}x{constraints.resolution}, step {constraints.step}"
     )
     current = placement_of(recipe.buckets)
-    click.echo(_HEAD)
-    click.echo(_line("current recipe", len(current.sizes), measure_fit(current, dataset), 0))
+    echo(_HEAD)
+    echo(_line("current recipe", len(current.sizes), measure_fit(current, dataset), 0))
 
     shown: set[int] = set()
     for number, fit in fitted_lists(dataset, constraints, (write,) if write else NUMBERS).items():
@@ -70,10 +70,10 @@ def command(recipe: Recipe, write: int | None, step: int | None, free: bool) -> 
             continue
         shown.add(len(fit.sizes))
         num_changed = _num_changed(current, fit, images)
-        click.echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.quality, num_changed))
+        echo(_line(f"fitted, at most {number}", len(fit.sizes), fit.quality, num_changed))
         if write:
             _write(recipe, fit)
-            click.echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes to {recipe.source}")
+            echo(f"wrote {counted(len(fit.sizes), 'size')} as buckets.sizes to {recipe.source}")
 
 
 def _require_one_resolution(recipe: Recipe) -> None:
@@ -100,7 +100,7 @@ def _datasets(recipe: Recipe) -> tuple[Dataset, Dataset, str]:
     table = tables.read_previous("validated_dataset")
     if table is None or table.is_empty():
         source = "a new scan"
-        table = scan(recipe, tables, log=lambda line: click.echo(line, err=True), remember=False).table
+        table = scan(recipe, tables, log=lambda line: echo(line, err=True), remember=False).table
         table = table.with_columns(
             duplicate_group="content_hash"
         )  # near duplicates are unknown before validation
@@ -115,9 +115,7 @@ def _model_step(recipe: Recipe) -> int:
     """Return the base model's size multiple, at least 8, or `DEFAULT_STEP` if the model is not local."""
     family = local_family(recipe)
     if family is None:  # nothing is downloaded
-        click.echo(
-            f"{recipe.model.base} is not a local model; using step {DEFAULT_STEP}, which suits every family"
-        )
+        echo(f"{recipe.model.base} is not a local model; using step {DEFAULT_STEP}, which suits every family")
         return DEFAULT_STEP
     multiple = family.size_multiple()
     return multiple * -(-8 // multiple)

@@ -1,24 +1,36 @@
-"""`latentline gc`: list the contents of a cache, and delete entries that no recipe needs."""
+"""`latentline gc`: list caches or training runs, and delete entries or old runs that no recipe needs."""
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import click
 
 from pipeline.cache.users import unregister_user
-from pipeline.cli.conventions import bytes_text, usable_recipes
-from pipeline.errors import StoreError, counted
+from pipeline.cli.conventions import RECIPE, bytes_text, echo, reported_recipes
+from pipeline.errors import RecipeError, StoreError, counted
 from pipeline.maintenance.gc import GRACE_S, Survey, delete, survey
+from pipeline.maintenance.old_runs import RunSurvey, delete_leftover, delete_run, survey_runs
+from pipeline.recipe import Recipe
 from pipeline.storage.addresses import Address, absolute
 
 MAX_SHOWN = 10
 """Maximum number of foreign files shown."""
 
 
-@click.command
+@click.command(short_help="List and delete unneeded cache entries or old runs.")
+@click.argument("recipes", metavar="[RECIPE]...", nargs=-1, type=RECIPE)
 @click.option(
-    "--delete", "do_delete", is_flag=True, help="Delete the orphans. By default nothing is deleted."
+    "--delete", "do_delete", is_flag=True, help="Delete what is not needed. By default nothing is deleted."
+)
+@click.option(
+    "--keep-runs",
+    "num_kept_runs",
+    type=click.IntRange(0),
+    metavar="N",
+    help="List training runs instead of caches. All but the newest N of each output folder and those that "
+    "are needed are old.",
 )
 @click.option(
     "--grace-hours",
@@ -41,24 +53,37 @@ MAX_SHOWN = 10
     help="Output folder that was deleted for good. Entries that only it needed become orphans.",
 )
 def command(
-    do_delete: bool, grace_hours: float, cache_dirs: tuple[str, ...], forgotten: tuple[Path, ...]
+    recipes: tuple[Recipe, ...],
+    *,
+    do_delete: bool,
+    num_kept_runs: int | None,
+    grace_hours: float,
+    cache_dirs: tuple[str, ...],
+    forgotten: tuple[Path, ...],
 ) -> None:
     """Show what each cache holds and which entries no recipe needs. With --delete, delete those.
 
     An output folder of any project needs an entry if its last jobs requested the entry, if one of its tables
     names it, or if one of its unfinished runs trains on it.
-    """
-    given = [absolute(text, Path()) for text in cache_dirs]
-    caches = given or sorted({recipe.cache_dir for recipe in usable_recipes()}, key=str)
-    if not caches:
-        click.echo("no recipes were found, so no cache is known; pass one with --cache-dir")
-    for cache_dir in caches:
-        for output_dir in forgotten:
-            _require_deleted(output_dir)
-            was_registered = unregister_user(cache_dir, output_dir.expanduser().absolute())
-            state = "forgotten by" if was_registered else "was not registered in"
-            click.echo(f"{output_dir}: {state} {cache_dir}")
 
+    With --keep-runs N, show the training runs of all recipes instead, or of the given ones. A run is kept if
+    it is one of the newest N, if its LoRA is in lora/, if a recipe starts from it, or if it is being trained.
+    With --delete, all other runs are deleted, with their checkpoints and LoRA files.
+    """
+    if num_kept_runs is not None:
+        if cache_dirs or forgotten:
+            raise click.UsageError("--keep-runs excludes --cache-dir and --forget, which are about caches.")
+        _collect_runs(recipes, num_kept_runs, do_delete=do_delete)
+        return
+    if recipes and cache_dirs:
+        raise click.UsageError("Pass recipes or --cache-dir, not both.")
+
+    given = [absolute(text, Path()) for text in cache_dirs]
+    caches = given or sorted({recipe.cache_dir for recipe in recipes or reported_recipes().recipes}, key=str)
+    if not caches:
+        echo("no recipes were found, so no cache is known; pass one with --cache-dir")
+    for cache_dir in caches:
+        _forget(cache_dir, forgotten)
         surveyed = survey(cache_dir, grace_s=grace_hours * 3600)
         if given:
             _require_cache(cache_dir, surveyed)
@@ -66,9 +91,66 @@ def command(
         has_garbage = bool(surveyed.orphans or surveyed.leftovers)
         if has_garbage and do_delete:
             num_files, num_bytes = delete(cache_dir, surveyed)
-            click.echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
+            echo(f"  deleted {counted(num_files, 'file')}, {bytes_text(num_bytes)}")
         elif has_garbage:
-            click.echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
+            echo("  nothing was deleted; run latentline gc --delete to delete the unneeded files")
+
+
+def _collect_runs(recipes: tuple[Recipe, ...], num_kept: int, *, do_delete: bool) -> None:
+    """Show the runs of the given recipes, or of all, and delete the old ones if `do_delete`.
+
+    Raises:
+        RecipeError: A recipe of the folder cannot be read, so the runs that it starts from are unknown.
+    """
+    folder = reported_recipes()
+    if folder.broken and do_delete:
+        names = ", ".join(broken.name for broken in folder.broken)
+        raise RecipeError(
+            f"no run was deleted, because a recipe with mistakes may start from one: {names}",
+            where=str(folder.broken[0].file.parent),
+            fix="correct the recipe, or move its file to another folder",
+        )
+
+    chosen = recipes or tuple(folder.recipes)
+    if not chosen:
+        echo("no recipes were found, so no run is known")
+    for recipe in chosen:
+        # A recipe given by its path may be outside the folder.
+        surveyed = survey_runs(recipe.output_dir, num_newest=num_kept, recipes=[*folder.recipes, *recipes])
+        _show_runs(surveyed)
+        num_bytes = sum(run.num_bytes for run in surveyed.old) + sum(surveyed.leftovers.values())
+        num_folders = len(surveyed.old) + len(surveyed.leftovers)
+        if num_folders and do_delete:
+            for run in surveyed.old:
+                delete_run(run)
+            for leftover in surveyed.leftovers:
+                delete_leftover(leftover)
+            echo(f"  deleted {counted(num_folders, 'folder')}, {bytes_text(num_bytes)}")
+        elif num_folders:
+            names = "".join(f" {each.name}" for each in recipes)
+            again = f"latentline gc{names} --keep-runs {num_kept} --delete"
+            echo(f"  nothing was deleted; {again} deletes {bytes_text(num_bytes)}")
+
+
+def _show_runs(surveyed: RunSurvey) -> None:
+    total = bytes_text(sum(run.num_bytes for run in surveyed.runs))
+    echo(f"{surveyed.output_dir / 'runs'}: {counted(len(surveyed.runs), 'run')}, {total}")
+    for run in surveyed.runs:
+        changed = datetime.fromtimestamp(run.changed_s, tz=UTC).astimezone()
+        fate = f"kept: {run.kept}" if run.kept else "old"
+        size = bytes_text(run.num_bytes)
+        echo(f"  {run.folder.name}  {size:>9}  {changed:%Y-%m-%d %H:%M}  {run.state:<24}  {fate}")
+    if surveyed.leftovers:
+        size = bytes_text(sum(surveyed.leftovers.values()))
+        echo(f"  {counted(len(surveyed.leftovers), 'folder')} of interrupted deletions, {size}")
+
+
+def _forget(cache_dir: Address, forgotten: tuple[Path, ...]) -> None:
+    for output_dir in forgotten:
+        _require_deleted(output_dir)
+        was_registered = unregister_user(cache_dir, output_dir.expanduser().absolute())
+        state = "forgotten by" if was_registered else "was not registered in"
+        echo(f"{output_dir}: {state} {cache_dir}")
 
 
 def _require_cache(cache_dir: Address, surveyed: Survey) -> None:
@@ -93,19 +175,19 @@ def _require_deleted(output_dir: Path) -> None:
 
 def _show(cache_dir: Address, surveyed: Survey, grace_hours: float) -> None:
     entries = counted(surveyed.entries, "entry", "entries")
-    click.echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
+    echo(f"{cache_dir}: {entries}, {bytes_text(surveyed.entry_bytes)}")
     for user in surveyed.users:
         note = "" if user.output_dir.is_dir() else "   folder is missing: entries kept, see --forget"
-        click.echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
+        echo(f"  {len(user.keys):>9,} needed by {user.recipe}: {user.output_dir}{note}")
 
     orphan_bytes = bytes_text(sum(surveyed.orphans.values()))
-    click.echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
+    echo(f"  {len(surveyed.orphans):>9,} not needed, {orphan_bytes}")
     if surveyed.young:
-        click.echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
+        echo(f"  {surveyed.young:>9,} not needed but younger than {grace_hours:g} h: kept")
     if surveyed.leftovers:
         leftover_bytes = bytes_text(sum(surveyed.leftovers.values()))
-        click.echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
+        echo(f"  {len(surveyed.leftovers):>9,} left over from interrupted writes, {leftover_bytes}")
     if surveyed.foreign:
         names = ", ".join(surveyed.foreign[:MAX_SHOWN])
         names += ", ..." if len(surveyed.foreign) > MAX_SHOWN else ""
-        click.echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")
+        echo(f"  {len(surveyed.foreign):>9,} from other programs, never touched: {names}")

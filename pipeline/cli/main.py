@@ -7,6 +7,7 @@ usage.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Mapping
 from importlib import import_module
@@ -15,6 +16,7 @@ from typing import NoReturn
 import click
 
 from pipeline.errors import LatentlineError
+from pipeline.reporting.terminal import find_terminal
 
 COMMANDS = {
     "new": "pipeline.cli.new",
@@ -25,6 +27,7 @@ COMMANDS = {
     "explain": "pipeline.cli.explain",
     "verify": "pipeline.cli.verify",
     "gc": "pipeline.cli.gc",
+    "sample": "pipeline.cli.sample",
     "export": "pipeline.cli.export",
     "provenance": "pipeline.cli.provenance",
     "convert-checkpoint": "pipeline.cli.convert_checkpoint",
@@ -44,6 +47,20 @@ class _Commands(click.Group):
         module = COMMANDS.get(cmd_name)
         return import_module(module).command if module else None
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the subcommand that `args` begin with.
+
+        Raises:
+            click.UsageError: There is no such subcommand; suggests the closest one.
+        """
+        if args[0] in COMMANDS or args[0].startswith("-"):
+            return super().resolve_command(ctx, args)
+        closest = difflib.get_close_matches(args[0], COMMANDS, n=1)
+        hint = f"Did you mean {closest[0]}?" if closest else f"Use one of {', '.join(COMMANDS)}."
+        raise click.UsageError(f"No such command {args[0]!r}. {hint}", ctx)
+
 
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 def latentline() -> None:
@@ -56,6 +73,7 @@ def main() -> None:
     `RecipeArgument` stores the recipe's name in `context`, which replaces `<recipe>` in error messages.
     """
     context = dict[str, str]()
+    find_terminal()
     try:
         latentline(prog_name="latentline", obj=context)
     except LatentlineError as error:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.conventions import as_recipe_path
+from pipeline.cli.conventions import as_recipe_path, echo, report_broken_recipes
 from pipeline.errors import RUN_RECIPE, RecipeError, counted
 from pipeline.recipe import recipes_dir
 from pipeline.recipe.schema import NAME_PATTERN
@@ -16,7 +16,7 @@ from pipeline.recipe.schema import NAME_PATTERN
 DEFAULT_BASE = "stabilityai/stable-diffusion-xl-base-1.0"
 
 
-@click.command
+@click.command(short_help="Write a recipe for a folder of images.")
 @click.argument("recipe")
 @click.option(
     "--images",
@@ -35,15 +35,21 @@ def command(recipe: str, images: Path, base: str) -> None:
     ai-toolkit, SimpleTuner and diffusion-pipe; then it reports what it took over. It downloads nothing and
     never overwrites a recipe.
     """
-    from pipeline.maintenance.new_recipe import draft_recipe, model_resolution, recipe_text
+    from pipeline.maintenance.new_recipe import (
+        draft_recipe,
+        model_resolution,
+        recipe_text,
+        resolution_remarks,
+    )
 
+    report_broken_recipes()
     name = Path(recipe).stem if recipe.endswith((".yaml", ".yml")) else recipe
     if not re.fullmatch(NAME_PATTERN, name):
         valid_name = re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") or "flowers"
         raise RecipeError(
             f"a recipe's name must consist of letters, digits and _, got {name!r}",
             where=str(recipes_dir()),
-            fix=f"latentline new {valid_name} --images {images}",
+            fix=f"latentline new {valid_name} --images {images} --base {base}",
         )
     file = recipes_dir() / f"{name}.yaml"
     if file.exists():
@@ -51,7 +57,8 @@ def command(recipe: str, images: Path, base: str) -> None:
 
     draft = draft_recipe(images)
     base = as_recipe_path(base)
-    text = recipe_text(name, draft, base, model_resolution(base))
+    size = model_resolution(base)
+    text = recipe_text(name, draft, base, size)
     _require_valid(name, text, file)
 
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -61,11 +68,11 @@ def command(recipe: str, images: Path, base: str) -> None:
     except FileExistsError as err:
         raise _already_exists(file) from err
 
-    for line in draft.report():
-        click.echo(line)
-    click.echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
-    click.echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
-    click.echo(f"then: {RUN_RECIPE} {name}")
+    for line in (*draft.report(), *resolution_remarks(draft, size)):
+        echo(line)
+    echo(f"wrote {file}: {counted(draft.num_images, 'image')}")
+    echo(f"next: latentline plan {name}     shows what would be encoded, and gates that would close")
+    echo(f"then: {RUN_RECIPE} {name}")
 
 
 def _already_exists(file: Path) -> RecipeError:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 
 import click
 
-from pipeline.cli.conventions import RECIPE, bytes_text, seconds_text
+from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, seconds_text
 from pipeline.errors import counted
+from pipeline.escaping import json_text
 from pipeline.maintenance.forecast import Expected, Forecast, forecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import PATH_ISOLATION
@@ -19,7 +19,7 @@ MAX_NAMED = 3
 """Maximum number of samples named per reason."""
 
 
-@click.command
+@click.command(short_help="Preview what the next job would encode, and why.")
 @click.argument("recipe", type=RECIPE)
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
@@ -32,11 +32,11 @@ def command(recipe: Recipe, as_json: bool) -> None:
 
     If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
     """
-    result = forecast(recipe, Tables(recipe.output_dir), log=lambda line: click.echo(line, err=True))
+    result = forecast(recipe, Tables(recipe.output_dir), log=log_to_stderr)
     if as_json:
-        click.echo(json.dumps(_as_json(result), indent=2, ensure_ascii=False))
+        echo(json_text(_as_json(result)))
     elif any(gate.name == PATH_ISOLATION.name for gate in result.closed):
-        click.echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
+        echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
         _show_gates(result)
     else:
         _show(recipe, result)
@@ -45,11 +45,11 @@ def command(recipe: Recipe, as_json: bool) -> None:
 
 
 def _show(recipe: Recipe, result: Forecast) -> None:
-    click.echo(f"{recipe.name}: {_samples_text(result)}")
+    echo(f"{recipe.name}: {_samples_text(result)}")
     if result.closed:
-        click.echo(f"the job would stop at {result.closed[0].asset}, before anything is encoded:")
+        echo(f"the job would stop at {result.closed[0].asset}, before anything is encoded:")
         _show_gates(result)
-        click.echo("If you fix or allow this, the job will do the following for the samples kept now:")
+        echo("If you fix or allow this, the job will do the following for the samples kept now:")
     _show_expected("vae_latents", result.latents)
     _show_expected("text_embeddings", result.text)
 
@@ -72,9 +72,9 @@ def _samples_text(result: Forecast) -> str:
 
 def _show_gates(result: Forecast) -> None:
     for gate in result.closed:
-        click.echo(f"  {gate.name}: {gate.summary}")
+        echo(f"  {gate.name}: {gate.summary}")
         for line in gate.fix.splitlines():
-            click.echo(f"    fix: {line}")
+            echo(f"    fix: {line}")
 
 
 def _show_expected(asset: str, expected: Expected) -> None:
@@ -84,8 +84,8 @@ def _show_expected(asset: str, expected: Expected) -> None:
         if expected.seconds is not None:
             duration = f"about {seconds_text(expected.seconds)} plus the start of the encoder"
         line += f"   {bytes_text(expected.num_bytes)}, {duration}"
-    click.echo(line)
+    echo(line)
 
     for reason, names in sorted(expected.reasons.items(), key=lambda item: -len(item[1])):
         shown = ", ".join(names[:MAX_NAMED]) + (", ..." if len(names) > MAX_NAMED else "")
-        click.echo(f"  {len(names):>9,} {reason}: {shown}")
+        echo(f"  {len(names):>9,} {reason}: {shown}")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeline.trained_lora.export.lora_files import lora_file, read_provenance
+from pipeline.cli.conventions import echo, report_broken_recipes
+from pipeline.errors import TrainingError
+from pipeline.escaping import json_text
+from pipeline.recipe import load_recipe_folder, recipes_dir
+from pipeline.trained_lora.export.lora_files import damaged_record_error, lora_file, read_provenance
 from pipeline.trained_lora.provenance import caption_hashes_of, find_in_provenance
 
-_PATH = click.Path(exists=True, path_type=Path)
+_PATH = click.Path(path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
-@click.command
+@click.command(short_help="Show what a LoRA was trained on.")
 @click.argument("file", type=_PATH)
 @click.option("--find", "wanted", type=_FILE, help="Image, or text file with a caption, to look up.")
 @click.option("--json", "as_json", is_flag=True, help="Print the complete record as JSON.")
@@ -26,23 +29,42 @@ def command(file: Path, wanted: Path | None, as_json: bool) -> None:
 
     With --find, show whether the LoRA was trained on that image or caption. If not, the exit status is 1.
     """
+    report_broken_recipes()
+    _require_existing(file)
     record = read_provenance(file)
-    if wanted is not None:
-        _find(record, lora_file(file), wanted)
-    elif as_json:
-        click.echo(json.dumps(record, indent=2, ensure_ascii=False))
+    try:
+        if wanted is not None:
+            _find(record, lora_file(file), wanted)
+        elif as_json:
+            echo(json_text(record))
+        else:
+            for name, value in _summary(record).items():
+                echo(f"{name:20} {value}")
+    # Anybody can write such a file, so the record may lack keys or hold values of other types.
+    except (AttributeError, KeyError, TypeError, ValueError) as err:
+        raise damaged_record_error(lora_file(file), err) from err
+
+
+def _require_existing(file: Path) -> None:
+    """Raise TrainingError if the path does not exist; suggests the output folder of a recipe of that name."""
+    if file.exists():
+        return
+    recipes = load_recipe_folder().recipes if recipes_dir().is_dir() else []
+    recipe = next((each for each in recipes if each.name == str(file)), None)
+    if recipe is None:
+        fix = "pass a .safetensors file, lora/, or the output folder of a recipe, such as outputs/flowers"
     else:
-        for name, value in _summary(record).items():
-            click.echo(f"{name:20} {value}")
+        fix = f"pass the recipe's output folder: latentline provenance {recipe.output_dir}"
+    raise TrainingError(f"{file} does not exist", where=str(file.absolute()), fix=fix)
 
 
 def _find(record: dict[str, Any], file: Path, wanted: Path) -> None:
     matches = find_in_provenance(record, file, wanted)
     for line in matches:
-        click.echo(line)
+        echo(line)
     if not matches:
         as_what = "an image or caption" if caption_hashes_of(wanted) else "an image"
-        click.echo(f"the LoRA was not trained on {wanted} as {as_what}")
+        echo(f"the LoRA was not trained on {wanted} as {as_what}")
         raise SystemExit(1)
 
 

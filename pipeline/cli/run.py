@@ -19,7 +19,7 @@ RUN_MODULE = "assets.run"
 """Module that executes the job. It imports Dagster, so this package only starts it by name."""
 
 
-@click.command
+@click.command(short_help="Bring the cache up to date and train the LoRA.")
 @click.argument("recipe", type=RECIPE)
 @click.option("--cache-only", is_flag=True, help="Stop before training: execute the cache job.")
 def command(recipe: Recipe, cache_only: bool) -> None:

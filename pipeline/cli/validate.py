@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo
 from pipeline.errors import counted
 from pipeline.models.resolve import check_local_base
 from pipeline.models.size_multiple import require_size_multiple
@@ -14,7 +14,7 @@ from pipeline.recipe.load import require_own_output
 from pipeline.trained_lora.start_file import require_start_file
 
 
-@click.command
+@click.command(short_help="Check a recipe without computing anything.")
 @click.argument("recipe", type=RECIPE)
 def command(recipe: Recipe) -> None:
     """Check RECIPE, given by name or file: its keys, folders, datasets, and base model if it is local.
@@ -25,9 +25,9 @@ def command(recipe: Recipe) -> None:
 
     check_settings(recipe)
     for dataset in recipe.datasets:
-        require_readable(dataset)
+        require_readable(dataset, max_file_bytes=recipe.checks.max_file_bytes)
     datasets = counted(len(recipe.datasets), "dataset")
-    click.echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
+    echo(f"{recipe.source}: valid; {datasets}, output in {recipe.output_dir}")
 
 
 def check_settings(recipe: Recipe) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from functools import partial
 
 import click
 
-from pipeline.cache.store import EntryState
-from pipeline.cli.conventions import RECIPE
+from pipeline.cli.conventions import RECIPE, echo, log_to_stderr
 from pipeline.errors import counted
 from pipeline.maintenance.verify import BadEntry, needed_entries, repair, verify
 from pipeline.recipe import Recipe
@@ -20,7 +17,7 @@ MAX_SHOWN = 50
 """Maximum number of bad entries shown."""
 
 
-@click.command
+@click.command(short_help="Read all cache entries and find damaged ones.")
 @click.argument("recipe", type=RECIPE)
 @click.option("--repair", "do_repair", is_flag=True, help="Encode missing and damaged entries again.")
 def command(recipe: Recipe, do_repair: bool) -> None:
@@ -31,36 +28,28 @@ def command(recipe: Recipe, do_repair: bool) -> None:
     """
     require_isolation(recipe)
     tables = Tables(recipe.output_dir)
-    needed = needed_entries(recipe, tables)
-    progress = partial(_with_progress_bar, length=len(needed))
-    bad = verify(recipe, needed, progress)
+    needed = needed_entries(recipe, tables, log=log_to_stderr)
+    bad = verify(recipe, needed, log=log_to_stderr)
 
     num_bytes = sum(each.spec.file_bytes for each in needed)
     size = f"{counted(len(needed), 'entry', 'entries')}, {counted(num_bytes, 'byte')}"
-    click.echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
+    echo(f"{recipe.name}: {size}, {len(bad):,} missing or damaged")
     _show(bad)
     if not bad:
         return
     if not do_repair:
-        click.echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
+        echo(f"fix: run latentline verify {recipe.name} --repair to encode them again", err=True)
         sys.exit(1)
 
-    repair(recipe, tables, bad, log=click.echo)
-    still_bad = verify(recipe, needed, progress)
-    click.echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
+    repair(recipe, tables, bad, log=echo)
+    still_bad = verify(recipe, needed, log=log_to_stderr)
+    echo(f"repaired {len(bad) - len(still_bad):,} of {counted(len(bad), 'entry', 'entries')}")
     _show(still_bad)
     sys.exit(1 if still_bad else 0)
 
 
 def _show(bad: list[BadEntry]) -> None:
     for each in bad[:MAX_SHOWN]:
-        click.echo(f"  {each.needed.name}: {each.problem}\n    {each.path}")
+        echo(f"  {each.needed.name}: {each.problem}\n    {each.path}")
     if len(bad) > MAX_SHOWN:
-        click.echo(f"  and {len(bad) - MAX_SHOWN:,} more")
-
-
-def _with_progress_bar(states: Iterator[EntryState], *, length: int) -> Iterator[EntryState]:
-    """Pass the states through a progress bar, which is hidden without a terminal."""
-    hidden = not sys.stderr.isatty()
-    with click.progressbar(states, length=length, label="verified", file=sys.stderr, hidden=hidden) as bar:
-        yield from bar
+        echo(f"  and {len(bad) - MAX_SHOWN:,} more")

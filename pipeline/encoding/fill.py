@@ -27,6 +27,7 @@ from pipeline.encoding.jobs import (
 )
 from pipeline.errors import StoreError, counted
 from pipeline.processes.launch import Launch
+from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log, Stopwatch
 from pipeline.storage.os_errors import require_disk_space
 
@@ -186,7 +187,8 @@ class _Fill:
             StoreError: The missing entries do not fit on the disk.
         """
         rows, result = self._requests.rows, self._result
-        unchanged = is_unchanged(self._store, self._requests.kind, rows)
+        with phase("comparing cache entries with the last run", log=self._log):
+            unchanged = is_unchanged(self._store, self._requests.kind, rows)
         unrecorded = [
             pl.lit(None, pl.Int32).alias(name) for name in self._requests.facts if name not in rows.columns
         ]
@@ -213,10 +215,21 @@ class _Fill:
 
     def _check(self, rows: pl.DataFrame) -> Iterator[list[tuple[Row, EntryState]]]:
         """Yield each row with the state of its entry, in slices that are checked on all cores."""
-        with ThreadPoolExecutor(self._store.threads) as pool:
+        num_checked = 0
+
+        def check(spec: EntrySpec) -> EntryState:
+            nonlocal num_checked
+            state = self._store.check(spec)
+            num_checked += 1  # only shown, so that a lost update between threads does no harm
+            return state
+
+        with (
+            progress(lambda: num_checked, len(rows), "cache entries checked", log=self._log),
+            ThreadPoolExecutor(self._store.threads) as pool,
+        ):
             for part in rows.iter_slices(_ROWS_AT_A_TIME):
                 part_rows = part.to_dicts()
-                states = pool.map(self._store.check, map(self._requests.spec, part_rows))
+                states = pool.map(check, map(self._requests.spec, part_rows))
                 yield list(zip(part_rows, states, strict=True))
 
     def _encode(self, find_missing: Callable[[], pl.DataFrame]) -> tuple[pl.DataFrame, Results]:

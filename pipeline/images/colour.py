@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from PIL import Image, ImageCms
 
 Background = tuple[int, int, int]
@@ -22,6 +21,12 @@ _PROFILE_MODES = {"RGB": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 
 _BITS_PER_SAMPLE_TAG = 258
 
+_STRIP_PX = 1_000_000
+"""Number of pixels converted at a time. A strip's intermediate results take up to 30 bytes per pixel."""
+
+_Levels = tuple[float, float]
+"""Black and white level of an image with more than 8 bits."""
+
 
 def to_srgb(image: Image.Image, background: Background) -> Image.Image:
     """Return the image in mode RGB: 8-bit sRGB without transparency, in the same size.
@@ -29,10 +34,33 @@ def to_srgb(image: Image.Image, background: Background) -> Image.Image:
     Grey levels of more than 8 bits are scaled, not clipped. An embedded profile is converted with relative
     colorimetric intent and black point compensation; a profile that does not fit the image's mode is ignored,
     as viewers do. Transparent pixels are composited over `background`, an sRGB colour.
+
+    An image that already has this form is returned itself. Others are converted in strips, so that the
+    memory is that of the image and of the result.
     """
+    if is_srgb(image):
+        return image
+    levels = _levels(image)
+    if image.width * image.height <= _STRIP_PX:
+        return _strip_to_srgb(image, background, levels)
+
+    rgb = Image.new("RGB", image.size)
+    strip_height = max(1, _STRIP_PX // image.width)
+    for top in range(0, image.height, strip_height):
+        strip = image.crop((0, top, image.width, min(top + strip_height, image.height)))
+        rgb.paste(_strip_to_srgb(strip, background, levels), (0, top))
+    return rgb
+
+
+def is_srgb(image: Image.Image) -> bool:
+    """Return True if the image already is opaque 8-bit sRGB, so that `to_srgb` changes nothing."""
+    return image.mode == "RGB" and "transparency" not in image.info and not changes_colours(image)
+
+
+def _strip_to_srgb(image: Image.Image, background: Background, levels: _Levels) -> Image.Image:
     profile = image.info.get("icc_profile")
     colours, alpha = _split_alpha(image)
-    rgb = _convert_profile(_eight_bits(colours), profile)
+    rgb = _convert_profile(_eight_bits(colours, levels), profile)
     if alpha is None:
         return rgb
     return Image.composite(rgb, Image.new("RGB", rgb.size, background), alpha)
@@ -67,20 +95,24 @@ def _split_alpha(image: Image.Image) -> tuple[Image.Image, Image.Image | None]:
     return colours, None if alpha.getextrema() == (255, 255) else alpha
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _eight_bits(image: Image.Image, levels: _Levels) -> Image.Image:
     """Convert bilevel images and the deep grey modes I;16, I and F to mode L; keep other modes."""
     if image.mode == "1":
         return image.convert("L")
     if not (image.mode.startswith("I") or image.mode == "F"):
         return image
 
-    levels = np.asarray(image).astype(np.float64)
-    if image.mode.startswith("I;16"):
-        low, high = 0.0, float((1 << _bits(image)) - 1)
-    else:
-        low, high = _range(levels)
-    scaled = np.clip((levels - low) * (255.0 / (high - low)), 0.0, 255.0)
+    low, high = levels
+    values = np.asarray(image).astype(np.float64)
+    scaled = np.clip((values - low) * (255.0 / (high - low)), 0.0, 255.0)
     return Image.fromarray(np.floor(scaled + 0.5).astype(np.uint8))
+
+
+def _levels(image: Image.Image) -> _Levels:
+    """Return the black and white level of a deep grey image; (0, 255) for all others."""
+    if image.mode.startswith("I;16"):
+        return 0.0, float((1 << _bits(image)) - 1)
+    return _range(image) if image.mode in {"I", "F"} else (0.0, 255.0)
 
 
 def _bits(image: Image.Image) -> int:
@@ -89,7 +121,7 @@ def _bits(image: Image.Image) -> int:
     return 12 if tags.get(_BITS_PER_SAMPLE_TAG, (16,))[0] == 12 else 16
 
 
-def _range(levels: npt.NDArray[np.float64]) -> tuple[float, float]:
+def _range(image: Image.Image) -> _Levels:
     """Return the black and white levels of an image in mode I or F, which does not state them.
 
     White is the smallest of 1 (fractions only), 255, 65,535 and 2^31 - 1 that is not exceeded. If some levels
@@ -98,12 +130,19 @@ def _range(levels: npt.NDArray[np.float64]) -> tuple[float, float]:
     Raises:
         ValueError: A level is NaN or infinite.
     """
-    if not np.isfinite(levels).all():
-        raise ValueError("all levels must be finite numbers")
-    lowest, highest = float(levels.min()), float(levels.max())
+    lowest, highest, fractions = np.inf, -np.inf, False
+    strip_height = max(1, _STRIP_PX // image.width)
+    for top in range(0, image.height, strip_height):
+        box = (0, top, image.width, min(top + strip_height, image.height))
+        levels = np.asarray(image.crop(box)).astype(np.float64)
+        if not np.isfinite(levels).all():
+            raise ValueError("all levels must be finite numbers")
+        lowest, highest = min(lowest, float(levels.min())), max(highest, float(levels.max()))
+        fractions = fractions or bool((levels != np.floor(levels)).any())
+
     if lowest < 0:
         return lowest, max(highest, lowest + 1.0)
-    fractions = bool((levels != np.floor(levels)).any()) or highest <= 1.0
+    fractions = fractions or highest <= 1.0
     whites = [1.0] * fractions + [255.0, 65_535.0, float(2**31 - 1)]
     return 0.0, next((white for white in whites if highest <= white), highest)
 

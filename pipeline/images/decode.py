@@ -19,11 +19,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -31,15 +32,19 @@ from PIL import Image
 
 from pipeline.images import colour
 from pipeline.images.colour import Background
+from pipeline.images.decode_memory import DECODE_MEMORY, MAX_DECODE_BYTES, decode_bytes
+from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, formats_of, plugin_version, plugin_versions, require_image
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
-from pipeline.storage.remote_folder import UnreachableError
-from pipeline.storage.source import SourceFile
+from pipeline.images.jpeg_scans import require_few_scans
+from pipeline.images.orientation import TRANSPOSE, has_late_metadata, orientation_of, oriented_size
+from pipeline.storage.regular_files import open_regular, read_all
+from pipeline.storage.source import MAX_BUFFERED_BYTES, SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
 
 MAX_IMAGE_PX = 178_956_970
-"""Default of the recipe's `checks.max_image_pixels`: the largest height times width that is decoded. It needs
-537 MB as RGB, and it is the size at which Pillow refuses an image."""
+"""Default of the recipe's `checks.max_image_pixels`: the largest height times width that is decoded. It is
+the size at which Pillow refuses an image."""
 
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """Version of the decoder, recorded with each decode result. A new version decodes every file again."""
@@ -47,25 +52,22 @@ DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 File: TypeAlias = Path | SourceFile
 """An image file, local or remote."""
 
-_CODEC_OUT_OF_MEMORY = "out of memory"
-"""Prefix of the OSError, without errno, that Pillow raises when a C decoder runs out of memory."""
-
-_ORIENTATION_TAG = 274
-
-_TRANSPOSE = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""The operation that makes an image of each EXIF orientation upright."""
-
 # This module checks the limit itself, before decoding and with the file's name. Pillow's own check would warn
 # or raise during decoding, depending on the process's warning filters.
 Image.MAX_IMAGE_PIXELS = None
+
+
+class DecodeLimits(NamedTuple):
+    """Limits above which an image is refused.
+
+    Attributes:
+        max_px: Maximum height times width.
+        max_bytes: Maximum memory that decoding may need; None for any. Such an image waits until no other
+            is being decoded.
+    """
+
+    max_px: int = MAX_IMAGE_PX
+    max_bytes: int | None = MAX_DECODE_BYTES
 
 
 @dataclass(frozen=True)
@@ -99,15 +101,21 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
     Raises:
         ImageError: The image cannot be opened, or it exceeds the limits.
     """
-    with _opened(source, max_px) as image:
-        size = _oriented_size(image)
+    with _opened(source, max_px) as (image, _), ExitStack() as memory:
+        if has_late_metadata(image):
+            num_bytes = decode_bytes(image, num_scans=1, converts=False)
+            memory.enter_context(DECODE_MEMORY.reserved(num_bytes))
+            with suppress(Exception):  # validation reports damaged pixels
+                image.load()
+
+        orientation = orientation_of(image)
         notes = {"animated": _is_animated(image), "colour_profile": colour.changes_colours(image)}
         return Header(
             format=str(image.format),
             mode=image.mode,
             channels=len(image.getbands()),
-            size=size,
-            orientation=_orientation(image),
+            size=oriented_size(image, orientation),
+            orientation=orientation,
             notes=tuple(name for name in sorted(notes) if notes[name]),
         )
 
@@ -115,29 +123,99 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
 def decode(
     source: bytes | File, background: Background, *, max_px: int = MAX_IMAGE_PX, draft_px: int | None = None
 ) -> Image.Image:
+    """Return the image of `decoded`, whose memory then is not part of the budget any more."""
+    with decoded(source, background, limits=DecodeLimits(max_px), draft_px=draft_px) as image:
+        return image
+
+
+class DecodeCost(NamedTuple):
+    """What decoding an image takes, from its header.
+
+    Attributes:
+        num_bytes: Memory at the peak.
+        passes_px: Number of pixels, times the number of scans of a JPEG.
+    """
+
+    num_bytes: int
+    passes_px: int
+
+
+def decode_cost(file: BinaryIO, *, limits: DecodeLimits) -> DecodeCost:
+    """Return what decoding an open file takes, and go back to its start.
+
+    Raises:
+        ImageError: The image cannot be opened, or it exceeds the limits.
+    """
+    with _opened(file, limits.max_px) as (image, _):
+        num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
+        orientation = 1 if has_late_metadata(image) else orientation_of(image)
+        num_bytes = _require_decode_bytes(image, num_scans, orientation, limits.max_bytes)
+        cost = DecodeCost(num_bytes, image.width * image.height * num_scans)
+    file.seek(0)
+    return cost
+
+
+@contextmanager
+def decoded(
+    source: bytes | File | BinaryIO,
+    background: Background,
+    *,
+    limits: DecodeLimits | None = None,
+    draft_px: int | None = None,
+) -> Generator[Image.Image]:
     """Decode the first frame completely, upright and as 8-bit sRGB (mode RGB).
 
+    The memory for it is reserved from the budget of the process until the context ends.
+
     Args:
-        source: The file's bytes, or its path.
+        source: The file's bytes, its path, or the open file at its start.
         background: Colour that shows through transparent pixels.
-        max_px: Maximum height times width.
+        limits: Limits above which the image is refused; by default those of a recipe.
         draft_px: For thumbnails: a JPEG may be decoded at 1/2, 1/4 or 1/8 of its size, if its edges stay at
             least this long.
 
     Raises:
         ImageError: The image cannot be decoded.
     """
-    with _opened(source, max_px) as image:
-        orientation_before = _orientation(image)
-        if draft_px is not None:
-            image.draft(None, (draft_px, draft_px))
-        image.load()
+    limits = limits or DecodeLimits()
+    with ExitStack() as memory:
+        with _opened(source, limits.max_px) as (image, file):
+            num_scans = require_few_scans(file) if image.format in {"JPEG", "MPO"} else 1
+            orientation_before = 1 if has_late_metadata(image) else orientation_of(image)
+            if draft_px is not None:
+                image.draft(None, (draft_px, draft_px))
+            num_bytes = _require_decode_bytes(image, num_scans, orientation_before, limits.max_bytes)
+            memory.enter_context(DECODE_MEMORY.reserved(num_bytes))
+            image.load()
 
-        # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation behind
-        # the pixels, where it is only visible now.
-        orientation = _orientation(image) if image.format in {"TIFF", "PNG"} else orientation_before
-        rgb = colour.to_srgb(image, background)
-        return rgb.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else rgb
+            # Loading a TIFF makes it upright and removes its orientation. A PNG may store its orientation
+            # behind the pixels, where it is only visible now.
+            is_late = image.format in {"TIFF", "PNG"}
+            orientation = orientation_of(image) if is_late else orientation_before
+            rgb = _upright(colour.to_srgb(image, background), orientation)
+            if rgb is not image:
+                image.close()
+        yield rgb
+
+
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(TRANSPOSE[orientation]) if orientation in TRANSPOSE else image
+
+
+def _require_decode_bytes(image: Image.Image, num_scans: int, orientation: int, max_bytes: int | None) -> int:
+    """Return the memory that decoding an opened image needs.
+
+    Raises:
+        ImageError: It is more than `max_bytes`.
+    """
+    converts = orientation != 1 or not colour.is_srgb(image)
+    num_bytes = decode_bytes(image, num_scans=num_scans, converts=converts)
+    if max_bytes is not None and num_bytes > max_bytes:
+        detail = f"decoding it needs {num_bytes:,} bytes of memory, and the limit is {max_bytes:,}"
+        fix = "make it smaller, or save it as an upright 8-bit RGB image"
+        fix += f"; or set checks.max_decode_bytes to {num_bytes} if you trust the file"
+        raise ImageError("too_much_memory", detail, fix=fix)
+    return num_bytes
 
 
 def decoder_version(image_format: str | None) -> str:
@@ -168,25 +246,61 @@ def load_pixels(
     Raises:
         ImageError: The file is missing (`vanished`), has other content (`changed`), or does not decode.
     """
-    data = read_bytes(file)
-    if hash_bytes(data) != content_hash:
-        raise changed_error(file)
-
-    # The recipe's limit, which accepted this content, may be above the default.
+    # The recipe's limits, which accepted this content, may be above the defaults.
     original = geometry.original_size
-    image = decode(data, background, max_px=max(MAX_IMAGE_PX, original.height * original.width))
-    if Size(image.height, image.width) != original:
-        detail = f"it decodes to {image.height}x{image.width}, but the recorded size is {original}"
-        raise ImageError(
-            "size_disagrees",
-            detail,
-            where=str(file),
-            fix="start the job again; if the error returns, export the image again",
-        )
+    limits = DecodeLimits(max(MAX_IMAGE_PX, original.height * original.width), max_bytes=None)
+    with (
+        image_errors(str(file)),
+        open_content(file, content_hash) as content,
+        decoded(content, background, limits=limits) as image,
+    ):
+        if Size(image.height, image.width) != original:
+            decoded_size = f"{image.height}x{image.width} (height x width)"
+            detail = f"it decodes to {decoded_size}, but the recorded size is {original}"
+            fix = "start the job again; if the error returns, export the image again"
+            raise ImageError("size_disagrees", detail, where=str(file), fix=fix)
 
-    target = geometry.target_size
-    resized = image.resize((target.width, target.height), Image.Resampling.BICUBIC, box=geometry.source_box)
-    return np.array(resized, dtype=np.uint8)
+        target = geometry.target_size
+        size_wh = (target.width, target.height)
+        resized = image.resize(size_wh, Image.Resampling.BICUBIC, box=geometry.source_box)
+        return np.array(resized, dtype=np.uint8)
+
+
+@contextmanager
+def open_content(file: File, content_hash: str) -> Generator[BinaryIO]:
+    """Open a file whose content is still the recorded one; small files are read into memory.
+
+    Raises:
+        ImageError: The file is missing (`vanished`), has other content (`changed`), or cannot be read.
+    """
+    with image_errors(str(file)):
+        opened = file.open() if isinstance(file, SourceFile) else open_regular(file)
+    with opened:
+        stat_before = _stat_if_large(opened)
+        with image_errors(str(file)):
+            if stat_before is None:
+                data = read_all(opened) if isinstance(opened, io.BufferedReader) else opened.read()
+                content: BinaryIO = io.BytesIO(data)
+                current_hash = hash_bytes(data)
+            else:
+                content, current_hash = opened, hashlib.file_digest(opened, "sha256").hexdigest()
+                opened.seek(0)
+        if current_hash != content_hash:
+            raise changed_error(file)
+        yield content
+
+        # A large file is read twice, so another program may have written to it in between.
+        if _stat_if_large(opened) != stat_before:
+            raise changed_error(file)
+
+
+def _stat_if_large(file: BinaryIO) -> tuple[int, int, int] | None:
+    """Return size and times of a local file above `MAX_BUFFERED_BYTES`; None for all others."""
+    if not isinstance(file, io.BufferedReader):
+        return None
+    stat = os.fstat(file.fileno())
+    is_large = stat.st_size > MAX_BUFFERED_BYTES
+    return (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns) if is_large else None
 
 
 def hash_bytes(data: bytes) -> str:
@@ -201,72 +315,22 @@ def read_bytes(file: File) -> bytes:
         ImageError: The file is missing (`vanished`) or cannot be read (`unreadable`).
     """
     with image_errors(str(file)):
-        return file.read_bytes()
-
-
-def changed_error(path: File | str) -> ImageError:
-    """Return the error for a file with other content than recorded."""
-    detail = "its content has changed since the scan"
-    return ImageError("changed", detail, where=str(path), fix="start the job again once the file is complete")
-
-
-def vanished_error(path: File | str) -> ImageError:
-    """Return the error for a file that no longer exists."""
-    detail = "the file no longer exists"
-    return ImageError(
-        "vanished", detail, where=str(path), fix="restore it, or start the job again without it"
-    )
+        if isinstance(file, SourceFile):
+            return file.read_bytes()
+        with open_regular(file) as opened:
+            return read_all(opened)
 
 
 @contextmanager
-def image_errors(where: str) -> Generator[None]:
-    """Convert every exception from reading or decoding one image into an `ImageError`.
-
-    Decoders raise any exception their parsers meet: OSError, struct.error, SyntaxError, ValueError,
-    zlib.error, KeyError, MemoryError. One image must not stop the others, and its file must be named.
-    """
-    try:
-        yield
-    except ImageError as err:
-        if err.where == where:
-            raise
-        raise ImageError(err.reason, err.detail, where=where, fix=err.fix) from err
-    except FileNotFoundError as err:
-        raise vanished_error(where) from err
-    except Exception as err:
-        raise _image_error(err, where) from err
-
-
-def _image_error(err: Exception, where: str) -> ImageError:
-    text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
-    if isinstance(err, Image.UnidentifiedImageError):
-        detail = "it starts like an image, but its header cannot be read"
-        return ImageError("undecodable", detail, where=where, fix="export it again, or remove it")
-    if isinstance(err, UnreachableError):
-        fix = "check that the service answers and that you may read the file, then start the job again"
-        return ImageError("unreadable", str(err), where=where, fix=fix)
-    if isinstance(err, OSError) and err.errno is not None:
-        return ImageError("unreadable", text, where=where, fix="make the file readable, or remove it")
-    if isinstance(err, MemoryError) or str(err).startswith(_CODEC_OUT_OF_MEMORY):
-        fix = "make it smaller, or run on a machine with more memory"
-        detail = f"there is not enough memory to decode it ({text})"
-        return ImageError("out_of_memory", detail, where=where, fix=fix)
-    if isinstance(err, (OSError, EOFError)) and ("truncated" in text.lower() or isinstance(err, EOFError)):
-        fix = "copy or download it again: the end of the file is missing"
-        return ImageError("truncated", text, where=where, fix=fix)
-    return ImageError("undecodable", text, where=where, fix="export it again, or remove it")
-
-
-@contextmanager
-def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[Image.Image]:
-    """Open an image within the limits; failures before it is closed become an `ImageError`."""
+def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[tuple[Image.Image, BinaryIO]]:
+    """Open an image within the limits, and its file; failures before it is closed become an `ImageError`."""
     is_file = isinstance(source, (Path, SourceFile))
     where = str(source) if is_file else getattr(source, "name", "an image in memory")
     with image_errors(str(where)), ExitStack() as stack:
         if isinstance(source, Path):
-            file: BinaryIO = stack.enter_context(source.open("rb"))
+            file: BinaryIO = stack.enter_context(open_regular(source))
         elif isinstance(source, SourceFile):
-            file = io.BytesIO(source.read_bytes())
+            file = stack.enter_context(source.open())
         else:
             file = io.BytesIO(source) if isinstance(source, bytes) else source
 
@@ -275,69 +339,25 @@ def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[Image.Ima
         file.seek(0)
         with Image.open(file, formats=formats_of(start)) as image:
             _require_limits(image, max_px)
-            yield image
+            yield image, file
 
 
 def _require_limits(image: Image.Image, max_px: int) -> None:
     width, height = image.size
     fix = "make it smaller, or remove it"
     if max(height, width) > MAX_IMAGE_EDGE_PX:
-        detail = f"an edge must be at most {MAX_IMAGE_EDGE_PX:,} pixels long, got {height}x{width}"
+        detail = f"an edge must be at most {MAX_IMAGE_EDGE_PX:,} pixels long, got {height} high, {width} wide"
         raise ImageError("too_large", detail, fix=fix)
     if height * width > max_px:
         fix += f"; or set checks.max_image_pixels to {height * width} if you trust the file"
-        detail = f"it must have at most {max_px:,} pixels, got {height * width:,} ({height}x{width})"
+        detail = (
+            f"it must have at most {max_px:,} pixels, got {height * width:,} ({height} high, {width} wide)"
+        )
         raise ImageError("too_large", detail, fix=fix)
     if min(height, width) < 1:
-        raise ImageError("undecodable", f"it contains zero pixels ({height}x{width})", fix="remove it")
-
-
-def _orientation(image: Image.Image) -> int:
-    """Return the orientation from EXIF or XMP, 1 to 8.
-
-    It is 1 if there is none or the metadata is damaged: viewers show such a photograph as stored, so it stays
-    usable.
-    """
-    try:
-        if image.format == "PNG" and _has_late_metadata(image):
-            image.load()
-        # The PNG plug-in's own getexif would decode all pixels to search behind them.
-        value = Image.Image.getexif(image).get(_ORIENTATION_TAG, 1)
-    except Exception:
-        return 1
-    return value if isinstance(value, int) and 1 <= value <= 8 else 1
-
-
-def _has_late_metadata(image: Image.Image) -> bool:
-    """Return True if a PNG that is not loaded yet has EXIF or text chunks behind its first pixel data.
-
-    A PNG is a signature of 8 bytes and a list of chunks: length (4, big endian), type (4), data, checksum
-    (4).
-    """
-    file: BinaryIO | None = getattr(image, "fp", None)
-    if file is None or getattr(image, "_im", None) is not None:
-        return False
-
-    position = file.tell()
-    try:
-        file.seek(8)
-        seen_pixels = False
-        while len(header := file.read(8)) == 8:
-            length, chunk_type = int.from_bytes(header[:4], "big"), header[4:]
-            if seen_pixels and chunk_type in {b"eXIf", b"tEXt", b"zTXt", b"iTXt"}:
-                return True
-            seen_pixels |= chunk_type == b"IDAT"
-            file.seek(length + 4, io.SEEK_CUR)
-        return False
-    finally:
-        file.seek(position)
-
-
-def _oriented_size(image: Image.Image) -> Size:
-    """Return the size of the upright image. Pillow already applies a TIFF's own tag to its size."""
-    size = Size(image.height, image.width)
-    already_upright = image.format == "TIFF" and _ORIENTATION_TAG in getattr(image, "tag_v2", {})
-    return size.transposed if _orientation(image) >= 5 and not already_upright else size
+        raise ImageError(
+            "undecodable", f"it contains zero pixels ({height} high, {width} wide)", fix="remove it"
+        )
 
 
 def _is_animated(image: Image.Image) -> bool:

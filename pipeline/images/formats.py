@@ -11,6 +11,7 @@ from typing import NamedTuple
 from PIL import Image
 
 from pipeline.errors import LatentlineError
+from pipeline.escaping import without_secrets
 
 SUFFIXES = frozenset(
     [
@@ -70,7 +71,7 @@ class ImageError(LatentlineError):
     def __init__(self, reason: str, detail: str, *, fix: str, where: str = "an image in memory") -> None:
         """Store the reason code together with the three parts of the message."""
         self.reason = reason
-        self.detail = detail
+        self.detail = without_secrets(detail)
         super().__init__(f"{reason}: {detail}", where=where, fix=fix)
 
     def __reduce__(self) -> tuple[object, ...]:

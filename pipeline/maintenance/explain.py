@@ -10,6 +10,7 @@ import polars as pl
 from pipeline.cache.requests import RecipeEntries, caption_variants
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import LatentlineError, TableError, counted
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage.tables import ASSETS, empty
 
 if TYPE_CHECKING:
@@ -59,11 +60,13 @@ def find_sample(tables: Tables, name: str) -> str:
     raise TableError(what, where=where, fix=f"use one of {candidates}")
 
 
-def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[StageFacts]:
+def explain(recipe: Recipe, tables: Tables, sample_id: str, *, log: Log = discard) -> list[StageFacts]:
     """Return what each stage recorded of the sample, in the order of the graph, and its entries' states.
 
     Stages without a table or without a row of the sample are omitted, as are values that an earlier stage
     already reported. Entries are read completely.
+
+    `log` receives the progress of downloading the base model and of hashing its weights.
     """
     explained: list[StageFacts] = []
     earlier_rows: list[dict[str, Any]] = []
@@ -79,7 +82,7 @@ def explain(recipe: Recipe, tables: Tables, sample_id: str) -> list[StageFacts]:
     rejected = tables.read_rejected().filter(pl.col("sample_id") == sample_id)
     reasons = rejected.select("stage", "reason", "detail", "fix").to_dicts()
     explained += [StageFacts("rejected", reason) for reason in reasons]
-    return explained + _explain_entries(recipe, sample_rows)
+    return explained + _explain_entries(RecipeEntries(recipe, log=log), sample_rows)
 
 
 def _new_facts(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -91,9 +94,8 @@ def _new_facts(row: Mapping[str, Any], earlier_rows: Sequence[Mapping[str, Any]]
     }
 
 
-def _explain_entries(recipe: Recipe, sample_rows: Mapping[str, pl.DataFrame]) -> list[StageFacts]:
+def _explain_entries(entries: RecipeEntries, sample_rows: Mapping[str, pl.DataFrame]) -> list[StageFacts]:
     """Return key, path, state, tensors and inputs of each entry of the sample."""
-    entries = RecipeEntries(recipe)
     try:
         specs = list(_entry_specs(entries, sample_rows))
     except LatentlineError as err:  # keys need the base model

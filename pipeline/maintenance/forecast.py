@@ -24,6 +24,7 @@ from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
 from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.recipe.isolation import require_isolation
+from pipeline.reporting.progress import phase, progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.tables import Tables
 from pipeline.text_embeddings.stage import needed_captions
@@ -145,7 +146,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
     buckets = assign_buckets(recipe, valid.table, log=lambda _: None)
     results = {"raw_images": raw, "validated_dataset": valid, "aspect_buckets": buckets}
 
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
     known_latents = tables.read_previous("vae_latents")
     known_text = tables.read_previous("text_embeddings")
     earlier_ids: set[str] = set() if known_latents is None else set(known_latents["sample_id"])
@@ -243,6 +244,14 @@ def _expect_text(entries: RecipeEntries, valid: pl.DataFrame, known: pl.DataFram
     return expected
 
 
+def _with_progress(rows: pl.DataFrame, *, log: Log) -> Iterator[dict[str, Any]]:
+    num_checked = 0
+    with progress(lambda: num_checked, len(rows), "cache entries checked", log=log):
+        for row in rows.iter_rows(named=True):
+            yield row
+            num_checked += 1
+
+
 def _unusable(
     entries: RecipeEntries,
     expected: Expected,
@@ -252,9 +261,11 @@ def _unusable(
     spec_of: Callable[[dict[str, Any]], EntrySpec],
 ) -> Iterator[tuple[dict[str, Any], EntrySpec, str]]:
     """Yield (row, entry, status) for missing and damaged entries, and count the others in `expected`."""
-    unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
+    with phase("comparing cache entries with the last run", log=entries.log):
+        unchanged = is_unchanged(entries.store, expected.kind, with_recorded(requests, known))
     expected.there = int(unchanged.sum())
-    for row in requests.filter(~unchanged).iter_rows(named=True):
+    changed = requests.filter(~unchanged)
+    for row in _with_progress(changed, log=entries.log):
         spec = spec_of(row)
         state = entries.store.check(spec)
         if state.valid:

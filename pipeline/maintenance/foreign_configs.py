@@ -8,7 +8,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.recipe.other_trainers import terms_by_trainer
@@ -20,11 +20,48 @@ FORMS = (
 )
 
 
+class Reading(NamedTuple):
+    """How a trainer reads a folder of images.
+
+    Attributes:
+        subfolders: Whether it also reads sub-folders.
+        exclude: Patterns of images that it does not train on.
+        lines: Which lines of a caption file it uses: all as one caption, the first, or each as a caption.
+        keep_tags: Number of tags at the start of a caption that it does not shuffle, by default.
+    """
+
+    subfolders: bool = True
+    exclude: tuple[str, ...] = ()
+    lines: Literal["one", "first", "each"] = "one"
+    keep_tags: int = 0
+
+
+READINGS = {
+    "sd-scripts": Reading(subfolders=False, lines="first"),
+    "OneTrainer": Reading(
+        subfolders=False, exclude=("*-masklabel.png", "*-condlabel.png"), lines="each", keep_tags=1
+    ),
+    "ai-toolkit": Reading(exclude=("_controls",)),
+    "SimpleTuner": Reading(lines="each"),
+    "diffusion-pipe": Reading(subfolders=False),
+}
+"""How each trainer reads folders by default."""
+
+
 class Entry(NamedTuple):
-    """A dataset in another trainer's file: its settings by dotted name, or the reason to skip it."""
+    """A dataset in another trainer's file.
+
+    Attributes:
+        settings: Its settings by dotted name.
+        reading: How the trainer reads its folder.
+        skip: Reason to skip it; empty if it is used.
+        remarks: Texts about settings that are not taken over.
+    """
 
     settings: dict[str, Any]
+    reading: Reading
     skip: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -34,12 +71,14 @@ class Config:
     Attributes:
         trainer: Name of the trainer, as in recipe/other_trainers.toml.
         entries: Its datasets.
-        others: Settings outside the datasets that have an equivalent in a recipe, by dotted name.
+        others: Settings outside the datasets that have another name in a recipe, by dotted name.
+        has_training: Whether the file also configures the model and the training.
     """
 
     trainer: str
     entries: list[Entry]
     others: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    has_training: bool = False
 
 
 def read_config(file: Path) -> Config:
@@ -102,7 +141,7 @@ def _sd_scripts(data: Any, _file: Path) -> Config | None:
     """Settings of a subset override those of its dataset, which override the general ones."""
     datasets = data["datasets"]
     entries = [
-        Entry(
+        _sd_scripts_entry(
             {
                 **data.get("general", {}),
                 **{key: dataset[key] for key in dataset if key != "subsets"},
@@ -115,37 +154,66 @@ def _sd_scripts(data: Any, _file: Path) -> Config | None:
     return Config("sd-scripts", entries)
 
 
+def _sd_scripts_entry(settings: dict[str, Any]) -> Entry:
+    remarks: list[str] = []
+    if settings.get("shuffle_caption"):
+        remarks = [
+            f"{name} {settings[name]}: it keeps its place, while sd-scripts shuffles it with the tags"
+            for name in ("caption_prefix", "caption_suffix")
+            if settings.get(name)
+        ]
+    return Entry(settings, READINGS["sd-scripts"], remarks=tuple(remarks))
+
+
 def _onetrainer(data: Any, file: Path) -> Config | None:
     """A list of concepts, or a configuration that contains them or names their file."""
     others: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    has_training = isinstance(data, dict)
     if isinstance(data, dict):
         if "concepts" not in data and "concept_file_name" not in data:
             return None
         concepts = data.get("concepts") or _linked(data["concept_file_name"], file)
         terms = {each.theirs for each in terms_by_trainer()["OneTrainer"]} - {"concepts"}
         others = {key: value for key, value in data.items() if key in terms}
+        shared = {"resolution": data["resolution"]} if data.get("resolution") else {}
         data = concepts
     if not any("path" in concept and ("text" in concept or "image" in concept) for concept in data):
         return None
-    return Config("OneTrainer", [_onetrainer_entry(concept, file) for concept in data], others)
+    entries = [_onetrainer_entry({**shared, **concept}, file) for concept in data]
+    return Config("OneTrainer", entries, others, has_training)
 
 
 def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> Entry:
     settings = dict(_flat(concept))
+    reading = READINGS["OneTrainer"]._replace(subfolders=bool(settings.get("include_subdirectories")))
     if settings.get("enabled") is False:
-        return Entry(settings, "it is disabled")
-    if settings.get("type", "STANDARD") == "VALIDATION":
-        return Entry(settings, "it is for validation; datasets[].validation_fraction holds out images")
-    if settings.get("type", "STANDARD") != "STANDARD":
-        return Entry(settings, f"its type {settings['type']} is not supported")
+        return Entry(settings, reading, "it is disabled")
+    kind = "VALIDATION" if settings.get("validation_concept") else settings.get("type", "STANDARD")
+    if kind == "VALIDATION":
+        return Entry(
+            settings, reading, "it is for validation; datasets[].validation_fraction holds out images"
+        )
+    if kind != "STANDARD":
+        return Entry(settings, reading, f"its type {kind} is not supported")
     if settings.get("balancing_strategy") == "SAMPLES":
         settings.pop("balancing", None)
+    if settings.get("image.enable_resolution_override"):
+        settings["resolution"] = settings.get("image.resolution_override")
 
     # The prompts of a concept are the lines of one file, from which every image gets a random one.
-    prompts = _lines(str(settings.pop("text.prompt_path", "")), file)
-    if settings.get("text.prompt_source") == "concept" and prompts:
-        settings |= {"prompt": prompts[0], "other_prompts": prompts[1:]}
-    return Entry(settings)
+    remarks: list[str] = []
+    name, source = str(settings.pop("text.prompt_path", "")), settings.get("text.prompt_source")
+    if source == "concept":
+        prompts = _lines(name, file)
+        if prompts:
+            settings["text.prompt_path"] = prompts[0]
+        if len(prompts) != 1:
+            why = f"it has {len(prompts):,} prompts, and a recipe has one text for all images of a dataset"
+            remarks.append(f"text.prompt_path {name}: {why if prompts else 'the file has no prompts'}")
+    elif source == "filename":
+        remarks.append("text.prompt_source filename: an underscore in a file name becomes a space")
+    return Entry(settings, reading, remarks=tuple(remarks))
 
 
 def _ai_toolkit(data: Any, _file: Path) -> Config | None:
@@ -154,50 +222,115 @@ def _ai_toolkit(data: Any, _file: Path) -> Config | None:
     others: dict[str, Any] = {}
     for process in data["config"]["process"]:
         shared = {"trigger_word": process.get("trigger_word")}
-        entries += [Entry(dict(_flat({**shared, **dataset}))) for dataset in process["datasets"]]
+        entries += [_ai_toolkit_entry({**shared, **dataset}) for dataset in process["datasets"]]
         rest = {key: process[key] for key in process if key not in ("datasets", "trigger_word", "type")}
         terms = {each.theirs for each in terms_by_trainer()["ai-toolkit"]}
         others |= {key: value for key, value in _flat(rest) if key.rpartition(".")[2] in terms}
-    return Config("ai-toolkit", entries, others)
+    return Config("ai-toolkit", entries, others, has_training=True)
+
+
+def _ai_toolkit_entry(dataset: Mapping[str, Any]) -> Entry:
+    settings = dict(_flat(dataset))
+    reading, trigger = READINGS["ai-toolkit"], settings.get("trigger_word")
+    if trigger and settings.get("is_reg"):
+        # Captions of regularisation images get the trigger word only where they name it.
+        del settings["trigger_word"]
+    elif trigger:
+        settings["placeholder"] = "[trigger]"
+    return Entry(settings, reading)
 
 
 def _simpletuner(data: Any, file: Path) -> Config | None:
     """A list of data backends, or a config.json that names their file."""
     others: dict[str, Any] = {}
+    shared: dict[str, Any] = {}
+    has_training = isinstance(data, dict)
     if isinstance(data, dict):
         plain = {str(key).lstrip("-"): value for key, value in data.items()}
         if "data_backend_config" not in plain:
             return None
         terms = {each.theirs for each in terms_by_trainer()["SimpleTuner"]}
-        others = {key: value for key, value in plain.items() if key in terms}
+        defaults = (
+            "resolution",
+            "resolution_type",
+            "caption_strategy",
+            "instance_prompt",
+            "minimum_image_size",
+        )
+        shared = {key: plain[key] for key in defaults if plain.get(key)}
+        others = {key: value for key, value in plain.items() if key in terms and key not in shared}
         data = _linked(plain["data_backend_config"], file)
     if not any("instance_data_dir" in backend for backend in data):
         return None
-    return Config("SimpleTuner", [_simpletuner_entry(backend) for backend in data], others)
+    entries = [_simpletuner_entry(backend, shared) for backend in data]
+    return Config("SimpleTuner", entries, others, has_training)
 
 
-def _simpletuner_entry(backend: Mapping[str, Any]) -> Entry:
-    settings = dict(_flat(backend))
+def _simpletuner_entry(backend: Mapping[str, Any], shared: Mapping[str, Any]) -> Entry:
+    settings = dict(_flat({**shared, **backend}))
+    reading = READINGS["SimpleTuner"]
     kind, storage = settings.get("dataset_type", "image"), settings.get("type", "local")
     if settings.get("disabled") or settings.get("disable"):
-        return Entry(settings, "it is disabled")
+        return Entry(settings, reading, "it is disabled")
     if kind in ("text_embeds", "image_embeds"):
-        return Entry(settings, "not needed: cache_dir holds the cache")
+        return Entry(settings, reading, "not needed: cache_dir holds the cache")
     if kind != "image":
-        return Entry(settings, f"its dataset_type {kind} is not supported")
+        return Entry(settings, reading, f"its dataset_type {kind} is not supported")
     if storage != "local":
-        return Entry(settings, f"its type {storage} is not read; set datasets[].path to an fsspec address")
+        skip = f"its type {storage} is not read; set datasets[].path to an fsspec address"
+        return Entry(settings, reading, skip)
 
     # An area is in megapixels, where 1.0 is 1024 x 1024 pixels.
     resolution = settings.get("resolution")
     if settings.get("resolution_type") == "area" and isinstance(resolution, int | float):
-        settings["resolution"] = round(math.sqrt(resolution) * 1024)
-    return Entry(settings)
+        settings |= {"resolution": round(math.sqrt(resolution) * 1024), "resolution_type": "pixel_area"}
+    if not settings.get("crop"):
+        settings = {key: value for key, value in settings.items() if not key.startswith("crop_")}
+    if settings.pop("disable_multiline_split", False):
+        reading = reading._replace(lines="one")
+    return Entry(_simpletuner_captions(settings), reading)
+
+
+def _simpletuner_captions(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with those of captions as they take effect together."""
+    prompt = settings.get("instance_prompt")
+    if settings.pop("only_instance_prompt", False):
+        settings["caption_strategy"] = "instanceprompt"
+    if settings.pop("prepend_instance_prompt", False) and prompt:
+        settings["prepend_instance_prompt"] = prompt
+    if settings.get("caption_strategy") != "instanceprompt":
+        settings.pop("instance_prompt", None)
+
+    shuffle = {key: value for key, value in settings.items() if key.startswith("caption_shuffle.")}
+    if not shuffle.pop("caption_shuffle.enable", False):
+        return {key: value for key, value in settings.items() if not key.startswith("caption_shuffle.")}
+    count = int(shuffle.get("caption_shuffle.count", 1))
+    settings["caption_shuffle.count"] = count + bool(shuffle.get("caption_shuffle.include_original", True))
+    separator = {"space": " ", "period": "."}.get(str(shuffle.get("caption_shuffle.split_on")), ",")
+    settings["caption_shuffle.split_on"] = separator
+    return settings
 
 
 def _diffusion_pipe(data: Any, _file: Path) -> Config | None:
     shared = {key: value for key, value in data.items() if key != "directory"}
-    return Config("diffusion-pipe", [Entry({**shared, **each}) for each in data["directory"]])
+    entries = [_diffusion_pipe_entry({**shared, **each}) for each in data["directory"]]
+    return Config("diffusion-pipe", entries)
+
+
+def _diffusion_pipe_entry(settings: dict[str, Any]) -> Entry:
+    remarks: tuple[str, ...] = ()
+    low, high = settings.get("min_ar"), settings.get("max_ar")
+    if low and high:
+        settings["max_ar"] = max(high, 1 / low)
+        if not math.isclose(low * high, 1):
+            remarks = (f"min_ar {low}, max_ar {high}: a recipe has one limit for both orientations",)
+    if not settings.setdefault("enable_ar_bucket", False):
+        settings = {
+            key: each for key, each in settings.items() if key not in ("min_ar", "max_ar", "num_ar_buckets")
+        }
+    if settings.get("shuffle_tags") and not settings.get("cache_shuffle_num"):
+        settings["cache_shuffle_num"] = 1
+    return Entry(settings, READINGS["diffusion-pipe"], remarks=remarks)
 
 
 def _linked(name: Any, file: Path) -> Any:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-import math
 import tomllib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from pipeline.errors import DatasetError, counted
-from pipeline.maintenance.foreign_configs import candidate_paths, read_config
-from pipeline.maintenance.image_folders import scan_folder
+from pipeline.maintenance.foreign_configs import Entry, candidate_paths, read_config
+from pipeline.maintenance.foreign_values import CONVERSIONS
+from pipeline.maintenance.image_folders import SUBFOLDERS, scan_folder, several_lines_remark
 from pipeline.maintenance.recipe_draft import DatasetDraft, RecipeDraft
 from pipeline.recipe.other_trainers import terms_by_trainer
 
 _DATASET = "datasets."
+
+_RESOLUTION = "buckets.resolution"
+
+_OTHER_IMAGES = ("mask_path", "control_path", "inpaint_path", "unconditional_path", "clip_image_path")
+"""Settings that name folders of images which belong to the training images."""
 
 _NOT_SET = (None, "", False, 0, [], {})
 """Values of settings that have no effect."""
@@ -29,13 +34,59 @@ class _Converted:
 
     Attributes:
         keys: Recipe keys, such as `datasets.repeats`, with their values.
-        taken: The trainer's settings that became these keys.
-        lost: Lines about other settings, with the reason.
+        sources: The trainer's setting and value that became each key, as text.
+        lost: Texts about other settings, with the reason.
     """
 
     keys: dict[str, Any] = field(default_factory=dict[str, Any])
-    taken: dict[str, Any] = field(default_factory=dict[str, Any])
+    sources: dict[str, str] = field(default_factory=dict[str, str])
     lost: list[str] = field(default_factory=list[str])
+
+
+@dataclass
+class _Part:
+    """A dataset of the recipe.
+
+    Attributes:
+        labels: Names of the datasets in the trainer's file: several if they differ only in resolution.
+        dataset: The dataset's draft.
+        taken: Texts about its settings that are taken over.
+        common: Recipe keys of all datasets, each with the trainer's setting as text and the value.
+    """
+
+    labels: list[str]
+    dataset: DatasetDraft
+    taken: list[str]
+    common: dict[str, tuple[str, Any]]
+
+    def differs_only_in_resolution(self, other: _Part) -> bool:
+        """Return whether both show the same images in the same way, at different resolutions."""
+        mine, theirs = ({**part.common, _RESOLUTION: None} for part in (self, other))
+        return (
+            self.dataset.images == other.dataset.images
+            and self.dataset.keys == other.dataset.keys
+            and mine == theirs
+            and _RESOLUTION in self.common.keys() & other.common.keys()
+            and self.common[_RESOLUTION] != other.common[_RESOLUTION]
+        )
+
+
+class _Lost:
+    """Lines about settings that are not taken over; datasets with the same line share it."""
+
+    def __init__(self) -> None:
+        self._labels: dict[str, list[str]] = {}
+
+    def add(self, label: str, text: str) -> None:
+        """Add a text that starts with its separator from the label."""
+        self._labels.setdefault(text, []).append(label)
+
+    def lines(self, num_datasets: int) -> list[str]:
+        """Return one line per text; one that holds for all datasets, if there are several, names none."""
+        return [
+            f"{'all datasets' if 1 < num_datasets == len(labels) else ', '.join(labels)}{text}"
+            for text, labels in self._labels.items()
+        ]
 
 
 def draft_from_config(file: Path) -> RecipeDraft:
@@ -46,79 +97,177 @@ def draft_from_config(file: Path) -> RecipeDraft:
     """
     config = read_config(file)
     draft = RecipeDraft(f"{config.trainer} configuration {file}")
-    common: dict[str, list[Any]] = {}
+    lost = _Lost()
+    all_parts: list[_Part] = []
     for number, entry in enumerate(config.entries, 1):
         label = str(entry.settings.get("id") or entry.settings.get("name") or f"dataset {number}")
-        converted = _convert(config.trainer, entry.settings)
-        skip = entry.skip or _add_dataset(draft, converted, label=label, file=file, common=common)
-        draft.not_taken += [f"{label}: {skip}"] if skip else []
+        part = _part(config.trainer, entry, label=label, file=file, lost=lost)
+        all_parts += [part] if part else []
 
-    if not draft.datasets:
+    draft.not_taken = lost.lines(len(all_parts))
+    if not all_parts:
         raise DatasetError(
             "none of the datasets in the file can be used:\n" + "\n".join(draft.not_taken),
             where=str(file.absolute()),
             fix="correct the paths in the file, or pass the folder of the images with --images",
         )
-    _add_common_values(draft, common)
+    parts = _merged(all_parts)
+    draft.datasets = [part.dataset for part in parts]
+    draft.taken = [f"{', '.join(part.labels)}: {', '.join(part.taken)}" for part in parts]
+    _add_common_values(draft, parts)
+
     for name, value in config.others.items():
         if value not in _NOT_SET:
             draft.not_taken.append(f"{name} {_shown(value)}: {_reason(config.trainer, name)}")
+    if config.has_training:
+        draft.not_taken.append(
+            "other settings of the model and the training: many have the same name in a recipe, and "
+            "docs/coming_from.md lists the others"
+        )
     return draft
 
 
-def _add_dataset(
-    draft: RecipeDraft, converted: _Converted, *, label: str, file: Path, common: dict[str, list[Any]]
-) -> str:
-    """Add one dataset to the draft, and its recipe-wide settings to `common`; return why it is skipped."""
+def _part(trainer: str, entry: Entry, *, label: str, file: Path, lost: _Lost) -> _Part | None:
+    """Return one dataset, or None with the reason in `lost` if it is skipped."""
+    converted = _convert(trainer, entry)
     keys = converted.keys
     path = keys.pop("datasets.path", None)
     folder = None if path is None else _existing_folder(path, file)
-    if folder is None:
-        return f"the folder {path} does not exist on this machine" if path else "it has no folder of images"
-    images = scan_folder(folder, suffixes=[keys.get("datasets.captions.suffix", ".txt")])
+    skip = entry.skip
+    if not skip and folder is None:
+        skip = f"the folder {path} does not exist on this machine" if path else "it has no folder of images"
+    if skip or folder is None:
+        lost.add(label, f": {skip}")
+        return None
+
+    suffix = keys.get("datasets.captions.suffix", ".txt")
+    exclude = [SUBFOLDERS]
+    if entry.reading.subfolders:
+        exclude = _inner_folders(entry.settings, folder, file)
+    exclude += entry.reading.exclude
+    images = scan_folder(folder, suffixes=[suffix], exclude=exclude, count_lines=True)
     if images.num_images == 0:
-        return f"the folder {folder} contains no images"
+        lost.add(
+            label, f": the folder {folder} contains no images" + (" in it" if images.num_excluded else "")
+        )
+        return None
 
+    name = str(keys.pop("datasets.name", "")) or folder.name
     own = {key.removeprefix(_DATASET): value for key, value in keys.items() if key.startswith(_DATASET)}
-    for key in [key for key in keys if not key.startswith(_DATASET)]:
-        common.setdefault(key, []).append(keys[key])
-    draft.datasets.append(DatasetDraft(str(own.pop("name", "")) or folder.name, images, own))
+    common = {key: (converted.sources[key], keys[key]) for key in keys if not key.startswith(_DATASET)}
+    remarks = [*entry.remarks]
+    if images.num_with_lines and entry.reading.lines == "each" and own.get("captions.from") != "filename":
+        own["captions.lines"] = "each"
+    elif images.num_with_lines and entry.reading.lines == "first" and "captions.lines" not in own:
+        remarks.append(several_lines_remark(images.num_with_lines))
 
-    settings = ", ".join(f"{theirs} {_shown(value)}" for theirs, value in converted.taken.items())
-    draft.taken.append(f"{label}: {counted(images.num_images, 'image')}, {settings}")
-    draft.not_taken += [f"{label}, {line}" for line in converted.lost]
-    return ""
+    dataset = DatasetDraft(name, images, own)
+    remarks += _caption_remarks(dataset, trainer, suffix)
+    for text in converted.lost:
+        lost.add(label, f", {text}")
+    for text in remarks:
+        lost.add(label, f": {text}")
+    taken = [counted(images.num_images, "image"), dataset.captions_text()]
+    taken += [text for key, text in converted.sources.items() if key not in common]
+    if "captions.lines" in own and "datasets.captions.lines" not in keys:
+        taken.append(f"lines: each, because {trainer} uses every line of a caption file as a caption")
+    if images.exclude:
+        ignored = counted(images.num_excluded, "image")
+        taken.append(f"exclude: {', '.join(images.exclude)} ({ignored} that {trainer} does not train on)")
+    return _Part([label], dataset, taken, common)
 
 
-def _convert(trainer: str, settings: Mapping[str, Any]) -> _Converted:
+def _caption_remarks(dataset: DatasetDraft, trainer: str, suffix: str) -> list[str]:
+    """Return texts about captions that are missing, or that the trainer does not read."""
+    missing = dataset.missing_captions_text()
+    remarks = [missing] if missing else []
+    others = [each for each in dataset.images.suffixes if each != suffix]
+    if others and dataset.captions()["from"] == "sidecar":
+        files = f"{' and '.join(others)} files"
+        remarks.append(
+            f"{files} are captions too, though {trainer} reads only {suffix}; captions.suffix lists them"
+        )
+    return remarks
+
+
+def _inner_folders(settings: Mapping[str, Any], folder: Path, file: Path) -> list[str]:
+    """Return patterns of folders of masks and control images inside the folder of images."""
+    patterns: list[str] = []
+    for key in _OTHER_IMAGES:
+        values = settings.get(key)
+        for value in values if isinstance(values, list) else [values]:
+            inner = _existing_folder(value, file) if isinstance(value, str) and value else None
+            if (
+                inner
+                and inner.resolve() != folder.resolve()
+                and inner.resolve().is_relative_to(folder.resolve())
+            ):
+                patterns.append(f"/{inner.resolve().relative_to(folder.resolve()).as_posix()}")
+    return patterns
+
+
+def _merged(parts: list[_Part]) -> list[_Part]:
+    """Merge datasets of the same images at several resolutions, as several trainers define them."""
+    merged: list[_Part] = []
+    for part in parts:
+        first = next((each for each in merged if each.differs_only_in_resolution(part)), None)
+        if first is None:
+            merged.append(part)
+            continue
+        texts, values = zip(first.common[_RESOLUTION], part.common[_RESOLUTION], strict=True)
+        first.common[_RESOLUTION] = (" and ".join(texts), sorted({*values[0], *values[1]}))
+        first.labels += part.labels
+        first.dataset = replace(first.dataset, name=first.dataset.images.folder.name)
+    return merged
+
+
+def _convert(trainer: str, entry: Entry) -> _Converted:
     """Convert one dataset's settings by the rules of foreign_datasets.toml."""
     converted = _Converted()
-    for theirs, value in settings.items():
+    for theirs, value in entry.settings.items():
         rule = _rule(trainer, theirs)
+        shown = f"{theirs} {_shown(value)}"
         if isinstance(rule, list):
             try:
                 ours = None if value in (None, "") else CONVERSIONS[rule[1]](value)
             except (TypeError, ValueError) as err:
-                converted.lost.append(f"{theirs} {_shown(value)}: {err}")
+                converted.lost.append(f"{shown}: {err}")
                 continue
             if ours is not None:
                 converted.keys[rule[0]] = ours
-                converted.taken[theirs] = value
+                converted.sources[rule[0]] = shown
+                converted.lost += [f"{shown}: {each}" for each in rule[2:]]
         elif isinstance(rule, dict):
-            if value != rule["unless"] and value not in _NOT_SET:
-                converted.lost.append(f"{theirs} {_shown(value)}: {rule['why']}")
+            if value != rule["unless"] and value not in (None, ""):
+                converted.lost.append(f"{shown}: {rule['why']}")
         elif rule and value not in _NOT_SET:
-            converted.lost.append(f"{theirs} {_shown(value)}: {rule}")
+            converted.lost.append(f"{shown}: {rule}")
+
+    _settle_shuffling(converted, entry.reading.keep_tags)
     return converted
 
 
-def _add_common_values(draft: RecipeDraft, values: Mapping[str, list[Any]]) -> None:
+def _settle_shuffling(converted: _Converted, keep_tags: int) -> None:
+    """Remove the details of shuffling where it is off, and set the trainer's default where it is on."""
+    section = "datasets.captions.shuffle."
+    if f"{section}variants" in converted.keys:
+        converted.keys.setdefault(f"{section}keep", keep_tags)
+        return
+    for key in [key for key in converted.keys if key.startswith(section)]:
+        del converted.keys[key], converted.sources[key]
+
+
+def _add_common_values(draft: RecipeDraft, parts: list[_Part]) -> None:
     """Take over settings that a recipe has once for all datasets, if the datasets agree on them."""
-    for key, given in values.items():
-        if all(value == given[0] for value in given) and len(given) == len(draft.datasets):
-            draft.keys[key] = given[0]
+    for key in dict.fromkeys(key for part in parts for key in part.common):
+        given = [part.common[key] for part in parts if key in part.common]
+        value = given[0][1]
+        if len(given) == len(parts) and all(each == value for _, each in given):
+            draft.keys[key] = value
+            draft.taken.append(f"all datasets: {given[0][0]} ({key}: {_shown(value)})")
             continue
-        shown = ", ".join(dict.fromkeys(_shown(value) for value in given))
+        shown = ", ".join(dict.fromkeys(_shown(each) for _, each in given))
+        shown += "" if len(given) == len(parts) else " in some datasets"
         draft.not_taken.append(f"{key} {shown}: a recipe has one value for all datasets; set it by hand")
 
 
@@ -134,7 +283,7 @@ def rules() -> dict[str, dict[str, Any]]:
 
 
 def _rule(trainer: str, theirs: str) -> list[str] | dict[str, Any] | str:
-    """Return [recipe key, conversion], or the reason why a setting is not taken over; see the TOML file."""
+    """Return the rule of foreign_datasets.toml: [recipe key, conversion, remark...], or why there is none."""
     settings = rules()[trainer]
     rule = settings.get(theirs, settings.get(f"{theirs.partition('.')[0]}.*"))
     return _reason(trainer, theirs) if rule is None else rule
@@ -145,72 +294,13 @@ def _reason(trainer: str, theirs: str) -> str:
     name = theirs.rpartition(".")[2]
     term = next((each for each in terms_by_trainer()[trainer] if each.theirs == name), None)
     if term is None:
-        return "not a setting of datasets; docs/coming_from.md lists equivalents"
-    return f"set {term.shown}" if term.shown else term.note
+        return "this setting is not recognised; docs/coming_from.md lists those with an equivalent"
+    if not term.shown:
+        return term.note
+    return f"set {term.shown} ({term.note})" if term.note else f"set {term.shown}"
 
 
 def _shown(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    is_plain = isinstance(value, str) and value == value.strip(" ,")
+    text = value if is_plain else json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _choice(choices: Mapping[str, str]) -> Callable[[Any], str]:
-    """Return a conversion of one of several words."""
-
-    def convert(value: Any) -> str:
-        if value not in choices:
-            raise ValueError("the captions are detected in the folder instead")
-        return choices[value]
-
-    return convert
-
-
-def _repeats(value: Any) -> int:
-    number = float(value)
-    if number < 1 or number != int(number):
-        raise ValueError("repeats must be an integer of at least 1; datasets[].weight sets fractions")
-    return int(number)
-
-
-def _fraction(value: Any) -> float:
-    if not 0 <= float(value) < 1:
-        raise ValueError("it must be at least 0 and below 1")
-    return float(value)
-
-
-def _resolutions(value: Any) -> list[int]:
-    """Return each resolution as the edge of a square; a pair inside a list is height and width."""
-    values: list[Any] = value if isinstance(value, list) else [value]
-    return [_square(each) for each in values]
-
-
-def _square(value: Any) -> int:
-    """Return the edge of the square with as many pixels, from an edge, a pair, or text such as 512,768."""
-    edges = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    edge = round(math.sqrt(float(edges[0]) * float(edges[-1])))
-    if edge < 64:
-        raise ValueError("it must be a number of pixels")
-    return edge
-
-
-CONVERSIONS: dict[str, Callable[[Any], Any]] = {
-    "text": str,
-    "text_and_space": lambda value: f"{value} ",
-    "space_and_text": lambda value: f" {value}",
-    "suffix": lambda value: f".{str(value).lstrip('.')}",
-    "repeats": _repeats,
-    "extra_repeats": lambda value: _repeats(float(value) + 1),
-    "count": int,
-    "fraction": _fraction,
-    "variants": lambda value: 4 if value else None,
-    "flag": lambda value: True if value else None,
-    "each_line": lambda value: "each" if value else None,
-    "never": lambda value: "never" if value else None,
-    "random": lambda value: "random" if value else None,
-    "resolution": _resolutions,
-    "square": lambda value: [_square(value)],
-    "prompt_source": _choice({"sample": "sidecar", "filename": "filename", "concept": "fixed"}),
-    "caption_strategy": _choice({"textfile": "sidecar", "filename": "filename", "instanceprompt": "fixed"}),
-}
-"""Conversions of a setting's value by their name in foreign_datasets.toml; None means a setting that is off.
-A TypeError or ValueError means that the value cannot be taken over."""

@@ -6,11 +6,15 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pipeline.errors import counted
 from pipeline.images.formats import SUFFIXES
+from pipeline.raw_images.exclusion import excluded_by
+
+SUBFOLDERS = "*/*"
+"""Pattern of the files in sub-folders, which several trainers do not read."""
 
 TEXT_SUFFIXES = (".txt", ".caption", ".captions", ".cap")
 """Ends of the names of caption files; `.caption.txt` ends in one of them."""
@@ -25,6 +29,9 @@ _MAX_DEPTH = 3
 
 _MAX_PROMPT = 200
 
+_MAX_CAPTION_BYTES = 100_000
+"""Number of bytes of a caption file that are searched for lines."""
+
 
 @dataclass(frozen=True)
 class ImageFolder:
@@ -32,13 +39,16 @@ class ImageFolder:
 
     Attributes:
         folder: Folder that is searched recursively.
-        num_images: Number of files with an image suffix.
+        num_images: Number of files with an image suffix, without excluded ones.
         suffixes: Suffixes of the caption files, the most frequent first. Each adds captions for images that
             have none of the suffixes before it. Empty if no image has a caption file.
         num_captions: Number of images with a caption file of one of these suffixes.
         prompt: First line of one caption; empty if there is none.
         repeats: Repeats in the name of an sd-scripts folder; None for another folder.
         text: Caption in the name of such a folder; otherwise empty.
+        exclude: Patterns that exclude images; others are omitted.
+        num_excluded: Number of images that they exclude.
+        num_with_lines: Number of images whose caption file has several lines; 0 if it was not counted.
     """
 
     folder: Path
@@ -48,6 +58,9 @@ class ImageFolder:
     prompt: str = ""
     repeats: int | None = None
     text: str = ""
+    exclude: tuple[str, ...] = ()
+    num_excluded: int = 0
+    num_with_lines: int = 0
 
 
 @dataclass
@@ -59,21 +72,30 @@ class _CaptionFiles:
 
 
 def scan_folder(
-    folder: Path, *, suffixes: Iterable[str] = (), repeats: int | None = None, text: str = ""
+    folder: Path, *, suffixes: Iterable[str] = (), exclude: Iterable[str] = (), count_lines: bool = False
 ) -> ImageFolder:
     """Return the images and captions below `folder`, without hidden files.
 
     Args:
         folder: An existing folder.
         suffixes: Suffixes of caption files that come first, whatever their number.
-        repeats: See `ImageFolder`.
-        text: See `ImageFolder`.
+        exclude: Patterns of images to exclude, see `excluded_by`.
+        count_lines: Read the caption files to count those with several lines.
     """
-    num_images, captions, preferred = 0, _CaptionFiles(), tuple(suffixes)
+    num_images, excluded, captions = 0, Counter[str](), _CaptionFiles()
+    preferred, tests = tuple(suffixes), [(pattern, excluded_by([pattern])) for pattern in exclude]
     for parent, folders, names in os.walk(folder):
         folders[:] = sorted(each for each in folders if not each.startswith("."))
         visible = sorted(name for name in names if not name.startswith("."))
-        images = [name for name in visible if name.rpartition(".")[2].lower() in SUFFIXES]
+        images: list[str] = []
+        inside = Path(parent).relative_to(folder).as_posix()
+        for name in visible:
+            if name.rpartition(".")[2].lower() in SUFFIXES:
+                path = name if inside == "." else f"{inside}/{name}"
+                pattern = next((pattern for pattern, matches in tests if matches(path)), None)
+                excluded.update([pattern] if pattern else [])
+                images += [] if pattern else [name]
+
         num_images += len(images)
         stems = Counter(name.rpartition(".")[0] for name in images)
         for suffix, name in _caption_files(visible, stems, (*TEXT_SUFFIXES, *preferred)):
@@ -82,8 +104,16 @@ def scan_folder(
             captions.first.setdefault(suffix, Path(parent) / name)
 
     used, covered = _covering(captions.images, preferred)
-    prompt = _first_line(captions.first[used[0]]) if used else ""
-    return ImageFolder(folder, num_images, used, covered, prompt, repeats, text.replace("_", " "))
+    return ImageFolder(
+        folder,
+        num_images,
+        suffixes=used,
+        num_captions=len(covered),
+        prompt=_first_line(captions.first[used[0]]) if used else "",
+        exclude=tuple(pattern for pattern, _ in tests if excluded[pattern]),
+        num_excluded=excluded.total(),
+        num_with_lines=sum(map(_has_several_lines, covered.values())) if count_lines else 0,
+    )
 
 
 def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
@@ -104,22 +134,61 @@ def find_repeats_folders(folder: Path) -> tuple[list[ImageFolder], list[str]]:
 
 def _add_parts(folder: Path, depth: int, parts: list[ImageFolder], remarks: list[str]) -> None:
     """Append the parts of one folder and of its sub-folders that contain such folders."""
-    for each in _sub_folders(folder):
+    sub_folders = _sub_folders(folder)
+    is_next_to_repeats = any(_match_repeats(each.name) for each in sub_folders)
+    for each in sub_folders:
         match = _match_repeats(each.name)
         if match:
-            part = scan_folder(each, repeats=max(int(match[1]), 1), text=match[2])
-            if int(match[1]) == 0:
-                remarks.append(f"{each}: 0 repeats, which sd-scripts skips; it is shown once")
-            parts += [part] if part.num_images else []
+            _add_repeats_part(each, match, parts, remarks)
         elif depth < _MAX_DEPTH and _has_repeats_folder(each, depth + 1):
             _add_parts(each, depth + 1, parts, remarks)
         elif (part := scan_folder(each)).num_images:
-            parts.append(part)
+            # A project's folders for models and samples are not next to the folders with repeats.
+            if is_next_to_repeats:
+                parts.append(part)
+            else:
+                images = counted(part.num_images, "image")
+                remarks.append(f"{each}: {images}; to use this folder too, add a dataset with its path")
 
     loose = sum(each.suffix.lower().removeprefix(".") in SUFFIXES for each in _visible(folder))
     if loose:
         images = counted(loose, "image")
         remarks.append(f"{folder}: {images} next to the sub-folders; move them into a sub-folder")
+
+
+def _add_repeats_part(
+    folder: Path, match: re.Match[str], parts: list[ImageFolder], remarks: list[str]
+) -> None:
+    """Append a folder with repeats in its name; sd-scripts does not read the sub-folders of such a folder."""
+    repeats = int(match[1])
+    scanned = scan_folder(folder, exclude=[SUBFOLDERS], count_lines=True)
+    if scanned.num_images == 0:
+        if scanned.num_excluded:
+            images = counted(scanned.num_excluded, "image")
+            remarks.append(f"{folder}: {images} in its sub-folders, which sd-scripts does not read")
+        return
+
+    parts.append(replace(scanned, repeats=max(repeats, 1), text=match[2]))
+    if repeats == 0:
+        remarks.append(f"{folder}: 0 repeats, which sd-scripts skips; it is shown once")
+    if scanned.num_excluded:
+        images = counted(scanned.num_excluded, "image")
+        remarks.append(f"{folder}: {images} in its sub-folders, which sd-scripts does not read either")
+    if scanned.num_with_lines:
+        remarks.append(f"{folder}: {several_lines_remark(scanned.num_with_lines)}")
+    if folder.parent.name.casefold().startswith("reg"):
+        remarks.append(
+            f"{folder}: its images are ordinary training images now, not regularisation images; "
+            "datasets[].weight sets their share"
+        )
+
+
+def several_lines_remark(num_files: int) -> str:
+    """Return what sd-scripts and a recipe do with caption files that have several lines."""
+    return (
+        f"{counted(num_files, 'caption')} with several lines: sd-scripts reads the first one, and the recipe "
+        "all of them as one caption; captions.lines: each makes every line a caption"
+    )
 
 
 def _has_repeats_folder(folder: Path, depth: int) -> bool:
@@ -143,19 +212,22 @@ def _sub_folders(folder: Path) -> list[Path]:
     return [each for each in _visible(folder) if each.is_dir()]
 
 
-def _covering(images: dict[str, set[str]], preferred: tuple[str, ...]) -> tuple[tuple[str, ...], int]:
-    """Return the suffixes that are needed to cover all captioned images, and the number of these images."""
+def _covering(
+    images: dict[str, set[str]], preferred: tuple[str, ...]
+) -> tuple[tuple[str, ...], dict[str, Path]]:
+    """Return the suffixes that are needed to cover all captioned images, and the file of each image."""
 
     def rank(suffix: str) -> tuple[bool, int, bool, str]:
         return suffix not in preferred, -len(images[suffix]), suffix != ".txt", suffix
 
     used: list[str] = []
-    covered: set[str] = set()
+    files: dict[str, Path] = {}
     for suffix in sorted(images, key=rank):
-        if not images[suffix] <= covered:
+        new_images = images[suffix] - files.keys()
+        if new_images:
             used.append(suffix)
-            covered |= images[suffix]
-    return tuple(used), len(covered)
+            files |= {image: Path(image.rpartition("/")[0] + suffix) for image in new_images}
+    return tuple(used), files
 
 
 def _caption_files(
@@ -180,3 +252,15 @@ def _first_line(file: Path) -> str:
     except (OSError, UnicodeDecodeError):
         return ""
     return line if len(line) <= _MAX_PROMPT and line.isprintable() else ""
+
+
+def _has_several_lines(file: Path) -> bool:
+    """Return True for a text file with more than one line that is not empty."""
+    if file.suffix.lower() == ".json":
+        return False
+    try:
+        with file.open("rb") as opened:
+            lines = opened.read(_MAX_CAPTION_BYTES).splitlines()
+    except OSError:
+        return False
+    return sum(bool(line.strip()) for line in lines) > 1

@@ -125,8 +125,8 @@ def recipe_text(name: str, draft: RecipeDraft, base: str, size: ModelResolution)
     wanted_steps = round(_VIEWS * num_images / BATCH / _STEPS_MULTIPLE) * _STEPS_MULTIPLE
     steps = min(max(wanted_steps, _MIN_STEPS), _MAX_STEPS)
     views = counted(max(round(steps * BATCH / num_images), 1), "time")
-    folders = [each.images for each in draft.datasets]
-    prompt = next((each.prompt for each in folders if each.prompt), "") or folders[0].text or DEFAULT_CAPTION
+    prompts = (each.preview_prompt() for each in draft.datasets)
+    prompt = next(filter(None, prompts), DEFAULT_CAPTION)
     return f"""\
 # yaml-language-server: $schema=recipe.schema.json
 #
@@ -159,6 +159,21 @@ accelerate: {{num_processes: 1, mixed_precision: bf16}}   # use fp16 on GPUs bef
 """
 
 
+def rounded_resolutions(resolutions: Sequence[int], size: ModelResolution) -> list[int]:
+    """Return each resolution as the nearest multiple of the step, without duplicates, in ascending order."""
+    return sorted({max(round(each / size.step), 1) * size.step for each in resolutions})
+
+
+def resolution_remarks(draft: RecipeDraft, size: ModelResolution) -> list[str]:
+    """Return a line for the terminal if the recipe's resolutions differ from those of the draft."""
+    given = draft.keys.get("buckets.resolution", [])
+    rounded = rounded_resolutions(given, size)
+    if rounded == sorted(given):
+        return []
+    shown, before = (", ".join(map(str, each)) for each in (rounded, given))
+    return [f"buckets.resolution: {shown} instead of {before}, because it must be a multiple of {size.step}"]
+
+
 def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
     names = dataset_names((each.name for each in datasets), otherwise=recipe_name)
     lines: list[str] = []
@@ -168,6 +183,7 @@ def _datasets_text(recipe_name: str, datasets: Sequence[DatasetDraft]) -> str:
             f"  - name: {_quoted(name)}",
             f"    path: {path}   # {counted(each.images.num_images, 'image')}",
         ]
+        lines += [f"    exclude: {_yaml(list(each.images.exclude))}"] if each.images.exclude else []
         others = {key: value for key, value in each.keys.items() if not key.startswith("captions.")}
         lines += [
             f"    {key}: {_yaml(value)}" for key, value in others.items() if (key, value) != ("repeats", 1)
@@ -192,7 +208,7 @@ def _buckets_text(draft: RecipeDraft, size: ModelResolution) -> str:
     buckets: dict[str, Any] = {"resolution": size.resolution, "step": size.step}
     comment = size.comment
     if given:
-        resolutions = sorted({max(round(each / size.step), 1) * size.step for each in given})
+        resolutions = rounded_resolutions(given, size)
         comment = "as before" if resolutions == sorted(given) else f"before: {', '.join(map(str, given))}"
         buckets["resolution"] = resolutions[0]
         if len(resolutions) > 1:

@@ -11,6 +11,8 @@ from typing import Any
 
 from pipeline.errors import DatasetError, counted
 from pipeline.maintenance.image_folders import ImageFolder, find_repeats_folders, scan_folder
+from pipeline.recipe import CaptionSettings
+from pipeline.validated_dataset.variants import variants
 
 DEFAULT_CAPTION = "a photograph"
 """Caption of images without any other text."""
@@ -45,20 +47,47 @@ class DatasetDraft:
             given["shuffle"] = shuffle
 
         source, text = given.pop("from", "sidecar"), given.pop("text", "")
-        suffixes, fallback = self.images.suffixes, given.pop("fallback", None)
+        suffixes, given_fallback = self.images.suffixes, given.pop("fallback", None)
         given.pop("suffix", None)  # the scan of the images has tried it first
         if source == "filename":
             return {"from": source, **given}
         if source == "fixed" or not suffixes:
-            text = text or fallback or self.images.text or given.get("trigger") or DEFAULT_CAPTION
+            text = text or given_fallback or self.images.text or given.get("trigger") or DEFAULT_CAPTION
             return {"from": "fixed", "text": text, **given}
 
         captions: dict[str, Any] = {"from": source}
         captions["suffix"] = suffixes[0] if len(suffixes) == 1 else list(suffixes)
-        fallback = fallback or self.images.text
-        if fallback and self.images.num_captions < self.images.num_images:
-            captions["fallback"] = fallback
+        fallback = self.images.text if self.images.num_captions < self.images.num_images else None
+        if given_fallback or fallback:
+            captions["fallback"] = given_fallback or fallback
         return {**captions, **given}
+
+    def captions_text(self) -> str:
+        """Return where the captions come from, for the report."""
+        captions = self.captions()
+        if captions["from"] == "filename":
+            return "captions from file names"
+        if captions["from"] == "fixed":
+            return f"the caption {captions['text']!r} for all images"
+        return f"captions from {' and '.join(self.images.suffixes)}"
+
+    def missing_captions_text(self) -> str:
+        """Return a line about images without a caption, or no text."""
+        captions, images = self.captions(), self.images
+        if captions["from"] == "fixed" and captions["text"] == DEFAULT_CAPTION:
+            return f"no caption files were found, so all images get {DEFAULT_CAPTION!r}"
+        num_missing = images.num_images - images.num_captions
+        if captions["from"] != "sidecar" or num_missing == 0 or "fallback" in captions:
+            return ""
+        return (
+            f"{num_missing:,} of {counted(images.num_images, 'image')} have no caption; set captions.fallback"
+        )
+
+    def preview_prompt(self) -> str:
+        """Return one caption as training sees it, or no text."""
+        captions = self.captions()
+        text = self.images.prompt if captions["from"] == "sidecar" else captions.get("text", "")
+        return variants(CaptionSettings.model_validate(captions), [text])[0] if text else ""
 
 
 @dataclass
@@ -104,11 +133,15 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
         draft = RecipeDraft("sd-scripts folders", not_taken=remarks)
         for part in parts:
             keys = {"repeats": part.repeats} if part.repeats is not None else {}
-            draft.datasets.append(DatasetDraft(part.text or part.folder.name, part, keys))
-            taken = f"repeats: {part.repeats}, class tokens {part.text!r}"
+            dataset = DatasetDraft(part.text or part.folder.name, part, keys)
+            draft.datasets.append(dataset)
+            repeats = f"repeats: {part.repeats}, class tokens {part.text!r}"
             if part.repeats is None:
-                taken = "shown once; its name has no repeats, so sd-scripts skips it"
-            draft.taken.append(f"{part.folder}: {counted(part.num_images, 'image')}, {taken}")
+                repeats = "shown once; its name has no repeats, so sd-scripts skips it"
+            images = counted(part.num_images, "image")
+            draft.taken.append(f"{part.folder}: {images}, {dataset.captions_text()}, {repeats}")
+            missing = dataset.missing_captions_text()
+            draft.not_taken += [f"{part.folder}: {missing}"] if missing else []
         return draft
 
     complete = scan_folder(folder)

@@ -5,15 +5,15 @@ Bit rot does not change a file's stat, so only reading the file can find it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.cache.requests import RecipeEntries
-from pipeline.cache.store import EntrySpec, EntryState
+from pipeline.cache.store import EntrySpec
 from pipeline.processes.launch import LocalLaunch
-from pipeline.reporting.reports import Log
+from pipeline.raw_images.parallel import in_threads
+from pipeline.reporting.reports import Log, discard
 from pipeline.text_embeddings.stage import cache_text, needed_captions
 from pipeline.vae_latents.stage import cache_latents
 
@@ -45,14 +45,16 @@ class BadEntry:
     problem: str
 
 
-def needed_entries(recipe: Recipe, tables: Tables) -> list[NeededEntry]:
+def needed_entries(recipe: Recipe, tables: Tables, *, log: Log = discard) -> list[NeededEntry]:
     """Return the entries of vae_latents and text_embeddings under the current recipe, each key once.
+
+    `log` receives the progress of downloading the base model and of hashing its weights.
 
     Raises:
         TableError: One of the two tables is missing.
         ModelError: The base model cannot be found.
     """
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
     needed: dict[str, NeededEntry] = {}
     for row in tables.read("vae_latents").iter_rows(named=True):
         spec = entries.latent_spec(row)
@@ -70,26 +72,27 @@ def needed_entries(recipe: Recipe, tables: Tables) -> list[NeededEntry]:
     return list(needed.values())
 
 
-def verify(
-    recipe: Recipe,
-    needed: Sequence[NeededEntry],
-    progress: Callable[[Iterator[EntryState]], Iterator[EntryState]],
-) -> list[BadEntry]:
+def verify(recipe: Recipe, needed: Sequence[NeededEntry], *, log: Log) -> list[BadEntry]:
     """Return the missing and damaged entries; reads each entry completely, on all cores.
 
-    `progress` wraps the iterator over the entries' states, for instance in a progress bar.
+    `log` receives the progress.
 
     Raises:
         StoreError: An entry may not be read.
     """
     store = RecipeEntries(recipe).store
-    with ThreadPoolExecutor(store.threads) as pool:
-        states = progress(pool.map(lambda each: store.check(each.spec), needed))
-        return [
-            BadEntry(each, store.where(each.spec), state.reason or "the entry is missing")
-            for each, state in zip(needed, states, strict=True)
-            if not state.valid
-        ]
+    states = in_threads(
+        lambda each: store.check(each.spec),
+        needed,
+        log=log,
+        doing="cache entries verified",
+        threads=store.threads,
+    )
+    return [
+        BadEntry(each, store.where(each.spec), state.reason or "the entry is missing")
+        for each, state in zip(needed, states, strict=True)
+        if not state.valid
+    ]
 
 
 def repair(recipe: Recipe, tables: Tables, bad: Sequence[BadEntry], *, log: Log) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
 from pipeline.models.diffusers_folder import tokenizer_files, weight_files
+from pipeline.models.download import download_files
 from pipeline.models.hub import (
     component_files,
     explain_download_errors,
@@ -19,6 +20,7 @@ from pipeline.models.hub import (
     suggest_folder,
 )
 from pipeline.recipe import in_project
+from pipeline.reporting.reports import Log, discard
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -27,14 +29,16 @@ _CONFIG_NAMES = ("config.json", "tokenizer_config.json")
 """Configuration files, one of which is in the folder of every component."""
 
 
-def resolve_components(recipe: Recipe) -> dict[str, Path]:
+def resolve_components(recipe: Recipe, *, log: Log = discard) -> dict[str, Path]:
     """Return the folder of each replaced component, complete, by role.
+
+    `log` receives the progress of downloads.
 
     Raises:
         ModelError: A folder or file is missing, or a component cannot be downloaded.
     """
     return {
-        role: _resolve(role, name, f"{recipe.source}, model.components.{role}")
+        role: _resolve(role, name, f"{recipe.source}, model.components.{role}", log)
         for role, name in recipe.model.components.given().items()
     }
 
@@ -50,7 +54,7 @@ def _component_folder(folder: Path, role: str) -> Path:
     return folder / role if (folder / role).is_dir() else folder
 
 
-def _resolve(role: str, name: str, where: str) -> Path:
+def _resolve(role: str, name: str, where: str, log: Log) -> Path:
     local = in_project(name)
     if local.is_dir():
         folder = _component_folder(local, role)
@@ -66,7 +70,8 @@ def _resolve(role: str, name: str, where: str) -> Path:
         )
         fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
         raise ModelError(f"{name} does not exist", where=f"{where}, expected at {local}", fix=fix)
-    return _local_snapshot(role, hub_id, revision or None) or _download(role, hub_id, revision or None, where)
+    snapshot = _local_snapshot(role, hub_id, revision or None)
+    return snapshot or _download(role, hub_id, revision or None, where, log)
 
 
 def _require_complete(role: str, folder: Path) -> None:
@@ -99,8 +104,8 @@ def _is_complete(role: str, folder: Path) -> bool:
     return True
 
 
-def _download(role: str, hub_id: str, revision: str | None, where: str) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
+def _download(role: str, hub_id: str, revision: str | None, where: str, log: Log) -> Path:
+    from huggingface_hub import HfApi
 
     with explain_download_errors(hub_id, where):
         require_access(hub_id, revision)
@@ -110,7 +115,6 @@ def _download(role: str, hub_id: str, revision: str | None, where: str) -> Path:
         if role.startswith("tokenizer"):
             # A tokenizer may share its folder with a model, whose weights it does not need.
             needed = [name for name in needed if ".safetensors" not in name and ".bin" not in name]
-        snapshot = snapshot_download(hub_id, revision=revision, allow_patterns=needed)
-    folder = Path(snapshot) / subfolder
+        folder = download_files(hub_id, revision, needed, log=log) / subfolder
     _require_complete(role, folder)
     return folder

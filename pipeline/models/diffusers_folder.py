@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, cast
 
 from pipeline.errors import ModelError
 from pipeline.models.hub import WEIGHT_VARIANTS
+from pipeline.recipe.untrusted import UNTRUSTED_VARIABLE, is_untrusted
 
 _WEIGHT_NAMES = ("diffusion_pytorch_model", "model", "pytorch_model")
 """File names, without suffix, under which diffusers and transformers store a component's weights."""
+
+MAX_JSON_BYTES = 25_000_000
+"""Maximum size of a configuration, a weight index or a safetensors header. Parsed JSON takes up to 24 times
+its size in memory. The headers of the largest models have about 1 MB."""
 
 _LENGTH_BYTES = 8
 """Size of the header length at the start of a safetensors file; the number is little-endian."""
@@ -84,15 +91,32 @@ def read_json(path: Path) -> dict[str, Any]:
         "set model.base to a complete diffusers folder or a Hub id; download the model again if it is damaged"
     )
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_bounded(path).decode("utf-8"))
     except FileNotFoundError as err:
         raise ModelError(f"the base model lacks {path.name}", where=str(path), fix=fix) from err
-    except (OSError, ValueError) as err:
+    except (OSError, ValueError, RecursionError) as err:
         raise ModelError(f"a file of the base model is unreadable: {err}", where=str(path), fix=fix) from err
     if not isinstance(value, dict):
         what = f"{path.name} must hold a JSON object, got {type(value).__name__}"
         raise ModelError(what, where=str(path), fix=fix)
     return cast("dict[str, Any]", value)
+
+
+def read_bounded(path: Path) -> bytes:
+    """Return the bytes of a regular file of at most `MAX_JSON_BYTES`.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is too large.
+    """
+    # A model's folder may contain a link to a device, which would never end.
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as file:
+        if not S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path.name} is not a regular file")
+        content = file.read(MAX_JSON_BYTES + 1)
+    if len(content) > MAX_JSON_BYTES:
+        raise OSError(f"{path.name} has more than {MAX_JSON_BYTES:,} bytes")
+    return content
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -122,9 +146,11 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
             for name in _WEIGHT_NAMES:
                 single = folder / _with_variant(f"{name}.{suffix}", variant)
                 if single.is_file():
+                    _require_safetensors(single)
                     return variant, (single,)
                 index = folder / _with_variant(f"{name}.{suffix}.index.json", variant)
                 if index.is_file():
+                    _require_safetensors(index)
                     return variant, (index, *_shards(index))
     plain = ", ".join(f"{name}.safetensors" for name in _WEIGHT_NAMES)
     variants = ", ".join(_with_variant("*.safetensors", variant) for variant in WEIGHT_VARIANTS)
@@ -134,6 +160,19 @@ def _find_weights(folder: Path) -> tuple[str | None, tuple[Path, ...]]:
         fix=f"add one of {plain} (or .bin, or shards with their index), or of {variants}; rename files that "
         "have another variant in their name",
     )
+
+
+def _require_safetensors(path: Path) -> None:
+    """Raise ModelError for a pickle if recipes come from strangers.
+
+    diffusers and transformers unpickle only tensors, which protects as well as torch does.
+    """
+    if ".bin" in path.suffixes and is_untrusted():
+        raise ModelError(
+            f"weights must be *.safetensors because {UNTRUSTED_VARIABLE} is set, got a pickle",
+            where=str(path),
+            fix="save the model with save_pretrained(..., safe_serialization=True)",
+        )
 
 
 def _with_variant(name: str, variant: str | None) -> str:
@@ -151,12 +190,12 @@ def require_whole(path: Path) -> None:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        header = file.read(length) if length < size else b""
+        header = file.read(length) if length < min(size, MAX_JSON_BYTES) else b""
     try:
         tensors = cast("dict[str, Any]", json.loads(header))
         ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
         expected = _LENGTH_BYTES + length + max(ends, default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         expected = None
     if expected != size:
         actual = f"{size:,} bytes" if expected is None else f"{size:,} of {expected:,} bytes"
@@ -183,7 +222,16 @@ def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
 
 
 def _shards(index: Path) -> tuple[Path, ...]:
-    names = sorted(set(cast("dict[str, str]", read_json(index).get("weight_map", {})).values()))
+    weight_map = read_json(index).get("weight_map", {})
+    values = set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set[str]()
+    names = sorted(values)
+    outside = [name for name in names if name in {".", ".."} or "/" in name or "\\" in name or "\0" in name]
+    if outside:
+        raise ModelError(
+            f"the weight index must name files in its own folder, got {outside[0]}",
+            where=str(index),
+            fix="download the model again from a source that you trust",
+        )
     shards = tuple(index.parent / name for name in names)
     missing = [str(shard) for shard in shards if not shard.is_file()]
     if missing or not shards:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Iterable
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
+from pipeline.models.diffusers_folder import read_bounded
+from pipeline.reporting.progress import progress
+from pipeline.reporting.reports import Log, discard
 from pipeline.storage.atomic import write_text
 
 _MEMORY_FILE = "fingerprints.json"
@@ -21,6 +25,11 @@ _MEMORY_FILE = "fingerprints.json"
 _RACY_NS = 2_000_000_000
 """Minimum age of a file for its hash to be remembered. A younger file may change again within one tick of its
 time stamp, which would not show it."""
+
+_MEGABYTE = 1_000_000
+
+_READ_BYTES = 2**18
+"""Number of bytes hashed at a time, as in `hashlib.file_digest`."""
 
 _BLOB_NAME = re.compile(r"[0-9a-f]{64}")
 
@@ -60,9 +69,11 @@ class Fingerprints:
     Hashes are remembered in `cache_dir/fingerprints.json`, which may be deleted at any time.
     """
 
-    def __init__(self, cache_dir: Path) -> None:
-        """Read the memory; a missing or damaged one is empty."""
+    def __init__(self, cache_dir: Path, *, log: Log = discard) -> None:
+        """Read the memory; a missing or damaged one is empty. `log` receives the progress of hashing."""
         self._file = cache_dir / _MEMORY_FILE
+        self._log = log
+        self._num_hashed_bytes = 0
         self._remembered = self._read()
 
     def of(self, parts: Iterable[ModelPart]) -> str:
@@ -72,16 +83,18 @@ class Fingerprints:
             ModelError: A file is missing or unreadable.
         """
         new_entries: dict[str, list[Any]] = {}
+        parts = tuple(parts)
         try:
+            hashes = self._content_hashes([path for part in parts for path in part.contents], new_entries)
             facts = [
                 {
                     "role": part.role,
-                    "configs": [_comparable(json.loads(path.read_bytes())) for path in part.configs],
-                    "contents": [self._content_hash(path, new_entries) for path in part.contents],
+                    "configs": [_comparable(json.loads(read_bounded(path))) for path in part.configs],
+                    "contents": [hashes[path] for path in part.contents],
                 }
                 for part in parts
             ]
-        except (OSError, ValueError) as err:
+        except (OSError, ValueError, RecursionError) as err:
             fix = "download the model again, or set model.base to a complete diffusers folder"
             where = str(getattr(err, "filename", None) or "configuration of the base model")
             raise ModelError(f"a file of the base model is unreadable: {err}", where=where, fix=fix) from err
@@ -89,23 +102,45 @@ class Fingerprints:
         self._remember(new_entries)
         return canonical_hash(facts)
 
-    def _content_hash(self, path: Path, new_entries: dict[str, list[Any]]) -> str:
-        real = path.resolve()
+    def _content_hashes(self, paths: Iterable[Path], new_entries: dict[str, list[Any]]) -> dict[Path, str]:
+        """Return the hash of each file, and report the progress of reading those without a known hash."""
+        known = {path: self._known_hash(path.resolve()) for path in paths}
+        unknown = [path for path, content_hash in known.items() if content_hash is None]
+        hashes = {path: content_hash for path, content_hash in known.items() if content_hash is not None}
+        if not unknown:
+            return hashes
+
+        num_bytes = sum(path.stat().st_size for path in unknown)
+        self._num_hashed_bytes = 0
+        with progress(
+            lambda: self._num_hashed_bytes // _MEGABYTE,
+            num_bytes // _MEGABYTE,
+            "model weights hashed",
+            log=self._log,
+            measure="MB",
+        ):
+            return hashes | {path: self._hash(path.resolve(), new_entries) for path in unknown}
+
+    def _known_hash(self, real: Path) -> str | None:
+        """Return the hash of a file without reading it, or None."""
         if real.parent.name == "blobs" and _BLOB_NAME.fullmatch(real.name):
             return real.name  # the Hub's cache names large files by their sha256
-
-        stat = real.stat()
-        stat_numbers = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
         entry = self._remembered.get(str(real))
-        if entry is not None and entry[:-1] == stat_numbers:
-            return entry[-1]
+        return entry[-1] if entry is not None and entry[:-1] == _stat_numbers(real.stat()) else None
 
+    def _hash(self, real: Path, new_entries: dict[str, list[Any]]) -> str:
+        """Return the sha256 of a file's content."""
+        stat = real.stat()
         started_ns = time.time_ns()
-        with real.open("rb") as file:
-            content_hash = hashlib.file_digest(file, "sha256").hexdigest()
+        digest, buffer = hashlib.sha256(), bytearray(_READ_BYTES)
+        with real.open("rb", buffering=0) as file:
+            while num_read := file.readinto(buffer):
+                digest.update(memoryview(buffer)[:num_read])
+                self._num_hashed_bytes += num_read
+
         if started_ns - max(stat.st_mtime_ns, stat.st_ctime_ns) > _RACY_NS:
-            new_entries[str(real)] = [*stat_numbers, content_hash]
-        return content_hash
+            new_entries[str(real)] = [*_stat_numbers(stat), digest.hexdigest()]
+        return digest.hexdigest()
 
     def _read(self) -> dict[str, list[Any]]:
         """Return the remembered entries, path to [size, mtime, ctime, inode, hash]."""
@@ -126,6 +161,10 @@ class Fingerprints:
         self._remembered = {**self._read(), **new_entries}
         with suppress(OSError):  # the memory only saves time
             write_text(self._file, json.dumps(self._remembered, indent=1, sort_keys=True))
+
+
+def _stat_numbers(stat: os.stat_result) -> list[int]:
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 def _comparable(config: Any) -> Any:

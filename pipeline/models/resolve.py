@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import ModelError
 from pipeline.models.components import local_components, resolve_components
 from pipeline.models.diffusers_folder import require_whole
+from pipeline.models.download import download_files
 from pipeline.models.families import Family, FamilySpec, detect, family_spec
 from pipeline.models.hub import (
     component_files,
@@ -21,6 +22,7 @@ from pipeline.models.hub import (
     suggest_folder,
 )
 from pipeline.recipe import in_project
+from pipeline.reporting.reports import Log, discard
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
@@ -34,15 +36,20 @@ _SINGLE_FILE_FIX = (
     "models/{name}; or use a Hub id"
 )
 
+_DEMO_BASE = "models/tiny-sd"
+"""Base model of configs/demo.yaml, which is not distributed with the project."""
+
+_DEMO_FIX = "run make demo, which creates this model and the demo's photographs"
+
 _INCOMPLETE_FIX = "download the model again, or set model.base to a complete diffusers folder"
 
 
-def resolve_base(recipe: Recipe) -> Path:
+def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
     """Return the diffusers folder of the recipe's base model, with every file that its family needs.
 
     `model.base` is a local folder, relative to the project root, if one exists, and otherwise a Hub id. A
     complete snapshot on this machine is used without a check for a newer one. Components replaced by
-    `model.components` may be missing from the folder.
+    `model.components` may be missing from the folder. `log` receives the progress of downloads.
 
     Raises:
         ModelError: The base is neither a folder nor a Hub id, a file is missing or cannot be downloaded, or
@@ -52,15 +59,15 @@ def resolve_base(recipe: Recipe) -> Path:
     local = _local_base(recipe)
     if local is not None:
         _require_roles(recipe, family_spec(local))
-        _require_complete(detect(local, resolve_components(recipe)))
+        _require_complete(detect(local, resolve_components(recipe, log=log)))
         return local
 
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
     folder = indexed_snapshot(base, revision, where)
     _require_roles(recipe, family_spec(folder))
-    replaced = resolve_components(recipe)
+    replaced = resolve_components(recipe, log=log)
     is_complete = missing_files(folder, replaced) is None
-    return folder if is_complete else _download(base, revision, replaced, where)
+    return folder if is_complete else _download(recipe, replaced, log)
 
 
 def check_local_base(recipe: Recipe) -> None:
@@ -167,7 +174,10 @@ def _local_base(recipe: Recipe) -> Path | None:
     if not is_hub_id(base):
         similar_folder = suggest_folder(base)
         fix = "use an existing diffusers folder, relative to the project root, or a Hub id (owner/name)"
-        fix = fix if similar_folder is None else f"did you mean {similar_folder}?"
+        if base == _DEMO_BASE:
+            fix = _DEMO_FIX
+        elif similar_folder is not None:
+            fix = f"did you mean {similar_folder}?"
         raise ModelError(f"model.base {base} does not exist", where=expected, fix=fix)
     return None
 
@@ -197,15 +207,16 @@ def _require_complete(family: Family) -> None:
                     require_whole(path)
 
 
-def _download(base: str, revision: str | None, replaced: Mapping[str, Path], where: str) -> Path:
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+def _download(recipe: Recipe, replaced: Mapping[str, Path], log: Log) -> Path:
+    from huggingface_hub import HfApi, hf_hub_download
 
+    base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
     with explain_download_errors(base, where):
         require_access(base, revision)
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_spec(Path(index).parent), names, without=replaced)
-        folder = Path(snapshot_download(base, revision=revision, allow_patterns=wanted))
+        folder = download_files(base, revision, wanted, log=log)
 
     missing = missing_files(folder, replaced)
     if missing is not None:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -32,8 +33,9 @@ WITHOUT_ACCELERATE = (
     "pipeline.vae_latents.worker",
     "pipeline.text_embeddings.worker",
     "pipeline.models.convert.worker",
+    "pipeline.trained_lora.drawing.worker",
 )
-"""Entry modules that use only their rank of accelerate. A single process of one is started directly, because
+"""Entry modules that do not need accelerate's launcher. A single process of one is started directly, because
 the launcher would import torch first, which takes as long as a first image takes to be encoded."""
 
 THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
@@ -41,6 +43,8 @@ THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Environment variable with the id of the process that a launched process must not outlive."""
+
+_POLL_S = 0.1
 
 Meanwhile: TypeAlias = Callable[[], object]
 
@@ -117,11 +121,17 @@ def cpu_threads() -> int:
 
 
 class LocalLaunch:
-    """A `Launch` without Dagster: it waits for one subprocess, and quotes its output only in errors."""
+    """A `Launch` without Dagster: it waits for one subprocess, and quotes its output in errors."""
 
-    def __init__(self, settings: AccelerateSettings) -> None:
-        """Launch with the recipe's `accelerate` settings."""
+    def __init__(self, settings: AccelerateSettings, log: Callable[[str], None] | None = None) -> None:
+        """Launch with the recipe's `accelerate` settings.
+
+        Args:
+            settings: The recipe's `accelerate` section.
+            log: Receives the lines that the process prints, except those of its error; None for none.
+        """
         self._settings = settings
+        self._log = log
 
     def __call__(self, module: str, order: Path, meanwhile: Meanwhile | None = None) -> None:
         """See `Launch.__call__`."""
@@ -138,7 +148,7 @@ class LocalLaunch:
             try:
                 if meanwhile is not None:
                     meanwhile()
-                status = process.wait()
+                status = _wait(process, output_file, error_file=error_file, log=self._log)
             # Ctrl-C raises KeyboardInterrupt, and must not leave the process running either.
             except BaseException:
                 process.kill()
@@ -148,6 +158,37 @@ class LocalLaunch:
             if status != 0:
                 output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
                 raise launch_error(module, status, output=output, error_file=error_file)
+
+
+def _wait(
+    process: subprocess.Popen[bytes],
+    output_file: Path,
+    *,
+    error_file: Path,
+    log: Callable[[str], None] | None,
+) -> int:
+    """Wait for the process, pass the lines that it prints to `log`, and return its exit status."""
+    if log is None:
+        return process.wait()
+
+    num_bytes = 0
+    while True:
+        status = process.poll()
+        with output_file.open("rb") as file:
+            file.seek(num_bytes)
+            new = file.read()
+
+        # The process writes its error to the file before it prints it. The launch raises it, so that lines
+        # which are read after that are not needed.
+        if error_file.exists():
+            return process.wait()
+        complete = new if status is not None else new[: new.rfind(b"\n") + 1]
+        num_bytes += len(complete)
+        for line in complete.decode("utf-8", errors="replace").splitlines():
+            log(line)
+        if status is not None:
+            return status
+        time.sleep(_POLL_S)
 
 
 def launch_error(module: str, status: int, *, output: list[str], error_file: Path) -> LatentlineError:

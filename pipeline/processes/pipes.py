@@ -13,6 +13,7 @@ from pathlib import Path
 from dagster_pipes import DAGSTER_PIPES_CONTEXT_ENV_VAR, open_dagster_pipes
 
 from pipeline.errors import LatentlineError
+from pipeline.escaping import printable_lines, without_secrets
 from pipeline.processes.guard import end_with_parent
 from pipeline.processes.launch import ERROR_FILE_VARIABLE
 from pipeline.reporting.progress import ProgressLines
@@ -94,7 +95,7 @@ def reporter() -> Generator[Reporter]:
 def _log_channel() -> Generator[Callable[[str], None]]:
     if DAGSTER_PIPES_CONTEXT_ENV_VAR in os.environ and rank() == 0:
         with open_dagster_pipes() as pipes:
-            yield pipes.log.info
+            yield lambda text: pipes.log.info(_shown(text))
     else:
         yield _print
 
@@ -104,13 +105,18 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def _shown(text: str) -> str:
+    return printable_lines(without_secrets(text))
+
+
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)  # noqa: T201 - the log of a process without Dagster
+    print(_shown(text), file=sys.stderr, flush=True)  # noqa: T201 - the log of a process without Dagster
 
 
 def _write_error(err: LatentlineError) -> None:
-    _print(f"{type(err).__name__}: {err}")
+    # Written before it is printed, so that `LocalLaunch` can recognise the printed lines.
     file = os.environ.get(ERROR_FILE_VARIABLE)
     if file is not None:
         parts = {"kind": type(err).__name__, "what": err.what, "where": err.where, "fix": err.fix}
         write_text(Path(file), json.dumps(parts))
+    _print(f"{type(err).__name__}: {err}")

@@ -17,6 +17,7 @@ from pipeline.checks.findings import CheckContext, Finding, Outcome, findings
 from pipeline.checks.outliers import outliers
 from pipeline.checks.rejections import most_frequent_first, most_frequent_fixes
 from pipeline.errors import counted
+from pipeline.escaping import without_secrets
 from pipeline.reporting.reports import Report
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _empty_dataset_row(
 ) -> dict[str, Any]:
     return {
         "dataset": settings.name,
-        "searched": str(settings.path),
+        "searched": without_secrets(str(settings.path)),
         "rejected": len(rejected.filter(pl.col("dataset") == settings.name)),
         "passed_over": _format_counts(report.get("passed_over", {})),
         "other_suffixes": _format_counts(report.get("suffixes_of_no_images", {})),

@@ -6,6 +6,7 @@ never opens a file that could block, such as a FIFO.
 
 from __future__ import annotations
 
+import difflib
 import heapq
 import os
 from collections import Counter
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
-from pipeline.storage.source import ListedPath, RemoteSource, open_nonblocking, to_int64
+from pipeline.storage.regular_files import open_regular
+from pipeline.storage.source import ListedPath, RemoteSource, to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
@@ -59,7 +61,7 @@ class WalkResult:
         images: Files that may be images, in no particular order, each file once.
         problems: Files and folders that would belong to the dataset but cannot be read.
         passed_over: Number of other files by kind: "hidden", "captions", "not_images", "foreign_caches",
-            "special", "linked_twice", "broken_links".
+            "special", "linked_twice", "broken_links", "excluded".
         suffixes: Number of files that are not images, by lower-case suffix without the dot.
         captions: Paths of the files with a caption suffix.
         foreign_caches: Paths of other trainers' caches.
@@ -165,7 +167,13 @@ def _root_fix(root: Path, err: OSError) -> str:
     is_windows_path = "\\" in str(root) or any(len(part) == 2 and part[1] == ":" for part in root.parts)
     if isinstance(err, FileNotFoundError) and is_windows_path:
         return "correct datasets[].path: it is a Windows path, and this machine does not run Windows"
-    return "correct datasets[].path in the recipe, or make the folder readable"
+    if not isinstance(err, FileNotFoundError):
+        return "correct datasets[].path in the recipe, or make the folder readable"
+
+    siblings = [each.name for each in root.parent.iterdir()] if root.parent.is_dir() else []
+    closest = difflib.get_close_matches(root.name, siblings, n=1)
+    hint = f"did you mean {root.with_name(closest[0])}? Otherwise " if closest else ""
+    return f"{hint}correct datasets[].path in the recipe; relative paths start at the project root"
 
 
 def _is_hidden(name: str) -> bool:
@@ -274,7 +282,7 @@ class _LocalWalker:
 
     def _looks_like_image(self, path: str) -> bool:
         try:
-            with open_nonblocking(f"{self._root}/{path}") as file:
+            with open_regular(f"{self._root}/{path}") as file:
                 return sniff(file.read(_SNIFFED_BYTES)) is not None
         except OSError:
             return False

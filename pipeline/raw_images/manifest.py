@@ -45,7 +45,7 @@ def walk_manifest(
     seen: set[str] = set()
     paths: list[str] = []
     normalize = path_normalizer(settings)
-    for written in read_manifest(settings)[settings.path_column]:
+    for written in read_manifest(settings, max_bytes=source.max_file_bytes)[settings.path_column]:
         if not written:
             result.passed_over["rows_without_path"] += 1
             continue
@@ -145,13 +145,13 @@ def _inside_check(root: Path) -> Callable[[str, bool], bool]:
 
 
 def manifests_with_columns(
-    datasets: Sequence[DatasetSettings],
+    datasets: Sequence[DatasetSettings], *, max_bytes: int
 ) -> Iterator[tuple[DatasetSettings, pl.DataFrame]]:
     """Yield the datasets with a manifest that provides more than paths: captions, filters or focus points."""
     for settings in datasets:
         uses_columns = settings.captions.from_ == "column" or settings.filters.where or settings.focus_columns
         if settings.is_manifest and uses_columns:
-            yield settings, read_manifest(settings)
+            yield settings, read_manifest(settings, max_bytes=max_bytes)
 
 
 def captions_by_path(settings: DatasetSettings, table: pl.DataFrame) -> dict[str, tuple[str, ...]]:

@@ -12,6 +12,7 @@ import polars as pl
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES
 from pipeline.storage.addresses import Address, Url
+from pipeline.storage.regular_files import MAX_FILE_BYTES, RefusedFileError, open_regular, require_size
 from pipeline.storage.source import source_at
 
 if TYPE_CHECKING:
@@ -24,17 +25,22 @@ class _BadLine(NamedTuple):
     fix: str
 
 
-def read_manifest(settings: DatasetSettings) -> pl.DataFrame:
+def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES) -> pl.DataFrame:
     """Return the manifest as a table. Its path column is text, and a CSV's captions stay as written.
+
+    A manifest of more than `max_bytes` bytes is refused.
 
     Raises:
         DatasetError: The manifest cannot be read, or lacks a column that the recipe names.
     """
     path = settings.path
     try:
-        table = _read_table(settings)
+        with _opened(path, max_bytes) as file:
+            table = _read_table(settings, file)
+    except RefusedFileError as err:
+        raise DatasetError(f"the manifest is not read: {err.detail}", where=str(path), fix=err.fix) from err
     except (OSError, pl.exceptions.PolarsError, UnicodeDecodeError) as err:
-        problem, fix = _diagnose(settings, err)
+        problem, fix = _diagnose(settings, err, max_bytes)
         raise DatasetError(f"the manifest cannot be read: {problem}", where=str(path), fix=fix) from err
 
     _require_columns(settings, table)
@@ -45,9 +51,8 @@ def read_manifest(settings: DatasetSettings) -> pl.DataFrame:
     return table.with_columns(paths.cast(pl.String))
 
 
-def _read_table(settings: DatasetSettings) -> pl.DataFrame:
-    path, suffix = settings.path, settings.path.suffix.lower()
-    file = io.BytesIO(_read_bytes(path)) if isinstance(path, Url) else path
+def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
+    suffix = settings.path.suffix.lower()
     if suffix == ".parquet":
         return pl.read_parquet(file)
     if suffix == ".jsonl":
@@ -55,15 +60,25 @@ def _read_table(settings: DatasetSettings) -> pl.DataFrame:
 
     # Text columns are not inferred: a caption of digits such as 007 must not become the number 7.
     columns = pl.read_csv(file, infer_schema_length=0, n_rows=0).columns
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
+    file.seek(0)
     text_columns = {settings.path_column, *settings.captions.columns} & set(columns)
     overrides = dict.fromkeys(text_columns, pl.String)
     return pl.read_csv(file, infer_schema_length=None, schema_overrides=overrides)
 
 
-def _read_bytes(path: Address) -> bytes:
-    return source_at(path.parent).read(path.name) if isinstance(path, Url) else path.read_bytes()
+def _opened(path: Address, max_bytes: int) -> io.BufferedReader | io.BytesIO:
+    """Open the manifest, which the recipe names; it may be a link.
+
+    Raises:
+        RefusedFileError: It is not a regular file, or it is larger than `max_bytes`.
+        OSError: It cannot be read.
+    """
+    if not isinstance(path, Url):
+        return open_regular(path, max_bytes=max_bytes)
+    source = source_at(path.parent, max_file_bytes=max_bytes)
+    (stat,) = source.stats([path.name]).tolist()
+    require_size(stat[0], max_bytes)
+    return io.BytesIO(source.read(path.name))
 
 
 def _require_columns(settings: DatasetSettings, table: pl.DataFrame) -> None:
@@ -103,11 +118,12 @@ def _missing_column_fix(settings: DatasetSettings, table: pl.DataFrame, key: str
     return fix
 
 
-def _diagnose(settings: DatasetSettings, err: Exception) -> tuple[str, str]:
+def _diagnose(settings: DatasetSettings, err: Exception, max_bytes: int) -> tuple[str, str]:
     """Return why the manifest cannot be read, with the line number if possible, and how to fix it."""
     suffix = settings.path.suffix.lower()
     try:
-        data = _read_bytes(settings.path)
+        with _opened(settings.path, max_bytes) as file:
+            data = file.read()
     except OSError as read_error:
         return str(read_error.strerror or read_error), "correct datasets[].path, or make the file readable"
 

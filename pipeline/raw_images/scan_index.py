@@ -126,7 +126,8 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     """
     if settings.captions.from_ == "column":
         return None
-    rule = f"{CAPTIONS_VERSION}\0{settings.root}\0{settings.captions.model_dump_json()}"
+    links = "any links" if settings.follow_links else "links inside"
+    rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{settings.captions.model_dump_json()}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 

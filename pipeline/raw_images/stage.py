@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
+from pipeline.escaping import without_secrets
 from pipeline.images.decode import (
-    changed_error,
     decoder_version,
-    image_errors,
     is_current_decoder,
     read_header,
 )
+from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, sniff
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.rejection import count_by_reason, printable, rejection
@@ -62,11 +62,12 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
         DatasetError: A dataset's folder is missing or cannot be listed.
     """
     stopwatch = Stopwatch()
-    datasets = [walk_dataset(settings, log) for settings in recipe.datasets]
+    max_file_bytes = recipe.checks.max_file_bytes
+    datasets = [walk_dataset(settings, log, max_file_bytes=max_file_bytes) for settings in recipe.datasets]
     files = pl.concat([dataset.images for dataset in datasets])
 
     max_px = recipe.checks.max_image_pixels
-    unchanged = _unchanged_images(files, tables.read_previous(STAGE), max_px)
+    unchanged = _unchanged_images(files, tables.read_previous(STAGE), max_px, max_file_bytes)
     still_rejected = _settled(files, read_rejected_files(tables).filter(pl.col("max_px") == max_px))
     new_files = files.join(
         pl.concat([unchanged.select("sample_id"), still_rejected.select("sample_id")]),
@@ -100,12 +101,14 @@ def scan(recipe: Recipe, tables: Tables, *, log: Log, remember: bool = True) -> 
     )
 
 
-def _unchanged_images(files: pl.DataFrame, previous: pl.DataFrame | None, max_px: int) -> pl.DataFrame:
-    """Return the rows of the last table that need no reading: same file, decoder and pixel limit."""
+def _unchanged_images(
+    files: pl.DataFrame, previous: pl.DataFrame | None, max_px: int, max_file_bytes: int
+) -> pl.DataFrame:
+    """Return the rows of the last table that need no reading: same file and decoder, within the limits."""
     if previous is None:
         return empty(STAGE)
     within_limit = pl.col("height").cast(pl.Int64) * pl.col("width") <= max_px
-    return _settled(files, previous.filter(within_limit))
+    return _settled(files, previous.filter(within_limit, pl.col("file_bytes") <= max_file_bytes))
 
 
 def _settled(files: pl.DataFrame, rows: pl.DataFrame) -> pl.DataFrame:
@@ -165,10 +168,7 @@ def _read_image(source: Source, file: Row, *, max_px: int) -> Row:
 
 
 def _stat(source: Source, file: Opened, listed: Stat) -> dict[str, int]:
-    stat = source.stat_open(file, listed)
-    if stat is None:
-        raise ImageError("special_file", "it is not a regular file", fix="move it out of the dataset")
-    return dict(zip(STAT, stat, strict=True))
+    return dict(zip(STAT, source.stat_open(file, listed), strict=True))
 
 
 def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl.DataFrame) -> Report:
@@ -191,7 +191,7 @@ def _report(datasets: Sequence[WalkedDataset], table: pl.DataFrame, rejected: pl
         "suffixes_of_no_images": dict(suffixes.most_common(MAX_NAMED)),
         "datasets": {
             dataset.settings.name: {
-                "path": str(dataset.settings.path),
+                "path": without_secrets(str(dataset.settings.path)),
                 "in": _num_found(dataset),
                 "suffixes_of_no_images": dict(dataset.walk.suffixes.most_common(MAX_NAMED)),
                 "passed_over": dict(sorted(dataset.walk.passed_over.items())),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import unicodedata
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.images.formats import ImageError
+from pipeline.raw_images.exclusion import excluded_by
 from pipeline.raw_images.folder import (
     FoundFile,
     Problem,
@@ -24,10 +26,12 @@ from pipeline.raw_images.folder import (
 from pipeline.raw_images.manifest import read_manifest, walk_manifest
 from pipeline.raw_images.rejection import printable, rejection
 from pipeline.raw_images.scan_index import STAT
+from pipeline.raw_images.sources import source_of
 from pipeline.reporting.progress import progress
 from pipeline.reporting.reports import Log
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import LocalSource, Source, source_at
+from pipeline.storage.regular_files import MAX_FILE_BYTES
+from pipeline.storage.source import LocalSource, Source
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -56,7 +60,7 @@ class WalkedDataset:
     orphan_captions: list[str]
 
 
-def require_readable(settings: DatasetSettings) -> None:
+def require_readable(settings: DatasetSettings, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
     """Check that a local dataset's folder or manifest can be read; remote datasets are not checked.
 
     Raises:
@@ -66,19 +70,21 @@ def require_readable(settings: DatasetSettings) -> None:
     if isinstance(settings.path, Url):
         return
     if settings.is_manifest:
-        read_manifest(settings)
+        read_manifest(settings, max_bytes=max_file_bytes)
     else:
         require_listable(settings.path)
 
 
-def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
-    """List the files of one dataset.
+def walk_dataset(
+    settings: DatasetSettings, log: Log, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> WalkedDataset:
+    """List the files of one dataset; those above `max_file_bytes` are listed too, but not opened.
 
     Raises:
         DatasetError: The dataset cannot be listed.
     """
     caption_suffixes = settings.captions.suffixes if settings.captions.from_ == "sidecar" else ()
-    source = source_at(settings.root)
+    source = source_of(settings, max_file_bytes=max_file_bytes)
     walk = WalkResult()
     with progress(lambda: len(walk.images), None, f"images found in {settings.name}", log=log):
         if settings.is_manifest:
@@ -87,6 +93,9 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
             walk_local(Path(settings.path), caption_suffixes, result=walk)
         else:
             walk_remote(source, caption_suffixes, result=walk)
+
+    if settings.exclude:
+        _remove_excluded(walk, excluded_by(settings.exclude))
 
     images, name_problems = _with_sample_ids(settings.name, walk.images)
     problems = walk.problems + name_problems
@@ -98,6 +107,17 @@ def walk_dataset(settings: DatasetSettings, log: Log) -> WalkedDataset:
         rejected=[_rejected_row(settings.name, problem) for problem in problems],
         orphan_captions=_orphan_captions(walk, caption_suffixes),
     )
+
+
+def _remove_excluded(walk: WalkResult, is_excluded: Callable[[str], bool]) -> None:
+    """Remove excluded files from the walk's lists, and count the images and unreadable files among them."""
+    num_found = len(walk.images) + len(walk.problems)
+    walk.images = [file for file in walk.images if not is_excluded(file.path)]
+    walk.problems = [problem for problem in walk.problems if not is_excluded(problem.path)]
+    walk.captions = [path for path in walk.captions if not is_excluded(path)]
+    walk.foreign_caches = [path for path in walk.foreign_caches if not is_excluded(path)]
+    walk.links_out = [path for path in walk.links_out if not is_excluded(path)]
+    walk.passed_over["excluded"] += num_found - len(walk.images) - len(walk.problems)
 
 
 def _with_sample_ids(dataset: str, files: list[FoundFile]) -> tuple[pl.DataFrame, list[Problem]]:

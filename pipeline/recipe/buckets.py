@@ -181,10 +181,11 @@ class BucketSettings(Settings):
         for index, (height, width) in enumerate(self.size_pairs):
             best = largest[Fraction(width, height)]
             if (height, width) in self.size_pairs[:index]:
-                what = f"duplicate size {height}x{width}"
+                what = f"duplicate size {height}x{width} (height x width)"
                 yield Violation(f"sizes[{index}]", what, "remove one", involves=("sizes",))
             elif best != (height, width):
-                what = f"size {height}x{width} is never used: {best[0]}x{best[1]} has the same aspect ratio"
+                what = f"size {height}x{width} is never used: {best[0]}x{best[1]} has the same aspect ratio "
+                what += "(height x width)"
                 fix = "remove it, or use resolutions for buckets of several areas"
                 yield Violation(f"sizes[{index}]", what, fix, involves=("sizes",))
 

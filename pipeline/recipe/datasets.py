@@ -20,6 +20,7 @@ from pipeline.recipe.validators import (
     MANIFEST_SUFFIXES,
     check_address,
     check_encoding,
+    check_exclude,
     check_fallback,
     check_folder,
     check_not_manifest,
@@ -45,6 +46,7 @@ FolderPath = Annotated[Path, BeforeValidator(check_folder)]
 Encoding = Annotated[str, AfterValidator(check_encoding)]
 Suffixes = Annotated[str | Annotated[tuple[str, ...], Field(min_length=1)], BeforeValidator(check_suffixes)]
 Fallback = Annotated[str | None, AfterValidator(check_fallback)]
+Pattern = Annotated[str, AfterValidator(check_exclude)]
 
 JSON_KEY = "caption"
 """Default key of the caption in a JSON sidecar file."""
@@ -136,6 +138,11 @@ class CaptionSettings(Settings):
         min_length=1,
         description="Trigger word of the trained concept, added in front of captions that do not contain it.",
     )
+    placeholder: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Text in captions that the trigger word replaces, such as [trigger]. Requires `trigger`.",
+    )
     prefix: str = Field(
         default="", description="Text added verbatim before each caption, after the trigger word."
     )
@@ -155,6 +162,10 @@ class CaptionSettings(Settings):
         if self.from_ == "fixed" and self.text is None:
             what = "captions.text is required with from: fixed"
             yield Violation("text", what, "set text to the caption", involves=("text", "from"))
+        if self.placeholder is not None and self.trigger is None:
+            what = f"placeholder requires a trigger word that replaces it, got placeholder {self.placeholder}"
+            fix = "set trigger, or remove placeholder"
+            yield Violation("placeholder", what, fix, involves=("placeholder", "trigger"))
         has_json = any(suffix.lower() == JSON_SUFFIX for suffix in self.suffixes)
         if self.from_ == "sidecar" and self.json_key != JSON_KEY and not has_json:
             what = f"json_key requires suffix: .json, got suffix: {', '.join(self.suffixes)}"
@@ -232,6 +243,13 @@ class DatasetSettings(Settings):
         "`buckets.crop: focus` keeps in view. x is a fraction of the width from the left and y of the height "
         "from the top, from 0 to 1, after EXIF orientation. A missing value means the middle.",
     )
+    exclude: tuple[Pattern, ...] = Field(
+        default=(),
+        description="Patterns of files and folders in the dataset's folder that are ignored, such as [masks, "
+        '"*-mask.png"]. A pattern without a slash matches a name at any depth; one with a slash matches a '
+        'path from the dataset\'s folder, so "*/*" ignores all subfolders. * matches any characters except '
+        "/, ? matches one.",
+    )
     captions: CaptionSettings = Field(
         default_factory=lambda: CaptionSettings.model_validate({}),
         description="Source and processing of the captions.",
@@ -262,6 +280,13 @@ class DatasetSettings(Settings):
         "`repeats` decide.",
     )
 
+    follow_links: bool = Field(
+        default=False,
+        description="Whether caption files may be links to files outside the dataset's folder. Captions are "
+        "published with the LoRA, and archives and repositories of strangers can contain links to private "
+        "files. With false, an image with such a caption is rejected as `caption_outside_dataset`. Images "
+        "may be links in both cases; the check oddities lists those that lead outside.",
+    )
     duplicates: Literal["keep_first", "keep_all"] = Field(
         default="keep_first",
         description="Treatment of files with the same bytes and the same caption. keep_first: use the first "
@@ -296,6 +321,10 @@ class DatasetSettings(Settings):
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         if self.is_manifest:
+            if self.exclude:
+                what = f"exclude requires a folder, got the manifest {self.path.name}"
+                fix = "set filters.where to an expression over the manifest's columns, or remove this key"
+                yield Violation("exclude", what, fix, involves=("path", "exclude"))
             return
         used = {
             "captions.from": self.captions.from_ == "column",

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.recipe.gates import SPECS
 from pipeline.storage import isolation
 from pipeline.storage.isolation import NamedPath, PathConflict
 
@@ -37,6 +38,26 @@ def require_isolation(recipe: Recipe) -> None:
         PathIsolationError: Names both paths of each conflict, as written and as resolved.
     """
     isolation.raise_conflicts(check_isolation(recipe), where=str(recipe.source))
+
+
+def require_separate_folder(recipe: Recipe, key: str, folder: Path) -> None:
+    """Raise PathIsolationError if `folder` overlaps the recipe's datasets, its cache or a folder of its runs.
+
+    Other folders in output_dir are accepted. `key` is the option that sets the folder.
+
+    Raises:
+        PathIsolationError: Names both paths of each conflict, as written and as resolved.
+    """
+    reports = [f"reports/{asset}" for asset in SPECS]
+    used = [
+        NamedPath(f"{name}/ of output_dir", f"output_dir, {name}/", recipe.output_dir / name)
+        for name in ("lora", "tables", "runs", "reports/dataset", *reports)
+    ]
+    cache = NamedPath("cache_dir", "cache_dir", recipe.cache_dir)
+    conflicts = isolation.check_isolation(
+        [*_inputs(recipe), cache, *used], [NamedPath("the folder of the pictures", key, folder)]
+    )
+    isolation.raise_conflicts(conflicts, where=str(recipe.source))
 
 
 def _inputs(recipe: Recipe) -> list[NamedPath]:

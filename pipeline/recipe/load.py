@@ -10,16 +10,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from pipeline.errors import RecipeError
 from pipeline.recipe.errors import Mistake, PlacedMistake, find_mistakes, recipe_error
 from pipeline.recipe.schema import NAME_PATTERN, Recipe
+from pipeline.recipe.untrusted import is_untrusted, link_mistake, untrusted_mistakes
 from pipeline.recipe.yaml_document import Document, parse
 from pipeline.storage.addresses import absolute
 
 CONFIGS_VARIABLE = "LATENTLINE_CONFIGS"
 """Environment variable with the folder of recipes; the default is configs/."""
+
+MAX_RECIPE_BYTES = 4_000_000
+"""Maximum size of a recipe's file; `yaml_document` limits its characters further."""
 
 
 @cache
@@ -177,9 +182,12 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
         what = f"the suffix of a recipe must be .yaml, got {file.name}"
         return None, [PlacedMistake(shown, Mistake((), what, f"rename it to {file.stem}.yaml"))]
 
+    if is_untrusted() and (link := link_mistake(file, file.parent)) is not None:
+        return None, [PlacedMistake(shown, link)]
+
     name_mistakes = [PlacedMistake(shown, mistake) for mistake in _name_mistakes(file.stem)]
     try:
-        text = file.read_bytes().decode("utf-8")
+        text = _read_bytes(file).decode("utf-8")
     except OSError as error:
         mistake = Mistake((), f"cannot read the recipe: {error.strerror or error}", "name a readable file")
         return None, [*name_mistakes, PlacedMistake(shown, mistake)]
@@ -190,9 +198,29 @@ def _read(file: Path) -> tuple[Recipe | None, list[PlacedMistake]]:
 
     document = parse(text)
     mistakes = name_mistakes + _document_mistakes(document, shown)
+    if not mistakes and is_untrusted():
+        untrusted = untrusted_mistakes(document.data, project_root())
+        mistakes = [PlacedMistake(shown, each, document.line(each.path)) for each in untrusted]
     if mistakes:
         return None, mistakes
     return _recipe(document.data, name=file.stem, source=file), []
+
+
+def _read_bytes(file: Path) -> bytes:
+    """Return the bytes of a regular file.
+
+    Raises:
+        OSError: The file cannot be read, is not a regular file, or is too large for a recipe.
+    """
+    # A repository can hold a link to a device, and reading it would never end.
+    descriptor = os.open(file, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    with os.fdopen(descriptor, "rb") as opened:
+        if not S_ISREG(os.fstat(opened.fileno()).st_mode):
+            raise OSError("it is not a regular file")
+        content = opened.read(MAX_RECIPE_BYTES + 1)
+    if len(content) > MAX_RECIPE_BYTES:
+        raise OSError(f"a recipe must have at most {MAX_RECIPE_BYTES:,} bytes")
+    return content
 
 
 def _document_mistakes(document: Document, shown: str) -> list[PlacedMistake]:

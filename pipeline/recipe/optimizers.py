@@ -8,11 +8,12 @@ Any other optimizer is given by its import path, such as `torch.optim.NAdam`. Th
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from pipeline.recipe.settings import Violation, one_of, reject
 
@@ -40,6 +41,7 @@ OPTIMIZERS: dict[str, OptimizerClass] = {
         "torch.optim.AdamW",
         {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "amsgrad": False},
     ),
+    # The defaults of bitsandbytes 0.50.2; where it is installed, a test compares them with its signature.
     "adamw8bit": OptimizerClass(
         "bitsandbytes.optim.AdamW8bit",
         {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01, "min_8bit_size": 4096},
@@ -82,6 +84,7 @@ https://arxiv.org/abs/1804.04235, Prodigy https://arxiv.org/abs/2306.06101, Lion
 https://arxiv.org/abs/2302.06675, schedule-free https://arxiv.org/abs/2405.15682.
 """
 
+_POWER_OF_TEN = re.compile(r"[+-]?\d+[eE][+-]?\d+")
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 
 
@@ -97,14 +100,38 @@ def check_optimizer(value: str) -> str:
     )
 
 
-def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violation]:
-    """Return a violation for each argument that the optimizer does not accept.
+def check_argument(value: Any) -> Any:
+    """Return `value` if an optimizer's argument may have its type, a list as a tuple.
+
+    Pydantic alone would report one mistake for each of the accepted types.
+    """
+    if isinstance(value, list | tuple):
+        items = tuple(cast("list[Any]", value))
+        if all(_is_number(item) or item is None for item in items):
+            return items
+    elif _is_number(value) or value is None or isinstance(value, bool | str):
+        return value
+    return reject(
+        f"the argument must be a number, true, false, text, null or a list of numbers, got "
+        f"{json.dumps(value, default=str)}",
+        "write a finite number, or a list such as [0.9, 0.999]",
+    )
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))
+
+
+def argument_violations(optimizer: str, arguments: Mapping[str, Any]) -> list[Violation]:
+    """Return a violation for each argument or list of numbers that the optimizer does not accept.
 
     The arguments of an import path are checked when training starts.
     """
     accepted = OPTIMIZERS[optimizer].arguments if optimizer in OPTIMIZERS else None
     violations: list[Violation] = []
-    for name in arguments:
+    for name, value in arguments.items():
         key = f"optimizer_arguments.{name}"
         if name == "lr":
             what = "optimizer_arguments must not contain lr"
@@ -114,4 +141,32 @@ def argument_violations(optimizer: str, arguments: Iterable[str]) -> list[Violat
             hint = f"did you mean {close[0]}? " if close else ""
             what = f"{optimizer} does not accept the argument {name}"
             violations.append(Violation(key, what, f"{hint}use {one_of(accepted)}"))
+        elif accepted is not None:
+            violations += _value_violations(key, value, accepted[name])
     return violations
+
+
+def _value_violations(key: str, value: Any, default: Any) -> Iterator[Violation]:
+    """Yield a violation unless the value has the kind of the optimizer's default.
+
+    A list must have the default's length, and null only where the default has it.
+    """
+    if isinstance(default, tuple):
+        required = f"a list of {len(default)} numbers"
+        required += ", the first of which may be null" if default[0] is None else ""
+        is_list = isinstance(value, tuple) and len(value) == len(default)
+        is_valid = is_list and all(
+            each is not None or other is None for each, other in zip(value, default, strict=True)
+        )
+    elif isinstance(default, bool):
+        required, is_valid = "true or false", isinstance(value, bool)
+    else:
+        required = "a number or null" if default is None else "a number"
+        is_valid = _is_number(value) or (value is None and default is None)
+
+    if not is_valid:
+        # YAML 1.1 reads 1e-8 as text, because it has no decimal point.
+        is_power = isinstance(value, str) and _POWER_OF_TEN.fullmatch(value) is not None
+        example = str(value).lower().replace("e", ".0e") if is_power else json.dumps(default)
+        what = f"{key} must be {required}, got {json.dumps(value)}"
+        yield Violation(key, what, f"write {key.rpartition('.')[2]}: {example}")

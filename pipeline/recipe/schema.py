@@ -137,8 +137,23 @@ class CheckSettings(Settings):
         ge=1,
         le=MAX_COUNT,
         description="Largest number of pixels (height times width in the image header). A larger image is "
-        "rejected as `too_large` before it is decoded, which protects against decompression bombs. Decoding "
-        "needs about 4 bytes per pixel, 700 MB at the default.",
+        "rejected as `too_large` before it is decoded, which protects against decompression bombs.",
+    )
+    max_decode_bytes: int = Field(
+        default=1_000_000_000,
+        ge=1,
+        le=10**15,
+        description="Largest memory in bytes that decoding one image may need, estimated from its header. An "
+        "upright RGB image needs 4 bytes per pixel; one that is rotated, transparent or not 8-bit RGB needs "
+        "5 to 8, a progressive JPEG 10, a TIFF 12, WebP and AVIF 16, and JPEG 2000 20. An image that needs "
+        "more is rejected as `too_much_memory`. All images that a process decodes at a time share 1 GB.",
+    )
+    max_file_bytes: int = Field(
+        default=1_000_000_000,
+        ge=1,
+        le=10**15,
+        description="Largest size in bytes of a file of a dataset: an image, a caption file or a manifest. A "
+        "larger image is rejected as `file_too_large` without reading it.",
     )
     near_duplicate_bits: int = Field(
         default=4,

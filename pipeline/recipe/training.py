@@ -6,14 +6,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
-from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_optimizer
+from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_argument, check_optimizer
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
-OptimizerArgument = bool | int | float | str | tuple[float, ...] | None
+OptimizerArgument = Annotated[
+    bool | int | float | str | tuple[float | None, ...] | None, BeforeValidator(check_argument)
+]
 
 DEFAULT_STEPS = 1000
 """Number of steps if the recipe sets neither steps nor epochs."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import PurePath
 from typing import cast
 
+from pipeline.escaping import has_credentials
 from pipeline.recipe.gates import GATES, NEVER_OPEN, PATH_ISOLATION
 from pipeline.recipe.settings import one_of, reject
 from pipeline.storage.addresses import Url, is_url
@@ -37,6 +38,12 @@ def check_address(value: object) -> object:
         reject("the path must not be empty", "name a folder; relative paths start at the project root")
     if "\0" in value:
         reject("the path must not contain a NUL character", "remove the character")
+    if has_credentials(value):
+        reject(
+            "the address must not contain a user or password, because recipes, reports and LoRAs are shared",
+            "remove the part before @; set credentials in the service's own variables and files, and other "
+            "options in fsspec's (FSSPEC_<PROTOCOL>_<OPTION>)",
+        )
     if is_url(value):
         _check_protocols(Url(value))
     return value
@@ -98,6 +105,18 @@ def check_suffixes(value: object) -> object:
     if repeated:
         reject(f"each suffix must be listed once, got {repeated[0]} twice", f"remove one {repeated[0]}")
     return tuple(suffixes)
+
+
+def check_exclude(value: str) -> str:
+    """Return `value` if it can match a path below a folder."""
+    parts = value.strip("/").split("/")
+    if "\\" in value:
+        with_slashes = value.replace("\\", "/")
+        reject(f"a pattern must separate folders with /, got {value!r}", f"use {with_slashes}")
+    if any(part.strip() in ("", ".", "..") for part in parts):
+        what = f"a pattern must be a name, or a path below the dataset's folder, got {value!r}"
+        reject(what, 'use a pattern such as masks, "*-mask.png" or old/drafts')
+    return value
 
 
 def check_fallback(value: str | None) -> str | None:

@@ -19,6 +19,19 @@ from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the top, such as ("datasets", 0, "path")."""
 
+MAX_CHARACTERS = 1_000_000
+"""Maximum length of a document."""
+
+MAX_VALUES = 10_000
+"""Maximum number of values in a document; an alias counts as all values that it refers to."""
+
+MAX_DEPTH = 100
+"""Maximum number of lists and mappings around a value."""
+
+_MAX_BITS = 10_000
+"""Maximum size of an integer. Python refuses to write larger ones as decimal text, so that no message could
+show them."""
+
 _PLAIN = ("bool", "int", "float", "null", "str")
 _TAG = "tag:yaml.org,2002:"
 
@@ -57,15 +70,18 @@ class Document:
 def parse(text: str) -> Document:
     """Parse `text`; flaws are collected, never raised."""
     document = Document()
+    if len(text) > MAX_CHARACTERS:
+        what = f"the document must have at most {MAX_CHARACTERS:,} characters, got {len(text):,}"
+        document.flaws.append(Flaw((), 1, what, "use a smaller file"))
+        return document
+
     try:
         nodes: list[Node | None] = list(_yaml().compose_all(text))
     except YAMLError as error:
         document.flaws.append(_syntax_flaw(error, text))
         return document
     except RecursionError:
-        document.flaws.append(
-            Flaw((), 1, "lists or mappings are nested too deeply", "use the sections of a recipe")
-        )
+        document.flaws.append(_too_deep(1))
         return document
 
     if len(nodes) > 1 and nodes[1] is not None:
@@ -74,7 +90,10 @@ def parse(text: str) -> Document:
             Flaw((), line, "a second YAML document starts here", "write one recipe per file")
         )
     if nodes and nodes[0] is not None:
-        document.data = _Reader(document).value(nodes[0], ())
+        try:
+            document.data = _Reader(document).value(nodes[0], ())
+        except _LimitExceededError as error:
+            document.flaws.append(error.flaw)
     return document
 
 
@@ -82,6 +101,18 @@ def dotted(path: KeyPath) -> str:
     """Return `path` as text, such as datasets[0].captions.from."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
+
+
+class _LimitExceededError(Exception):
+    """Stop reading a document that has too many values, or too many levels."""
+
+    def __init__(self, flaw: Flaw) -> None:
+        super().__init__(flaw.what)
+        self.flaw = flaw
+
+
+def _too_deep(line: int) -> Flaw:
+    return Flaw((), line, "lists or mappings are nested too deeply", "use the sections of a recipe")
 
 
 def _yaml() -> YAML:
@@ -100,9 +131,17 @@ class _Reader:
     def __init__(self, document: Document) -> None:
         self._document = document
         self._ancestors: set[int] = set()
+        self._num_values = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
-        """Return a node as a dict, list or scalar, and record its line as that of `path`."""
+        """Return a node as a dict, list or scalar, and record its line as that of `path`.
+
+        Raises:
+            _LimitExceededError: The document has too many values, or the node has too many ancestors.
+        """
+        self._count(node)
+        if len(path) > MAX_DEPTH:
+            raise _LimitExceededError(_too_deep(node.start_mark.line + 1))
         self._document.lines.setdefault(path, node.start_mark.line + 1)
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
@@ -121,6 +160,18 @@ class _Reader:
         finally:
             self._ancestors.discard(id(node))
         raise AssertionError(f"ruamel.yaml composed an unknown node {type(node)}")
+
+    def _count(self, node: Node) -> None:
+        """Count a value, because a few aliases of aliases could otherwise fill the memory.
+
+        Raises:
+            _LimitExceededError: The document has too many values.
+        """
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            what = f"the document must have at most {MAX_VALUES:,} values, counting each alias as its values"
+            fix = "remove aliases (*name) of lists and mappings that contain aliases, or use a smaller file"
+            raise _LimitExceededError(Flaw((), node.start_mark.line + 1, what, fix))
 
     def _mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -164,6 +215,7 @@ class _Reader:
                 self._flaw((), source, "<< merges a mapping into itself", "repeat the values")
             else:
                 for key_node, value_node in source.value:
+                    self._count(key_node)
                     if str(key_node.value) not in seen:
                         seen.add(str(key_node.value))
                         yield key_node, value_node
@@ -179,6 +231,8 @@ class _Reader:
 
         try:
             value = _scalar_constructor().construct_non_recursive_object(node)
+            if isinstance(value, int) and value.bit_length() > _MAX_BITS:
+                raise ValueError(f"an integer must have at most {_MAX_BITS:,} bits")
             return value if not isinstance(value, str) else _encodable(value)
         except (YAMLError, ValueError) as error:
             what = f"invalid value {_excerpt(str(node.value))}: {error}"

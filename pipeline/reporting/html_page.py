@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import html
+from pipeline.escaping import html_text
 
 _STYLE = """
 body { font: 15px/1.4 system-ui, sans-serif; margin: 1.5rem; color: #222; background: #fff; }
@@ -20,15 +20,10 @@ def html_page(title: str, body: str) -> str:
 
     Args:
         title: Plain text of the title and heading.
-        body: HTML below the heading, with all texts escaped by `text_html`.
+        body: HTML below the heading, with all texts escaped by `html_text`.
     """
-    heading = text_html(title)
+    heading = html_text(title)
     return (
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{heading}</title>\n'
         f"<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{heading}</h1>\n{body}\n</body>\n</html>\n"
     )
-
-
-def text_html(text: str) -> str:
-    """Return plain text as HTML, for element contents and quoted attributes."""
-    return html.escape(text, quote=True)

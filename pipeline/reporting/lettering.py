@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.escaping import printable
+
 if TYPE_CHECKING:
     from PIL.ImageFont import FreeTypeFont
 
@@ -33,15 +35,6 @@ def font(size_px: int) -> FreeTypeFont:
 def line_height_px(size_px: int) -> int:
     """Return the height of one line of text at a font size, in pixels."""
     return round(size_px * LINE_HEIGHT)
-
-
-def printable(text: str) -> str:
-    """Return `text` on one line, with control characters and lone surrogates as backslash escapes."""
-    one_line = " ".join(text.split())
-    return "".join(
-        letter if letter.isprintable() else letter.encode("unicode_escape").decode("ascii")
-        for letter in one_line
-    )
 
 
 def shortened(text: str, size_px: int, width_px: int) -> str:

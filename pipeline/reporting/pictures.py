@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
-from pipeline.images.decode import File, decode
+from pipeline.images.decode import File, decoded
 from pipeline.images.formats import ImageError
 from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
 from pipeline.reporting.progress import progress
@@ -164,14 +164,14 @@ def readable_thumbnail(item: SheetImage, *, edge_px: int) -> Image.Image | None:
     Returns:
         The thumbnail; None if the image cannot or must not be read.
     """
-    from PIL import ImageEnhance
-
-    image = None
     if item.path is not None:
-        with suppress(ImageError, OSError):
-            image = decode(item.path, _WHITE, draft_px=2 * edge_px)
-    if image is None:
-        return None
+        with suppress(ImageError, OSError), decoded(item.path, _WHITE, draft_px=2 * edge_px) as image:
+            return _drawn(item, image, edge_px=edge_px)
+    return None
+
+
+def _drawn(item: SheetImage, image: Image.Image, *, edge_px: int) -> Image.Image:
+    from PIL import ImageEnhance
 
     # The decoded image may be smaller than the original, whose pixels the box refers to.
     size_wh, scale = _fitted_size(item.size or (image.height, image.width), edge_px)

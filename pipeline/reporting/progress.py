@@ -5,6 +5,7 @@ Each line can be understood alone, because readers of a log or of Dagster's UI m
     loading the transformer (3/7): 0:05 elapsed, 2.1 GiB of memory
     training: step 120 of 1,000, 2.3 steps/s, 0:52 elapsed, about 6:23 left, 7.9 GiB of GPU memory
     images decoded: 1,200 of 5,000, 200/s, 0:06 elapsed, about 0:19 left, 0.4 GiB of memory
+    model weights hashed: 1,200 of 5,134 MB, 400 MB/s, 0:03 elapsed, about 0:10 left, 0.4 GiB of memory
 
 A separate thread writes the lines. The work pays nothing for them, and progress is reported even while a
 single item blocks all others.
@@ -26,6 +27,10 @@ from pipeline.reporting.reports import Log
 FIRST_LINE_S = 5.0
 """Shortest time between any two lines, and before the first line; shorter work writes none."""
 
+MIN_ACTIVITY_FRACTION = 0.4
+"""Fraction of `FIRST_LINE_S` that an activity takes at least before its first line, which spares the log the
+short ones among several."""
+
 LINE_INTERVAL_S = 30.0
 """Shortest time between two lines about the same activity."""
 
@@ -45,6 +50,7 @@ class _Activity:
     text: str
     start_s: float
     unit: str = ""
+    measure: str = ""
     note: str = ""
     done: int | None = None
     first_done: int = 0
@@ -88,7 +94,16 @@ class ProgressLines:
         with self._lock:
             self._activity = _Activity(text, self._clock())
 
-    def count(self, done: int, total: int | None, text: str, *, unit: str = "", note: str = "") -> None:
+    def count(
+        self,
+        done: int,
+        total: int | None,
+        text: str,
+        *,
+        unit: str = "",
+        measure: str = "",
+        note: str = "",
+    ) -> None:
         """Set the current activity to counted work; its speed is measured from the first call with this text.
 
         Args:
@@ -96,13 +111,15 @@ class ProgressLines:
             total: Number of all items; None if unknown.
             text: Description of the items, such as "images decoded".
             unit: Singular of the items if `text` does not name them, such as "step".
+            measure: Unit of work that is measured instead of counted, such as "MB".
             note: State of the work, such as the current loss.
         """
         with self._lock:
             activity = self._counted.get(text)
             if activity is None:
                 activity = self._counted[text] = _Activity(text, self._clock(), first_done=done)
-            activity.done, activity.total, activity.unit, activity.note = done, total, unit, note
+            activity.done, activity.total, activity.note = done, total, note
+            activity.unit, activity.measure = unit, measure
             self._activity = activity
 
     def tick(self) -> None:
@@ -112,10 +129,13 @@ class ProgressLines:
             if activity is None:
                 return
             if self._bar is not None:
-                self._bar.show(activity.done, activity.total, activity.text, activity.note)
+                text = f"{activity.text}, {activity.measure}" if activity.measure else activity.text
+                self._bar.show(activity.done, activity.total, text, activity.note)
                 return
+            now_s = self._clock()
             interval_s = LINE_INTERVAL_S if activity.has_line else FIRST_LINE_S
-            if self._clock() - self._last_line_s >= interval_s:
+            lasts = now_s - activity.start_s >= MIN_ACTIVITY_FRACTION * FIRST_LINE_S
+            if lasts and now_s - self._last_line_s >= interval_s:
                 self._write(activity)
 
     def finish(self, *, always: bool = False) -> None:
@@ -158,26 +178,28 @@ class ProgressLines:
 @contextmanager
 def progress(
     done: Callable[[], int],
-    total: int | None,
+    total: int | Callable[[], int | None] | None,
     doing: str,
     *,
     log: Log,
+    measure: str = "",
     clock: Callable[[], float] = time.monotonic,
 ) -> Generator[None]:
     """Report the progress of the work in the body until it ends.
 
     Args:
         done: Returns the number of items done; called from another thread.
-        total: Number of all items; None if unknown.
+        total: Number of all items, None if unknown, or a function that returns it.
         doing: Description of the items, such as "images decoded".
         log: Receives the lines, from another thread, if there is no terminal.
+        measure: Unit of work that is measured instead of counted, such as "MB".
         clock: Returns the time in seconds.
     """
     bar = terminal.open_progress_bar()
     lines = ProgressLines(log, bar=bar, clock=clock)
 
     def update() -> None:
-        lines.count(done(), total, doing)
+        lines.count(done(), total() if callable(total) else total, doing, measure=measure)
 
     update()
     try:
@@ -186,6 +208,25 @@ def progress(
         if bar is None:
             update()
             lines.finish()
+    finally:
+        if bar is not None:
+            bar.close()
+
+
+@contextmanager
+def phase(text: str, *, log: Log) -> Generator[None]:
+    """Report the elapsed time of the work in the body, which cannot be counted, until it ends.
+
+    Args:
+        text: Description of the work, such as "listing the cache".
+        log: Receives the lines, from another thread, if there is no terminal.
+    """
+    bar = terminal.open_progress_bar()
+    lines = ProgressLines(log, bar=bar)
+    lines.phase(text)
+    try:
+        with lines.in_background():
+            yield
     finally:
         if bar is not None:
             bar.close()
@@ -204,11 +245,12 @@ def _line(activity: _Activity, elapsed_s: float, memory: str) -> str:
 
     unit = f"{activity.unit} " if activity.unit else ""
     total = "" if activity.total is None else f" of {activity.total:,}"
-    parts = [f"{activity.text}: {unit}{activity.done:,}{total}"]
+    measure = f" {activity.measure}" if activity.measure else ""
+    parts = [f"{activity.text}: {unit}{activity.done:,}{total}{measure}"]
 
     per_second = (activity.done - activity.first_done) / elapsed_s if elapsed_s > 0 else 0.0
     if per_second > 0:
-        parts.append(_speed(per_second, activity.unit))
+        parts.append(_speed(per_second, activity.unit, activity.measure))
     parts.append(elapsed)
     if per_second > 0 and activity.total is not None and activity.done < activity.total:
         parts.append(f"about {duration_text((activity.total - activity.done) / per_second)} left")
@@ -216,11 +258,13 @@ def _line(activity: _Activity, elapsed_s: float, memory: str) -> str:
     return ", ".join([*parts, activity.note] if activity.note else parts)
 
 
-def _speed(per_second: float, unit: str) -> str:
-    """Return "200/s" or "2.3 steps/s", and for slow work "14 s per step"."""
+def _speed(per_second: float, unit: str, measure: str = "") -> str:
+    """Return "200/s", "2.3 steps/s" or "0.4 MB/s", and for slow work "14 s per step"."""
+    number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
+    if measure:
+        return f"{number} {measure}/s"
     if per_second < 0.5:
         return f"{1 / per_second:,.0f} s per {unit or 'item'}"
-    number = f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.1f}"
     return f"{number} {unit}s/s" if unit else f"{number}/s"
 
 

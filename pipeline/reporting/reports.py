@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 Log: TypeAlias = Callable[[str], None]
 """Function that accepts one line of progress or a warning, without a trailing newline."""
 
+
+def discard(_: str) -> None:
+    """Discard a line; the `Log` of callers that report nothing."""
+
+
 Report: TypeAlias = dict[str, Any]
 """JSON-serialisable report; counters are top-level keys, including `samples`, `seconds` and
 `startup_seconds`."""

@@ -16,8 +16,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipeline.errors import DatasetError, StoreError
+from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
+from pipeline.storage.redirects import HTTP_PROTOCOLS, same_server_client
 
 ACCESS_FIX = (
     "check that the address is correct, that the service responds and that this user has access; set "
@@ -66,7 +68,8 @@ class UnreachableError(OSError):
 def open_url(url: Url) -> tuple[Any, str]:
     """Return a new `fsspec.AbstractFileSystem` for an address, and the address's path within it.
 
-    fsspec's instance cache is skipped, because a cached instance may hold an outdated listing.
+    fsspec's instance cache is skipped, because a cached instance may hold an outdated listing. Web servers
+    are read without following redirects to other servers.
 
     Raises:
         ImportError: A package is missing; see `missing_package`.
@@ -74,7 +77,10 @@ def open_url(url: Url) -> tuple[Any, str]:
     """
     from fsspec.core import url_to_fs
 
-    opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True)
+    # fsspec takes the options of each link of a chain under the name of the link's protocol.
+    protocols = {link.partition("://")[0] for link in url.links}
+    options = {name: {"get_client": same_server_client} for name in HTTP_PROTOCOLS if name in protocols}
+    opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)
     return opened
 
 
@@ -272,7 +278,8 @@ class RemoteFolder:
             except OSError:
                 raise
             except Exception as err:
-                raise OSError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}") from err
+                text = f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"
+                raise OSError(without_secrets(text)) from err
 
 
 def _protocols(files: Any) -> set[str]:
@@ -312,4 +319,4 @@ def as_os_error(err: Exception) -> OSError:
     """Return an error of the operating system unchanged, and any other as an `UnreachableError`."""
     if isinstance(err, FileNotFoundError) or (isinstance(err, OSError) and err.errno is not None):
         return err
-    return UnreachableError(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}")
+    return UnreachableError(without_secrets(f"{type(err).__name__}: {' '.join(str(err).split())[:500]}"))

@@ -13,14 +13,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from stat import S_ISREG
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeline.errors import DatasetError
+from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
+from pipeline.storage.redirects import RedirectRefusedError
+from pipeline.storage.regular_files import MAX_FILE_BYTES, InsideCheck, open_regular, read_all, require_size
 from pipeline.storage.remote_folder import (
     as_os_error,
     join_path,
@@ -54,6 +56,10 @@ class SourceFile(NamedTuple):
     source: Source
     path: str
 
+    def open(self, num_bytes: int = 0) -> Opened:
+        """Open the file; see `Source.open`."""
+        return self.source.open(self.path, num_bytes)
+
     def read_bytes(self) -> bytes:
         """Return the file's bytes.
 
@@ -67,10 +73,11 @@ class SourceFile(NamedTuple):
 
 
 class Source(ABC):
-    """Files below one address, opened only for reading.
+    """Files below one address, opened only for reading, and only regular files of bounded size.
 
     Attributes:
         address: Address of the folder that paths are relative to.
+        max_file_bytes: Size above which a file is refused.
         threads: Number of threads that may read at a time; None for one per core.
         compared_columns: Columns of a stat that are compared to detect a change between two stages.
     """
@@ -78,37 +85,51 @@ class Source(ABC):
     threads: int | None = None
     compared_columns: tuple[int, ...] = (0, 1)
 
-    def __init__(self, address: Address) -> None:
+    def __init__(self, address: Address, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Store the address without opening it."""
         self.address = address
+        self.max_file_bytes = max_file_bytes
 
     def where(self, path: str) -> str:
         """Return the name of a file as messages show it."""
-        return f"{self.address}/{path}"
+        return f"{without_secrets(str(self.address))}/{path}"
 
     @abstractmethod
     def open(self, path: str, num_bytes: int = 0) -> Opened:
-        """Open a file for reading without blocking, even if it has been replaced by a FIFO.
+        """Open an image for reading without blocking, even if it has been replaced by a FIFO.
 
         Args:
-            path: Path of the file.
+            path: Path of the file. It may be a link to a file outside the source.
             num_bytes: Size of the file, if known. A remote file up to `MAX_BUFFERED_BYTES` is read at once.
 
         Raises:
+            RefusedFileError: It is not a regular file, or it is larger than `max_file_bytes`.
+            OSError: The file cannot be opened.
+        """
+
+    @abstractmethod
+    def open_text(self, path: str, num_bytes: int = 0) -> Opened:
+        """Open a file that belongs to an image, such as its caption, like `open`.
+
+        The text in it is published with the LoRA, so a link to a file outside the source is refused.
+
+        Raises:
+            RefusedFileError: See `open`, or the file is outside the source.
             OSError: The file cannot be opened.
         """
 
     @abstractmethod
     def read(self, path: str) -> bytes:
-        """Return the bytes of a file.
+        """Return the bytes of an image.
 
         Raises:
+            RefusedFileError: See `open`.
             OSError: The file cannot be read.
         """
 
     @abstractmethod
-    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
-        """Return the stat of an opened file, or None if it is not a regular file.
+    def stat_open(self, file: Opened, listed: Stat) -> Stat:
+        """Return the stat of an opened file.
 
         Args:
             file: File returned by `open`.
@@ -127,7 +148,7 @@ class Source(ABC):
     def sibling_names(self, path: str) -> list[str]:
         """Return the names in the folder of the file at `path`; none if it cannot be listed."""
 
-    def file(self, path: str) -> Path | SourceFile:
+    def file(self, path: str) -> SourceFile:
         """Return one file without opening it."""
         return SourceFile(self, path)
 
@@ -135,26 +156,34 @@ class Source(ABC):
 class LocalSource(Source):
     """A folder on this machine."""
 
-    def open(self, path: str, num_bytes: int = 0) -> Opened:
+    def __init__(
+        self, address: Path, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+    ) -> None:
+        """Store the address without opening it; with `follow_links`, texts may be outside the folder."""
+        super().__init__(address, max_file_bytes=max_file_bytes)
+        self._inside = None if follow_links else InsideCheck(address)
+
+    def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
         """See `Source.open`."""
         del num_bytes
-        return open_nonblocking(f"{self.address}/{path}")
+        return open_regular(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
+
+    def open_text(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
+        """See `Source.open_text`."""
+        if self._inside is None:
+            return self.open(path, num_bytes)
+        return self._inside.open(f"{self.address}/{path}", max_bytes=self.max_file_bytes)
 
     def read(self, path: str) -> bytes:
         """See `Source.read`."""
-        return Path(self.address, path).read_bytes()
+        with self.open(path) as file:
+            return read_all(file)
 
-    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
+    def stat_open(self, file: Opened, listed: Stat) -> Stat:
         """See `Source.stat_open`."""
         del listed
         stat = os.fstat(file.fileno())
-        if not S_ISREG(stat.st_mode):
-            return None
         return (stat.st_size, to_int64(stat.st_mtime_ns), to_int64(stat.st_ctime_ns), to_int64(stat.st_ino))
-
-    def file(self, path: str) -> Path:
-        """See `Source.file`."""
-        return Path(self.address, path)
 
     def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
         """See `Source.stats`. Links are followed."""
@@ -189,13 +218,13 @@ class RemoteSource(Source):
     threads = REMOTE_THREADS
     compared_columns = (0, 1, 3)
 
-    def __init__(self, url: Url) -> None:
+    def __init__(self, url: Url, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Open the file system.
 
         Raises:
             DatasetError: A package is missing, or the address cannot be opened.
         """
-        super().__init__(url)
+        super().__init__(url, max_file_bytes=max_file_bytes)
         try:
             self._files, base = open_url(url)
         except Exception as err:
@@ -205,10 +234,11 @@ class RemoteSource(Source):
         self._lock = request_lock(self._files)
 
     def __repr__(self) -> str:
-        return f"RemoteSource({str(self.address)!r})"
+        return f"RemoteSource({without_secrets(str(self.address))!r})"
 
     def open(self, path: str, num_bytes: int = 0) -> Opened:
         """See `Source.open`."""
+        require_size(num_bytes, self.max_file_bytes)
         if num_bytes <= MAX_BUFFERED_BYTES:
             return io.BytesIO(self.read(path))
         try:
@@ -221,7 +251,11 @@ class RemoteSource(Source):
         """See `Source.read`."""
         return self._read(path)
 
-    def stat_open(self, file: Opened, listed: Stat) -> Stat | None:
+    def open_text(self, path: str, num_bytes: int = 0) -> Opened:
+        """See `Source.open_text`. The walk lists no links of a remote source."""
+        return self.open(path, num_bytes)
+
+    def stat_open(self, file: Opened, listed: Stat) -> Stat:
         """See `Source.stat_open`. Only the size is current; the rest is the listed stat."""
         position = file.tell()
         size = file.seek(0, os.SEEK_END)
@@ -318,9 +352,21 @@ class RemoteSource(Source):
                 yield ListedPath(path, self._stat(info))
 
         with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
-            full_infos = pool.map(self._files.info, map(self._full, without_size))
+            full_infos = pool.map(self._info, without_size)
             for path, info in zip(without_size, full_infos, strict=True):
                 yield ListedPath(path, self._stat(info))
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        """Return fsspec's information about a file; an empty file for a redirect that is not followed.
+
+        Reading such a file fails with the reason, which rejects one sample instead of the dataset.
+        """
+        try:
+            return self._files.info(self._full(path))
+        except FileNotFoundError as err:
+            if isinstance(err.__cause__, RedirectRefusedError):
+                return {"size": 0}
+            raise
 
     def _stat(self, info: Mapping[str, Any]) -> Stat:
         """Return the stat of a file, with a hash of the address in place of a missing version."""
@@ -331,27 +377,24 @@ class RemoteSource(Source):
         return join_path(self._base, path)
 
 
-def source_at(address: Address) -> LocalSource | RemoteSource:
+def source_at(
+    address: Address, *, max_file_bytes: int = MAX_FILE_BYTES, follow_links: bool = False
+) -> LocalSource | RemoteSource:
     """Return the source of the files below a path or URL; a local path need not exist.
+
+    With `follow_links`, the caption files of a local source may be links to files outside it.
 
     Raises:
         DatasetError: The URL cannot be opened.
     """
-    return RemoteSource(address) if isinstance(address, Url) else LocalSource(address)
+    if isinstance(address, Url):
+        return RemoteSource(address, max_file_bytes=max_file_bytes)
+    return LocalSource(address, max_file_bytes=max_file_bytes, follow_links=follow_links)
 
 
 def threads_for(sources: Iterable[Source]) -> int | None:
     """Return the number of threads that may read from several sources; None for one per core."""
     return max((source.threads for source in sources if source.threads), default=None)
-
-
-def open_nonblocking(path: str) -> io.BufferedReader:
-    """Open a local file for reading in binary, without waiting for the writer of a FIFO.
-
-    Raises:
-        OSError: The file cannot be opened.
-    """
-    return open(path, "rb", opener=_nonblocking_opener)
 
 
 def to_int64(number: int) -> int:
@@ -360,10 +403,6 @@ def to_int64(number: int) -> int:
     Some file systems use inodes of 64 bits, and a file may be dated after 2262, when nanoseconds overflow.
     """
     return number if -(2**63) <= number < 2**63 else (number + 2**63) % 2**64 - 2**63
-
-
-def _nonblocking_opener(path: str, flags: int) -> int:
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _stat_array(stats: Sequence[Stat]) -> npt.NDArray[np.int64]:

@@ -67,7 +67,7 @@ def cache_text(
         LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
 
     # One row per (sample, caption); samples with equal captions share an entry.
     captions = caption_variants(validated_table.select(_INPUT_COLUMNS))

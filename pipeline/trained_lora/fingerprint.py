@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""
+
+_RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
 def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> Facts:
@@ -109,6 +112,11 @@ def run_id(facts: Facts) -> str:
     """Return the first 16 hex digits of the facts' hash."""
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode("utf-8")).hexdigest()[:16]
+
+
+def is_run_id(name: str) -> bool:
+    """Return whether `name` has the form of `run_id`; folders of other programs do not."""
+    return _RUN_ID.fullmatch(name) is not None
 
 
 def write_facts(layout: RunLayout, facts: Facts) -> None:

@@ -10,17 +10,18 @@ result.json        the worker's answer
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import polars as pl
 
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import TrainingError, counted
-from pipeline.images.geometry import Size
+from pipeline.escaping import without_secrets
+from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.plan.samples import PlanSamples
@@ -33,6 +34,9 @@ from pipeline.trained_lora.samples import (
     tensors_json,
     write_inputs,
 )
+
+if TYPE_CHECKING:
+    from pipeline.cache.requests import RecipeEntries
 
 JOB_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
@@ -96,16 +100,13 @@ class TrainingJob:
         self._write_dropped()
 
         job = {
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": _without_secrets(self.recipe),
             "base": str(self.base),
             "elsewhere": {role: str(folder) for role, folder in self.component_folders.items()},
             "run": self.run,
             "provenance": self.provenance,
-            "empty_text": _entry_to_json(self.empty_text),
-            "prompts": [
-                {"caption": prompt.caption, "text": _entry_to_json(prompt.text), "size_hw": prompt.size_hw}
-                for prompt in self.prompts
-            ],
+            "empty_text": entry_to_json(self.empty_text),
+            "prompts": prompts_to_json(self.prompts),
         }
         path = self.folder / JOB_FILE
         write_text(path, json.dumps(job, indent=2, ensure_ascii=False) + "\n")
@@ -130,20 +131,29 @@ class TrainingJob:
 def read_job(path: Path) -> TrainingJob:
     """Read the job that `TrainingJob.write` wrote to `path` and its folder."""
     job = json.loads(path.read_text(encoding="utf-8"))
-    prompts = (
-        Prompt(item["caption"], _entry_from_json(item["text"]), Size(*item["size_hw"]))
-        for item in job["prompts"]
-    )
     return TrainingJob(
-        recipe=Recipe.model_validate_json(json.dumps(job["recipe"])),
+        recipe=recipe_from_json(job["recipe"]),
         base=Path(job["base"]),
         component_folders={role: Path(folder) for role, folder in job.get("elsewhere", {}).items()},
         run=job["run"],
         provenance=job["provenance"],
         inputs=read_inputs(path.with_name(INPUTS_FILE)),
-        empty_text=_entry_from_json(job["empty_text"]),
-        prompts=tuple(prompts),
+        empty_text=entry_from_json(job["empty_text"]),
+        prompts=prompts_from_json(job["prompts"]),
     )
+
+
+def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
+    """Read the recipe and the preview prompts of the job at `path`, but not its training inputs."""
+    job = json.loads(path.read_text(encoding="utf-8"))
+    return recipe_from_json(job["recipe"]), prompts_from_json(job["prompts"])
+
+
+def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Prompt, ...]:
+    """Return the captions as prompts, drawn in the squarest bucket of the recipe's largest resolution."""
+    sizes = placement_of(entries.recipe.buckets).sets[-1].sizes
+    squarest = min(sizes, key=lambda size: (max(size) / min(size), -size.height))
+    return tuple(Prompt(caption, entries.text_spec(caption), squarest) for caption in captions)
 
 
 def plan_samples(inputs: TrainingInputs) -> PlanSamples:
@@ -199,9 +209,43 @@ def with_steps(recipe: Recipe, inputs: TrainingInputs) -> Recipe:
     return recipe.model_copy(update={"training": in_steps})
 
 
-def _entry_to_json(entry: EntrySpec) -> dict[str, Any]:
+def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
+    """Return the recipe from its `model_dump(mode="json")`."""
+    return Recipe.model_validate_json(json.dumps(value))
+
+
+def prompts_to_json(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
+    """Return JSON values for `prompts_from_json`."""
+    return [
+        {"caption": prompt.caption, "text": entry_to_json(prompt.text), "size_hw": prompt.size_hw}
+        for prompt in prompts
+    ]
+
+
+def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]:
+    """Return the prompts of `prompts_to_json`."""
+    return tuple(
+        Prompt(item["caption"], entry_from_json(item["text"]), Size(*item["size_hw"])) for item in values
+    )
+
+
+def _without_secrets(recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe as JSON, without the query strings in the addresses of its datasets.
+
+    Training does not read the datasets, and a run's folder may be shared.
+    """
+    values = recipe.model_dump(mode="json")
+    for dataset in values["datasets"]:
+        addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
+        dataset |= {key: without_secrets(address) for key, address in addresses.items()}
+    return values
+
+
+def entry_to_json(entry: EntrySpec) -> dict[str, Any]:
+    """Return JSON values for `entry_from_json`."""
     return {"kind": entry.kind, "key": entry.key, "tensors": json.loads(tensors_json(entry.tensors))}
 
 
-def _entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
+def entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
+    """Return the entry of `entry_to_json`."""
     return EntrySpec(value["kind"], value["key"], tensors_from_json(value["tensors"]))

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import TrainingError, counted
+from pipeline.escaping import without_secrets
 from pipeline.models.families import Use
 from pipeline.recipe import project_root
+from pipeline.storage.regular_files import RefusedFileError, open_regular, read_all
 from pipeline.storage.tables import ASSETS, Tables
 from pipeline.trained_lora.export.lora_files import SAMPLES_FILE
 from pipeline.trained_lora.fingerprint import file_sha256
@@ -66,12 +68,17 @@ def provenance(recipe: Recipe, entries: RecipeEntries, facts: Facts, table: pl.D
 
 
 def shareable(recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name."""
+    """Return the recipe as JSON; absolute paths become relative to the project or are cut to their name.
+
+    Addresses lose their passwords and query strings.
+    """
     values = recipe.model_dump(mode="json")
     for key in ("cache_dir", "output_dir", "source"):
         values[key] = _shareable_path(values[key])
     for dataset in values["datasets"]:
         dataset["path"] = _shareable_path(dataset["path"])
+        if dataset["images"] is not None:
+            dataset["images"] = _shareable_path(dataset["images"])
     model = values["model"]
     model["base"] = _shareable_path(model["base"])
     model["components"] = {role: _shareable_path(path) for role, path in model["components"].items()}
@@ -81,7 +88,7 @@ def shareable(recipe: Recipe) -> dict[str, Any]:
 def _shareable_path(path: str) -> str:
     pure = PurePath(path)
     if not pure.is_absolute():
-        return path
+        return without_secrets(path)
     root = project_root()
     return pure.relative_to(root).as_posix() if pure.is_relative_to(root) else pure.name
 
@@ -114,11 +121,10 @@ def caption_hash(caption: str) -> str:
 
 def caption_hashes_of(path: Path) -> list[str]:
     """Return the hashes that the caption in a text file may have; empty if the file is not text."""
-    if path.stat().st_size > MAX_CAPTION_BYTES:
-        return []
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError:
+        with open_regular(path, max_bytes=MAX_CAPTION_BYTES) as file:
+            text = read_all(file).decode("utf-8-sig")
+    except (RefusedFileError, UnicodeDecodeError):
         return []
     return sorted({caption_hash(text), caption_hash(text.strip()), caption_hash(" ".join(text.split()))})
 
@@ -133,9 +139,10 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
         One line if the record lists `wanted`, and one per matching row of the table.
 
     Raises:
-        TrainingError: The record holds only a digest and the table is missing.
+        TrainingError: The record holds only a digest and the table is missing, or `wanted` is not a regular
+            file.
     """
-    image, captions = file_sha256(wanted), caption_hashes_of(wanted)
+    image, captions = _hashes_of(wanted)
     samples = record["samples"]
     table = (lora if lora.is_dir() else lora.parent) / SAMPLES_FILE
     if "images" not in samples and not table.is_file():
@@ -151,6 +158,16 @@ def find_in_provenance(record: Mapping[str, Any], lora: Path, wanted: Path) -> l
     if set(captions) & set(samples.get("captions", ())):
         matches.append(f"{wanted} is one of the training captions")
     return matches + _matching_rows(table, image, captions)
+
+
+def _hashes_of(wanted: Path) -> tuple[str, list[str]]:
+    """Return the hash of a file as an image, and its hashes as a caption."""
+    try:
+        with open_regular(wanted) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest(), caption_hashes_of(wanted)
+    except OSError as err:
+        fix = "pass an image, or a text file with a caption, to --find"
+        raise TrainingError(f"the file cannot be read: {err}", where=str(wanted), fix=fix) from err
 
 
 def _matching_rows(path: Path, image: str, captions: list[str]) -> list[str]:

@@ -71,6 +71,8 @@ def running_mean(losses: Sequence[float]) -> list[float]:
 def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> bytes:
     """Return a PNG of the loss per step, its running mean, and the validation loss.
 
+    A series with a single point is not drawn.
+
     Returns:
         The PNG; no bytes if neither curve has two points.
     """
@@ -80,10 +82,11 @@ def loss_curve(metrics: Sequence[Metrics], validation: Sequence[Metrics]) -> byt
     figure, axes = chart(720, 420)
     steps, losses = [line["step"] + 1 for line in metrics], [line["loss"] for line in metrics]
     marker = "." if len(steps) <= FEW_STEPS else ""
-    axes.plot(steps, losses, marker=marker, color="lightgrey", linewidth=0.8, label="loss per step")
-    axes.plot(steps, running_mean(losses), color="tab:blue", label="running mean")
+    if len(steps) > 1:
+        axes.plot(steps, losses, marker=marker, color="lightgrey", linewidth=0.8, label="loss per step")
+        axes.plot(steps, running_mean(losses), color="tab:blue", label="running mean")
 
-    if validation:
+    if len(validation) > 1:
         steps_done = [line["step"] for line in validation]
         losses = [line["loss"] for line in validation]
         axes.plot(steps_done, losses, "o-", color="tab:orange", label="validation")

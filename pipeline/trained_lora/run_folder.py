@@ -94,6 +94,18 @@ def hold_run(layout: RunLayout, log: Callable[[str], None]) -> Generator[None]:
         lock.release()
 
 
+def require_run(layout: RunLayout) -> None:
+    """Raise TrainingError if the run does not exist; names the runs that do."""
+    if layout.folder.is_dir():
+        return
+    names = ", ".join(path.parent.name for path in sorted(layout.folder.parent.glob("*/run.json")))
+    raise TrainingError(
+        f"the run {layout.folder.name} does not exist",
+        where=str(layout.folder.parent),
+        fix=f"choose one of {names}" if names else "train the recipe first",
+    )
+
+
 @contextmanager
 def hold_idle_run(layout: RunLayout) -> Generator[None]:
     """Hold the run's lock for the body.
@@ -101,14 +113,7 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
     Raises:
         TrainingError: The run does not exist, or another process is training it.
     """
-    if not layout.folder.is_dir():
-        names = ", ".join(path.parent.name for path in sorted(layout.folder.parent.glob("*/run.json")))
-        raise TrainingError(
-            f"the run {layout.folder.name} does not exist",
-            where=str(layout.folder.parent),
-            fix=f"choose one of {names}" if names else "train the recipe first",
-        )
-
+    require_run(layout)
     lock = FileLock(layout.lock, fallback_to_soft=False)
     try:
         lock.acquire(blocking=False)
@@ -123,6 +128,19 @@ def hold_idle_run(layout: RunLayout) -> Generator[None]:
         yield
     finally:
         lock.release()
+
+
+def is_being_trained(layout: RunLayout) -> bool:
+    """Return whether a process holds the run's lock."""
+    if not layout.lock.is_file():
+        return False
+    lock = FileLock(layout.lock, fallback_to_soft=False)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        return True
+    lock.release()
+    return False
 
 
 def checkpoint_list(layout: RunLayout) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
-from pipeline.images.geometry import placement_of
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -48,7 +47,7 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
-from pipeline.trained_lora.job import Prompt, TrainingJob, with_steps
+from pipeline.trained_lora.job import Prompt, TrainingJob, square_prompts, with_steps
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
@@ -121,7 +120,7 @@ def train_lora(
 
     # A run is the same whether its length is given in epochs or in steps, so its recipe always counts steps.
     epochs = recipe.training.epochs
-    job, facts, table = _plan_run(recipe, latents, text, overrides=changes)
+    job, facts, table = _plan_run(recipe, latents, text, overrides=changes, log=log)
     recipe, layout = job.recipe, RunLayout(job.folder)
 
     with hold_run(layout, log):
@@ -165,10 +164,10 @@ def require_open_gates(recipe: Recipe) -> None:
 
 
 def _plan_run(
-    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, overrides: Mapping[str, Any]
+    recipe: Recipe, latents: pl.DataFrame, text: pl.DataFrame, *, overrides: Mapping[str, Any], log: Log
 ) -> tuple[TrainingJob, Facts, pl.DataFrame]:
     """Return the run's job, the facts that its id is a hash of, and the table of trained_lora."""
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
     require_objective(recipe.training, entries.family.prediction_type())
     require_text_encoders(recipe.training, entries.family)
     require_trackers(recipe.training)
@@ -197,9 +196,7 @@ def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInpu
         return ()
 
     if training.sample_prompts:
-        sizes = placement_of(recipe.buckets).sets[-1].sizes
-        squarest = min(sizes, key=lambda size: (max(size) / min(size), -size.height))
-        return tuple(Prompt(text, entries.text_spec(text), squarest) for text in training.sample_prompts)
+        return square_prompts(entries, training.sample_prompts)
 
     captions = inputs.table["captions"].list.first()
     numbers = captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS]

@@ -60,7 +60,7 @@ def cache_latents(
         LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
-    entries = RecipeEntries(recipe)
+    entries = RecipeEntries(recipe, log=log)
 
     # One row per (sample, bucket, mirrored); several rows may share an entry.
     requests = entries.latent_requests(buckets)
@@ -129,6 +129,7 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
             "compute_dtype": recipe.latents.compute_dtype,
             "posterior": recipe.latents.posterior,
             "background": list(recipe.latents.background),
+            "max_file_bytes": recipe.checks.max_file_bytes,
         },
         spec=spec,
         job=job,

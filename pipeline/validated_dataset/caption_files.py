@@ -17,6 +17,7 @@ from pipeline.images.formats import SUFFIXES, ImageError
 from pipeline.raw_images.folder import FOREIGN_CACHES, last_suffix, sidecar_path
 from pipeline.recipe.datasets import JSON_SUFFIX
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
+from pipeline.storage.regular_files import RefusedFileError
 from pipeline.storage.source import NO_FILE
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def read_caption_file(
 
     Raises:
         ImageError: A JSON file has no caption (`caption_missing`), the bytes do not decode
-            (`caption_undecodable`), or the file cannot be read (`caption_unreadable`).
+            (`caption_undecodable`), the file cannot be read (`caption_unreadable`), or it is a link that
+            leads out of the dataset (`caption_outside_dataset`).
     """
     sidecar = sidecar_path(path, suffix)
     where = source.where(sidecar)
@@ -62,10 +64,14 @@ def read_caption_file(
         return None  # saves a request for each image
 
     try:
-        with source.open(sidecar, num_bytes) as opened:
+        with source.open_text(sidecar, num_bytes) as opened:
             data = opened.read(MAX_CAPTION_BYTES + 1)
     except FileNotFoundError:
         return None
+    except RefusedFileError as err:
+        reason = "caption_outside_dataset" if err.reason == "outside_dataset" else "caption_unreadable"
+        detail = f"its caption {sidecar} is not read: {err.detail}"
+        raise ImageError(reason, detail, where=where, fix=err.fix) from err
     except OSError as err:
         detail = f"its caption {sidecar} cannot be read: {err.strerror or err}"
         raise ImageError("caption_unreadable", detail, where=where, fix="make it readable") from err

@@ -57,7 +57,8 @@ def caption_of(
 
     Raises:
         ImageError: There is no caption (`caption_missing`), it is empty (`caption_empty`), its bytes do
-            not decode (`caption_undecodable`), or its file cannot be read (`caption_unreadable`).
+            not decode (`caption_undecodable`), its file cannot be read (`caption_unreadable`), or its file is
+            a link out of the dataset (`caption_outside_dataset`).
     """
     try:
         return _own_caption(settings, source, path, manifest_texts, sidecar_bytes)

@@ -21,10 +21,11 @@ from pipeline.checks.rejections import (
     no_samples_left,
 )
 from pipeline.errors import counted, verb
-from pipeline.images.decode import File, hash_bytes, read_bytes
+from pipeline.images.decode import File, open_content
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.scan_index import SIDECAR, STAT
-from pipeline.storage.source import Source, source_at
+from pipeline.raw_images.sources import sources_of
+from pipeline.storage.source import Source
 from pipeline.storage.tables import DUPLICATE
 from pipeline.storage.tables.schemas import has_defect
 from pipeline.validated_dataset.captions import FALLBACK
@@ -87,7 +88,9 @@ def _captions_present(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
 
 
 def _captions_decodable(table: pl.DataFrame, rejected: pl.DataFrame) -> Outcome:
-    undecodable = _with_reason(rejected, "caption_undecodable", "caption_unreadable")
+    undecodable = _with_reason(
+        rejected, "caption_undecodable", "caption_unreadable", "caption_outside_dataset"
+    )
     if undecodable.is_empty():
         return Outcome(True, f"{counted(len(table), 'caption')}, all readable")
     return _caption_failure(f"{counted(len(undecodable), 'caption')} cannot be decoded", undecodable)
@@ -192,10 +195,11 @@ def _file_size_outliers(
         return Outcome(True, "skipped: this run does not read the datasets")
 
     rows = _rows(_with_reason(rejected, "changed", "vanished"))
+    sources = sources_of(context.recipe)
     kept = raw.join(table.select("sample_id"), on="sample_id", how="semi", maintain_order="left")
     for settings in context.recipe.datasets:
         in_dataset = kept.filter(pl.col("dataset") == settings.name)
-        rows += _changed_files(source_at(settings.root), in_dataset)
+        rows += _changed_files(sources[settings.name], in_dataset)
     datasets = [settings.name for settings in context.recipe.datasets]
     for sample_id in kept.filter(~pl.col("dataset").is_in(datasets))["sample_id"]:
         rows.append({"sample_id": sample_id, "reason": "vanished: its dataset was removed from the recipe"})
@@ -230,10 +234,11 @@ def _change(file: File, row: dict[str, Any]) -> str | None:
     if num_bytes >= 0 and num_bytes != row["file_bytes"]:
         return f"changed: {counted(num_bytes, 'byte')}, {row['file_bytes']:,} at the scan"
     try:
-        is_same = hash_bytes(read_bytes(file)) == row["content_hash"]
+        with open_content(file, row["content_hash"]):
+            return None
     except ImageError as err:
-        return f"vanished: {err}"
-    return None if is_same else "changed: the same number of bytes, but other content"
+        is_changed = err.reason == "changed"
+        return "changed: the same number of bytes, but other content" if is_changed else f"vanished: {err}"
 
 
 def _validation_apart(recipe: Recipe, table: pl.DataFrame) -> Outcome:

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import counted
-from pipeline.reporting.html_page import html_page, text_html
-from pipeline.reporting.lettering import printable
+from pipeline.escaping import html_text, printable
+from pipeline.raw_images.sources import sources_of
+from pipeline.reporting.html_page import html_page
 from pipeline.reporting.pictures import SheetImage, for_each_image, jpeg, readable_thumbnail
 from pipeline.reporting.reports import Log, StageResult
 from pipeline.storage.addresses import Url
 from pipeline.storage.atomic import write_bytes, write_text
-from pipeline.storage.source import Source, source_at
+from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 from pipeline.validated_dataset.holdout import times_drawn
 from pipeline.validated_dataset.report import UNSAFE_REASONS
@@ -101,7 +102,7 @@ def write_dataset_page(
 
     # An interruption leaves no digest, so that the next run writes all pages again.
     digest_file.unlink(missing_ok=True)
-    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
+    sources = sources_of(recipe)
     thumbnails = _write_thumbnails(folder / _THUMBNAILS, [shown, rejected_shown], sources, log)
     pages = _kept_pages(
         recipe.name, shown, thumbnails, num_kept=num_kept, num_rejected=_total(rejected_shown)
@@ -190,7 +191,7 @@ def _kept_pages(
     rejected_link = f'<a href="{REJECTED_FILE}">{num_rejected:,} rejected</a>'
 
     pages: dict[str, str] = {}
-    header = f"<p>{text_html(summary)}; {rejected_link}</p>"
+    header = f"<p>{html_text(summary)}; {rejected_link}</p>"
     for file, rows in zip(names, slices, strict=True):
         links = [
             f"<b>{number}</b>" if other == file else f'<a href="{other}">{number}</a>'
@@ -212,9 +213,9 @@ def _figure(row: Mapping[str, Any], thumbnails: set[str]) -> str:
     if len(captions) > MAX_CAPTION_CHARACTERS:
         captions = f"{captions[:MAX_CAPTION_CHARACTERS]}… ({len(captions):,} characters)"
     lines = [
-        f"<b>{text_html(printable(row['sample_id']))}</b>",
-        f"<small>{text_html('; '.join(facts))}</small>",
-        f'<span dir="auto">{text_html(printable(captions))}</span>',
+        f"<b>{html_text(printable(row['sample_id']))}</b>",
+        f"<small>{html_text('; '.join(facts))}</small>",
+        f'<span dir="auto">{html_text(printable(captions))}</span>',
     ]
     return f"<figure>{_picture(row, thumbnails)}<figcaption>{''.join(lines)}</figcaption></figure>"
 
@@ -224,7 +225,7 @@ def _picture(row: Mapping[str, Any], thumbnails: set[str]) -> str:
     thumbnail = _thumbnail_name(row) if row["content_hash"] else ""
     if thumbnail not in thumbnails:
         return '<div class="frame">not readable</div>'
-    name = text_html(printable(posixpath.basename(row["path"])))
+    name = html_text(printable(posixpath.basename(row["path"])))
     return f'<img src="{_THUMBNAILS}/{thumbnail}" alt="{name}" loading="lazy">'
 
 
@@ -239,10 +240,10 @@ def _rejected_sections(rejected: pl.DataFrame, thumbnails: set[str]) -> Iterator
     for rows in rejected.partition_by("reason", maintain_order=True):
         reason, total = rows.select("reason", "total").row(0)
         note = f"; the first {len(rows):,} are shown" if len(rows) < total else ""
-        yield f"<h2>{text_html(reason)}</h2>\n<p>{counted(total, 'image')}{note}</p>\n<main>"
+        yield f"<h2>{html_text(reason)}</h2>\n<p>{counted(total, 'image')}{note}</p>\n<main>"
         for row in rows.iter_rows(named=True):
             texts = {"b": row["sample_id"], "small": row["stage"], "span": row["detail"], "em": row["fix"]}
             labelled = {**texts, "em": f"fix: {texts['em']}"}
-            lines = "".join(f"<{tag}>{text_html(printable(text))}</{tag}>" for tag, text in labelled.items())
+            lines = "".join(f"<{tag}>{html_text(printable(text))}</{tag}>" for tag, text in labelled.items())
             yield f"<figure>{_picture(row, thumbnails)}<figcaption>{lines}</figcaption></figure>"
         yield "</main>"

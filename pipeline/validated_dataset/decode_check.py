@@ -6,48 +6,42 @@ their files are called and however often the job runs; a repaired file has other
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 import polars as pl
 
 from pipeline.images.decode import (
+    DecodeLimits,
     File,
-    changed_error,
-    decode,
+    decode_cost,
     decoder_version,
-    hash_bytes,
-    image_errors,
     is_current_decoder,
-    read_bytes,
+    open_content,
 )
+from pipeline.images.decode_memory import DECODE_MEMORY
+from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError, sniff
-from pipeline.images.geometry import Size
+from pipeline.images.jpeg_scans import MAX_JPEG_SCANS
 from pipeline.raw_images.parallel import in_threads
 from pipeline.raw_images.rejection import printable
 from pipeline.raw_images.scan_index import DECODED
 from pipeline.reporting.reports import Log
 from pipeline.storage.source import Source, threads_for
-from pipeline.validated_dataset.duplicates import perceptual_hash
+from pipeline.validated_dataset.decode_process import DecodeResult, decode_and_hash, decode_in_process
 from pipeline.versions import LOOK_VERSION
 
 if TYPE_CHECKING:
     from pipeline.recipe import Recipe
 
-BIG_IMAGE_PX = 25_000_000
-"""Number of pixels above which images are decoded one at a time, so that memory does not grow with the
-threads."""
-
-CONTENT_REASONS = frozenset(["truncated", "undecodable", "not_an_image", "empty_file"])
+CONTENT_REASONS = frozenset(["truncated", "undecodable", "not_an_image", "empty_file", "too_many_scans"])
 """Rejection reasons that hold for a file's bytes. Others, such as `out_of_memory`, are tried again by every
 run."""
 
-_BACKGROUND = (255, 255, 255)  # any colour: the result does not depend on it
-
-_big_image_lock = threading.Lock()
+MAX_THREAD_PX = 400_000_000
+"""Number of pixels, times the scans of a JPEG, above which an image is decoded in a process. A thread takes 5
+to 10 s for so many and cannot be ended; a process takes half a second to start."""
 
 _COLUMNS = ["sample_id", "dataset", "path", "content_hash", "height", "width"]
 
@@ -118,8 +112,10 @@ def decode_contents(
         files_by_hash.setdefault(row["content_hash"], []).append(row)
     contents = list(files_by_hash.values())
 
+    limits = DecodeLimits(recipe.checks.max_image_pixels, recipe.checks.max_decode_bytes)
+
     def decode_one(files: Sequence[Row]) -> list[_FileResult]:
-        return _decode_first_readable(sources, files, recipe.checks.max_image_pixels)
+        return _decode_first_readable(sources, files, limits)
 
     results = DecodeResults(known, num_decoded=len(contents))
     decoded: list[Row] = []
@@ -144,35 +140,41 @@ def decode_contents(
 
 
 def _decode_first_readable(
-    sources: Mapping[str, Source], files: Sequence[Row], max_px: int
+    sources: Mapping[str, Source], files: Sequence[Row], limits: DecodeLimits
 ) -> list[_FileResult]:
     """Decode files with the same content in turn until one result holds for all of them."""
     results: list[_FileResult] = []
     for file in files:
-        results.append(_decode_file(sources[file["dataset"]].file(file["path"]), file, max_px))
+        results.append(_decode_file(sources[file["dataset"]].file(file["path"]), file, limits))
         if results[-1].holds_for_content:
             break
     return results
 
 
-def _decode_file(file: File, row: Row, max_px: int) -> _FileResult:
+def _decode_file(file: File, row: Row, limits: DecodeLimits) -> _FileResult:
     version = ""
     try:
-        data = read_bytes(file)
-        version = f"{decoder_version(sniff(data[:64]))} {LOOK_VERSION}"
-        if hash_bytes(data) != row["content_hash"]:
-            raise changed_error(file)
-
-        is_big = row["height"] * row["width"] > BIG_IMAGE_PX
-        with _big_image_lock if is_big else nullcontext(), image_errors(str(file)):
-            image = decode(data, _BACKGROUND, max_px=max_px)
-        size = Size(image.height, image.width)
-        if size != (row["height"], row["width"]):
-            detail = f"it decodes to {size}, but its header records {row['height']}x{row['width']}"
-            raise ImageError("size_disagrees", detail, where=str(file), fix="export it again, or remove it")
-        return _FileResult(None, perceptual_hash(image), version)
+        with image_errors(str(file)), open_content(file, row["content_hash"]) as content:
+            version = f"{decoder_version(sniff(content.read(64)))} {LOOK_VERSION}"
+            content.seek(0)
+            size, image_hash = _decode_content(content, row, limits)
+            if size != (row["height"], row["width"]):
+                recorded = f"{row['height']}x{row['width']} (height x width)"
+                detail = f"it decodes to {size}, but its header records {recorded}"
+                raise ImageError("size_disagrees", detail, fix="export it again, or remove it")
+            return _FileResult(None, image_hash, version)
     except ImageError as err:
         return _FileResult(err, None, version)
+
+
+def _decode_content(content: BinaryIO, row: Row, limits: DecodeLimits) -> DecodeResult:
+    """Decode in this thread, or in a process that can be ended if the header announces much work."""
+    if row["height"] * row["width"] * MAX_JPEG_SCANS > MAX_THREAD_PX:
+        cost = decode_cost(content, limits=limits)
+        if cost.passes_px > MAX_THREAD_PX:
+            with DECODE_MEMORY.reserved(cost.num_bytes):
+                return decode_in_process(content, limits)
+    return decode_and_hash(content, limits)
 
 
 def _decoded_row(content_hash: str, result: _FileResult) -> Row:

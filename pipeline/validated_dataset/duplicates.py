@@ -20,6 +20,9 @@ import numpy.typing as npt
 import polars as pl
 from PIL import Image
 
+from pipeline.reporting.progress import progress
+from pipeline.reporting.reports import Log, discard
+
 HASH_BITS = 64
 
 _SMALL_EDGE_PX = 64
@@ -68,12 +71,13 @@ def perceptual_hash(image: Image.Image) -> int | None:
     return int.from_bytes(np.packbits(is_high).tobytes(), "big")
 
 
-def duplicate_groups(contents: pl.DataFrame, distance: int) -> pl.DataFrame:
+def duplicate_groups(contents: pl.DataFrame, distance: int, *, log: Log = discard) -> pl.DataFrame:
     """Return each content's group of similar contents.
 
     Args:
         contents: Columns content_hash (unique) and perceptual_hash (may be null).
         distance: Maximum number of bits in which the hashes of similar contents differ, 0 to 16.
+        log: Receives the progress.
 
     Returns:
         Columns content_hash, in the given order, and duplicate_group: the smallest content hash of the group,
@@ -81,7 +85,7 @@ def duplicate_groups(contents: pl.DataFrame, distance: int) -> pl.DataFrame:
     """
     hashed = contents.drop_nulls("perceptual_hash")
     values, indices = np.unique(hashed["perceptual_hash"].to_numpy(), return_inverse=True)
-    labels = _components(values, distance)[indices]
+    labels = _components(values, distance, log)[indices]
     groups = hashed.select(
         "content_hash", duplicate_group=pl.col("content_hash").min().over(pl.Series("label", labels))
     )
@@ -92,7 +96,7 @@ def duplicate_groups(contents: pl.DataFrame, distance: int) -> pl.DataFrame:
     )
 
 
-def _components(values: Hashes, distance: int) -> Indices:
+def _components(values: Hashes, distance: int, log: Log) -> Indices:
     """Return, for each of the distinct values, the smallest index in its connected component.
 
     If two values differ in at most d bits, at least one of d + 1 parts of them is equal. So only values with
@@ -100,22 +104,37 @@ def _components(values: Hashes, distance: int) -> Indices:
     """
     labels = np.arange(len(values))
     bounds = np.linspace(0, HASH_BITS, distance + 2).astype(np.uint64)
-    for low, high in pairwise(bounds):
-        parts = values << (np.uint64(HASH_BITS) - high) >> (np.uint64(HASH_BITS) - high + low)
-        order = np.argsort(parts, kind="stable")
-        sorted_parts = parts[order]
+    num_compared = 0
+    num_pairs = sum(_num_equal_pairs(_part(values, low, high)) for low, high in pairwise(bounds))
+    with progress(lambda: num_compared, num_pairs, "pairs of images compared", log=log):
+        for low, high in pairwise(bounds):
+            parts = _part(values, low, high)
+            order = np.argsort(parts, kind="stable")
+            sorted_parts = parts[order]
 
-        # Values with an equal part are adjacent: compare each with the first, second, ... value after it.
-        first = np.arange(len(values))
-        for offset in range(1, len(values)):
-            first = first[first + offset < len(values)]
-            first = first[sorted_parts[first] == sorted_parts[first + offset]]
-            if not len(first):
-                break
-            one, other = order[first], order[first + offset]
-            is_similar = np.bitwise_count(values[one] ^ values[other]) <= distance
-            _merge(labels, one[is_similar], other[is_similar])
+            # Values with an equal part are adjacent: compare each with the first, second, ... value after it.
+            first = np.arange(len(values))
+            for offset in range(1, len(values)):
+                first = first[first + offset < len(values)]
+                first = first[sorted_parts[first] == sorted_parts[first + offset]]
+                if not len(first):
+                    break
+                one, other = order[first], order[first + offset]
+                is_similar = np.bitwise_count(values[one] ^ values[other]) <= distance
+                _merge(labels, one[is_similar], other[is_similar])
+                num_compared += len(first)
     return labels
+
+
+def _part(values: Hashes, low: np.uint64, high: np.uint64) -> Hashes:
+    """Return the bits of each hash from `low` up to `high`, exclusively; bit 0 is the lowest."""
+    return values << (np.uint64(HASH_BITS) - high) >> (np.uint64(HASH_BITS) - high + low)
+
+
+def _num_equal_pairs(parts: Hashes) -> int:
+    """Return the number of pairs of equal elements."""
+    counts = np.unique(parts, return_counts=True)[1]
+    return int((counts * (counts - 1) // 2).sum())
 
 
 def _merge(labels: Indices, one: Indices, other: Indices) -> None:

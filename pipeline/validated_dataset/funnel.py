@@ -22,11 +22,14 @@ def funnel_rows(
     return [*rows, {"what": "kept", "kind": "", "number": kept}]
 
 
-def funnel_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the rows as aligned lines of text."""
-    width = max(len(f"{row['number']:,}") for row in rows)
-    return [
-        f"{row['number']:>{width},}  "
-        + (f"  {row['kind'].replace('_', ' ')}" if row["kind"] else row["what"])
-        for row in rows
-    ]
+def funnel_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows on one line: "9 found, 3 ignored (3 hidden), 1 rejected (1 truncated), 8 kept"."""
+    totals = [row for row in rows if not row["kind"]]
+    return ", ".join(f"{row['number']:,} {row['what']}{_kinds_text(rows, row['what'])}" for row in totals)
+
+
+def _kinds_text(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Return the numbers of each kind in parentheses; an empty text without kinds."""
+    kinds = [row for row in rows if row["what"] == what and row["kind"]]
+    text = ", ".join(f"{row['number']:,} {row['kind'].replace('_', ' ')}" for row in kinds)
+    return f" ({text})" if text else ""

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import polars as pl
 
+from pipeline.raw_images.sources import sources_of
 from pipeline.reporting.pictures import SheetImage, SheetRow, charts, contact_sheet, png
 from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
-from pipeline.storage.source import Source, source_at
+from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ NUM_PER_STRIP = 6
 _REPORT_FORMAT = "2: names and captions"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
-UNSAFE_REASONS = {"too_large", "out_of_memory"}
+UNSAFE_REASONS = {
+    *("too_large", "file_too_large", "special_file", "out_of_memory", "too_much_memory", "too_many_scans"),
+    "too_slow",
+}
 """Reasons of rejected images that could exhaust memory if the report opened them."""
 
 
@@ -63,7 +67,7 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
     folder.mkdir(parents=True, exist_ok=True)
     for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE):
         (folder / name).unlink(missing_ok=True)
-    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
+    sources = sources_of(recipe)
     if len(table):
         write_bytes(folder / KEPT_FILE, contact_sheet(_kept_strips(table, sources), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import polars as pl
 
 from pipeline.errors import DatasetError, counted
-from pipeline.images.decode import DECODER, File, changed_error, read_bytes
+from pipeline.images.decode import DECODER, File, read_bytes
+from pipeline.images.failures import changed_error
 from pipeline.images.formats import ImageError
 from pipeline.raw_images.folder import sidecar_path
 from pipeline.raw_images.manifest import captions_by_path, focus_by_path, focus_of, manifests_with_columns
@@ -31,16 +32,17 @@ from pipeline.raw_images.scan_index import (
     unchanged_files,
     unchanged_sidecars,
 )
+from pipeline.raw_images.sources import sources_of
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS, MAX_NAMED
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch, read_report
 from pipeline.storage.needed_columns import NEEDED
-from pipeline.storage.source import Source, source_at, threads_for
+from pipeline.storage.source import Source, threads_for
 from pipeline.storage.tables import DUPLICATE, REJECTED, SCHEMAS, Tables, validated
 from pipeline.validated_dataset.captions import caption_of, differing_files
 from pipeline.validated_dataset.decode_check import DecodeResults, current_results, decode_contents
 from pipeline.validated_dataset.duplicates import duplicate_groups
 from pipeline.validated_dataset.filters import select
-from pipeline.validated_dataset.funnel import funnel_lines, funnel_rows
+from pipeline.validated_dataset.funnel import funnel_rows, funnel_text
 from pipeline.validated_dataset.variants import variants
 
 if TYPE_CHECKING:
@@ -144,8 +146,9 @@ def validate(
     """
     stopwatch = Stopwatch()
     _require_same_datasets(recipe, raw)
-    sources = {settings.name: source_at(settings.root) for settings in recipe.datasets}
-    manifests = {settings.name: table for settings, table in manifests_with_columns(recipe.datasets)}
+    sources = sources_of(recipe)
+    with_columns = manifests_with_columns(recipe.datasets, max_bytes=recipe.checks.max_file_bytes)
+    manifests = {settings.name: table for settings, table in with_columns}
     chosen, filtered = select(recipe, raw.select(NEEDED[STAGE]["raw_images"]), manifests, stage=STAGE)
     if len(filtered):
         log(f"{counted(len(filtered), 'image')} excluded by filters and limits")
@@ -166,7 +169,7 @@ def validate(
     # Similar images are searched last, because only kept samples may connect them.
     samples = pl.concat([unchanged, fresh]).sort("sample_id")
     distinct, copies = _without_copies(recipe, samples)
-    features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits)
+    features = _features(distinct, decoded.table, recipe.checks.near_duplicate_bits, log=log)
     table = distinct.join(features, on="content_hash", maintain_order="left").select(*SCHEMAS[STAGE])
     rejected = pl.concat([filtered, unusable, copies]).sort("sample_id")
     funnel = _funnel(recipe, tables, len(table), rejected)
@@ -175,8 +178,7 @@ def validate(
     if remember:
         checked = decoded.table.join(raw, on="content_hash", how="semi").sort("content_hash")
         index.write(checked, samples.filter(pl.col("rule") != "").select(*CAPTIONS))
-        for line in funnel_lines(funnel):
-            log(line)
+        log(funnel_text(funnel))
 
     num_known = chosen["content_hash"].n_unique() - decoded.num_decoded
     counts = {"decoded": decoded.num_decoded, "known": num_known, "funnel": funnel}
@@ -299,7 +301,7 @@ def _without_copies(recipe: Recipe, samples: pl.DataFrame) -> tuple[pl.DataFrame
     return samples.join(copies, on="sample_id", how="anti", maintain_order="left"), rejected
 
 
-def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int) -> pl.DataFrame:
+def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int, *, log: Log) -> pl.DataFrame:
     """Return content_hash, duplicate_group and one_colour for each content of the samples.
 
     Only these contents are compared: two images that are similar only by way of a third, removed one are not
@@ -307,7 +309,7 @@ def _features(samples: pl.DataFrame, decoded: pl.DataFrame, distance: int) -> pl
     """
     contents = decoded.join(samples, on="content_hash", how="semi").select("content_hash", "perceptual_hash")
     one_colour = contents.select("content_hash", one_colour=pl.col("perceptual_hash").is_null())
-    return duplicate_groups(contents, distance).join(one_colour, on="content_hash")
+    return duplicate_groups(contents, distance, log=log).join(one_colour, on="content_hash")
 
 
 def _report(raw: pl.DataFrame, table: pl.DataFrame, rejected: pl.DataFrame) -> Report:

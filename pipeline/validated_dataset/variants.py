@@ -34,7 +34,10 @@ def _variants_of(settings: CaptionSettings, text: str) -> list[str]:
 
 
 def _with_trigger(settings: CaptionSettings, text: str) -> str:
+    """Return the text with the trigger word: in place of the placeholder, or in front of it."""
     trigger = settings.trigger
+    if trigger is not None and settings.placeholder is not None:
+        text = text.replace(settings.placeholder, trigger)
     if trigger is None or re.search(rf"(?<!\w){re.escape(trigger)}(?!\w)", text):
         return text
     return f"{trigger}, {text}"

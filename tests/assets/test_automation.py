@@ -15,12 +15,17 @@ from dagster import (
     RepositoryDefinition,
     build_schedule_context,
     build_sensor_context,
+    job,
 )
 
-from assets.automation import SensorState
+from assets.automation import IN_PROGRESS, SensorState, find_active_run, watched_addresses
 from assets.definitions import build_definitions
 from assets.names import RECIPE_TAG
+from pipeline.raw_images.scan_fingerprint import scan_fingerprint
 from pipeline.recipe import Recipe, recipe_from_mapping
+
+NOT_ACTIVE = {"SUCCESS", "FAILURE", "CANCELED", "MANAGED"}
+"""Statuses of runs that Dagster will not change any more."""
 
 
 def recipe(folder: Path, **recache: object) -> Recipe:
@@ -40,8 +45,15 @@ def repository_of(recipe: Recipe) -> RepositoryDefinition:
 
 
 @pytest.fixture
-def instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterInstance]:
+def stored_instance(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DagsterInstance]:
+    """An instance in a folder, which contexts of schedules require."""
     with DagsterInstance.local_temp(str(tmp_path_factory.mktemp("dagster"))) as instance:
+        yield instance
+
+
+@pytest.fixture
+def instance() -> Iterator[DagsterInstance]:
+    with DagsterInstance.ephemeral() as instance:
         yield instance
 
 
@@ -96,19 +108,21 @@ def test_a_change_that_is_reverted_before_it_settles_runs_nothing() -> None:
 
 
 def test_O07_sensor_and_schedule_wait_for_a_run_of_the_recipe_and_report_its_id(
-    tmp_path: Path, instance: DagsterInstance
+    tmp_path: Path, stored_instance: DagsterInstance
 ) -> None:
-    ticks = Ticks(tmp_path, instance)
+    ticks = Ticks(tmp_path, stored_instance)
     ticks.evaluate()
     job = ticks.repository.get_job("flowers_train")
-    run = instance.create_run_for_job(job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "flowers"})
+    run = stored_instance.create_run_for_job(
+        job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "flowers"}
+    )
     assert run.run_id in ticks.evaluate()
     schedule = ticks.repository.get_schedule_def("flowers_recache")
-    skipped = schedule.evaluate_tick(build_schedule_context(instance, repository_def=ticks.repository))
+    skipped = schedule.evaluate_tick(build_schedule_context(stored_instance, repository_def=ticks.repository))
     assert run.run_id in str(skipped.skip_message)
-    instance.report_run_canceled(run)
+    stored_instance.report_run_canceled(run)
     assert ticks.evaluate() == "run"
-    tick = schedule.evaluate_tick(build_schedule_context(instance, repository_def=ticks.repository))
+    tick = schedule.evaluate_tick(build_schedule_context(stored_instance, repository_def=ticks.repository))
     assert tick.run_requests is not None
     assert len(tick.run_requests) == 1
 
@@ -124,6 +138,52 @@ def test_O07_the_sensor_waits_for_a_run_of_hand_selected_assets(
     assert run.run_id in ticks.evaluate()
     instance.report_run_canceled(run)
     assert ticks.evaluate() == "run"
+
+
+@job
+def empty_job() -> None:
+    """A job without steps, of which runs can be recorded in any status."""
+
+
+@pytest.mark.parametrize("status", DagsterRunStatus, ids=lambda status: status.name)
+def test_O07_a_run_in_every_status_that_can_still_change_is_active(
+    tmp_path: Path, instance: DagsterInstance, status: DagsterRunStatus
+) -> None:
+    is_active = status.name not in NOT_ACTIVE
+    assert (status in IN_PROGRESS) == is_active, f"runs in status {status.name} must be active: {is_active}"
+    if status == DagsterRunStatus.QUEUED:
+        return  # Dagster records such a run only together with a loaded code location
+    run = instance.create_run_for_job(empty_job, status=status, tags={RECIPE_TAG: "flowers"})
+    expected = run.run_id if is_active else None
+    assert find_active_run(instance, recipe(tmp_path)) == expected, f"a run in status {status.name}"
+
+
+def test_O07_a_run_of_another_recipe_is_not_active(tmp_path: Path, instance: DagsterInstance) -> None:
+    instance.create_run_for_job(empty_job, status=DagsterRunStatus.STARTED, tags={RECIPE_TAG: "flowers2"})
+    assert find_active_run(instance, recipe(tmp_path)) is None
+
+
+@pytest.mark.parametrize("changed", ["list.csv", "images/a.png", "images/a.txt"])
+def test_O04_the_sensor_watches_a_manifest_and_its_folder_of_images(tmp_path: Path, changed: str) -> None:
+    (tmp_path / "images").mkdir()
+    for name in ("list.csv", "images/a.png", "images/a.txt"):
+        (tmp_path / name).write_text("before")
+    values = recipe(tmp_path).model_dump(mode="json", exclude={"name", "source"})
+    values["datasets"] = [
+        {"name": "photos", "path": str(tmp_path / "list.csv"), "images": str(tmp_path / "images")}
+    ]
+    watched = watched_addresses(recipe_from_mapping("flowers", values))
+    before = scan_fingerprint(watched)
+    (tmp_path / changed).write_text("afterwards")
+    assert scan_fingerprint(watched) != before, f"a change of {changed} is not visible in {watched}"
+
+
+def test_the_sensor_scans_at_the_interval_and_the_schedule_runs_at_the_time_of_the_recipe(
+    tmp_path: Path,
+) -> None:
+    repository = repository_of(recipe(tmp_path, settle_s=77, cron="5 4 * * *"))
+    assert repository.get_sensor_def("flowers_dataset_changed").minimum_interval_seconds == 77
+    assert repository.get_schedule_def("flowers_recache").cron_schedule == "5 4 * * *"
 
 
 def test_a_missing_dataset_skips_the_tick(tmp_path: Path, instance: DagsterInstance) -> None:

@@ -25,12 +25,12 @@ from assets.publishing import (
     MAX_PICTURES_BYTES,
     captioned_pictures,
     content_version,
-    escape_markdown,
     picture_metadata,
     publish,
     report_metadata,
     table_metadata,
 )
+from pipeline.escaping import markdown_text
 from pipeline.recipe import Recipe, recipe_from_mapping
 from pipeline.reporting.reports import StageResult, report_path
 from pipeline.storage.tables import SCHEMAS, Tables, frame
@@ -83,7 +83,7 @@ def test_long_texts_become_markdown_and_numbers_in_tables_are_rounded() -> None:
     """The UI truncates a text at the edge of its column, and wraps Markdown."""
     note = "a *note* " * 20
     metadata = report_metadata({"note": note, "word": "cpu", "rows": [{"loss": 1.2134380499664}]})
-    assert metadata["note"] == MetadataValue.md(escape_markdown(note))
+    assert metadata["note"] == MetadataValue.md(markdown_text(note))
     assert metadata["word"] == MetadataValue.text("cpu")
     rows = metadata["rows"]
     assert isinstance(rows, TableMetadataValue)
@@ -144,7 +144,7 @@ def test_a_table_states_that_buckets_are_height_x_width() -> None:
 
 
 def test_I18_markdown_in_names_is_escaped() -> None:
-    text = escape_markdown("a|b`c\n<script>[x](y)*")
+    text = markdown_text("a|b`c\n<script>[x](y)*")
     assert text == "a\\|b\\`c &lt;script&gt;\\[x\\]\\(y\\)\\*"
 
 

@@ -23,8 +23,16 @@ from tests.conftest import InProcessLaunch
 from tests.pipeline.bind_mounts import bind
 from tests.pipeline.cache_case import cache, entry_bytes
 from tests.pipeline.cached_job import Job, recipe_of
+from tests.pipeline.disk_calls import DiskCalls
 
 __all__ = ["bind", "cache", "entry_bytes"]  # fixtures
+
+
+@pytest.fixture
+def progress_lines(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list for the lines of a log; work of any length then writes at least its last line."""
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.0)
+    return []
 
 
 def picture(seed: int = 0, height: int = 24, width: int = 40, kind: str = "PNG") -> bytes:
@@ -111,6 +119,11 @@ class Folder:
         self.tables.write_rejected(asset, result.rejected)
         write_report(self.output_dir, asset, result.report)
         return result
+
+
+@pytest.fixture
+def disk_calls(monkeypatch: pytest.MonkeyPatch) -> DiskCalls:
+    return DiskCalls(monkeypatch)
 
 
 @pytest.fixture

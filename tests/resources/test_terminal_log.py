@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -29,19 +30,26 @@ class Terminal(io.StringIO):
 
 def output_of(body: Body, stream: io.StringIO) -> str:
     """Execute an asset with the terminal logger alone, and return the text on the stream."""
+    with show_run(stream) as handler:
+        assert handler.run_id is None
+        assert execute(body) == handler.run_id
+    return stream.getvalue()
+
+
+def execute(body: Body) -> str:
+    """Execute an asset with the terminal logger alone, and return the id of the run."""
 
     @asset(name="small__raw_images")
     def step(context: AssetExecutionContext) -> None:
         body(context)
 
-    job = define_asset_job("small_cache")
+    job = define_asset_job("small_cache", config={"loggers": {TERMINAL_LOGGER: {}}})
     definitions = Definitions([step], jobs=[job], loggers={TERMINAL_LOGGER: terminal_logger})
-    with show_run(stream) as handler, DagsterInstance.ephemeral() as instance:
+    with DagsterInstance.ephemeral() as instance:
         result = definitions.resolve_job_def("small_cache").execute_in_process(
-            instance=instance, run_config={"loggers": {TERMINAL_LOGGER: {}}}, raise_on_error=False
+            instance=instance, raise_on_error=False
         )
-        assert handler.run_id == result.run_id
-    return stream.getvalue()
+    return result.run_id
 
 
 def log(level: int, *messages: str) -> Body:
@@ -96,3 +104,13 @@ def test_a_bug_prints_its_stack_trace() -> None:
     text = output_of(lambda context: 1 // 0, io.StringIO())
     assert "ZeroDivisionError" in text
     assert "test_terminal_log.py" in text
+
+
+def test_runs_of_one_process_write_to_the_standard_error_of_their_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for message in ("one", "two"):
+        with io.StringIO() as stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            execute(log(logging.INFO, message))
+            assert stream.getvalue().splitlines()[0] == f"  raw_images         {message}"

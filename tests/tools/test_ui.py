@@ -15,12 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from dagster import DagsterInstance
 from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from pipeline.processes.tree import ProcessTree
 from pipeline.reporting import tensorboard
+from tests.e2e.daemon import make_home
 from tools.ui import link_runs, start_tensorboard, tensorboard_problem
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -155,3 +157,8 @@ def test_both_interfaces_answer_and_end_together(flowers: Path, stop: str) -> No
         until(lambda: not any(member.is_running() for member in members), seconds=60)
     finally:
         tree.stop(grace_s=0)
+
+
+def test_the_project_instance_opens_the_ui_without_the_subscription_dialog(tmp_path: Path) -> None:
+    with DagsterInstance.from_config(str(make_home(tmp_path / "home"))) as instance:
+        assert not instance.nux_enabled

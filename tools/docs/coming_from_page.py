@@ -35,7 +35,27 @@ over, and each that it did not, with the reason. `--images` is one of:
     latentline new roses --images config/roses.yaml --base black-forest-labs/FLUX.1-dev
 
 The model and the settings of the training are not taken over; the report names their recipe keys. Relative
-paths in a file are searched in its folder, in the folder above, and in the working directory.
+paths in a file are searched in its folder, in the folder above, and in the working directory. Names of
+datasets are written in ASCII (`Blüten` becomes `Blueten`); paths and captions stay as they are.
+
+What a trainer does with a folder differs, and the recipe does the same:
+
+| | sub-folders | several lines in a caption file | images that are not used |
+|---|---|---|---|
+| sd-scripts | `exclude: ["*/*"]` | reported: the recipe uses all, not the first | samples of kohya's GUI |
+| OneTrainer | as the concept sets | `lines: each` | `*-masklabel.png`, `*-condlabel.png` |
+| ai-toolkit | read | one caption | `_controls`, folders of masks or control images |
+| SimpleTuner | read | `lines: each` | |
+| diffusion-pipe | `exclude: ["*/*"]` | one caption | |
+
+These differences remain:
+
+- Regularisation images are an ordinary dataset; `weight` sets their share of the training samples.
+- Masks are not supported. Their files are excluded, so that they are not trained on as pictures.
+- Settings that a recipe has once (resolution, mirroring, caption dropout) are taken over if all agree
+  on them. The same images at several resolutions become one dataset with `buckets.resolutions`.
+- Tags are shuffled before training, `variants` orders of each caption. Prefix and postfix keep their place.
+- ai-toolkit's trigger word is added as `word, caption`. `[trigger]` in a caption becomes the word.
 
 ## A folder for sd-scripts
 
@@ -55,14 +75,11 @@ datasets:
 
 `latentline new dog --images data/train` writes such a recipe for a folder of subfolders. A plain subfolder
 between them becomes a dataset that is shown once. If only some images have caption files, the class tokens
-are the `captions.fallback` of the others.
-
-Regularisation images are an ordinary dataset; `weight` sets their share of the training samples independently
-of their number. Cache files of sd-scripts next to the images (`.npz`) are ignored.
+are the `captions.fallback` of the others. Cache files of sd-scripts next to the images (`.npz`) are ignored.
 
 ## A folder for SimpleTuner, ai-toolkit, OneTrainer or diffusion-pipe
 
-| your captions | the key in the recipe |
+| your folder | the key in the recipe |
 |---|---|
 | a text file next to each image | `captions: {from: sidecar, suffix: .txt}` |
 | text files with two suffixes | `captions: {from: sidecar, suffix: [.txt, .caption]}` |
@@ -70,9 +87,12 @@ of their number. Cache files of sd-scripts next to the images (`.npz`) are ignor
 | one caption per line of that file | `captions: {lines: each}` |
 | the file name | `captions: {from: filename}` |
 | one caption for all images | `captions: {from: fixed, text: ...}` |
+| captions with `[trigger]` for the trigger word | `captions: {trigger: sks, placeholder: "[trigger]"}` |
 | a column of a `.parquet`, `.jsonl` or `.csv` file | `captions: {from: column, columns: [text]}` |
+| masks or control images, next to the images or in a sub-folder | `exclude: [masks, "*-mask.png"]` |
 
-Such a file is the dataset's `path`; `path_column: file_name` names its column of image paths.
+A `.parquet`, `.jsonl` or `.csv` file is the dataset's `path`; `path_column: file_name` names its column of
+image paths.
 
 ## A checkpoint in one file
 

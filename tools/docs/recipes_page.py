@@ -128,7 +128,8 @@ def _optimizer_arguments() -> Iterator[str]:
 def _argument_value(default: object) -> str:
     """Return the type of an optimizer's argument in words, from its default."""
     if isinstance(default, tuple):
-        return "a list of two numbers"
+        first_may_be_null = ", the first may be `null`" if default[0] is None else ""
+        return f"a list of two numbers{first_may_be_null}"
     if isinstance(default, bool):
         return _TYPES["boolean"]
     if isinstance(default, int):

@@ -24,8 +24,10 @@ def read_torch(store: Store, spec: EntrySpec) -> dict[str, Tensor]:
     Raises:
         StoreError: The entry is missing or does not match `spec`.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, values in store.read(spec).items():
-        tensor = torch.from_numpy(values.copy())  # the store's arrays are read-only
-        tensors[name] = tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor
-    return tensors
+    return {name: from_stored(values) for name, values in store.read(spec).items()}
+
+
+def from_stored(values: npt.NDArray[Any]) -> Tensor:
+    """Return a copy of the tensor of which `as_stored` returned the values."""
+    tensor = torch.from_numpy(values.copy())  # the store's arrays are read-only
+    return tensor.view(torch.bfloat16) if values.dtype == np.uint16 else tensor

@@ -117,7 +117,8 @@ def _require_bucket_edges(size: Size) -> None:
     if not (1 <= size.height <= MAX_BUCKET_EDGE_PX and 1 <= size.width <= MAX_BUCKET_EDGE_PX):
         height, width = (min(max(edge, 1), MAX_BUCKET_EDGE_PX) for edge in (size.height, size.width))
         raise BucketError(
-            f"both edges of a bucket must be between 1 and {MAX_BUCKET_EDGE_PX} pixels, got {size}",
+            f"both edges of a bucket must be between 1 and {MAX_BUCKET_EDGE_PX} pixels, got {size} "
+            "(height x width)",
             where="buckets",
             fix=f"replace {size} by a size within these limits, such as {Size(height, width)}",
         )

@@ -234,6 +234,6 @@ def _require_image_edges(height: Ints, width: Ints, names: Iterable[str] | None)
     if invalid.any():
         index = int(np.argmax(invalid))
         size = f"{int(height[index])}x{int(width[index])}"
-        what = f"image edges must be between 1 and {MAX_IMAGE_EDGE_PX} pixels, got {size}"
+        what = f"image edges must be between 1 and {MAX_IMAGE_EDGE_PX} pixels, got {size} (height x width)"
         where = "original size" if names is None else f"original size of {list(names)[index]}"
         raise BucketError(what, where=where, fix="resize the image, or remove it")

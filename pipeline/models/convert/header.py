@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pipeline.errors import ModelError
-from pipeline.models.diffusers_folder import require_whole
+from pipeline.models.diffusers_folder import MAX_JSON_BYTES, require_whole
 
 _PICKLE_SUFFIXES = frozenset([".ckpt", ".pt", ".pth", ".bin", ".pkl"])
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
@@ -69,13 +69,13 @@ def read_header(file: Path) -> Header:
         start = opened.read(8)
         _require_safetensors(file, start)
         length = int.from_bytes(start, "little")
-        text = opened.read(length) if length < file.stat().st_size else b""
+        text = opened.read(length) if length < min(file.stat().st_size, MAX_JSON_BYTES) else b""
 
     try:
         entries = cast("dict[str, Any]", json.loads(text))
         metadata = {str(key): str(value) for key, value in entries.pop("__metadata__", {}).items()}
         tensors = {name: Tensor(entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as err:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as err:
         raise ModelError(
             "the file is truncated, or not a safetensors file",
             where=str(file),
@@ -91,7 +91,8 @@ def _require_file(file: Path) -> None:
         raise ModelError(what, where=str(file), fix=fix)
     if not file.is_file():
         what = "expected a single file, got a folder" if file.is_dir() else "the file does not exist"
-        raise ModelError(what, where=str(file.absolute()), fix="use a .safetensors file")
+        fix = "pass the path of a model in one .safetensors file"
+        raise ModelError(what, where=str(file.absolute()), fix=fix)
 
 
 def _require_safetensors(file: Path, start: bytes) -> None:

@@ -41,7 +41,8 @@ class HiDreamLatents(LatentSpec):
         if target.height != target.width and self.num_tokens(model, shape) > max_tokens:
             edge_px = round(math.sqrt(max_tokens)) * self.size_multiple(model)
             raise BucketError(
-                f"target size {target.height}x{target.width} is too large for this base model",
+                f"target size {target.height}x{target.width} (height x width) is too large for this "
+                "base model",
                 where="buckets.resolution",
                 fix=f"set it to at most {edge_px}: images that are not square may have {edge_px**2} pixels",
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import diffusers
@@ -60,8 +61,19 @@ def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.
     """
     folder = family.component_folder(role)
     options |= {"variant": weight_variant(folder), "dtype": getattr(torch, dtype)}
+    if family.components[role].startswith("transformers."):
+        options["attn_implementation"] = _attention(family.model.config(role))
     network = component_class(family, role).from_pretrained(folder, local_files_only=True, **options)
     return network.requires_grad_(False).eval()
+
+
+def _attention(config: Mapping[str, Any]) -> str | None:
+    """Return the attention implementation of a text encoder; None means the best one that torch has.
+
+    A configuration may name any implementation, also code in a repository on the Hub.
+    """
+    stated = config.get("attn_implementation", config.get("_attn_implementation"))
+    return stated if stated in ("eager", "sdpa") else None
 
 
 def empty_components(pipeline: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from itertools import combinations, islice, product
 from typing import Literal, NamedTuple
 
 from pipeline.errors import PathIsolationError
+from pipeline.escaping import printable_name, without_secrets
 from pipeline.storage.addresses import Address
 from pipeline.storage.isolation.identity import Identified, identify
 from pipeline.storage.isolation.links import LinkInto, links_into, shallow_links_into
@@ -54,8 +55,8 @@ class ResolvedPath:
     def text(self) -> str:
         """Return `key: path`, followed by the real path if it differs."""
         is_real = self.identified.real == str(self.path)
-        real = "" if is_real else f" (real path {printable(self.identified.real)})"
-        return f"{self.key}: {printable(str(self.path))}{real}"
+        real = "" if is_real else f" (real path {printable_name(without_secrets(self.identified.real))})"
+        return f"{self.key}: {printable_name(without_secrets(str(self.path)))}{real}"
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,9 @@ class PathConflict:
         """Return both paths as written and resolved, and the link."""
         lines = [self.first.text(), self.second.text()]
         if self.link is not None:
-            lines.append(f"link: {printable(self.link.path)} (real path {printable(self.link.target)})")
+            lines.append(
+                f"link: {printable_name(self.link.path)} (real path {printable_name(self.link.target)})"
+            )
         return "\n".join(lines)
 
     def fix(self) -> str:
@@ -150,12 +153,7 @@ def raise_conflicts(conflicts: Sequence[PathConflict], *, where: str) -> None:
     what = "; ".join(dict.fromkeys(conflict.what() for conflict in conflicts))
     lines = dict.fromkeys(line for conflict in conflicts for line in conflict.where().split("\n"))
     fixes = dict.fromkeys(conflict.fix() for conflict in conflicts)
-    raise PathIsolationError(what, where="\n".join([printable(where), *lines]), fix="\n".join(fixes))
-
-
-def printable(path: str) -> str:
-    """Return `path`, quoted with escapes if it contains characters that a terminal cannot show."""
-    return path if path.isprintable() else repr(path)
+    raise PathIsolationError(what, where="\n".join([printable_name(where), *lines]), fix="\n".join(fixes))
 
 
 def _resolve(label: str, key: str, path: Address) -> ResolvedPath:

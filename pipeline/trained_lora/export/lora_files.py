@@ -37,9 +37,10 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pipeline.errors import TrainingError
+from pipeline.storage.regular_files import open_regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -84,12 +85,14 @@ def read_provenance(path: Path) -> dict[str, Any]:
     """Return the provenance record of the LoRA file at `path`, found as in `lora_file`.
 
     Raises:
-        TrainingError: The file is not a LoRA file, or was not trained with Latentline.
+        TrainingError: The file is not a LoRA file, was not trained with Latentline, or its record is damaged.
     """
     from safetensors import SafetensorError, safe_open
 
     file = lora_file(path)
     try:
+        # safetensors would wait for the writer of a FIFO.
+        open_regular(file).close()
         with safe_open(file, framework="np") as opened:
             text = (opened.metadata() or {}).get(PROVENANCE_KEY)
     except (OSError, SafetensorError) as err:
@@ -104,7 +107,22 @@ def read_provenance(path: Path) -> dict[str, Any]:
             where=str(file),
             fix="pass a LoRA file that was trained with Latentline; other files lack the record",
         )
-    return json.loads(text)
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as err:  # RecursionError: deep nesting such as [[[[...
+        raise damaged_record_error(file, err) from err
+    if not isinstance(record, dict):
+        raise damaged_record_error(file, TypeError("it must be a JSON object"))
+    return cast("dict[str, Any]", record)
+
+
+def damaged_record_error(file: Path, err: Exception) -> TrainingError:
+    """Return the error for a provenance record without the content that Latentline writes."""
+    return TrainingError(
+        f"the provenance record is damaged: {type(err).__name__}: {err}"[:500],
+        where=str(file),
+        fix="use the LoRA file as Latentline wrote it: the record was changed or cut off",
+    )
 
 
 def layout_file(layout: Layout, recipe_name: str) -> str:

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeline.escaping import markdown_code, printable
 from pipeline.trained_lora.export.lora_files import SHEET_FILE
 
 
@@ -14,7 +15,7 @@ def model_card(record: Mapping[str, Any], *, steps: int, prompts: Sequence[str],
 
     With `has_sheet`, it shows `SHEET_FILE`, whose columns are the prompts.
     """
-    base, name = record["model"]["base"], record["recipe"]["name"]
+    base, name = printable(record["model"]["base"]), record["recipe"]["name"]
 
     # The Hub reads the front matter between the two lines of dashes.
     lines = [
@@ -58,8 +59,8 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
     steps_text = str(steps) if steps == planned_steps else f"{steps} of {planned_steps}"
     batch = f"{training['batch_size']} x {training['gradient_accumulation']} samples per process"
     return [
-        ("base model", f"`{model['base']}`"),
-        *((f"its {role}", f"`{path}`") for role, path in model.get("components", {}).items()),
+        ("base model", _table_code(model["base"])),
+        *((f"its {role}", _table_code(path)) for role, path in model.get("components", {}).items()),
         ("images", f"{record['samples']['number']} in training"),
         ("steps", f"{steps_text}, {batch}"),
         ("rank, alpha", f"{lora['rank']}, {lora['alpha']}{text_encoders}"),
@@ -69,7 +70,11 @@ def _training_rows(record: Mapping[str, Any], steps: int) -> list[tuple[str, str
     ]
 
 
+def _table_code(text: str) -> str:
+    """Return `text` as inline code for a cell of a table, in which a bar would end the cell."""
+    return markdown_code(text).replace("|", "\\|")
+
+
 def _previews(prompts: Sequence[str]) -> list[str]:
-    one_line_prompts = [" ".join(prompt.split()).replace("`", "'") for prompt in prompts]
-    numbered = [f"{number}. `{prompt}`" for number, prompt in enumerate(one_line_prompts, start=1)]
+    numbered = [f"{number}. {markdown_code(prompt)}" for number, prompt in enumerate(prompts, start=1)]
     return [f"![previews during training]({SHEET_FILE})", "", "Prompts of the columns:", "", *numbered, ""]

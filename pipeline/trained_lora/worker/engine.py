@@ -39,7 +39,7 @@ from pipeline.trained_lora.worker.loader import MicroInput
 from pipeline.trained_lora.worker.loss import not_finite_error, sample_losses, share_of_mean, snr_weights
 from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
-from pipeline.trained_lora.worker.text_encoders import JointModel, TextEncoders
+from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class Engine:
         self.denoiser = self._add_adapter(load_base(family, job.recipe, device), begin)
         if lora.text_encoders is not None:
             begin(startup.TEXT_ENCODERS)
-        self.text = None if lora.text_encoders is None else TextEncoders(family, job.recipe, device)
+        self.text = trained_text_encoders(family, job.recipe, device)
         self.networks = adapted_networks(self.denoiser, self.text_networks)
         if lora.start_from is not None:
             warm_start(self.networks, describe_networks(family, self.networks), lora.start_from)

@@ -28,35 +28,47 @@ if TYPE_CHECKING:
 
 
 class TextEncoders:
-    """The text encoders of a base model, with fresh adapters.
+    """The text encoders of a base model.
 
     Attributes:
-        networks: The adapted encoders, by component.
+        networks: The encoders that can have adapters, by component.
     """
 
     def __init__(self, family: WorkerFamily, recipe: Recipe, device: str) -> None:
-        """Load the text encoders and add adapters to those that can be trained.
+        """Load the text encoders, without adapters.
 
         Raises:
             ModelError: A file of a text encoder is missing.
         """
-        lora = recipe.training.lora
-        settings, text_settings = lora.of_text_encoders, lora.text_encoders
-        assert settings is not None
-        assert text_settings is not None
         self._family = family
         self._encoders = family.text.load(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
-        self.networks: dict[str, nn.Module] = {}
-        for role, clip in family.trainable_text_encoders().items():
-            network = cast("PreTrainedModel", family.text.network(self._encoders, role))
-            seed = hash_bits(32, recipe.training.seed, role)
-            add_lora(network, settings, targets=clip.targets(text_settings.targets), seed=seed)
-            self.networks[role] = network
+        self.networks: dict[str, nn.Module] = {
+            role: family.text.network(self._encoders, role) for role in family.trainable_text_encoders()
+        }
 
     def embed(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors of `Family.text_shapes`, stacked over the captions, with their graph."""
         with _without_warnings():
             return self._family.text.embed_captions(self._encoders, captions)
+
+
+def trained_text_encoders(family: WorkerFamily, recipe: Recipe, device: str) -> TextEncoders | None:
+    """Return the text encoders with the fresh adapters that the recipe trains; None if it trains none.
+
+    Raises:
+        ModelError: A file of a text encoder is missing.
+    """
+    lora = recipe.training.lora
+    settings, text_settings = lora.of_text_encoders, lora.text_encoders
+    if settings is None or text_settings is None:
+        return None
+
+    text = TextEncoders(family, recipe, device)
+    for role, clip in family.trainable_text_encoders().items():
+        network = cast("PreTrainedModel", text.networks[role])
+        seed = hash_bits(32, recipe.training.seed, role)
+        add_lora(network, settings, targets=clip.targets(text_settings.targets), seed=seed)
+    return text
 
 
 class JointModel(nn.Module):

@@ -10,6 +10,7 @@ import numpy as np
 from accelerate.tracking import GeneralTracker, WandBTracker
 from PIL import Image
 
+from pipeline.trained_lora.provenance import shareable
 from pipeline.trained_lora.run_folder import RunLayout
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def requested_trackers(job: TrainingJob) -> list[str | GeneralTracker]:
                 id=job.run,
                 resume="allow",
                 dir=str(RunLayout(job.folder).metrics.parent),
-                config=job.recipe.model_dump(mode="json"),
+                config=shareable(job.recipe),
             )
         )
     return trackers

@@ -28,6 +28,7 @@ from pipeline.models.worker.family import load_family
 from pipeline.models.worker.vae import Posterior
 from pipeline.raw_images.parallel import num_threads
 from pipeline.storage.addresses import address
+from pipeline.storage.regular_files import MAX_FILE_BYTES
 from pipeline.storage.source import Source, source_at
 from pipeline.vae_latents.worker.vae_batches import EncodedImage, PendingBatch, Pixels, VaeBatches
 
@@ -171,7 +172,8 @@ class LatentEncoder:
         """Return a file of a dataset, which is opened once for all its images."""
         with self._sources_lock:
             if root not in self._sources:
-                self._sources[root] = source_at(address(root))
+                limit = self._settings.get("max_file_bytes", MAX_FILE_BYTES)
+                self._sources[root] = source_at(address(root), max_file_bytes=limit)
         return self._sources[root].file(path)
 
     def picture(self, latent: Tensor) -> Tensor | None:

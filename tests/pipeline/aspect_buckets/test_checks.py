@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import polars as pl
 import pytest
 
@@ -106,6 +107,16 @@ def test_images_with_a_large_crop_loss_are_listed_worst_first(folder: Any, tiny_
     assert findings_of(folder, tiny_sd, buckets={"max_crop_loss": 0.9})["crop_loss"].passed
 
 
+def test_a_crop_loss_equal_to_the_limit_is_not_reported(folder: Any, tiny_sd: Path) -> None:
+    folder.add("long.png", folder.picture(1, 10, 100))
+    findings_of(folder, tiny_sd)
+    loss = folder.tables.read("aspect_buckets")["crop_loss"][0]
+    assert 0 < loss < 1
+    for limit, passed in ((loss, True), (np.nextafter(loss, 0).item(), False)):
+        warning = findings_of(folder, tiny_sd, buckets={"max_crop_loss": limit})["crop_loss"]
+        assert warning.passed == passed, f"limit {limit!r} and crop loss {loss!r}"
+
+
 def test_B08_the_gate_closes_if_all_images_are_too_small(folder: Any, tiny_sd: Path) -> None:
     folder.add("small.png", folder.picture(1, 24, 24))
     recipe = folder.recipe
@@ -136,6 +147,6 @@ def test_rejected_images_are_conserved_and_have_a_reason(folder: Any, tiny_sd: P
     folder.tables.write_rejected("aspect_buckets", result.rejected)
     (row,) = result.rejected.to_dicts()
     assert (row["sample_id"], row["stage"], row["reason"]) == ("d/small.png", "aspect_buckets", "too_small")
-    assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64" in row["detail"]
+    assert "24x24 pixels would be enlarged 2.67 times to fill bucket 64x64 (height x width)" in row["detail"]
     assert result.report["in"] == result.report["kept"] + result.report["rejected"] == 2
     assert all(finding.passed for finding in aspect_buckets.run(CheckContext(recipe, folder.tables)))

@@ -46,6 +46,18 @@ def test_each_row_is_the_geometry_of_its_own_size(folder: Any) -> None:
     assert result.rejected.is_empty()
 
 
+def test_the_log_has_one_line_with_the_largest_buckets(folder: Any) -> None:
+    small = [*[Size(512, 512)] * 3, Size(512, 1024)]
+    many = [Size(height, 700) for height in range(200, 3000, 9)]
+    assign_buckets(folder.recipe, dataset(small), log=folder.log.append)
+    assign_buckets(folder.recipe, dataset(many), log=folder.log.append)
+    first, second = folder.log
+    assert first.startswith("2 buckets (height x width), samples: ")
+    assert [part.split()[-1] for part in first.split(", ")[1:]] == ["3", "1"]
+    assert second.startswith("9 buckets (height x width), samples: 96x40 155, 80x48 35, ")
+    assert second.endswith(", 48x80 12, 1 more in the report")
+
+
 def test_B06_the_order_of_the_rows_does_not_matter(folder: Any) -> None:
     sizes = [Size(height, 700) for height in range(200, 1500, 37)]
     table = dataset(sizes)

@@ -88,7 +88,7 @@ def test_L06_L07_a_damaged_entry_is_reported_with_its_address_and_the_next_run_r
         files(job).put(name, damaged)
         (finding,) = job.failing(asset).values()
         assert finding.rows[0]["path"] == f"{address}/{name}"
-        (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), lambda states: states)
+        (bad,) = verify(job.recipe, needed_entries(job.recipe, job.tables), log=print)
         assert (bad.path, bad.needed.name) == (f"{address}/{name}", "photos/cat.png")
         job.cache()
         assert files(job).read(name) == sound

@@ -5,14 +5,16 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import astuple
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.cache.entry_format import serialise
-from pipeline.cache.store import DATA_START, EntrySpec, Store, TensorSpec
+from pipeline.cache.store import DATA_START, NO_STAT, EntrySpec, Store, TensorSpec
 from pipeline.errors import StoreError
+from tests.pipeline.disk_calls import DiskCalls
 
 SPEC = EntrySpec("latents", "ab" * 32, {"latent": TensorSpec("float16", (4, 8, 6))})
 OTHER = EntrySpec("latents", "cd" * 32, SPEC.tensors)
@@ -290,3 +292,19 @@ def test_L15_entries_stay_valid_when_the_store_moves(store: Store, tmp_path: Pat
     write_entry(store)
     store.root.rename(tmp_path / "moved")
     assert Store(tmp_path / "moved").check(SPEC).valid
+
+
+def test_L06_an_entry_is_synced_before_it_gets_its_name(store: Store, disk_calls: DiskCalls) -> None:
+    path = write_entry(store)
+    assert disk_calls.names == [path.name]
+    assert disk_calls.unsynced == [], "the entry would be empty after a power failure"
+
+
+def test_stats_are_the_size_times_and_inode_of_each_file(store: Store) -> None:
+    stat = write_entry(store).stat()
+    expected = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+    rows = store.stats("latents", [SPEC.key, OTHER.key])
+    assert [tuple(row) for row in rows.tolist()] == [expected, NO_STAT]
+    checked = store.check(SPEC).stat
+    assert checked is not None
+    assert astuple(checked) == expected

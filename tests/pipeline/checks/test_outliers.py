@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.checks.outliers import outliers
+from pipeline.checks.outliers import (
+    OUTLIER_MIN_SPREAD,
+    OUTLIER_MIN_VALUES,
+    OUTLIER_THRESHOLD,
+    outliers,
+)
 
 
 def test_only_values_many_times_the_median_are_outliers() -> None:
@@ -27,6 +34,16 @@ def test_log_normal_values_have_almost_no_outliers() -> None:
 def test_small_differences_among_equal_values_are_allowed() -> None:
     assert outliers([100.0] * 20 + [110.0, 160.0]).mask.sum() == 0
     assert outliers([100.0] * 20 + [170.0]).mask.sum() == 1
+
+
+def test_a_value_at_the_threshold_is_no_outlier_and_the_next_one_is() -> None:
+    """Half of the values are equal, so the spread is its lower bound and the limits are exact."""
+    values = [1.0] * (OUTLIER_MIN_VALUES - 1)
+    limit = math.exp(OUTLIER_THRESHOLD * OUTLIER_MIN_SPREAD)
+    for value, is_outlier in ((limit, False), (limit * (1 + 1e-12), True), (1 / limit, False)):
+        result = outliers([*values, value])
+        assert result.judged, f"{OUTLIER_MIN_VALUES} values are enough"
+        assert bool(result.mask[-1]) == is_outlier, f"{value!r} with the limits {result.low}, {result.high}"
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 6 + [1e9]])

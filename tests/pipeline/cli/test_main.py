@@ -110,12 +110,55 @@ def test_validate_checks_a_local_base_model(tmp_path: Path, base: str, message: 
     assert "fix:" in completed.stderr
 
 
-def test_validate_checks_that_the_datasets_exist(tmp_path: Path) -> None:
+def test_validate_checks_that_the_datasets_exist_and_suggests_the_closest_folder(tmp_path: Path) -> None:
     write(tmp_path)
-    (tmp_path / "photos").rmdir()
+    (tmp_path / "photos").rename(tmp_path / "fotos")
     completed = latentline("validate", "flowers", configs=tmp_path)
     assert completed.stderr.startswith("DatasetError: the dataset cannot be read")
-    assert "correct datasets[].path" in completed.stderr
+    assert f"did you mean {tmp_path}/fotos? Otherwise correct datasets[].path" in completed.stderr
+
+
+def test_wrong_usage_suggests_a_command_or_a_recipe(tmp_path: Path) -> None:
+    write(tmp_path)
+    for arguments, hint in {
+        ("validat",): "No such command 'validat'. Did you mean validate?",
+        ("frobnicate",): "Use one of new, validate, ",
+        ("validate",): "Missing argument 'RECIPE'. Use one of flowers.",
+    }.items():
+        completed = latentline(*arguments, configs=tmp_path)
+        assert completed.returncode == 2
+        assert hint in completed.stderr
+
+
+def test_provenance_of_a_recipe_name_suggests_its_output_folder(tmp_path: Path) -> None:
+    write(tmp_path)
+    completed = latentline("provenance", "flowers", configs=tmp_path)
+    assert completed.returncode == 1
+    assert f"fix:   pass the recipe's output folder: latentline provenance {tmp_path}/out" in completed.stderr
+    assert "such as outputs/flowers" in latentline("provenance", "none", configs=tmp_path).stderr
+
+
+def test_fixes_can_be_copied_and_name_what_exists(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = tmp_path / "out" / "runs" / "0123456789abcdef"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    for arguments, fix in {
+        ("export", "flowers", "--run", "abc"): "choose one of 0123456789abcdef",
+        ("new", "my roses", "--images", "x", "--base", "a/b"): (
+            "latentline new my_roses --images x --base a/b"
+        ),
+        ("convert-checkpoint", "none", "out"): "pass the path of a model in one .safetensors file",
+    }.items():
+        completed = latentline(*arguments, configs=tmp_path)
+        assert completed.returncode == 1
+        assert completed.stderr.endswith(f"fix:   {fix}\n")
+
+
+def test_the_help_shows_one_complete_line_per_command(tmp_path: Path) -> None:
+    _, _, commands = latentline("--help", configs=tmp_path).stdout.partition("Commands:\n")
+    assert len(commands.splitlines()) == len(COMMANDS)
+    assert "..." not in commands
 
 
 def test_validate_finds_another_recipe_with_the_same_output_folder(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from safetensors.numpy import save_file
 
 from pipeline.cli.main import latentline
 from pipeline.errors import LatentlineError, PathIsolationError, TrainingError
+from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
 
 OLD_S = 1_000_000_000
@@ -120,6 +121,23 @@ def test_explain_is_short_by_default_and_full_adds_hashes(cli: Any) -> None:
     assert re.search(r"content_hash +\"[0-9a-f]{64}", full)
 
 
+def test_explain_first_states_whether_a_sample_is_used_or_why_not(cli: Any, job: Job) -> None:
+    first_line = cli("explain", "sample", "cat").stdout.splitlines()[0]
+    assert first_line == "photos/cat.png: used for training; its cache entries are valid, not trained on yet"
+
+    job.entry("vae_latents").unlink()
+    first_line = cli("explain", "sample", "cat").stdout.splitlines()[0]
+    assert first_line.endswith("1 of 2 cache entries missing or damaged; the next job encodes them")
+
+    (job.recipe.datasets[0].path / "cat.txt").write_text(" ", encoding="utf-8")
+    validated = validate(job.recipe, job.tables.read("raw_images"), job.tables, log=print)
+    job.keep("validated_dataset", validated)
+    what, fix, stage, *_ = cli("explain", "sample", "cat").stdout.splitlines()
+    assert what.startswith("photos/cat.png: rejected by validated_dataset, ")
+    assert fix.startswith("fix: ")
+    assert stage == "rejected"
+
+
 def test_explain_as_json_keeps_every_row_of_a_stage(cli: Any, job: Job) -> None:
     text = job.tables.read("text_embeddings")
     further = text.with_columns(variant=pl.lit(1, pl.Int32), caption=pl.lit("a tabby"))
@@ -190,6 +208,55 @@ def test_I27_gc_rejects_a_folder_that_is_not_a_cache(cli: Any, tmp_path: Path) -
     assert (foreign_folder / "render.tmp").exists()
     (foreign_folder / "render.tmp").unlink()
     assert cli("gc", "--cache-dir", str(foreign_folder)).exit_code == 0, "a new cache is empty"
+
+
+def add_run(output_dir: Path, name: str, *, changed_s: float) -> Path:
+    """Create the folder of an unfinished run with 2 + 1,000 bytes in files."""
+    folder = output_dir / "runs" / name
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text("{}")
+    (folder / "optimizer.pt").write_bytes(b"x" * 1000)
+    for path in folder.iterdir():
+        os.utime(path, (changed_s, changed_s))
+    return folder
+
+
+def test_gc_deletes_old_runs_only_with_both_options(cli: Any, job: Job) -> None:
+    output_dir = job.recipe.output_dir
+    oldest, newest = (add_run(output_dir, digit * 16, changed_s=OLD_S + int(digit)) for digit in ("1", "2"))
+    cli("gc", "--delete")
+    assert oldest.exists(), "without --keep-runs, no run is deleted"
+
+    listing = cli("gc", "--keep-runs", "1")
+    assert listing.exit_code == 0
+    assert f"{output_dir / 'runs'}: 2 runs, 2 kB" in listing.stdout
+    assert re.search(rf"{newest.name} +1 kB .*2001-09-0[89].* unfinished +kept: newest", listing.stdout)
+    assert re.search(rf"{oldest.name} +1 kB .* unfinished +old", listing.stdout)
+    assert "nothing was deleted; latentline gc --keep-runs 1 --delete deletes 1 kB" in listing.stdout
+    assert "latentline gc sample --keep-runs 1 --delete" in cli("gc", "sample", "--keep-runs", "1").stdout
+    assert oldest.exists()
+
+    assert "deleted 1 folder, 1 kB" in cli("gc", "--keep-runs", "1", "--delete").stdout
+    assert (oldest.exists(), newest.exists()) == (False, True)
+    assert cli("verify", "sample").exit_code == 0, "caches are unchanged"
+
+
+def test_gc_deletes_no_run_while_a_recipe_has_mistakes(cli: Any, job: Job, tmp_path: Path) -> None:
+    run = add_run(job.recipe.output_dir, "1" * 16, changed_s=OLD_S)
+    (tmp_path / "configs" / "broken.yaml").write_text("datasets: [")
+    assert cli("gc", "--keep-runs", "0").exit_code == 0, "listing is harmless"
+    completed = cli("gc", "--keep-runs", "0", "--delete")
+    assert isinstance(completed.exception, LatentlineError)
+    assert "a recipe with mistakes may start from one: broken" in completed.exception.what
+    assert run.exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["--keep-runs", "1", "--cache-dir", "x"], ["sample", "--cache-dir", "x"], ["--keep-runs", "-1"]],
+)
+def test_gc_refuses_options_that_exclude_each_other(cli: Any, options: list[str]) -> None:
+    assert cli("gc", *options).exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify", "gc"])

@@ -96,7 +96,7 @@ def test_a_plain_sub_folder_does_not_lose_the_repeats_of_the_others(configs: Pat
     assert datasets["sks_dog"].captions.fallback == "sks dog"
     assert datasets["sks_Dog-2"].captions.fallback is None
     assert "repeats: 10, class tokens 'sks dog'" in output
-    assert "Blüten & Gräser: 2 images, shown once; its name has no repeats" in output
+    assert "Blüten & Gräser: 2 images, captions from .txt, shown once; its name has no repeats" in output
     assert "4 images next to the sub-folders; move them into a sub-folder" in output
 
 
@@ -118,6 +118,34 @@ def test_sd_scripts_folders_below_img_and_reg_become_datasets(configs: Path, tmp
         ("sks_dog", 10, "10_sks dog"),
         ("dog", 1, "1_dog"),
     ]
+
+
+def test_images_that_sd_scripts_does_not_read_are_reported_and_not_trained_on(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "project" / "img" / "10_sks_Kätzchen", 3, ".txt")
+    images(tmp_path / "project" / "img" / "10_sks_Kätzchen" / "masks", 2)
+    images(tmp_path / "project" / "img" / "2_empty" / "inner", 2)
+    images(tmp_path / "project" / "reg" / "1_cat", 2)
+    images(tmp_path / "project" / "model" / "sample", 4)
+    output = new("cats", tmp_path / "project")
+    sks, cat = written(configs, "cats").datasets
+    assert (sks.name, sks.exclude, cat.exclude) == ("sks_Kaetzchen", ("*/*",), ())
+    assert cat.captions.text == "cat"
+    assert "10_sks_Kätzchen: 2 images in its sub-folders, which sd-scripts does not read either" in output
+    assert "2_empty: 2 images in its sub-folders, which sd-scripts does not read" in output
+    assert "model: 4 images; to use this folder too, add a dataset with its path" in output
+    assert "1_cat: its images are ordinary training images now" in output
+    assert "class tokens 'sks_Kätzchen'" in output
+
+
+def test_caption_files_with_several_lines_in_sd_scripts_folders_are_reported(
+    configs: Path, tmp_path: Path
+) -> None:
+    images(tmp_path / "train" / "10_sks dog", 3, ".txt", "a dog\n\n")
+    assert "several lines" not in new("one", tmp_path / "train")
+    (tmp_path / "train" / "10_sks dog" / "1.txt").write_text("a dog\nof mine\n")
+    assert "1 caption with several lines: sd-scripts reads the first one" in new("two", tmp_path / "train")
 
 
 def test_captions_with_two_suffixes_are_both_used(configs: Path, tmp_path: Path) -> None:

@@ -114,6 +114,24 @@ def test_I10_the_background_shows_through_transparent_palettes() -> None:
     assert np.abs(decoded(some, (0, 0, 0)) - [[[51, 0, 0], [0, 0, 255]]]).max() <= 1
 
 
+@pytest.mark.parametrize(
+    ("mode", "transparent", "shown"),
+    [
+        ("1", 0, [[9, 8, 7], [255, 255, 255]]),
+        ("1", 255, [[0, 0, 0], [9, 8, 7]]),
+        ("L", 0, [[9, 8, 7], [255, 255, 255]]),
+        ("L", 255, [[0, 0, 0], [9, 8, 7]]),
+        ("RGB", (0, 0, 0), [[9, 8, 7], [255, 255, 255]]),
+        ("RGB", (255, 255, 255), [[0, 0, 0], [9, 8, 7]]),
+    ],
+)
+def test_I10_the_background_shows_through_the_transparent_colour_of_every_mode(
+    mode: str, transparent: int | tuple[int, ...], shown: list[list[int]]
+) -> None:
+    image = Image.fromarray(np.array([[0, 255]], dtype=np.uint8)).convert(mode)
+    assert decoded(saved(image, transparency=transparent), (9, 8, 7)).tolist() == [shown]
+
+
 def test_I10_the_background_shows_through_the_transparent_level_of_16_bit_grey() -> None:
     levels = np.array([[0, 257, 65535]], dtype=np.uint16)
     pixels = decoded(saved(Image.fromarray(levels), transparency=257), (9, 8, 7))

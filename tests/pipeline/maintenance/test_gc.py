@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.cache.folder import CacheFile, LocalCacheFolder
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.users import register_user, unregister_user
 from pipeline.errors import StoreError, TableError
-from pipeline.maintenance.gc import delete, survey
+from pipeline.maintenance.gc import GRACE_S, delete, survey
 from pipeline.storage.atomic import temp_name
 from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.samples import training_inputs
@@ -178,3 +181,37 @@ def test_L13_nothing_is_an_orphan_while_a_table_or_registration_cannot_be_read(j
 
 def test_a_missing_cache_has_no_entries(tmp_path: Path) -> None:
     assert survey(tmp_path / "none").entries == 0
+
+
+def test_L13_files_of_unknown_age_are_never_deleted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some object stores do not state when a file was written."""
+
+    class AgelessFolder(LocalCacheFolder):
+        def files(self) -> Iterator[CacheFile]:
+            yield from (replace(file, modified_s=None) for file in super().files())
+
+    latent, text = drop_sample(job)
+    leftover = job.recipe.cache_dir / temp_name()
+    leftover.write_bytes(b"partial")
+    make_all_files_old(job)
+    monkeypatch.setattr("pipeline.maintenance.gc.cache_folder", AgelessFolder)
+    surveyed = survey(job.recipe.cache_dir)
+    assert (surveyed.orphans, surveyed.leftovers, surveyed.young) == ({}, {}, 2)
+    assert delete(job.recipe.cache_dir, surveyed) == (0, 0)
+    assert latent.exists()
+    assert text.exists()
+
+
+@pytest.mark.parametrize(("older_s", "is_orphan"), [(0, False), (1, True)], ids=["at the limit", "older"])
+def test_L13_an_entry_is_an_orphan_only_beyond_the_grace_period(
+    job: Job, monkeypatch: pytest.MonkeyPatch, older_s: int, is_orphan: bool
+) -> None:
+    latent, _ = drop_sample(job)
+    now_s = 1_900_000_000
+    written_s = now_s - GRACE_S - older_s
+    os.utime(latent, (written_s, written_s))
+    monkeypatch.setattr("time.time", lambda: now_s)
+    orphans = survey(job.recipe.cache_dir).orphans
+    assert (latent.name in {Path(name).name for name in orphans}) == is_orphan, (
+        f"{older_s} s beyond the limit"
+    )

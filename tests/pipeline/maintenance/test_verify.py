@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 from pathlib import Path
-from typing import Any
 
 import polars as pl
 import pytest
@@ -13,17 +12,15 @@ from pipeline.cache.requests import stat_columns
 from pipeline.cache.store import EntryStat, Store
 from pipeline.checks.findings import CheckContext
 from pipeline.maintenance import verify as verification
+from pipeline.maintenance.forecast import forecast
 from pipeline.maintenance.verify import BadEntry, needed_entries, verify
 from pipeline.vae_latents import checks as vae_latents
+from pipeline.vae_latents.stage import cache_latents
 from tests.pipeline.cached_job import ASSETS, Job
 
 
-def passed_on(states: Iterator[Any]) -> Iterator[Any]:
-    yield from states
-
-
 def bad_entries_of(job: Job) -> list[BadEntry]:
-    return verify(job.recipe, needed_entries(job.recipe, job.tables), passed_on)
+    return verify(job.recipe, needed_entries(job.recipe, job.tables), log=print)
 
 
 def rot(job: Job, path: Path) -> None:
@@ -86,3 +83,22 @@ def test_a_repair_encodes_the_bad_entries_and_keeps_the_others(
     assert bad_entries_of(job) == []
     assert all(finding.passed for finding in vae_latents.run(CheckContext(job.recipe, job.tables)))
     assert log
+
+
+def test_verification_reports_its_progress(job: Job, progress_lines: list[str]) -> None:
+    needed = needed_entries(job.recipe, job.tables)
+    verify(job.recipe, needed, log=progress_lines.append)
+    assert progress_lines[-1].startswith(f"cache entries verified: {len(needed)} of {len(needed)}, ")
+
+
+def test_jobs_and_plans_report_how_many_entries_they_read(job: Job, progress_lines: list[str]) -> None:
+    """A cache that was copied has new stats, so all entries are read and none is encoded."""
+    for path in job.recipe.cache_dir.rglob("*.safetensors"):
+        os.utime(path)
+    forecast(job.recipe, job.tables, log=progress_lines.append)
+    assert any(line.startswith("cache entries checked: 5 of 5, ") for line in progress_lines)
+
+    progress_lines.clear()
+    buckets = job.tables.read("aspect_buckets")
+    cache_latents(job.recipe, buckets, job.tables, launch=job.launch, log=progress_lines.append)
+    assert any(line.startswith("cache entries checked: 5 of 5, ") for line in progress_lines)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from pipeline.errors import ModelError
+from pipeline.models.convert.header import read_header
 from pipeline.models.diffusers_folder import (
     read_json,
     require_whole,
@@ -15,6 +19,7 @@ from pipeline.models.diffusers_folder import (
     weight_files,
     weight_variant,
 )
+from pipeline.models.fingerprints import Fingerprints, ModelPart
 
 
 def touch(folder: Path, *names: str) -> None:
@@ -107,3 +112,74 @@ def test_a_truncated_weight_file_is_found_by_its_header(tmp_path: Path) -> None:
         with pytest.raises(ModelError, match=f"it has {len(data)} bytes") as excinfo:
             require_whole(file)
         assert (excinfo.value.where, excinfo.value.fix) == (str(file), "download the model again")
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/etc/passwd", "a\\b.safetensors", "..", "a\0b"])
+def test_a_shard_outside_of_the_folder_of_its_index_is_refused(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "unet"
+    folder.mkdir()
+    touch(tmp_path, "outside.safetensors")
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ModelError, match="must name files in its own folder, got ") as excinfo:
+        weight_files(folder)
+    assert excinfo.value.where == str(index)
+    assert excinfo.value.fix
+
+
+@pytest.mark.parametrize("weight_map", [[], {"a": 3}, {"a": ["b"]}, "x", None])
+def test_a_weight_index_without_file_names_is_refused(tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ModelError, match="the weight index names missing files"):
+        weight_files(tmp_path)
+
+
+def write_header_bomb(path: Path, header: bytes = b"", *, num_bytes: int | None = None) -> None:
+    """Write a safetensors file with `header`, or a sparse one that claims a header of `num_bytes`."""
+    claimed = len(header) if num_bytes is None else num_bytes
+    with path.open("wb") as file:
+        file.write(claimed.to_bytes(8, "little") + header)
+        file.truncate(8 + claimed + 8)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("read", [require_whole, read_header])
+def test_a_header_that_claims_gigabytes_is_not_read(tmp_path: Path, read: Callable[[Path], object]) -> None:
+    file = tmp_path / "model.safetensors"
+    write_header_bomb(file, num_bytes=6 * 10**9)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ModelError, match="truncated"):
+            read(file)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 100e6
+
+
+@pytest.mark.parametrize("read", [require_whole, read_header])
+@pytest.mark.parametrize("header", [b"[" * 100_000, b'{"a":' * 100_000, b"[]", b"3", b'{"a": []}'])
+def test_a_deep_or_wrong_header_is_an_error_with_a_fix(
+    tmp_path: Path, read: Callable[[Path], object], header: bytes
+) -> None:
+    file = tmp_path / "model.safetensors"
+    write_header_bomb(file, header)
+    with pytest.raises(ModelError, match="truncated") as excinfo:
+        read(file)
+    assert excinfo.value.fix
+
+
+@pytest.mark.timeout(30)
+def test_a_deep_endless_or_huge_configuration_is_an_error_with_a_fix(tmp_path: Path) -> None:
+    (tmp_path / "deep.json").write_text('{"a":' * 100_000)
+    (tmp_path / "device.json").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "fifo.json")
+    with (tmp_path / "huge.json").open("wb") as file:
+        file.truncate(6 * 10**9)
+    for name in ("deep", "device", "fifo", "huge"):
+        with pytest.raises(ModelError, match="a file of the base model is unreadable") as excinfo:
+            read_json(tmp_path / f"{name}.json")
+        assert excinfo.value.where == str(tmp_path / f"{name}.json")
+        part = ModelPart("vae", (tmp_path / f"{name}.json",), ())
+        with pytest.raises(ModelError, match="a file of the base model is unreadable"):
+            Fingerprints(tmp_path).of([part])

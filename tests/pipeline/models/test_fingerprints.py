@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import time
@@ -11,7 +12,7 @@ import pytest
 from pipeline.cache.keys import LatentInputs, TextInputs, latent_key, text_key
 from pipeline.errors import ModelError
 from pipeline.images.geometry import Crop, Size
-from pipeline.models.fingerprints import Fingerprints, ModelPart
+from pipeline.models.fingerprints import Fingerprints, ModelPart, canonical_hash
 
 LATENT = LatentInputs(
     content_hash="aa",
@@ -170,3 +171,37 @@ def test_an_infinite_setting_of_a_solver_counts(tmp_path: Path, part: ModelPart)
         part.configs[0].write_text(f'{{"lambda_min_clipped": {value}}}')
         fingerprints.add(fingerprint(tmp_path, part))
     assert len(fingerprints) == 3
+
+
+def test_hashing_reports_its_progress_in_megabytes_and_a_known_hash_is_not_computed(
+    tmp_path: Path, progress_lines: list[str]
+) -> None:
+    for name, num_bytes in (("one", 3_000_000), ("two", 2_500_000)):
+        file = tmp_path / name
+        file.write_bytes(b"x" * num_bytes)
+        os.utime(file, (1e9, 1e9))
+    part = ModelPart("vae", (), (tmp_path / "one", tmp_path / "two"))
+    fingerprint = Fingerprints(tmp_path, log=progress_lines.append).of([part])
+    assert progress_lines[-1].startswith("model weights hashed: 5 of 5 MB, ")
+    assert " MB/s, 0:0" in progress_lines[-1]
+    assert Fingerprints(tmp_path / "other").of([part]) == fingerprint
+
+    contents = [hashlib.sha256(path.read_bytes()).hexdigest() for path in part.contents]
+    facts = [{"role": "vae", "configs": [], "contents": contents}]
+    assert fingerprint == canonical_hash(facts), "as one call of hashlib per file"
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["edited in place", "replaced by another file"])
+def test_L04_a_file_with_the_same_size_and_time_stamp_is_hashed_again(
+    tmp_path: Path, part: ModelPart, monkeypatch: pytest.MonkeyPatch, replaced: bool
+) -> None:
+    """Copying tools restore the modification time, so only the change time and the inode show the change."""
+    monkeypatch.setattr("pipeline.models.fingerprints._RACY_NS", -(10**18))
+    path = part.contents[0]
+    old(path)
+    before, size = fingerprint(tmp_path, part), path.stat().st_size
+    if replaced:
+        path.unlink()
+    path.write_bytes(bytes(size))
+    old(path)
+    assert fingerprint(tmp_path, part) != before, "the remembered hash of the earlier content was used"

@@ -118,6 +118,45 @@ def test_an_error_of_meanwhile_ends_the_process_and_is_raised(order: Path) -> No
     assert processes_of(order) == []
 
 
+REPORTING_ENTRY = """
+import sys, time
+from pathlib import Path
+from pipeline.errors import TrainingError
+from pipeline.processes.pipes import reporter
+with reporter() as report:
+    report.info("half of the work is done")
+    while not Path(sys.argv[1]).exists():
+        time.sleep(0.01)
+    if Path(sys.argv[1]).read_text() == "fail":
+        raise TrainingError("loss is NaN", where="step 3", fix="lower it")
+    report.info("all of it is done")
+"""
+
+
+@pytest.mark.parametrize("ending", ["end", "fail"])
+def test_lines_are_logged_while_the_process_runs_and_an_error_is_only_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    (tmp_path / "reporting_entry.py").write_text(REPORTING_ENTRY, encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("pipeline.processes.launch.WITHOUT_ACCELERATE", ("reporting_entry",))
+    order, lines = tmp_path / "order.json", list[str]()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        (tmp_path / "ending").write_text(ending, encoding="utf-8")
+        (tmp_path / "ending").replace(order)
+
+    launch = LocalLaunch(AccelerateSettings(), log)
+    if ending == "fail":
+        with pytest.raises(TrainingError, match="loss is NaN"):
+            launch("reporting_entry", order)
+        assert lines == ["half of the work is done"]
+    else:
+        launch("reporting_entry", order)
+        assert lines == ["half of the work is done", "all of it is done"]
+
+
 def test_the_error_that_a_process_wrote_is_raised(tmp_path: Path) -> None:
     file = tmp_path / "error.json"
     file.write_text(json.dumps({"kind": "TrainingError", "what": "a", "where": "b", "fix": "c"}), "utf-8")

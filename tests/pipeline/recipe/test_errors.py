@@ -247,6 +247,30 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
     ),
     (dataset(captions={"fallback_encoding": "x"}), "datasets[0].captions.fallback_encoding", "'x'", "cp1252"),
     (
+        dataset(captions={"placeholder": "[trigger]"}),
+        "datasets[0].captions.placeholder",
+        "placeholder requires a trigger word",
+        "set trigger",
+    ),
+    (
+        dataset(exclude=["../masks"]),
+        "datasets[0].exclude[0]",
+        "got '../masks'",
+        "use a pattern such as masks",
+    ),
+    (
+        dataset(exclude=["old\\masks"]),
+        "datasets[0].exclude[0]",
+        "must separate folders with /",
+        "use old/masks",
+    ),
+    (
+        dataset(path="photos.csv", exclude=["masks"], captions={"from": "column"}),
+        "datasets[0].exclude",
+        "exclude requires a folder, got the manifest photos.csv",
+        "set filters.where",
+    ),
+    (
         dataset(captions={"from": "column"}),
         "datasets[0].captions.from",
         "requires a manifest, got path photos",

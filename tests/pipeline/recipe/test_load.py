@@ -1,5 +1,6 @@
 """Recipes load from files, or one error lists every mistake with file, line, key and fix."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -157,6 +158,21 @@ def test_a_missing_file_and_a_folder_are_refused(tmp_path: Path):
     assert "cannot read the recipe: Is a directory" in error_of(tmp_path / "folder.yaml")
 
 
+@pytest.mark.timeout(20)
+def test_a_fifo_a_device_and_a_huge_file_are_refused_without_being_read(tmp_path: Path):
+    os.mkfifo(tmp_path / "fifo.yaml")
+    (tmp_path / "device.yaml").symlink_to("/dev/zero")
+    with (tmp_path / "huge.yaml").open("wb") as file:
+        file.truncate(6 * 10**9)
+
+    reasons = {each.name: each.error.what for each in load_recipe_folder(tmp_path).broken}
+    assert reasons == {
+        "device": "cannot read the recipe: it is not a regular file",
+        "fifo": "cannot read the recipe: it is not a regular file",
+        "huge": "cannot read the recipe: a recipe must have at most 4,000,000 bytes",
+    }
+
+
 def test_recipes_are_the_yaml_files_directly_in_the_folder_sorted_by_name(tmp_path: Path):
     (tmp_path / "examples").mkdir()
     for name in ("b", "a", "examples/c", "._a", ".hidden"):
@@ -285,3 +301,39 @@ def test_O03_loading_recipes_imports_nothing_heavy():
         "PIL",
     }
     assert heavy & set(completed.stdout.split()) == set()
+
+
+SECRETS = (
+    "http://me:s3cr3t@host/photos",
+    "https://s3cr3t@host/photos",
+    "zip://p::https://me:s3cr3t@host/a.zip",
+)
+
+
+@pytest.mark.parametrize("address", SECRETS)
+@pytest.mark.parametrize("key", ["path: data/photos", "output_dir: outputs/NAME", "base: owner/name"])
+def test_H05_an_address_with_a_password_is_a_mistake_that_does_not_repeat_it(
+    tmp_path: Path, address: str, key: str
+):
+    text = GOOD.replace(key, f'{key.partition(":")[0]}: "{address}"')
+    if key.startswith("base"):
+        text += "buckets: {step: none}\n"  # whether a model exists is checked later
+    with pytest.raises(RecipeError) as excinfo:
+        load_recipe(write(tmp_path, "small", text))
+    assert "s3cr3t" not in str(excinfo.value)
+    assert excinfo.value.fix
+    if key.startswith("path"):
+        assert "the address must not contain a user or password" in excinfo.value.what
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "sftp://user@host/photos",
+        "abfs://container@account.dfs.core.windows.net/photos",
+        "github://a:b@main/c",
+    ],
+)
+def test_an_address_without_a_password_may_contain_an_at_sign(tmp_path: Path, address: str):
+    recipe = load_recipe(write(tmp_path, "small", GOOD.replace("data/photos", f'"{address}"')))
+    assert str(recipe.datasets[0].path) == address

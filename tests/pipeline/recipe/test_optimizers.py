@@ -1,3 +1,5 @@
+import json
+import re
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ def recipe(**training: Any) -> Recipe:
     "training",
     [
         {"optimizer": "prodigy", "optimizer_arguments": {"d_coef": 0.5, "betas": [0.9, 0.99]}},
+        {"optimizer": "adafactor", "optimizer_arguments": {"eps": [None, 1e-4]}},
+        {"optimizer": "adafactor", "optimizer_arguments": {"eps": [1e-30, 1e-4]}},
         {"optimizer": "torch.optim.NAdam", "optimizer_arguments": {"anything": "checked in training"}},
         {"optimizer": "schedule_free", "warmup_steps": 10},
         {"lr_scheduler": "wsd", "decay_steps": 100},
@@ -37,6 +41,23 @@ def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
         ({"optimizer_arguments": {"weigth_decay": 0.1}}, "did you mean weight_decay?"),
         ({"optimizer_arguments": {"lr": 0.1}}, "set training.learning_rate"),
         ({"optimizer": "torch.optim.SGD", "optimizer_arguments": {"lr": 0.1}}, "set training.learning_rate"),
+        ({"optimizer_arguments": {"betas": [None, 0.9]}}, "write betas: [0.9, 0.999]"),
+        ({"optimizer_arguments": {"eps": "1e-8"}}, "write eps: 1.0e-8"),
+        ({"optimizer_arguments": {"weight_decay": [0.1]}}, "weight_decay must be a number, got [0.1]"),
+        ({"optimizer_arguments": {"amsgrad": 1}}, "amsgrad must be true or false, got 1"),
+        (
+            {"optimizer": "prodigy", "optimizer_arguments": {"beta3": "x"}},
+            "beta3 must be a number or null, got",
+        ),
+        ({"optimizer_arguments": {"betas": 0.9}}, "betas must be a list of 2 numbers, got 0.9"),
+        (
+            {"optimizer": "adafactor", "optimizer_arguments": {"eps": [1e-30, None]}},
+            "a list of 2 numbers, the first of which may be null, got [1e-30, null]",
+        ),
+        (
+            {"optimizer": "adafactor", "optimizer_arguments": {"eps": [None, 1e-3, 1.0]}},
+            "eps: [null, 0.001]",
+        ),
         ({"optimizer": "schedule_free", "lr_scheduler": "cosine"}, "set lr_scheduler: constant"),
         ({"lr_scheduler": "wsd"}, "needs decay_steps"),
         ({"lr_scheduler": "wsd", "decay_steps": 990, "warmup_steps": 20}, "use at most 980"),
@@ -51,5 +72,14 @@ def test_a_valid_combination_is_accepted(training: dict[str, Any]) -> None:
     ids=str,
 )
 def test_a_contradiction_is_a_mistake_with_a_fix(training: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message.replace("?", r"\?")):
+    with pytest.raises(RecipeError, match=re.escape(message)):
         recipe(**training)
+
+
+@pytest.mark.parametrize("value", [[None, "x"], {"a": 1}, [True, 0.9], [[0.9], 0.9]], ids=str)
+def test_an_argument_of_another_type_is_one_mistake(value: Any) -> None:
+    with pytest.raises(RecipeError) as excinfo:
+        recipe(optimizer="adafactor", optimizer_arguments={"eps": value})
+    assert excinfo.value.what.startswith("the argument must be a number, true, false, text, null or a list")
+    assert "training.optimizer_arguments.eps" in excinfo.value.where
+    assert json.dumps(value) in excinfo.value.what

@@ -1,6 +1,7 @@
 """YAML becomes plain data with the line of every key, and flaws are collected with line and fix."""
 
 import json
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -116,6 +117,11 @@ def test_anchors_and_merges_are_resolved_and_explicit_keys_win():
         ('"\\ud800": 1', 1, "a key must be valid text, got '\\ud800'"),
         ("? [1, 2]\n: 3", 1, "a key must be text, got a list or a mapping"),
         ("[" * 3000, 1, "lists or mappings are nested too deeply"),
+        ("a:\n " + "[" * 150 + "]" * 150, 2, "lists or mappings are nested too deeply"),
+        ("a: " + "{b: " * 450 + "}" * 450, 1, "lists or mappings are nested too deeply"),
+        ("a: 0x" + "F" * 5000, 1, "invalid value 0xFFFFFFFF"),
+        ("a: [" + "1, " * 11_000 + "]", 1, "the document must have at most 10,000 values"),
+        ("a: " + "b" * 1_000_001, 1, "the document must have at most 1,000,000 characters, got 1,000,004"),
     ],
 )
 def test_a_flaw_is_reported_with_its_line(text: str, line: int, what: str):
@@ -123,6 +129,30 @@ def test_a_flaw_is_reported_with_its_line(text: str, line: int, what: str):
     assert flaw.line == line
     assert flaw.what.startswith(what)
     assert flaw.fix
+
+
+ALIASES_OF_ALIASES = "l0: &l0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"l{level}: &l{level} [{', '.join([f'*l{level - 1}'] * 9)}]\n" for level in range(1, 9)
+)
+MERGES_OF_MERGES = "m: &m {" + ", ".join(f"k{index}: 1" for index in range(200)) + "}\n"
+MERGES_OF_MERGES += "".join(f"n{index}: {{<<: [*m, *m, *m]}}\n" for index in range(200))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", [ALIASES_OF_ALIASES, MERGES_OF_MERGES], ids=["lists", "merges"])
+def test_a_few_aliases_cannot_fill_the_memory(text: str):
+    tracemalloc.start()
+    try:
+        document = parse(text)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    (flaw,) = document.flaws
+    assert flaw.what.startswith("the document must have at most 10,000 values, counting each alias")
+    assert "remove aliases" in flaw.fix
+    assert document.data is None
+    assert peak_bytes < 50e6
 
 
 @given(st.text(max_size=200))

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from pipeline.reporting.progress import ProgressLines, progress
+from pipeline.reporting.progress import ProgressLines, phase, progress
 from pipeline.reporting.terminal import TERMINAL_VARIABLE
 
 
@@ -78,22 +78,32 @@ def test_counted_work_writes_a_line_after_5_s_and_then_every_30_s() -> None:
 def test_each_slow_phase_of_a_start_is_named_within_5_s() -> None:
     """Three phases of 2, 20 and 50 s, after which the first step is done."""
     recorded = Recorded()
-    for phase, seconds in [
+    for name, seconds in [
         ("importing torch", 2.0),
         ("loading the transformer (2/3)", 20.0),
         ("first step", 50.0),
     ]:
-        recorded.lines.phase(phase)
+        recorded.lines.phase(name)
         recorded.advance(seconds)
     recorded.lines.count(1, 10, "training", unit="step")
     recorded.advance(8.0)
     assert list(zip(recorded.at_s, [text.split(":")[0] for text in recorded.texts], strict=True)) == [
         (5.0, "loading the transformer (2/3)"),
-        (22.5, "first step"),
-        (52.5, "first step"),
-        (72.5, "training"),
+        (24.0, "first step"),
+        (54.0, "first step"),
+        (74.0, "training"),
     ]
     assert recorded.texts[0] == "loading the transformer (2/3): 0:03 elapsed, 7.9 GiB of GPU memory"
+
+
+def test_phases_of_less_than_2_s_write_no_lines() -> None:
+    recorded = Recorded()
+    for step in (10, 20, 30):
+        recorded.lines.phase(f"saving the checkpoint of step {step}")
+        recorded.advance(1.5)
+        recorded.lines.count(step, 30, "training", unit="step")
+        recorded.advance(5.0)
+    assert [text.split(",")[0] for text in recorded.texts] == ["training: step 10 of 30"]
 
 
 def test_the_speed_of_a_resumed_run_excludes_earlier_steps() -> None:
@@ -123,8 +133,8 @@ def test_the_last_line_is_written_once_and_a_phase_does_not_reset_the_count() ->
 
 
 def test_L16_stalled_work_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
-    monkeypatch.setattr("pipeline.reporting.progress.LINE_INTERVAL_S", 0.001)
+    for name in ("FIRST_LINE_S", "LINE_INTERVAL_S"):
+        monkeypatch.setattr(f"pipeline.reporting.progress.{name}", 0.001)
     has_two_lines = threading.Event()
     lines: list[str] = []
 
@@ -137,6 +147,32 @@ def test_L16_stalled_work_is_still_reported(monkeypatch: pytest.MonkeyPatch) -> 
         assert has_two_lines.wait(20)
     assert lines[0].startswith("images read: 7 of 9, 0:0")
     assert lines[0].endswith(" GiB of memory")
+
+
+def test_measured_work_names_its_unit_and_its_total_may_grow() -> None:
+    recorded = Recorded()
+    recorded.lines.count(0, 2000, "downloading a/b", measure="MB")
+    recorded.clock.now_s += 20
+    recorded.lines.count(1200, 5000, "downloading a/b", measure="MB")
+    recorded.lines.tick()
+    assert recorded.texts == [
+        "downloading a/b: 1,200 of 5,000 MB, 60 MB/s, 0:20 elapsed, about 1:03 left, 7.9 GiB of GPU memory"
+    ]
+
+
+def test_work_that_cannot_be_counted_reports_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.reporting.progress.FIRST_LINE_S", 0.001)
+    monkeypatch.setattr("pipeline.reporting.progress.TICK_S", 0.001)
+    has_line = threading.Event()
+    lines: list[str] = []
+
+    def log(text: str) -> None:
+        lines.append(text)
+        has_line.set()
+
+    with phase("listing the cache", log=log):
+        assert has_line.wait(20)
+    assert lines[0].startswith("listing the cache: 0:00 elapsed, ")
 
 
 def test_short_work_reports_nothing_and_errors_pass_through(capfd: pytest.CaptureFixture[str]) -> None:

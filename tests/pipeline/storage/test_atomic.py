@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.reporting.reports import write_report
 from pipeline.storage.atomic import TEMP_SUFFIX, is_temp_name, write_atomically, write_bytes, write_text
+from pipeline.storage.tables import Tables, empty
+from tests.pipeline.disk_calls import DiskCalls
 from tests.pipeline.namespaces import namespace
 
 
@@ -67,3 +70,14 @@ def test_L14_a_full_disk_names_the_file_and_leaves_tables_and_reports_unchanged(
         "no temporary file"
     )
     assert observed["rows_with_room"] == 3
+
+
+def test_L06_a_file_is_synced_before_it_gets_its_name(tmp_path: Path, disk_calls: DiskCalls) -> None:
+    write_text(tmp_path / "run.json", "{}")
+    write_report(tmp_path, "raw_images", {"samples": 0})
+    tables = Tables(tmp_path)
+    tables.write("raw_images", empty("raw_images"))
+    tables.write_rejected("raw_images", empty("rejected"))
+    written = ["run.json", "raw_images.json", *["raw_images.parquet"] * 2, "rejected.parquet"]
+    assert [name for name in disk_calls.names if not is_temp_name(name)] == written
+    assert disk_calls.unsynced == [], "these files would be empty after a power failure"

@@ -16,6 +16,7 @@ from pipeline.recipe import recipe_from_mapping
 from pipeline.recipe.gates import SPECS
 from pipeline.storage.tables import Tables
 from pipeline.trained_lora import checks as trained_lora
+from pipeline.trained_lora.checks import MIN_STEPS, RISE
 from pipeline.trained_lora.export.lora_files import ADAPTER_METADATA_KEY, LAYOUTS, LoraModule, layout_file
 from pipeline.trained_lora.run_folder import RunLayout, run_folder
 
@@ -180,16 +181,27 @@ def test_R06_an_adapter_without_a_finite_effect_on_the_output_fails_output_chang
     assert result.failed() == {"output_changed"}
 
 
-def test_a_loss_that_does_not_fall_is_a_warning_only_after_enough_steps(result: Result) -> None:
-    result.trend = {"first": 0.9, "last": 0.95, "error": 0.05}
-    result.record()
-    assert result.failed() == set()
-    values = result.recipe.training.model_copy(update={"steps": 50})
+@pytest.mark.parametrize(
+    ("steps", "last", "failed"),
+    [
+        (MIN_STEPS, 0.95, True),
+        (MIN_STEPS, 0.9, True),
+        (MIN_STEPS, 0.899, False),
+        (MIN_STEPS - 1, 0.95, False),
+    ],
+    ids=["higher", "equal", "lower", "too few steps"],
+)
+def test_a_loss_that_does_not_fall_is_a_warning_only_after_enough_steps(
+    result: Result, steps: int, last: float, failed: bool
+) -> None:
+    result.trend = {"first": 0.9, "last": last, "error": 0.05}
+    values = result.recipe.training.model_copy(update={"steps": steps})
     result.recipe = result.recipe.model_copy(update={"training": values})
-    result.metrics = [{"step": step, "loss": 0.5} for step in range(50)]
-    result.record(steps=50)
-    assert result.failed() == {"loss_fell"}
-    assert "0.900 to 0.950" in result.findings()["loss_fell"].summary
+    result.metrics = [{"step": step, "loss": 0.5} for step in range(steps)]
+    result.record(steps=steps)
+    assert result.failed() == ({"loss_fell"} if failed else set())
+    if failed:
+        assert f"0.900 to {last:.3f}" in result.findings()["loss_fell"].summary
 
 
 def test_a_rising_validation_loss_is_a_warning_that_names_the_best_step(result: Result) -> None:
@@ -199,6 +211,8 @@ def test_a_rising_validation_loss_is_a_warning_that_names_the_best_step(result: 
         return result.failed()
 
     assert failed_after(0.5, 0.4, 0.402) == set()
+    assert failed_after(0.5, 0.4, RISE * 0.4) == set(), "the limit itself is allowed"
+    assert failed_after(0.5, 0.4, np.nextafter(RISE * 0.4, 1).item()) == {"validation_loss"}
     assert failed_after(0.5, 0.4, 0.45) == {"validation_loss"}
     assert "0.4000 at step 1" in result.findings()["validation_loss"].summary
     assert failed_after(0.5, 0.4, 0.45, 0.39) == set()

@@ -1,64 +1,165 @@
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
+import polars as pl
 import pytest
 
-from pipeline.cache.requests import RecipeEntries
+from pipeline.aspect_buckets.stage import assign_buckets
+from pipeline.cache.requests import RecipeEntries, caption_variants
+from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.schema import all_keys
+from pipeline.storage.tables import SCHEMAS, frame
 from pipeline.trained_lora.fingerprint import describe_difference, log_differences, run_facts, run_id
 from pipeline.trained_lora.samples import training_inputs
+from tests.pipeline.recipe_effects import DECIDES_ROWS, EFFECTS, Values, merged
 
-if TYPE_CHECKING:
-    from conftest import Project
-
-
-def id_of(project: Project) -> str:
-    entries = RecipeEntries(project.recipe)
-    inputs = training_inputs(project.recipe, entries, project.latents, project.text)
-    return run_id(run_facts(project.recipe, entries, inputs))
+SIZES_HW = [(40, 48), (60, 200), (110, 130), (200, 64), (96, 96), (140, 90)]
+"""Original sizes of the images: one smaller than its bucket, and both orientations."""
 
 
-@pytest.mark.parametrize(
-    "update",
-    [
-        {"seed": 8},
-        {"batch_size": 3},
-        {"gradient_accumulation": 1},
-        {"learning_rate": 1e-3},
-        {"max_grad_norm": 2.0},
-        {"warmup_steps": 1},
-        {"lr_scheduler": "linear"},
-        {"num_processes": 2},
-    ],
-)
-def test_every_setting_that_decides_the_weights_changes_the_run_id(
-    make_project: Callable[..., Project], update: dict[str, Any]
+@dataclass(frozen=True)
+class Ids:
+    """Everything that a recipe's settings decide about its cache and its run."""
+
+    latents: tuple[str, ...]
+    text: tuple[str, ...]
+    run: str
+
+
+class Samples:
+    """Rows of validated_dataset, and the keys and run ids that recipes give them. Nothing is encoded."""
+
+    def __init__(self, folder: Path, base: Path, other_base: Path) -> None:
+        self.paths = {
+            "@folder@": str(folder),
+            "@other_base@": str(other_base),
+            "@lora_file@": str(folder / "lora.safetensors"),
+        }
+        (folder / "lora.safetensors").write_bytes(b"weights")
+        self.values = {
+            "datasets": [{"name": "photos", "path": str(folder / "photos")}],
+            "cache_dir": str(folder / "cache"),
+            "output_dir": str(folder / "out"),
+            "model": {"base": str(base)},
+            "buckets": {"resolution": 64, "step": 32},
+            "training": {"steps": 1000},
+        }
+        rows = [
+            {
+                "sample_id": f"photos/{number}.png",
+                "dataset": "photos",
+                "path": f"{number}.png",
+                "content_hash": hashlib.sha256(bytes([number])).hexdigest(),
+                "duplicate_group": hashlib.sha256(bytes([number])).hexdigest(),
+                "height": height,
+                "width": width,
+                "caption": f"photograph {number}",
+                "more_captions": json.dumps([f"picture {number}"]),
+            }
+            for number, (height, width) in enumerate(SIZES_HW)
+        ]
+        columns = SCHEMAS["validated_dataset"].items()
+        blank = {name: "" if kind == pl.String else 0 for name, kind in columns}
+        self.validated = frame("validated_dataset", [blank | row for row in rows])
+
+    def recipe(self, values: Values) -> Recipe:
+        """Return the recipe with some other values; `resolutions` and `sizes` replace the resolution."""
+        text = json.dumps(merged(self.values, values))
+        for name, path in self.paths.items():
+            text = text.replace(name, path)
+        return recipe_from_mapping("demo", json.loads(text))
+
+    def tables(self, entries: RecipeEntries, validated: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Return the columns of vae_latents and text_embeddings that decide keys and run ids."""
+        buckets = assign_buckets(entries.recipe, validated, log=lambda line: None).table
+        text = caption_variants(validated).with_columns(text_length=pl.lit(77))
+        return entries.latent_requests(buckets), text
+
+    def ids(self, values: Values, validated: pl.DataFrame | None = None) -> Ids:
+        """Return the keys and the run id of a recipe with these values."""
+        entries = RecipeEntries(self.recipe(values))
+        latents, text = self.tables(entries, self.validated if validated is None else validated)
+        facts = run_facts(entries.recipe, entries, training_inputs(entries.recipe, entries, latents, text))
+        return Ids(tuple(latents["key"]), tuple(entries.text_keys(text["caption"])), run_id(facts))
+
+    @cached_property
+    def unchanged(self) -> Ids:
+        """Keys and run id of the recipe without other values."""
+        return self.ids({})
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory, tiny_sd: Path, tiny_sdxl: Path) -> Samples:
+    return Samples(tmp_path_factory.mktemp("samples"), tiny_sd, tiny_sdxl)
+
+
+def test_L04_every_key_of_a_recipe_has_a_stated_effect() -> None:
+    sections = {key for key in all_keys() if any(other.startswith(f"{key}.") for other in all_keys())}
+    keys = set(all_keys()) - sections
+    stated = {*EFFECTS, *DECIDES_ROWS}
+    assert keys - stated == set(), "add these keys to tests/pipeline/recipe_effects.py"
+    assert stated - keys == set(), "these keys no longer exist"
+    assert set(EFFECTS) & DECIDES_ROWS == set(), "these keys are listed twice"
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_L04_R11_a_setting_changes_exactly_the_keys_and_the_run_id_that_it_decides(
+    samples: Samples, key: str
 ) -> None:
-    project = make_project()
-    assert id_of(project.changed("other", **update)) != id_of(project)
+    effect = EFFECTS[key]
+    context = effect.context or {}
+    before = samples.ids(context) if context else samples.unchanged
+    after = samples.ids(merged(context, effect.change))
+    changed = {name for name in ("latents", "text", "run") if getattr(before, name) != getattr(after, name)}
+    expected = {name for name in ("latents", "text", "run") if getattr(effect, name)}
+    assert changed == expected, f"{key}: {effect.change} changes {changed}, expected {expected}"
 
 
-@pytest.mark.parametrize("update", [{"checkpoint_every": 9}, {"sample_every": 9}, {"steps": 50}, {}])
-def test_other_settings_do_not_change_the_run_id(
-    make_project: Callable[..., Project], update: dict[str, Any]
-) -> None:
-    project = make_project()
-    assert id_of(project.changed("other", **update)) == id_of(project)
+def test_R11_the_steps_do_not_change_the_run_id_of_a_constant_rate(samples: Samples) -> None:
+    assert samples.ids({"training": {"steps": 50}}).run == samples.unchanged.run
 
 
-def test_the_number_of_steps_changes_the_run_id_if_the_schedule_depends_on_it(
-    make_project: Callable[..., Project],
-) -> None:
-    project = make_project(lr_scheduler="cosine")
-    assert id_of(project.changed("other", steps=7)) != id_of(project)
+FACTS_OF_ROWS: dict[str, Callable[[pl.DataFrame], pl.DataFrame]] = {
+    "content": lambda table: _with_first(table, "content_hash", "f" * 64),
+    "caption": lambda table: _with_first(table, "caption", "another caption"),
+    "second caption": lambda table: _with_first(table, "more_captions", '["another caption"]'),
+    "one more caption": lambda table: _with_first(table, "more_captions", '["picture 0", "photo 0"]'),
+    "size": lambda table: _with_first(table, "width", 128),
+    "name": lambda table: _with_first(table, "sample_id", "photos/0.jpg"),
+    "missing sample": lambda table: table.tail(-1),
+    "exchanged captions": lambda table: table.with_columns(pl.col("caption").reverse()),
+    "exchanged contents": lambda table: table.with_columns(pl.col("content_hash").reverse()),
+}
+"""Changes of validated_dataset that change what is trained."""
 
 
-def test_removing_a_sample_changes_the_run_id(make_project: Callable[..., Project]) -> None:
-    project = make_project()
-    before = id_of(project)
-    project.latents = project.latents.head(7)
-    assert id_of(project) != before
+def _with_first(table: pl.DataFrame, column: str, value: object) -> pl.DataFrame:
+    is_first = pl.int_range(pl.len()) == 0
+    changed = pl.when(is_first).then(pl.lit(value)).otherwise(column).cast(table.schema[column])
+    return table.with_columns(changed.alias(column))
+
+
+@pytest.mark.parametrize("name", FACTS_OF_ROWS)
+def test_R11_every_fact_of_a_sample_that_is_trained_changes_the_run_id(samples: Samples, name: str) -> None:
+    changed = FACTS_OF_ROWS[name](samples.validated)
+    assert samples.ids({}, changed).run != samples.unchanged.run, f"another {name} keeps the run id"
+
+
+def test_R11_the_order_of_rows_keeps_the_run_id(samples: Samples) -> None:
+    entries = RecipeEntries(samples.recipe({}))
+    latents, text = samples.tables(entries, samples.validated)
+    facts = [
+        run_facts(entries.recipe, entries, training_inputs(entries.recipe, entries, *tables))
+        for tables in [(latents, text), (latents.reverse(), text.reverse())]
+    ]
+    assert describe_difference(*facts) == [], "rows in reverse order give another run"
 
 
 def test_a_difference_lists_each_changed_fact_with_both_values() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -162,3 +163,37 @@ def test_a_file_without_a_record_is_an_error(tmp_path: Path) -> None:
     path.write_bytes(b"torn")
     with pytest.raises(TrainingError, match="the LoRA file cannot be read"):
         read_provenance(path)
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_or_an_endless_device_is_not_looked_up(lora: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("/dev/zero")
+    for name in ("fifo", "link"):
+        completed = call(lora, "--find", tmp_path / name)
+        assert isinstance(completed.exception, TrainingError)
+        assert "not a regular file" in completed.exception.what
+        assert completed.exception.where == str(tmp_path / name)
+        assert "--find" in completed.exception.fix
+
+
+@pytest.mark.timeout(60)
+def test_a_pipe_is_no_lora_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo.safetensors")
+    with pytest.raises(TrainingError, match="cannot be read: it is not a regular file"):
+        read_provenance(tmp_path / "fifo.safetensors")
+
+
+@pytest.mark.parametrize(
+    "record",
+    ["", "[]", "7", "{}", "[" * 100_000, '{"recipe": 1, "model": [], "samples": null}', '{"samples": {}}'],
+)
+@pytest.mark.parametrize("options", [[], ["--find"]])
+def test_a_crafted_record_is_an_error_with_a_fix(tmp_path: Path, record: str, options: list[str]) -> None:
+    path = tmp_path / "crafted.safetensors"
+    save_file({"a": np.zeros(1, np.float32)}, path, {PROVENANCE_KEY: record})
+    completed = call(path, *options, *([path] if options else []))
+    assert isinstance(completed.exception, TrainingError)
+    assert completed.exception.what.startswith("the provenance record is damaged")
+    assert completed.exception.where == str(path)
+    assert len(completed.exception.what) < 600

@@ -32,3 +32,11 @@ def test_a_loss_curve_of_one_point_is_left_out(num_steps: int) -> None:
 def test_the_loss_curve_of_one_step_shows_two_validations() -> None:
     drawn = loss_curve([{"step": 0, "loss": 0.5}], [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}])
     assert drawn.startswith(b"\x89PNG")
+
+
+def test_a_series_of_one_point_is_not_drawn_next_to_another() -> None:
+    losses = [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.4}]
+    validation = [{"step": 0, "loss": 1.0}, {"step": 1, "loss": 0.5}]
+    assert loss_curve(losses, validation[:1]) == loss_curve(losses, [])
+    assert loss_curve(losses[:1], validation) == loss_curve([], validation)
+    assert loss_curve(losses, validation) != loss_curve(losses, [])

@@ -185,7 +185,9 @@ def test_large_and_unreadable_captions_are_rejected(tmp_path: Path) -> None:
         ("cafe\u0301", "caf\u00e9"),
         ("a\u2028b\u2029c\x0bd", "a\nb\nc\nd"),
         ("a\u00a0b", "a b"),
+        ("\ufb01ne m\u00b2 \u2460 \uff21", "\ufb01ne m\u00b2 \u2460 \uff21"),
     ],
+    ids=["line ends", "spaces", "controls", "composed", "separators", "no-break space", "not NFKC"],
 )
 def test_C07_a_caption_has_one_canonical_form(text: str, wanted: str) -> None:
     assert canonical(text) == wanted

@@ -139,6 +139,14 @@ def test_images_without_a_hash_are_not_grouped() -> None:
     assert dict(duplicate_groups(contents, 4).rows()) == {"a": "a", "b": "b"}
 
 
+def test_the_search_reports_how_many_pairs_it_compared(progress_lines: list[str]) -> None:
+    """With distance 1, the two halves of each hash are compared: 4 equal halves make 6 pairs."""
+    values = [0x1_0000_0000, 0x2_0000_0000, 0x3_0000_0000, 0x4_0000_0000]
+    columns = {"content_hash": list("abcd"), "perceptual_hash": pl.Series(values, dtype=pl.UInt64)}
+    duplicate_groups(pl.DataFrame(columns), 1, log=progress_lines.append)
+    assert progress_lines[-1].startswith("pairs of images compared: 6 of 6, ")
+
+
 def png(photo: Image.Image, **changes: Any) -> bytes:
     file = io.BytesIO()
     photo.save(file, "PNG", **changes)
@@ -180,6 +188,16 @@ def test_copies_with_another_caption_are_kept_and_keep_all_keeps_every_copy(simi
     result = similar.ingest()
     assert len(result.table) == 5
     assert result.rejected.is_empty()
+
+
+def test_copies_of_which_only_a_further_caption_differs_are_kept(similar: Folder) -> None:
+    similar.captions = {"lines": "each"}
+    for name, second_line in (("photo", "in a suit"), ("sub/copy", "in a spacesuit")):
+        (similar.root / f"{name}.txt").write_text(f"an astronaut\n{second_line}\n")
+    result = similar.ingest()
+    assert result.rejected["path"].to_list() == [], "a file whose second caption differs is not a copy"
+    (similar.root / "sub" / "copy.txt").write_text("an astronaut\nin a suit\n")
+    assert similar.ingest().rejected["path"].to_list() == ["sub/copy.png"]
 
 
 def test_I24_a_limit_is_reached_despite_copies(similar: Folder) -> None:

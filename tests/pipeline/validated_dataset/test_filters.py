@@ -11,6 +11,7 @@ import pytest
 
 from pipeline.errors import DatasetError
 from pipeline.recipe import Recipe, recipe_from_mapping
+from pipeline.recipe.datasets import FilterSettings
 from pipeline.storage.tables import SCHEMAS
 from pipeline.validated_dataset.filters import select
 
@@ -62,6 +63,22 @@ def test_each_filter_rejects_images_under_its_name(filters: dict[str, Any], excl
     kept, reasons = chosen(raw(), {"filters": filters})
     assert reasons == excluded
     assert kept == [f"{index}.png" for index in range(5) if f"{index}.png" not in excluded]
+
+
+MEASURES = {"width": 100, "height": 50, "pixels": 5_000, "aspect_ratio": 2.0}
+"""Measures of an image of 50 x 100 pixels, (height, width)."""
+
+SIZE_FILTERS = sorted(name for name in FilterSettings.model_fields if name.startswith(("min_", "max_")))
+
+
+@pytest.mark.parametrize("name", SIZE_FILTERS)
+def test_each_filter_keeps_an_image_exactly_at_its_limit(name: str) -> None:
+    value = MEASURES[name[4:]]
+    step = 0.001 if name.endswith("aspect_ratio") else 1
+    stricter = value + step if name.startswith("min_") else value - step
+    assert chosen(raw([(50, 100)]), {"filters": {name: value}}) == (["0.png"], {}), f"{name}: {value}"
+    _, reasons = chosen(raw([(50, 100)]), {"filters": {name: stricter}})
+    assert reasons == {"0.png": f"filter_{name}"}, f"{name}: {stricter}"
 
 
 def test_a_rejected_row_has_size_filter_and_fix() -> None:

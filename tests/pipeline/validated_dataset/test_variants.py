@@ -32,6 +32,18 @@ def test_a_trigger_word_in_the_caption_is_not_repeated(caption: str) -> None:
     assert variants_of([caption], trigger="sks") == (caption,)
 
 
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("a photo of [trigger], close-up", "a photo of sks, close-up"),
+        ("[trigger] and [trigger]", "sks and sks"),
+        ("a photo", "sks, a photo"),
+    ],
+)
+def test_the_trigger_word_replaces_a_placeholder(caption: str, expected: str) -> None:
+    assert variants_of([caption], trigger="sks", placeholder="[trigger]") == (expected,)
+
+
 @pytest.mark.parametrize("caption", ["asks for more", "sksy", "SKS"])
 def test_a_trigger_inside_another_word_does_not_count(caption: str) -> None:
     assert variants_of([caption], trigger="sks") == (f"sks, {caption}",)

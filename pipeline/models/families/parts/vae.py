@@ -70,7 +70,8 @@ class LatentSpec:
             max_px = self.max_patches(model) * self.size_multiple(model)
             if max(target) > max_px:
                 raise BucketError(
-                    f"target size {target.height}x{target.width} is too large for this base model",
+                    f"target size {target.height}x{target.width} (height x width) is too large for this "
+                    "base model",
                     where="buckets.resolution",
                     fix=f"lower it, or narrow the aspect ratios: no edge may be longer than {max_px} px",
                 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     Raises:
         TrainingError: No module is selected, or a pattern of `modules` or `ranks` matches none.
     """
-    layers = {name: module for name, module in denoiser.named_modules() if _supports_adapter(module)}
+    layers = adaptable_layers(denoiser)
     selected = [
         name for name, module in layers.items() if _is_selected(name, module, settings, family_targets)
     ]
@@ -86,8 +86,13 @@ def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1
 
 
-def _supports_adapter(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+def adaptable_layers(network: nn.Module) -> dict[str, nn.Linear | nn.Conv2d]:
+    """Return the layers that can have an adapter by dotted path, in the model's order."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if isinstance(module, nn.Linear) or (isinstance(module, nn.Conv2d) and module.groups == 1)
+    }
 
 
 def _is_selected(name: str, module: nn.Module, settings: LoraSettings, family_targets: list[str]) -> bool:
@@ -107,6 +112,7 @@ def _is_selected(name: str, module: nn.Module, settings: LoraSettings, family_ta
     return is_block_linear and not any(_CONDITIONING.search(part) for part in parts)
 
 
-def _examples(names: Mapping[str, nn.Module] | list[str]) -> str:
-    spread = list(names)[:: max(1, len(names) // 4)]
+def _examples(names: Iterable[str]) -> str:
+    all_names = list(names)
+    spread = all_names[:: max(1, len(all_names) // 4)]
     return ", ".join(spread[:5])

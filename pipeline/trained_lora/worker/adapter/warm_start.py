@@ -37,8 +37,7 @@ _MAGNITUDE_ENDINGS = (".lora_magnitude_vector", ".dora_scale")
 def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> None:
     """Load a LoRA file into the adapters, so that they have the same effect as the file.
 
-    If the file's scale differs from the adapter's, the up matrices are rescaled. Every weight of the adapters
-    is replaced. Modules of the file without an adapter are ignored only if their up matrix is zero.
+    Modules of the file without an adapter are ignored only if their up matrix is zero.
 
     The file may be in any of the layouts of `lora_files`, and of any float dtype.
 
@@ -47,13 +46,21 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
     """
     file = _read(path)
     layout = _detect_layout(file, modules)
-    file = _without_zero_modules(file, modules, layout)
+    file = without_zero_modules(file, modules, layout)
     _require_same_tensors(file, modules, layout)
+    load_lora_tensors(networks, modules, file, layout)
 
+
+def load_lora_tensors(networks: Networks, modules: list[LoraModule], file: LoraFile, layout: Layout) -> None:
+    """Load the tensors of a file into adapters of the same modules, ranks and kind.
+
+    Every weight of the adapters is replaced. If the file's scale differs from that of `modules`, the up
+    matrices are rescaled.
+    """
     state: dict[str, Tensor] = {}
     for module in modules:
         down, up = factors(file.tensors, module, layout)
-        scale = _scale(file, module, layout) * module.rank / module.alpha
+        scale = file_scale(file, module, layout) * module.rank / module.alpha
         state[f"{module.name}.lora_A.weight"] = down.contiguous()
         state[f"{module.name}.lora_B.weight"] = up.contiguous() if scale == 1.0 else up * scale
 
@@ -73,18 +80,29 @@ def warm_start(networks: Networks, modules: list[LoraModule], path: Path) -> Non
         load_networks_state(networks, state)
 
 
+def read_lora_tensors(path: Path) -> LoraFile:
+    """Return the metadata of a LoRA file and its tensors as float32.
+
+    Raises:
+        OSError: The file cannot be read.
+        SafetensorError: It is not a safetensors file.
+        ValueError: It has a dtype that torch lacks.
+    """
+    with safe_open(path, framework="pt") as opened:
+        metadata = dict(opened.metadata() or {})
+    tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
+    return LoraFile(path, 0, 0, metadata, cast("Any", tensors))
+
+
 def _read(path: Path) -> LoraFile:
     try:
-        with safe_open(path, framework="pt") as opened:
-            metadata = dict(opened.metadata() or {})
-        tensors = {name: tensor.float() for name, tensor in load_file(path).items()}
+        return read_lora_tensors(path)
     except (OSError, SafetensorError, ValueError) as err:
         raise TrainingError(
             f"the LoRA to start from cannot be read: {err}",
             where=f"{_KEY}: {path}",
             fix="set it to a .safetensors file of a LoRA",
         ) from err
-    return LoraFile(path, 0, 0, metadata, cast("Any", tensors))
 
 
 def _detect_layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
@@ -96,7 +114,7 @@ def _detect_layout(file: LoraFile, modules: list[LoraModule]) -> Layout:
     return max(LAYOUTS, key=num_matches.__getitem__)
 
 
-def _without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
+def without_zero_modules(file: LoraFile, modules: list[LoraModule], layout: Layout) -> LoraFile:
     """Return the file without the modules that have no adapter here and a zero up matrix.
 
     kohya's tools adapt every layer of a text encoder. The layers after the one whose output is used learn
@@ -126,8 +144,7 @@ def _require_same_tensors(file: LoraFile, modules: list[LoraModule], layout: Lay
     mismatches = [
         f"{key}: the adapter has {adapter_shapes.get(key, 'no such tensor')}, "
         f"the file {file_shapes.get(key, 'no such tensor')}"
-        for key in sorted({*adapter_shapes, *file_shapes})
-        if adapter_shapes.get(key) != file_shapes.get(key) and not key.endswith(".alpha")
+        for key in unmatched_keys(file, modules, layout)
     ]
     if mismatches:
         shown = "\n".join(mismatches[:_MAX_LISTED_TENSORS])
@@ -139,7 +156,18 @@ def _require_same_tensors(file: LoraFile, modules: list[LoraModule], layout: Lay
         )
 
 
-def _scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
+def unmatched_keys(file: LoraFile, modules: list[LoraModule], layout: Layout) -> list[str]:
+    """Return the sorted keys, without alphas, that file and modules do not share or with different shapes."""
+    module_shapes = {key: shape for module in modules for key, shape in module.shapes(layout).items()}
+    file_shapes = {key: tuple(tensor.shape) for key, tensor in file.tensors.items()}
+    return [
+        key
+        for key in sorted({*module_shapes, *file_shapes})
+        if module_shapes.get(key) != file_shapes.get(key) and not key.endswith(".alpha")
+    ]
+
+
+def file_scale(file: LoraFile, module: LoraModule, layout: Layout) -> float:
     """Return the module's scale from the file's alpha; 1 if the file has none."""
     alpha_key = module.keys(layout)[2]
     has_alpha = ADAPTER_METADATA_KEY in file.metadata if alpha_key is None else alpha_key in file.tensors

@@ -61,7 +61,7 @@ def describe_denoiser(family: WorkerFamily, denoiser: nn.Module) -> list[LoraMod
             "kohya": layer.key,
             "comfyui": family.comfyui_key(name),
         }
-        outs = tuple(_out_features(denoiser, part) for part in layer.modules)
+        outs = tuple(out_features(denoiser, part) for part in layer.modules)
         described.append(
             replace(
                 _describe(name, module, **keys),
@@ -90,7 +90,7 @@ def _describe(name: str, module: Adapted, *, diffusers: str, kohya: str, comfyui
     )
 
 
-def _out_features(denoiser: nn.Module, path: str) -> int:
+def out_features(denoiser: nn.Module, path: str) -> int:
     """Return the number of rows of a module's weight.
 
     It comes from the module and not from the weight's shape, because bitsandbytes packs weights into columns

@@ -10,9 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.images.geometry import Crop, Geometry, Placement, Size, ladder
+from pipeline.images.geometry import (
+    MAX_BUCKET_EDGE_PX,
+    Crop,
+    Geometry,
+    Placement,
+    Size,
+    ladder,
+    placement_of,
+)
 from pipeline.images.geometry.crops import CropRule
 from pipeline.images.geometry.placement import SmallRule
+from pipeline.recipe.buckets import BucketSettings
 
 edges = st.integers(1, 40_000)
 sizes = st.builds(Size, edges, edges)
@@ -193,3 +202,51 @@ def test_without_a_focus_the_crop_is_central(size: Size, placement: Placement) -
     assert replace(placement, crop="focus").assign(size) == middle
     halves = replace(placement, crop="focus").assign_many([size.height], [size.width], None, ([0.5], [0.5]))
     assert halves.too_small[0] if middle is None else halves.columns.one(0) == middle
+
+
+@pytest.mark.parametrize(
+    ("original", "resized"),
+    [(Size(113, 128), Size(961, 1088)), (Size(128, 113), Size(1088, 961))],
+    ids=["half a pixel of height", "half a pixel of width"],
+)
+def test_a_resized_edge_of_half_a_pixel_is_rounded_up(original: Size, resized: Size) -> None:
+    """1088 * 113 / 128 is 960.5. Keys and pixels of existing caches depend on the direction."""
+    geometry = Placement((ladder(1024, 64, 3.0),)).assign(original)
+    assert geometry is not None
+    assert geometry.resized_size == resized
+
+
+def test_an_own_bucket_is_not_longer_than_the_longest_bucket() -> None:
+    placement = Placement((ladder(1024, 64, 3.0),), Fraction(1), step=64, max_aspect_ratio=Fraction(1000))
+    geometry = placement.assign(Size(100, 40_000))
+    assert geometry is not None
+    assert geometry.target_size == Size(64, MAX_BUCKET_EDGE_PX // 64 * 64)
+
+
+def test_every_rule_is_taken_from_the_recipe() -> None:
+    settings = BucketSettings(
+        resolutions=(512, 256),
+        per_image="each",
+        step=32,
+        max_aspect_ratio=2.351,
+        upscale="limit(1.25)",
+        small_images="reject",
+        crop="random",
+        crop_seed=5,
+    )
+    placement = placement_of(settings)
+    ladders = [ladder(each, 32, 2.351) for each in (256, 512)]
+    assert [each.sizes for each in placement.sets] == [each.sizes for each in ladders]
+    expected = {
+        "upscale_limit": Fraction(5, 4),
+        "small": "reject",
+        "crop": "random",
+        "crop_seed": 5,
+        "step": 32,
+        "max_aspect_ratio": Fraction("2.351"),
+        "per_image": "each",
+    }
+    rules_taken = {name: value for name, value in vars(placement).items() if name != "sets"}
+    assert rules_taken == expected
+    unchanged = [name for name in expected if getattr(Placement(placement.sets), name) == expected[name]]
+    assert unchanged == [], "with a default value, a rule that is not taken would go unnoticed"

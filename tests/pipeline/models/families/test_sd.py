@@ -36,6 +36,15 @@ LAYERS = [
 ]
 
 
+RESIDUAL = {
+    "conv1": "in_layers.2",
+    "time_emb_proj": "emb_layers.1",
+    "conv2": "out_layers.3",
+    "conv_shortcut": "skip_connection",
+}
+"""Members of CompVis's `ResBlock` by their diffusers names."""
+
+
 class StableDiffusionCase(Case):
     pipeline_class = StableDiffusionPipeline
     targets: ClassVar[list[str]] = ["to_q", "to_k", "to_v", "to_out.0"]
@@ -218,28 +227,73 @@ def test_lora_targets_exist_and_have_names_in_both_layouts(family: WorkerFamily)
     )
 
 
+def compvis_blocks(levels: list[bool], layers: int) -> dict[str, str]:
+    """Return CompVis's name of each block by its diffusers name.
+
+    Follows the loops of `UNetModel.__init__` in ldm/modules/diffusionmodules/openaimodel.py of
+    github.com/CompVis/stable-diffusion, which appends to `input_blocks` and `output_blocks`.
+
+    Args:
+        levels: Whether each level on the way down has attention.
+        layers: Number of residual blocks per level.
+    """
+    names = {
+        "mid_block.resnets.0": "middle_block.0",
+        "mid_block.attentions.0": "middle_block.1",
+        "mid_block.resnets.1": "middle_block.2",
+    }
+    num_inputs = 1  # the first convolution
+    for level, has_attention in enumerate(levels):
+        for layer in range(layers):
+            names[f"down_blocks.{level}.resnets.{layer}"] = f"input_blocks.{num_inputs}.0"
+            if has_attention:
+                names[f"down_blocks.{level}.attentions.{layer}"] = f"input_blocks.{num_inputs}.1"
+            num_inputs += 1
+        if level < len(levels) - 1:
+            names[f"down_blocks.{level}.downsamplers.0.conv"] = f"input_blocks.{num_inputs}.0.op"
+            num_inputs += 1
+
+    num_outputs = 0
+    for level, has_attention in enumerate(reversed(levels)):
+        for layer in range(layers + 1):
+            members = ["resnets", "attentions"] if has_attention else ["resnets"]
+            for member, kind in enumerate(members):
+                names[f"up_blocks.{level}.{kind}.{layer}"] = f"output_blocks.{num_outputs}.{member}"
+            if level < len(levels) - 1 and layer == layers:
+                member = len(members)
+                upsampler = f"up_blocks.{level}.upsamplers.0.conv"
+                names[upsampler] = f"output_blocks.{num_outputs}.{member}.conv"
+            num_outputs += 1
+    return names
+
+
 @pytest.mark.parametrize(
-    ("module", "original"),
-    [
-        ("down_blocks.0.attentions.0", "input_blocks.1.1"),
-        ("down_blocks.0.attentions.1", "input_blocks.2.1"),
-        ("down_blocks.1.attentions.0", "input_blocks.4.1"),
-        ("down_blocks.2.attentions.1", "input_blocks.8.1"),
-        ("mid_block.attentions.0", "middle_block.1"),
-        ("up_blocks.1.attentions.0", "output_blocks.3.1"),
-        ("up_blocks.1.attentions.2", "output_blocks.5.1"),
-        ("up_blocks.3.attentions.2", "output_blocks.11.1"),
-    ],
+    ("levels", "layers"),
+    [([True, True, True, False], 2), ([False, True, True], 2), ([True, False], 1), ([False, True, False], 3)],
+    ids=["SD 1 and 2", "SDXL", "tiny", "attention in the middle"],
 )
-def test_comfyui_keys_number_the_blocks_as_the_published_unet_does(
-    tiny_sd: Path, tmp_path: Path, module: str, original: str
+def test_comfyui_keys_name_every_block_as_the_original_constructor_numbers_it(
+    tiny_sd: Path, tmp_path: Path, levels: list[bool], layers: int
 ) -> None:
-    """The published models have two layers per level; the pairs are from CompVis's v1-inference.yaml."""
-    folder = shutil.copytree(tiny_sd, tmp_path / "wide")
+    folder = shutil.copytree(tiny_sd, tmp_path / "unet_of_these_levels")
     path = folder / "unet" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "layers_per_block": 2}))
-    key = load_family(folder).comfyui_key(f"{module}.transformer_blocks.0.attn1.to_q")
-    assert key == f"diffusion_model.{original}.transformer_blocks.0.attn1.to_q"
+    down = ["CrossAttnDownBlock2D" if has_attention else "DownBlock2D" for has_attention in levels]
+    up = ["CrossAttnUpBlock2D" if has_attention else "UpBlock2D" for has_attention in reversed(levels)]
+    changes = {"layers_per_block": layers, "down_block_types": down, "up_block_types": up}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    family = load_family(folder)
+    members = {"resnets": RESIDUAL, "attentions": {"proj_in": "proj_in"}}
+    expected = {
+        module + (f".{name}" if name else ""): f"diffusion_model.{original}" + (f".{inner}" if inner else "")
+        for module, original in compvis_blocks(levels, layers).items()
+        for name, inner in next((each for kind, each in members.items() if kind in module), {"": ""}).items()
+    }
+    wrong = {
+        module: (family.comfyui_key(module), key)
+        for module, key in expected.items()
+        if family.comfyui_key(module) != key
+    }
+    assert wrong == {}, "each module: (its key, its key in the original code)"
 
 
 def test_a_module_without_an_original_name_is_an_error(family: WorkerFamily) -> None:

@@ -18,6 +18,7 @@ from pipeline.trained_lora.worker.checkpoint import (
     remove_leftovers,
     save_checkpoint,
 )
+from tests.pipeline.disk_calls import DiskCalls
 
 
 def state_of(step: int) -> TrainingState:
@@ -136,3 +137,15 @@ def test_a_failed_save_keeps_the_existing_checkpoint(tmp_path: Path, monkeypatch
         saved(tmp_path, 2)
     assert load_checkpoint(checkpoint_path(tmp_path, 2), "run").step == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_R07_all_files_of_a_checkpoint_are_synced_before_it_gets_its_name_and_its_folder_afterwards(
+    tmp_path: Path, disk_calls: DiskCalls
+) -> None:
+    def export(folder: Path) -> None:
+        (folder / "lora.safetensors").write_bytes(b"weights")
+
+    path = save_checkpoint(tmp_path, "run", state_of(7), export=export)
+    assert disk_calls.names == [path.name]
+    assert disk_calls.unsynced == []
+    assert disk_calls.is_synced(tmp_path), "the checkpoint's name could be lost in a power failure"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,11 +44,20 @@ def gradients(job: TrainingJob, step: int) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in named if weight.grad is not None}
 
 
-@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+CHANGED_NOISE = {"offset": 0.3, "input_perturbation": 0.5}
+"""Settings with which the noise of the target differs from that of the input."""
+
+
+@pytest.mark.parametrize(
+    ("prediction", "noise"),
+    [("epsilon", {}), ("epsilon", CHANGED_NOISE), ("v_prediction", CHANGED_NOISE)],
+    ids=["epsilon", "epsilon with perturbed input", "v_prediction with perturbed input"],
+)
 def test_one_step_equals_an_independent_step_with_diffusers(
-    make_project: Callable[..., Project], prediction: str
+    make_project: Callable[..., Project], prediction: str, noise: dict[str, float]
 ) -> None:
-    project = make_project(prediction=prediction, gradient_accumulation=1, steps=3, max_grad_norm=0.05)
+    settings = {"gradient_accumulation": 1, "steps": 3, "max_grad_norm": 0.05, "noise": noise}
+    project = make_project(prediction=prediction, **settings)
     job = project.job()
     engine = engine_of(job)
     batch = job.plan()[0]
@@ -66,7 +76,8 @@ def test_one_step_equals_an_independent_step_with_diffusers(
             weight.copy_(before[name.replace(".default.", ".")])
     ddpm = DDPMScheduler.from_pretrained(job.base / "scheduler")
     signal = ddpm.alphas_cumprod[micro.timesteps].view(-1, 1, 1, 1)
-    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.noise
+    assert torch.equal(micro.input_noise, micro.noise) == (not noise)
+    noisy = signal.sqrt() * micro.latent + (1 - signal).sqrt() * micro.input_noise
     velocity = signal.sqrt() * micro.noise - (1 - signal).sqrt() * micro.latent
     goal = micro.noise if prediction == "epsilon" else velocity
     answer = unet(noisy, micro.timesteps, micro.conditions["text_embedding"]).sample
@@ -110,6 +121,32 @@ def test_a_placeholder_of_weight_zero_does_not_change_the_gradient(
     engine._backward(MicroInput(**{**vars(micro), "weights": torch.zeros(1)}), 1, last=True)
     both = [weight.grad for weight in engine.weights if weight.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
+
+
+@pytest.mark.usefixtures("any_precision")
+def test_dropout_differs_between_ranks_and_steps_and_repeats_with_the_seed(
+    make_project: Callable[..., Project],
+) -> None:
+    """With equal inputs, only the masks can make the gradients of two ranks or steps differ."""
+    project = make_project(steps=3, gradient_accumulation=1, lora={"rank": 4, "alpha": 2.0, "dropout": 0.5})
+    job = project.job()
+    batch = job.plan()[0]
+    micro = inputs_of(job, engine_of(job), batch)[0][1]
+
+    def gradient_norm(*, rank: int, step: int, seed: int = 7) -> float:
+        engine = engine_of(project.changed("other", seed=seed).job())
+        weights = adapter_state(engine_of(job).denoiser)
+        for name, weight in engine.denoiser.named_parameters():
+            if weight.requires_grad:
+                weight.data.copy_(weights[name.replace(".default.", ".")])
+        engine.accelerator.state.process_index = rank
+        planned = replace(batch, step=step)
+        return engine.step(planned, iter([(planned, micro)]), stop=False).grad_norm
+
+    first = gradient_norm(rank=0, step=0)
+    assert gradient_norm(rank=0, step=0) == first, "the same seed, step and rank give other masks"
+    for difference in ({"rank": 1, "step": 0}, {"rank": 0, "step": 1}, {"rank": 0, "step": 0, "seed": 8}):
+        assert gradient_norm(**difference) != first, f"{difference} gives the masks of rank 0 in step 0"
 
 
 def test_R05_a_nan_loss_is_an_error_that_names_the_sample_and_keeps_the_weights(

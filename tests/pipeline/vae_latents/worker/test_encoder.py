@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import io
 import json
-import os
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.vae import Posterior
+from pipeline.storage.source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 
@@ -221,11 +223,16 @@ def test_L09_a_cpu_process_that_runs_out_of_memory_continues_in_tiles(cache, tmp
 def test_L16_an_image_that_blocks_when_read_is_rejected_by_name_and_the_others_are_encoded(
     order: Order, listener: Listener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A FIFO without a writer replaces an image, so reading it blocks as on a failing disk."""
+    """Opening the file blocks, as on a failing disk."""
+
+    class FailingDisk(LocalSource):
+        def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
+            if path.endswith("coffee.png"):
+                threading.Event().wait(60)
+            return super().open(path, num_bytes)
+
     monkeypatch.setattr(latent_encoder, "TIMEOUT_S", 2.0)
-    pipe = next(Path(job.work["root"], job.work["path"]) for job in order.jobs if job.name == "coffee.png")
-    pipe.unlink()
-    os.mkfifo(pipe)
+    monkeypatch.setattr(latent_encoder, "source_at", FailingDisk)
     encoded = encoder_of(order, listener).encoded(order.jobs, Store(order.store_root))
     outcomes = {job.name: outcome for job, outcome in encoded}
     failed = {name: outcome for name, outcome in outcomes.items() if isinstance(outcome, Failure)}

@@ -21,6 +21,11 @@ from PIL import Image
 
 PROGRAMS = ("chromium", "chromedriver")
 
+PAGE_TIMEOUTS_MS = {"script": 120_000, "pageLoad": 300_000}
+"""WebDriver's time limits, which allow for a busy machine."""
+
+MAX_SCREENSHOT_BYTES = 200_000
+
 
 def missing() -> list[str]:
     """Return the programs that are not installed; Debian has them in chromium and chromium-driver."""
@@ -28,27 +33,37 @@ def missing() -> list[str]:
 
 
 def free_port() -> int:
+    """Return a port of 127.0.0.1 on which nothing listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
-def request(url: str, body: dict[str, Any] | None = None, *, timeout_s: float = 60.0) -> Any:
-    """Return the JSON response to a GET, or to a POST of `body`."""
+def request(
+    url: str, body: dict[str, Any] | None = None, *, method: str | None = None, timeout_s: float = 180.0
+) -> Any:
+    """Return the JSON response to a GET, to a POST of `body`, or to another HTTP method.
+
+    Raises:
+        ConnectionError: The server responds with an error status.
+        OSError: Nothing listens at the address.
+    """
     data = None if body is None else json.dumps(body).encode("utf-8")
-    http_request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    # The addresses are those of local servers, which this module's callers started.
+    http_request = urllib.request.Request(url, data=data, headers=headers, method=method)  # noqa: S310
     try:
-        with urllib.request.urlopen(http_request, timeout=timeout_s) as response:
+        with urllib.request.urlopen(http_request, timeout=timeout_s) as response:  # noqa: S310
             return json.loads(response.read())
     except urllib.error.HTTPError as err:
-        raise AssertionError(f"{url}: {err.read().decode('utf-8', 'replace')[:2000]}") from err
+        raise ConnectionError(f"{url}: {err.read().decode('utf-8', 'replace')[:2000]}") from err
 
 
 def responds(url: str) -> bool:
     """Return whether a server listens at the address."""
     try:
         request(url, timeout_s=2.0)
-    except (OSError, AssertionError):
+    except OSError:
         return False
     return True
 
@@ -60,6 +75,7 @@ class Browser:
         self._session = session
 
     def open(self, url: str) -> None:
+        """Open a page."""
         request(f"{self._session}/url", {"url": url})
 
     def run(self, script: str) -> Any:
@@ -71,11 +87,15 @@ class Browser:
         return str(self.run("return document.body.innerText"))
 
     def wait_for(self, *texts: str, seconds: float = 60.0) -> None:
-        """Wait until the page shows all `texts`."""
+        """Wait until the page shows all `texts`.
+
+        Raises:
+            TimeoutError: It does not within `seconds`.
+        """
         end = time.monotonic() + seconds
         while not all(text in self.text() for text in texts):
             if time.monotonic() > end:
-                raise AssertionError(f"the page does not show all of {texts}:\n{self.text()[:3000]}")
+                raise TimeoutError(f"the page does not show all of {texts}:\n{self.text()[:3000]}")
             time.sleep(0.3)
 
     def pictures(self) -> list[list[int]]:
@@ -85,21 +105,41 @@ class Browser:
             ".map(i => [i.naturalWidth, i.naturalHeight])"
         )
 
-    def click(self, text: str) -> None:
-        """Click on the first element that contains only `text`."""
+    def links(self) -> list[str]:
+        """Return the addresses of all links of the page."""
+        return self.run("return [...document.links].map(link => link.href)")
+
+    def click(self, text: str, *, row: str = "") -> None:
+        """Click on the first element that contains only `text`.
+
+        Args:
+            text: Text of the element, for example of a button.
+            row: Text in the table row of the element. By default it may be anywhere on the page.
+
+        Raises:
+            LookupError: The page has no such element.
+        """
         clicked = self.run(
-            "const all = [...document.querySelectorAll('*')];"
-            f"const one = all.find(e => !e.children.length && e.textContent.trim() === {json.dumps(text)});"
+            f"const [text, row] = [{json.dumps(text)}, {json.dumps(row)}];"
+            "const inRow = e => !row || [...(e.closest('tr')?.querySelectorAll('*') ?? [])]"
+            ".some(other => !other.children.length && other.textContent.trim() === row);"
+            "const one = [...document.querySelectorAll('*')]"
+            ".find(e => !e.children.length && e.textContent.trim() === text && inRow(e));"
             "if (one) one.click(); return Boolean(one);"
         )
-        assert clicked, f"the page does not show {text!r}"
+        if not clicked:
+            raise LookupError(f"the page does not show {text!r}")
 
     def screenshot(self, file: Path) -> None:
-        """Save the window as a PNG with 256 colours."""
+        """Save the window as a PNG of at most `MAX_SCREENSHOT_BYTES`, with as many colours as fit."""
         time.sleep(1.0)  # animations
         data = base64.b64decode(request(f"{self._session}/screenshot")["value"])
+        window = Image.open(io.BytesIO(data)).convert("RGB")
         file.parent.mkdir(parents=True, exist_ok=True)
-        Image.open(io.BytesIO(data)).convert("RGB").quantize(256).save(file, optimize=True)
+        for colours in (256, 128, 64, 32, 16):
+            window.quantize(colours).save(file, optimize=True)
+            if file.stat().st_size <= MAX_SCREENSHOT_BYTES:
+                return
 
 
 @contextmanager
@@ -119,7 +159,7 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
         f"--window-size={size[0]},{size[1]}",
         f"--user-data-dir={folder / 'profile'}",
     ]
-    options = {"goog:chromeOptions": {"args": arguments}}
+    options = {"goog:chromeOptions": {"args": arguments}, "timeouts": PAGE_TIMEOUTS_MS}
     try:
         end = time.monotonic() + 30
         while not responds(f"{base}/status"):
@@ -130,11 +170,13 @@ def browsing(folder: Path, *, size: tuple[int, int] = (1440, 900)) -> Generator[
         try:
             yield Browser(session)
         finally:
-            urllib.request.urlopen(urllib.request.Request(session, method="DELETE"), timeout=20).close()
+            request(session, method="DELETE")
     finally:
         driver.terminate()
         driver.wait(timeout=20)
 
+
+TERMINATE = "mutation($run: String!) { terminateRun(runId: $run) { __typename } }"
 
 LAUNCH = """
 mutation($job: String!, $config: RunConfigData) {
@@ -158,6 +200,7 @@ STATUS = "query($run: ID!) { runOrError(runId: $run) { ... on Run { status } } }
 
 
 def graphql(url: str, query: str, **variables: Any) -> dict[str, Any]:
+    """Return the data of a response of Dagster's GraphQL API."""
     response = request(f"{url}/graphql", {"query": query, "variables": variables})
     assert "errors" not in response, response["errors"]
     return response["data"]
@@ -175,6 +218,11 @@ def launch_from_failure(url: str, run: str) -> str:
     result = graphql(url, AGAIN, run=run)["launchRunReexecution"]
     assert result["__typename"] == "LaunchRunSuccess", result
     return str(result["run"]["runId"])
+
+
+def terminate(url: str, run: str) -> None:
+    """Stop a run as the UI's button does."""
+    graphql(url, TERMINATE, run=run)
 
 
 def ended(url: str, run: str) -> str | None:

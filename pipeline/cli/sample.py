@@ -1,0 +1,178 @@
+"""`latentline sample`: draw pictures with a trained LoRA."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.conventions import RECIPE, echo
+from pipeline.errors import DrawingError, counted
+from pipeline.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pipeline.trained_lora.drawing.choice import Steps
+    from pipeline.trained_lora.drawing.job import DrawingJob
+
+STOPPED_STATUS = 130
+"""Exit status that shells give to a command which Ctrl-C ended."""
+
+_PATH = click.Path(path_type=Path)
+
+
+@click.command
+@click.argument("recipe", type=RECIPE)
+@click.argument("prompts", nargs=-1)
+@click.option(
+    "--prompt",
+    "more_prompts",
+    multiple=True,
+    help="Prompt; repeat it for several. The default is training.sample_prompts.",
+)
+@click.option(
+    "--step",
+    "steps",
+    multiple=True,
+    metavar="N[,N...]|all",
+    callback=lambda _ctx, _option, values: parse_steps(values),
+    help="Steps to compare. The default is the published LoRA.",
+)
+@click.option("--run", help="Name of a folder in runs/. The default is the run of the published LoRA.")
+@click.option("--lora", "file", type=_PATH, help="LoRA file to draw with, instead of one of a run.")
+@click.option(
+    "--strength",
+    "--scale",
+    "strengths",
+    multiple=True,
+    metavar="X[,X...]",
+    callback=lambda _ctx, _option, values: parse_strengths(values),
+    help="Strengths of the LoRA. The default is 1; 0 draws without it.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the pictures. The default is the recipe's."
+)
+@click.option(
+    "--output", type=_PATH, help="Folder of the pictures. The default is a new one in reports/pictures/."
+)
+def command(recipe: Recipe, prompts: tuple[str, ...], more_prompts: tuple[str, ...], **options: Any) -> None:
+    """Draw pictures with the LoRA of RECIPE.
+
+    Each PROMPT is drawn at each step and strength, and a sheet shows all pictures.
+
+    The pictures are drawn like the previews of the training, with the same seed, so that they can be compared
+    with them. A run can be in progress: its checkpoints are only read. No existing file is replaced.
+    """
+    from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+
+    request = Request(prompts=parse_prompts([*prompts, *more_prompts]), **options)
+    if request.file is not None and (request.run or request.steps):
+        raise click.UsageError("--lora excludes --run and --step.")
+    job = prepare_drawing(recipe, request)
+
+    echo(_summary(job), err=True)
+    try:
+        sheet = _draw(job)
+    except KeyboardInterrupt:
+        _report_stop(job)
+        sys.exit(STOPPED_STATUS)
+    echo(f"{counted(len(list(job.cells())), 'picture')} in {job.folder}")
+    echo(f"sheet: {sheet}")
+
+
+def parse_steps(values: Iterable[str]) -> Steps:
+    """Return the steps of repeated or comma-separated options, without repetitions.
+
+    Raises:
+        DrawingError: A value is not a positive integer.
+    """
+    texts = _split(values)
+    if "all" in texts:
+        return "all"
+    for text in texts:
+        if not (text.isascii() and text.isdecimal() and int(text) > 0):
+            raise DrawingError(
+                f"a step must be a positive integer or all, got {text!r}",
+                where="--step",
+                fix="pass steps such as --step 250,500, or --step all",
+            )
+    return tuple(dict.fromkeys(map(int, texts)))
+
+
+def parse_strengths(values: Iterable[str]) -> tuple[float, ...]:
+    """Return the strengths of repeated or comma-separated options, without repetitions; 1 without any.
+
+    Raises:
+        DrawingError: A value is not a finite number.
+    """
+    strengths: list[float] = []
+    for text in _split(values) or ["1"]:
+        try:
+            strength = float(text)
+        except ValueError:
+            strength = math.nan
+        if not math.isfinite(strength):
+            raise DrawingError(
+                f"a strength must be a finite number, got {text!r}",
+                where="--strength",
+                fix="pass numbers such as --strength 0,0.5,1",
+            )
+        strengths.append(strength + 0.0)  # -0.0 becomes 0.0
+    return tuple(dict.fromkeys(strengths))
+
+
+def parse_prompts(values: Iterable[str]) -> tuple[str, ...]:
+    """Return the prompts without repetitions.
+
+    Raises:
+        DrawingError: A prompt is empty.
+    """
+    prompts = tuple(dict.fromkeys(values))
+    if not all(prompt.strip() for prompt in prompts):
+        raise DrawingError(
+            "a prompt is empty", where="--prompt", fix='pass text such as --prompt "a red rose"'
+        )
+    return prompts
+
+
+def _split(values: Iterable[str]) -> list[str]:
+    return [text.strip() for value in values for text in value.split(",")]
+
+
+def _draw(job: DrawingJob) -> Path:
+    from pipeline.processes.launch import LocalLaunch
+    from pipeline.reporting.terminal import TERMINAL_VARIABLE
+    from pipeline.trained_lora.drawing.draw import draw
+
+    # On a terminal, the launched process draws a bar, and its lines would disturb it.
+    log = None if TERMINAL_VARIABLE in os.environ else _echo
+    return draw(job, LocalLaunch(job.recipe.accelerate, log))
+
+
+def _echo(line: str) -> None:
+    echo(line, err=True)
+
+
+def _summary(job: DrawingJob) -> str:
+    from pipeline.trained_lora.drawing.job import number_text
+
+    source = job.loras[0].label if job.run is None else f"run {job.run}"
+    if job.run is not None:
+        steps = ", ".join(str(lora.step) for lora in job.loras)
+        source += f", {'step' if len(job.loras) == 1 else 'steps'} {steps}"
+    strengths = ", ".join(map(number_text, job.strengths))
+    number = counted(len(list(job.cells())), "picture")
+    return f"{source}, strength {strengths}, {counted(len(job.prompts), 'prompt')}, seed {job.seed}: {number}"
+
+
+def _report_stop(job: DrawingJob) -> None:
+    from pipeline.trained_lora.drawing.draw import num_drawn
+
+    drawn, total = num_drawn(job), len(list(job.cells()))
+    echo(f"\nStopped: {drawn} of {counted(total, 'picture')} drawn", err=True)
+    echo(f"  where: {job.folder}" if drawn else "  where: no file was written", err=True)
+    echo("  fix:   run the command again, with fewer pictures if it takes too long", err=True)

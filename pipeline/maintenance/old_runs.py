@@ -1,0 +1,211 @@
+"""Old training runs: list the folders in `output_dir/runs`, and delete those that are not needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pipeline.errors import TrainingError
+from pipeline.recipe import Recipe
+from pipeline.storage.atomic import is_temp_name, temp_path_for
+from pipeline.trained_lora.export.earlier_step import exported_step
+from pipeline.trained_lora.export.lora_files import LORA_FOLDER, PROVENANCE_FILE
+from pipeline.trained_lora.fingerprint import is_run_id
+from pipeline.trained_lora.job import JOB_FILE
+from pipeline.trained_lora.run_folder import RunLayout, checkpoint_list, hold_idle_run, is_being_trained
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a training run.
+
+    Attributes:
+        folder: Folder of the run.
+        num_bytes: Size of all of its files.
+        changed_s: Time of the last change of a file, in seconds since the epoch.
+        state: State of the training, such as "finished at step 500".
+        kept: Reason why the run is not deleted; empty for an old run.
+    """
+
+    folder: Path
+    num_bytes: int
+    changed_s: float
+    state: str
+    kept: str = ""
+
+
+@dataclass
+class RunSurvey:
+    """The run folders of an output folder.
+
+    Attributes:
+        output_dir: Output folder of a recipe.
+        runs: All runs, the one changed last first.
+        leftovers: Size of each folder that an interrupted deletion left.
+    """
+
+    output_dir: Path
+    runs: list[Run] = field(default_factory=list[Run])
+    leftovers: dict[Path, int] = field(default_factory=dict[Path, int])
+
+    @property
+    def old(self) -> list[Run]:
+        """Runs that nothing keeps."""
+        return [run for run in self.runs if not run.kept]
+
+
+def survey_runs(output_dir: Path, *, num_newest: int, recipes: Iterable[Recipe]) -> RunSurvey:
+    """Classify the runs of an output folder, without changing any.
+
+    A run is kept if it is one of the newest, if its LoRA is in `lora/`, if a process trains it, or if
+    `start_from` of a recipe or of a run in training names one of its files. Links and folders with other
+    names are ignored.
+
+    Args:
+        output_dir: Output folder of a recipe.
+        num_newest: Number of runs that are kept for being the newest.
+        recipes: All recipes whose `start_from` may name a run.
+
+    Raises:
+        OSError: A folder cannot be read.
+    """
+    survey = RunSurvey(output_dir)
+    folders = sorted((output_dir / "runs").iterdir()) if (output_dir / "runs").is_dir() else []
+    for folder in folders:
+        if folder.is_symlink() or not folder.is_dir():
+            continue
+        if is_temp_name(folder.name):
+            survey.leftovers[folder] = _size_and_change(folder)[0]
+        elif is_run_id(folder.name) and RunLayout(folder).facts.is_file():
+            num_bytes, changed_s = _size_and_change(folder)
+            survey.runs.append(Run(folder, num_bytes, changed_s, _state(RunLayout(folder))))
+
+    survey.runs.sort(key=lambda run: run.changed_s, reverse=True)
+    starts = _start_files(survey.runs, recipes)
+    survey.runs = [
+        replace(run, kept=_reason_to_keep(run, starts) or ("newest" if number < num_newest else ""))
+        for number, run in enumerate(survey.runs)
+    ]
+    return survey
+
+
+def delete_run(run: Run) -> None:
+    """Delete a run's folder; an interruption leaves a folder that no program takes for a run.
+
+    Raises:
+        TrainingError: The run was published or is trained since the survey, or cannot be deleted.
+    """
+    layout = RunLayout(run.folder)
+    with hold_idle_run(layout):
+        if reason := _published(run.folder):
+            raise TrainingError(
+                f"run {run.folder.name} is needed since it was listed: {reason}",
+                where=str(run.folder),
+                fix="run the command again",
+            )
+
+        doomed = temp_path_for(run.folder)
+        try:
+            run.folder.rename(doomed)
+            # A process that waits for this lock must not mistake the renamed file for the run's lock.
+            (doomed / layout.lock.name).unlink(missing_ok=True)
+        except OSError as err:
+            raise _not_deletable(run.folder, err) from err
+        delete_leftover(doomed)
+
+
+def delete_leftover(folder: Path) -> None:
+    """Delete a folder that an interrupted deletion left.
+
+    Raises:
+        TrainingError: The folder cannot be deleted.
+    """
+    try:
+        shutil.rmtree(folder)
+    except OSError as err:
+        raise _not_deletable(folder, err) from err
+
+
+def _reason_to_keep(run: Run, starts: Iterable[tuple[Path, str]]) -> str:
+    """Return why something needs the run; empty if nothing does."""
+    if reason := _published(run.folder):
+        return reason
+    if is_being_trained(RunLayout(run.folder)):
+        return "being trained"
+    folder = run.folder.resolve()
+    return next((f"start_from of {user}" for file, user in starts if file.is_relative_to(folder)), "")
+
+
+def _published(folder: Path) -> str:
+    """Return why the run's LoRA may be in `lora/`; empty if another run's LoRA is there, or none."""
+    output_dir = folder.parents[1]
+    if exported_step(output_dir, folder.name) is not None:
+        return "exported to lora/"
+    lora = output_dir / LORA_FOLDER
+    if not lora.is_dir() or not any(lora.iterdir()):
+        return ""
+    published = _read_json(lora / PROVENANCE_FILE).get("run")
+    if published is None:
+        return f"lora/{PROVENANCE_FILE} does not name its run"
+    return "in lora/" if published == folder.name else ""
+
+
+def _start_files(runs: Iterable[Run], recipes: Iterable[Recipe]) -> list[tuple[Path, str]]:
+    """Return the files that recipes and runs in training start from, each with the name of its user."""
+    named = [
+        (recipe.training.lora.start_from, recipe.name)
+        for recipe in recipes
+        if recipe.training.lora.start_from is not None
+    ]
+    for run in runs:
+        if is_being_trained(RunLayout(run.folder)):
+            training = _read_json(run.folder / JOB_FILE).get("recipe", {}).get("training", {})
+            if start := training.get("lora", {}).get("start_from"):
+                named.append((Path(start), f"run {run.folder.name}"))
+    return [(file.resolve(), user) for file, user in named]
+
+
+def _state(layout: RunLayout) -> str:
+    if steps := _read_json(layout.finished).get("steps"):
+        return f"finished at step {steps:,}"
+    checkpoints = checkpoint_list(layout)
+    return f"unfinished, resumes from step {checkpoints[0]['step']:,}" if checkpoints else "unfinished"
+
+
+def _size_and_change(folder: Path) -> tuple[int, float]:
+    """Return the size of all files below a folder in bytes, and the time of the last change of a file.
+
+    The lock is not counted, because processes that train nothing create it too.
+    """
+    num_bytes, changed_s = 0, 0.0
+    lock = RunLayout(folder).lock
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            found = path.lstat()
+            if path != lock and stat.S_ISREG(found.st_mode):
+                num_bytes += found.st_size
+                changed_s = max(changed_s, found.st_mtime)
+    return num_bytes, changed_s
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; empty if the file is missing or damaged."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _not_deletable(folder: Path, err: OSError) -> TrainingError:
+    return TrainingError(
+        f"a run folder cannot be deleted: {err.strerror or err}",
+        where=str(err.filename or folder),
+        fix="make the folder writable for this user, or delete it by hand",
+    )

@@ -1,0 +1,29 @@
+"""Open the sources of a recipe's datasets with the limits of the recipe."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.storage.source import LocalSource, RemoteSource, source_at
+
+if TYPE_CHECKING:
+    from pipeline.recipe import DatasetSettings, Recipe
+
+
+def source_of(settings: DatasetSettings, *, max_file_bytes: int) -> LocalSource | RemoteSource:
+    """Return the source of a dataset's files.
+
+    Raises:
+        DatasetError: Its URL cannot be opened.
+    """
+    return source_at(settings.root, max_file_bytes=max_file_bytes, follow_links=settings.follow_links)
+
+
+def sources_of(recipe: Recipe) -> dict[str, LocalSource | RemoteSource]:
+    """Return the source of each dataset by the dataset's name.
+
+    Raises:
+        DatasetError: A URL cannot be opened.
+    """
+    limit = recipe.checks.max_file_bytes
+    return {settings.name: source_of(settings, max_file_bytes=limit) for settings in recipe.datasets}

@@ -1,0 +1,1 @@
+"""Pictures with a trained LoRA, for `latentline sample`: a grid of steps, strengths and prompts."""

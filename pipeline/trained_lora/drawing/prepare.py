@@ -1,0 +1,155 @@
+"""Preparing a `latentline sample`: its LoRAs, prompts and folder, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.cache.requests import RecipeEntries
+from pipeline.errors import DrawingError, counted
+from pipeline.recipe.isolation import require_separate_folder
+from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
+from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
+from pipeline.trained_lora.job import JOB_FILE, Prompt, read_recipe_and_prompts, square_prompts
+from pipeline.trained_lora.run_folder import run_folder
+
+if TYPE_CHECKING:
+    from pipeline.recipe import Recipe
+
+MAX_PICTURES = 240
+"""Maximum number of pictures. With one in each row, they fill a JPEG file of at most 65,535 pixel rows."""
+
+PICTURES_FOLDER = Path("reports", "pictures")
+"""Folder in output_dir with a numbered folder for each call."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Options of one `latentline sample`.
+
+    Attributes:
+        run: Name of the run's folder; None for the published LoRA.
+        steps: Steps to compare; empty for the published or last one.
+        file: LoRA file to draw with instead of a run's.
+        strengths: Factors of the LoRA's effect.
+        prompts: Prompts; empty for the recipe's.
+        seed: Seed of the first noise; None for the recipe's.
+        output: Folder of the pictures; None for a new one in the reports.
+    """
+
+    run: str | None = None
+    steps: Steps = ()
+    file: Path | None = None
+    strengths: tuple[float, ...] = (1.0,)
+    prompts: tuple[str, ...] = ()
+    seed: int | None = None
+    output: Path | None = None
+
+
+def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
+    """Return the job of a request. Its folder need not exist, and nothing is written.
+
+    A run's LoRA is drawn with the base model, quantization and precision it was trained with, also if the
+    recipe has changed since then.
+
+    Raises:
+        DrawingError: The run, a step, the file or the prompts are missing, or pictures would be replaced.
+        PathIsolationError: The folder overlaps a dataset, the cache or a folder of the recipe's runs.
+        ModelError: The base model cannot be found.
+        TrainingError: No run has a LoRA.
+    """
+    folder = request.output.absolute() if request.output else _new_folder(recipe.output_dir / PICTURES_FOLDER)
+    require_separate_folder(recipe, "--output" if request.output else "output_dir", folder)
+
+    if request.file is not None:
+        chosen = choose_file(request.file)
+    else:
+        chosen = choose_loras(recipe.output_dir, request.run, request.steps)
+    trained, previews = _trained_recipe(recipe, chosen.run)
+
+    entries = RecipeEntries(trained)
+    prompts = _prompts(recipe, request.prompts, entries, previews)
+    job = DrawingJob(
+        recipe=trained,
+        base=entries.model_folder,
+        component_folders=entries.component_folders,
+        empty_text=entries.text_spec(""),
+        prompts=prompts,
+        loras=chosen.loras,
+        strengths=request.strengths,
+        seed=trained.training.seed if request.seed is None else request.seed,
+        folder=folder,
+        run=chosen.run,
+    )
+    _require_few_pictures(job)
+    _require_new_files(job)
+    return job
+
+
+def _trained_recipe(recipe: Recipe, run: str | None) -> tuple[Recipe, tuple[Prompt, ...]]:
+    """Return the recipe with which a run was trained, with this recipe's folders, and the run's prompts.
+
+    Without the run's folder, which may have been deleted after its LoRA was published, it is `recipe`.
+    """
+    trained, previews = recipe, tuple[Prompt, ...]()
+    if run is not None:
+        file = run_folder(recipe.output_dir, run) / JOB_FILE
+        if file.is_file():
+            trained, previews = read_recipe_and_prompts(file)
+
+    update = {
+        "name": recipe.name,
+        "source": recipe.source,
+        "cache_dir": recipe.cache_dir,
+        "output_dir": recipe.output_dir,
+        "accelerate": trained.accelerate.model_copy(update={"num_processes": 1}),
+    }
+    return trained.model_copy(update=update), previews
+
+
+def _prompts(
+    recipe: Recipe, given: Iterable[str], entries: RecipeEntries, previews: tuple[Prompt, ...]
+) -> tuple[Prompt, ...]:
+    """Return the given prompts, or else the recipe's, or else those of the run's previews."""
+    captions = list(dict.fromkeys(given)) or list(dict.fromkeys(recipe.training.sample_prompts))
+    if captions:
+        return square_prompts(entries, captions)
+    if not previews:
+        raise DrawingError(
+            "prompts are missing: the recipe has no training.sample_prompts",
+            where=str(recipe.source),
+            fix='pass --prompt "...", or set training.sample_prompts',
+        )
+    return previews
+
+
+def _require_few_pictures(job: DrawingJob) -> None:
+    number = len(list(job.cells()))
+    if number > MAX_PICTURES:
+        raise DrawingError(
+            f"{number:,} pictures are more than fit on one sheet, which has at most {MAX_PICTURES}",
+            where=f"{counted(len(job.loras), 'step')}, {counted(len(job.strengths), 'strength')}, "
+            f"{counted(len(job.prompts), 'prompt')}",
+            fix="pass fewer steps, strengths or prompts",
+        )
+
+
+def _require_new_files(job: DrawingJob) -> None:
+    """Raise `DrawingError` if a file of the job exists already."""
+    existing = [
+        path.name for path in (*(cell.path for cell in job.cells()), job.folder / SHEET_FILE) if path.exists()
+    ]
+    if existing:
+        raise DrawingError(
+            f"{counted(len(existing), 'picture exists', 'pictures exist')} already, such as {existing[0]}",
+            where=str(job.folder),
+            fix="pass another folder with --output, or delete these pictures",
+        )
+
+
+def _new_folder(parent: Path) -> Path:
+    """Return the first of `parent/001`, `parent/002`, ... after all existing ones."""
+    numbers = [int(path.name) for path in parent.glob("[0-9]*") if path.name.isdecimal()]
+    return parent / f"{max(numbers, default=0) + 1:03d}"

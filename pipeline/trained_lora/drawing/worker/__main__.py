@@ -1,0 +1,33 @@
+"""`python -m pipeline.trained_lora.drawing.worker <order.json>`: draw the pictures of a job."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.processes.guard import end_now, watch_parent
+from pipeline.processes.pipes import reporter
+
+
+def main(order_path: Path) -> None:
+    """Draw all pictures; report progress to the parent."""
+    watch_parent()
+    with reporter() as report:
+        # Imported here, so that a failure to import torch reaches the reporter.
+        import torch
+
+        from pipeline.models.worker.loading import keep_quiet
+        from pipeline.processes.launch import cpu_threads
+        from pipeline.processes.worker.devices import used_memory_text
+        from pipeline.trained_lora.drawing.job import read_drawing_job
+        from pipeline.trained_lora.drawing.worker.draw import draw_pictures
+
+        report.lines.memory = used_memory_text
+        torch.set_num_threads(cpu_threads())
+        keep_quiet()
+        draw_pictures(read_drawing_job(order_path), report, scratch=order_path.parent)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    end_now(0)

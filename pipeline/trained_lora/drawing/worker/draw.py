@@ -1,0 +1,162 @@
+"""Drawing the pictures of a job with one loaded base model.
+
+The arithmetic is that of the previews during training, so that both give the same picture for the same LoRA,
+prompt and seed. On the CPU they are equal bit for bit, with two exceptions: the files of LoHa, LoKr, PiSSA
+and OLoRA hold a converted LoRA, and recipes with `compile` train compiled blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from pipeline.errors import DrawingError
+from pipeline.images.geometry import Size
+from pipeline.models.worker.family import load_family
+from pipeline.processes.worker.devices import out_of_memory_as, own_device, why_no_gpu
+from pipeline.storage.atomic import write_atomically
+from pipeline.trained_lora.drawing.job import Cell, DrawingJob, number_text
+from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter, adapts_text_encoders
+from pipeline.trained_lora.drawing.worker.texts import prompt_texts
+from pipeline.trained_lora.previews import PROMPT_KEY
+from pipeline.trained_lora.worker.adapter.lora import adapted_networks
+from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
+from pipeline.trained_lora.worker.base_model import load_base
+from pipeline.trained_lora.worker.distributed import make_accelerator
+from pipeline.trained_lora.worker.previews import INFERENCE_STEPS
+from pipeline.trained_lora.worker.text_encoders import TextEncoders
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from pipeline.encoding.progress import Report
+
+
+def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
+    """Draw each picture of the job into its file, by LoRA, strength and prompt.
+
+    Args:
+        job: The job; its folder exists.
+        report: Receives the progress.
+        scratch: Folder for temporary files.
+
+    Raises:
+        DrawingError: A LoRA does not fit the base model, or memory ran out.
+        ModelError: The base model cannot be loaded.
+        TrainingError: The quantization needs a missing package or GPU.
+    """
+    own_device()  # fails with a clear message before CUDA would fail with an obscure one
+    if (reason := why_no_gpu()) is not None:
+        report.info(f"warning: {reason}")
+    cells = list(job.cells())
+    with out_of_memory_as(partial(_memory_error, job)):
+        artist = _Artist(job, report, scratch)
+
+        # Pictures without the LoRA are the same for all steps, and are drawn once.
+        without_lora: dict[int, Image] = {}
+        report.progress(0, len(cells), "drawing pictures")
+        for done, cell in enumerate(cells, start=1):
+            picture = without_lora.get(cell.number) if cell.strength == 0.0 else None
+            if picture is None:
+                picture = artist.draw(cell)
+            if cell.strength == 0.0:
+                without_lora[cell.number] = picture
+            write_atomically(cell.path, partial(picture.save, format="PNG", pnginfo=_text_chunks(job, cell)))
+            report.progress(done, len(cells), "drawing pictures")
+
+
+class _Artist:
+    """The base model with a LoRA's adapters, and the texts of the prompts."""
+
+    def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
+        self._job = job
+        self._family = load_family(job.base, job.component_folders)
+        self._accelerator = make_accelerator(job.recipe.accelerate, find_unused_parameters=False)
+        device = str(self._accelerator.device)
+        file = read_lora_tensors(job.loras[0].file)
+        has_text = adapts_text_encoders(file)
+
+        # The text encoders of a large model do not fit next to its denoiser, so they are loaded before it.
+        self._texts = {} if has_text else prompt_texts(job, device, report, scratch=scratch)
+        report.phase(f"loading the {'UNet' if self._family.denoiser_name == 'unet' else 'transformer'}")
+        self._denoiser = load_base(self._family, job.recipe, device)
+        self._text: TextEncoders | None = None
+        if has_text:
+            report.phase("loading the text encoders")
+            self._text = TextEncoders(self._family, job.recipe, device)
+
+        report.phase("adding the LoRA")
+        text_networks = self._text.networks if self._text else {}
+        networks = adapted_networks(self._denoiser, text_networks)
+        self._adapter = FileAdapter(self._family, networks, file)
+        self._loaded = job.loras[0]
+        for network in networks.values():
+            network.eval()
+        if self._text is None:
+            # As in training: mixed precision then returns float32. Trained text encoders and the denoiser are
+            # prepared as one module there, which does not change the denoiser's own forward.
+            self._accelerator.prepare_model(self._denoiser, evaluation_mode=True)
+
+        report.phase("loading the VAE")
+        # float32, because SDXL's VAE overflows in float16.
+        self._pipeline = self._family.drawing.load_pipeline(
+            denoiser=self._denoiser, dtype="float32", device=device
+        )
+
+    def draw(self, cell: Cell) -> Image:
+        """Return the picture of a cell."""
+        if cell.lora != self._loaded:
+            self._adapter.load(cell.lora.file)
+            self._loaded = cell.lora
+        self._adapter.set_strength(cell.strength)
+
+        prompt = self._job.prompts[cell.number]
+        # One autocast context per picture: autocast caches the cast weights for as long as it is active.
+        with torch.no_grad(), self._accelerator.autocast():
+            return self._family.drawing.draw(
+                self._pipeline,
+                self._tensors(prompt.caption),
+                self._tensors(""),
+                size=Size(*prompt.size_hw),
+                steps=INFERENCE_STEPS,
+                seed=self._job.seed,
+            )
+
+    def _tensors(self, caption: str) -> Mapping[str, Tensor]:
+        if self._text is None:
+            return self._texts[caption]
+        return {name: tensor[0] for name, tensor in self._text.embed([caption]).items()}
+
+
+def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
+    """Return PNG text chunks that state how a picture was drawn."""
+    chunks = PngInfo()
+    facts = {
+        PROMPT_KEY: job.prompts[cell.number].caption,
+        "lora": str(cell.lora.file.name) if job.run is None else f"run {job.run}, {cell.lora.label}",
+        "strength": number_text(cell.strength),
+        "seed": str(job.seed),
+        "steps": str(INFERENCE_STEPS),
+        "recipe": job.recipe.name,
+    }
+    for key, text in facts.items():
+        chunks.add_itxt(key, text)
+    return chunks
+
+
+def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
+    training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
+    fix = "close other programs that use the device, such as a training"
+    if training.quantize == "none" and job.run is None:
+        fix += ", or set training.quantize: int8_torchao or nf4"
+    return DrawingError(
+        "memory ran out while pictures were drawn" + (f" ({usage})" if usage else ""),
+        where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}",
+        fix=fix,
+    )

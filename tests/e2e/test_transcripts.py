@@ -1,0 +1,147 @@
+"""Lines that commands print: the demo, a closed gate and a stopped run, on a terminal and without one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.recipe.gates import SPECS
+from tests.e2e.daemon import make_home
+from tests.e2e.pseudo_terminal import run_on_terminal
+from tools.docs.demo_folder import copy_demo
+
+COMMAND = [sys.executable, "-c", "from pipeline.cli.main import main; main()", "run"]
+
+MAX_DEMO_LINES = 40
+NORMAL_DEMO_S = 90.0
+SECONDS_PER_LINE = 15.0
+"""A log has a line for work of some seconds, so a busy machine prints more of them: one in this time."""
+
+MAX_GATE_LINES = 25
+MAX_STOPPED_LINES = 10
+
+ENDLESS = {
+    "steps": 100_000,
+    "batch_size": 2,
+    "checkpoint_every": 100_000,
+    "sample_every": 0,
+    "lora": {"rank": 2, "alpha": 2.0},
+}
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    return make_home(tmp_path / "dagster home")
+
+
+def nonempty_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def demo_environment(folder: Path, home: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "DAGSTER_HOME": str(home),
+        "LATENTLINE_CONFIGS": str(folder / "configs"),
+        "DO_NOT_TRACK": "1",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_demo_prints_less_than_40_lines_without_a_terminal(
+    tmp_path: Path, tiny_sd: Path, home: Path
+) -> None:
+    copy_demo(tmp_path, tiny_sd)
+    started_s = time.monotonic()
+    completed = subprocess.run(
+        [*COMMAND, "demo"],
+        env=demo_environment(tmp_path, home),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert completed.returncode == 0, completed.stderr
+    messages, summary = nonempty_lines(completed.stderr), nonempty_lines(completed.stdout)
+    slow_s = max(0.0, time.monotonic() - started_s - NORMAL_DEMO_S)
+    limit = MAX_DEMO_LINES + slow_s / SECONDS_PER_LINE
+    assert len(messages) + len(summary) < limit, completed.stderr + completed.stdout
+
+    # What a reader of the log needs is still there.
+    assert {line.split()[0] for line in messages} == set(SPECS)
+    assert any("24 found, 24 ignored (24 captions), 0 rejected, 24 kept" in line for line in messages)
+    assert any("5 buckets (height x width), samples: 48x80 8, " in line for line in messages)
+    assert any("training: step 30 of 30, " in line and "loss " in line for line in messages)
+    assert summary[-1] == f"  LoRA      {tmp_path / 'out' / 'lora'}"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="this system has no pseudo-terminals")
+def test_the_demo_prints_less_than_40_lines_on_a_terminal(tmp_path: Path, tiny_sd: Path, home: Path) -> None:
+    copy_demo(tmp_path, tiny_sd)
+    transcript = run_on_terminal(
+        [*COMMAND, "demo"], environment=demo_environment(tmp_path, home), cwd=tmp_path, timeout_s=800
+    )
+    assert transcript.status == 0, transcript.text
+    assert len(transcript.lines) < MAX_DEMO_LINES, transcript.text
+    assert [line.split()[0] for line in transcript.lines].count("trained_lora") == 1
+    assert transcript.lines[-1] == f"  LoRA      {tmp_path / 'out' / 'lora'}"
+
+
+def test_a_small_job_prints_less_than_40_lines_without_a_terminal(cached: Any, home: Path) -> None:
+    completed = cached.run([*COMMAND, "small"], DAGSTER_HOME=str(home))
+    assert completed.returncode == 0, completed.stderr
+    lines = nonempty_lines(completed.stderr + completed.stdout)
+    assert len(lines) < MAX_DEMO_LINES, lines
+    assert any("5 found, 5 ignored (5 captions), 0 rejected, 5 kept" in line for line in lines)
+    assert any("training: step 4 of 4, " in line for line in lines)
+
+
+def test_O02_a_closed_gate_prints_its_message_once_in_less_than_25_lines_without_a_terminal(
+    cached: Any, home: Path
+) -> None:
+    (cached.data / "photo1.txt").unlink()
+    completed = cached.run([*COMMAND, "small"], DAGSTER_HOME=str(home))
+    assert completed.returncode == 1
+    output = completed.stderr + completed.stdout
+    assert len(nonempty_lines(output)) < MAX_GATE_LINES, output
+    assert output.count(": 1 image has no caption") == 1
+    assert output.count("GateClosedError: ") == output.count("  fix:   ") == 1
+    assert "Traceback" not in output
+
+
+def test_a_stopped_run_prints_less_than_10_lines_after_the_signal_without_a_terminal(
+    cached: Any, home: Path
+) -> None:
+    """Before the signal, a log has the messages of the stages that have ended."""
+    cached.recipe(training=ENDLESS)
+    log = cached.root / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [*COMMAND, "small"],
+            env={**cached.environment(), "DAGSTER_HOME": str(home)},
+            cwd=cached.root,
+            stdout=file,
+            stderr=file,
+        )
+    while not any(path.stat().st_size for path in cached.out.glob("runs/*/logs/metrics.jsonl")):
+        assert process.poll() is None, log.read_text("utf-8")
+        time.sleep(0.1)
+    num_before = len(nonempty_lines(log.read_text("utf-8")))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+
+    lines = nonempty_lines(log.read_text("utf-8"))[num_before:]
+    assert len(lines) < MAX_STOPPED_LINES, lines
+    assert lines[-4].startswith("Stopped: the run was stopped by SIGINT")
+    assert lines[-1] == "  fix:   run latentline run small again; it resumes from this checkpoint"
+    assert not any("Traceback" in line or "failed" in line for line in lines)

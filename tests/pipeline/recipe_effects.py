@@ -1,0 +1,195 @@
+"""What each key of a recipe decides: keys of latents, keys of text embeddings, the run id, or none of them.
+
+Every key of the schema is either in `EFFECTS` or in `DECIDES_ROWS`, so that a new key cannot be forgotten.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from pipeline.recipe.schema import all_keys
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A change of one key and what it must change.
+
+    Attributes:
+        change: Values that a recipe gets in addition to those of `context`.
+        latents: Whether the keys of latents must change.
+        text: Whether the keys of text embeddings must change.
+        run: Whether the run id must change.
+        context: Values of other keys that both recipes need, because the key has no effect or is not allowed
+            without them.
+    """
+
+    change: Values
+    latents: bool = False
+    text: bool = False
+    run: bool = False
+    context: Values | None = None
+
+
+def _latents(section: str, key: str, value: Any, **context: Any) -> Effect:
+    return Effect(
+        {section: {key: value}}, latents=True, run=True, context={section: context} if context else None
+    )
+
+
+def _run(value: Any, **context: Any) -> Effect:
+    """Return a change of keys in `training` that changes the run id alone."""
+    return Effect({"training": value}, run=True, context={"training": context} if context else None)
+
+
+def _nothing(value: Values) -> Effect:
+    return Effect(value)
+
+
+EFFECTS: dict[str, Effect] = {
+    "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
+    "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
+    "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),
+    "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
+    "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
+    "model.base": Effect({"model": {"base": "@other_base@"}}, latents=True, text=True, run=True),
+    "model.components": Effect({"model": {"components": {"vae": "@other_base@"}}}, latents=True, run=True),
+    "buckets.resolution": _latents("buckets", "resolution", 96),
+    "buckets.resolutions": _latents("buckets", "resolutions", [64, 96]),
+    "buckets.per_image": _latents("buckets", "per_image", "each", resolutions=[64, 96]),
+    "buckets.step": _latents("buckets", "step", 16),
+    "buckets.max_aspect_ratio": _latents("buckets", "max_aspect_ratio", 1.0),
+    "buckets.sizes": _latents("buckets", "sizes", ["64x64"]),
+    "buckets.upscale": _latents("buckets", "upscale", "never"),
+    "buckets.small_images": _latents("buckets", "small_images", "reject", upscale="never"),
+    "buckets.crop": _latents("buckets", "crop", "top"),
+    "buckets.crop_seed": _latents("buckets", "crop_seed", 1, crop="random"),
+    "buckets.underfilled": Effect({"buckets": {"underfilled": "drop"}}, run=True),
+    "buckets.max_crop_loss": _nothing({"buckets": {"max_crop_loss": 0.5}}),
+    "latents.dtype": _latents("latents", "dtype", "float32"),
+    "latents.compute_dtype": _latents("latents", "compute_dtype", "bfloat16"),
+    "latents.posterior": _latents("latents", "posterior", "mean"),
+    "latents.flip": _latents("latents", "flip", True),
+    "latents.background": _latents("latents", "background", [0, 255, 255]),
+    "text.caption_dropout": Effect({"text": {"caption_dropout": 0.2}}, run=True),
+    "text.dtype": Effect({"text": {"dtype": "float32"}}, text=True, run=True),
+    "text.compute_dtype": Effect({"text": {"compute_dtype": "bfloat16"}}, text=True, run=True),
+    "training.steps": _run({"steps": 900}, lr_scheduler="cosine"),
+    "training.epochs": _nothing({"training": {"steps": None, "epochs": 3}}),
+    "training.exhausted": Effect(
+        {"training": {"exhausted": "repeat"}}, run=True, context={"datasets": {"weight": 1.0}}
+    ),
+    "training.batch_size": _run({"batch_size": 3}),
+    "training.gradient_accumulation": _run({"gradient_accumulation": 2}),
+    "training.learning_rate": _run({"learning_rate": 1e-3}),
+    "training.optimizer": _run({"optimizer": "lion"}),
+    "training.optimizer_arguments": _run({"optimizer_arguments": {"weight_decay": 0.5}}),
+    "training.lr_scheduler": _run({"lr_scheduler": "linear"}),
+    "training.lr_cycles": _run({"lr_cycles": 2}, lr_scheduler="cosine_with_restarts"),
+    "training.lr_power": _run({"lr_power": 2.0}, lr_scheduler="polynomial"),
+    "training.decay_steps": _run({"decay_steps": 9}, lr_scheduler="wsd", decay_steps=8),
+    "training.ema_decay": _run({"ema_decay": 0.99}),
+    "training.warmup_steps": _run({"warmup_steps": 1}),
+    "training.loss.kind": _run({"loss": {"kind": "huber"}}),
+    "training.loss.delta": _run({"loss": {"delta": 0.2}}, loss={"kind": "huber"}),
+    "training.loss.weighting": _run({"loss": {"weighting": "min_snr"}}),
+    "training.loss.gamma": _run({"loss": {"gamma": 4.0}}, loss={"weighting": "min_snr"}),
+    "training.noise.offset": _run({"noise": {"offset": 0.1}}),
+    "training.noise.input_perturbation": _run({"noise": {"input_perturbation": 0.1}}),
+    "training.noise.zero_terminal_snr": _run({"noise": {"zero_terminal_snr": True}}),
+    "training.timesteps.density": _run({"timesteps": {"density": "mode"}}),
+    "training.timesteps.location": _run(
+        {"timesteps": {"location": 0.5}}, timesteps={"density": "logit_normal"}
+    ),
+    "training.timesteps.scale": _run({"timesteps": {"scale": 0.5}}, timesteps={"density": "logit_normal"}),
+    "training.timesteps.mode_scale": _run({"timesteps": {"mode_scale": 0.5}}, timesteps={"density": "mode"}),
+    "training.timesteps.min": _run({"timesteps": {"min": 0.1}}),
+    "training.timesteps.max": _run({"timesteps": {"max": 0.9}}),
+    "training.timesteps.shift": _run({"timesteps": {"shift": 2.0}}),
+    "training.max_grad_norm": _run({"max_grad_norm": 2.0}),
+    "training.seed": _run({"seed": 43}),
+    "training.quantize": _run({"quantize": "int8"}),
+    "training.gradient_checkpointing": _nothing({"training": {"gradient_checkpointing": True}}),
+    "training.compile": _run({"compile": True}),
+    "training.checkpoint_every": _nothing({"training": {"checkpoint_every": 9}}),
+    "training.keep_checkpoints": _nothing({"training": {"keep_checkpoints": 2}}),
+    "training.sample_every": _nothing({"training": {"sample_every": 9}}),
+    "training.sample_prompts": _nothing({"training": {"sample_prompts": ["a rose"]}}),
+    "training.validate_every": _nothing({"training": {"validate_every": 9}}),
+    "training.trackers": _nothing({"training": {"trackers": []}}),
+    "training.lora.rank": _run({"lora": {"rank": 8}}),
+    "training.lora.alpha": _run({"lora": {"alpha": 8.0}}),
+    "training.lora.kind": _run({"lora": {"kind": "loha"}}),
+    "training.lora.lokr_factor": _run({"lora": {"lokr_factor": 4}}, lora={"kind": "lokr"}),
+    "training.lora.dropout": _run({"lora": {"dropout": 0.1}}),
+    "training.lora.targets": _run({"lora": {"targets": "blocks"}}),
+    "training.lora.modules": _run({"lora": {"modules": ["*.attn2.*"]}}),
+    "training.lora.conv_rank": _run({"lora": {"conv_rank": 4}}),
+    "training.lora.conv_alpha": _run({"lora": {"conv_alpha": 2.0}}, lora={"conv_rank": 4}),
+    "training.lora.ranks.modules": _run(
+        {"lora": {"ranks": [{"modules": "*.attn2.*", "rank": 4}]}},
+        lora={"ranks": [{"modules": "*.attn1.*", "rank": 4}]},
+    ),
+    "training.lora.ranks.rank": _run(
+        {"lora": {"ranks": [{"modules": "*.attn1.*", "rank": 8}]}},
+        lora={"ranks": [{"modules": "*.attn1.*", "rank": 4}]},
+    ),
+    "training.lora.ranks.alpha": _run(
+        {"lora": {"ranks": [{"modules": "*.attn1.*", "rank": 4, "alpha": 2.0}]}},
+        lora={"ranks": [{"modules": "*.attn1.*", "rank": 4}]},
+    ),
+    "training.lora.dora": _run({"lora": {"dora": True}}),
+    "training.lora.rslora": _run({"lora": {"rslora": True}}),
+    "training.lora.init": _run({"lora": {"init": "pissa"}}),
+    "training.lora.start_from": _run({"lora": {"start_from": "@lora_file@"}}),
+    "training.lora.text_encoders.rank": _run(
+        {"lora": {"text_encoders": {"rank": 4}}}, lora={"text_encoders": {}}
+    ),
+    "training.lora.text_encoders.alpha": _run(
+        {"lora": {"text_encoders": {"alpha": 4.0}}}, lora={"text_encoders": {}}
+    ),
+    "training.lora.text_encoders.targets": _run(
+        {"lora": {"text_encoders": {"targets": "blocks"}}}, lora={"text_encoders": {}}
+    ),
+    "training.lora.text_encoders.learning_rate": _run(
+        {"lora": {"text_encoders": {"learning_rate": 1e-5}}}, lora={"text_encoders": {}}
+    ),
+    "accelerate.num_processes": Effect({"accelerate": {"num_processes": 2}}, run=True),
+    "accelerate.mixed_precision": Effect({"accelerate": {"mixed_precision": "bf16"}}, run=True),
+    "accelerate.cpu_threads": _nothing({"accelerate": {"cpu_threads": 3}}),
+    "checks.max_rejected_fraction": _nothing({"checks": {"max_rejected_fraction": 0.5}}),
+    "checks.allow": _nothing({"checks": {"allow": ["rejected_fraction"]}}),
+    "recache.cron": _nothing({"recache": {"cron": None}}),
+    "recache.on_change": _nothing({"recache": {"on_change": False}}),
+    "recache.settle_s": _nothing({"recache": {"settle_s": 60}}),
+    "recache.enabled": _nothing({"recache": {"enabled": True}}),
+}
+"""Effects by dotted key. `@folder@`, `@other_base@` and `@lora_file@` stand for paths of the test."""
+
+DECIDES_ROWS = {
+    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!shuffle$)", key)),
+    *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
+    *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
+    *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
+    "checks.near_duplicate_bits",
+    "model.revision",
+}
+"""Keys that decide which samples, captions and model files there are. Keys and run ids depend on these files
+and rows, not on the settings."""
+
+
+def merged(one: Values, other: Values) -> Values:
+    """Return nested values, those of `other` first; a mapping for `datasets` applies to the only dataset."""
+    result = dict(one)
+    for key, value in other.items():
+        before = one.get(key)
+        if isinstance(before, list) and isinstance(value, dict):
+            result[key] = [merged(before[0], value)]
+        else:
+            result[key] = (
+                merged(before, value) if isinstance(before, dict) and isinstance(value, dict) else value
+            )
+    return result

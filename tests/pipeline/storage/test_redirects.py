@@ -1,0 +1,111 @@
+"""A web server that serves a dataset cannot make this machine read another server."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from pipeline.errors import DatasetError
+from pipeline.storage.addresses import Url
+from pipeline.storage.source import RemoteSource
+from tests.pipeline.conftest import Folder, picture
+
+INTERNAL = b"the answer of an internal service"
+SECRET = "s3cr3t-query"
+
+
+@contextmanager
+def server(pages: dict[str, bytes | str]) -> Generator[str]:
+    """Serve bytes, and redirects to addresses, by path; the folder /photos/ lists the names below it."""
+    requested: list[str] = []
+
+    class Pages(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            self.do_GET()
+
+        def do_GET(self) -> None:
+            path = self.path.partition("?")[0]
+            requested.append(path)
+            page = pages.get(path)
+            if page is None and path.rstrip("/") == "/photos":
+                names = [name.removeprefix("/photos/") for name in pages]
+                page = "".join(f'<a href="{name}">{name}</a>' for name in names).encode()
+            if page is None:
+                self.send_error(404)
+                return
+            self.send_response(302 if isinstance(page, str) else 200)
+            if isinstance(page, str):
+                self.send_header("Location", page)
+                page = b""
+            self.send_header("Content-Length", str(len(page)))
+            self.end_headers()
+            if self.command == "GET":
+                self.wfile.write(page)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}"
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+def test_a_caption_that_redirects_to_another_server_is_rejected_with_the_reason(folder: Folder) -> None:
+    with server({"/latest/credentials": INTERNAL}) as internal:
+        pages: dict[str, bytes | str] = {"/photos/good.png": picture(0), "/photos/good.txt": b"a rose"}
+        pages |= {"/photos/bad.png": picture(1), "/photos/bad.txt": f"{internal}/latest/credentials"}
+        pages |= {"/photos/moved.png": picture(2), "/photos/moved.txt": "/texts/moved.txt"}
+        pages["/texts/moved.txt"] = b"a tulip"
+        with server(pages) as outside:
+            folder.dataset = {"path": f"{outside}/photos"}
+            result = folder.ingest()
+
+    captions = dict(result.table.select("path", "caption").rows())
+    assert captions == {"good.png": "a rose", "moved.png": "a tulip"}
+    (row,) = result.rejected.to_dicts()
+    assert (row["path"], row["reason"]) == ("bad.png", "caption_unreadable")
+    assert f"redirects to another server, {internal}, which is not followed" in row["detail"]
+
+
+def test_an_image_and_a_folder_that_redirect_to_another_server_are_not_read() -> None:
+    with server({"/secret.png": INTERNAL}) as internal:
+        with server({"/photos/a.png": f"{internal}/secret.png"}) as outside:
+            source = RemoteSource(Url(f"{outside}/photos"))
+            with pytest.raises(OSError, match="redirects to another server"):
+                source.read("a.png")
+        with (
+            server(dict.fromkeys(["/photos", "/photos/"], f"{internal}/")) as outside,
+            pytest.raises(DatasetError, match="redirects to another server"),
+        ):
+            RemoteSource(Url(f"{outside}/photos")).list_folder("")
+
+
+def test_the_container_of_an_archive_is_not_read_from_another_server() -> None:
+    with (
+        server({"/secret.zip": INTERNAL}) as internal,
+        server({"/all.zip": f"{internal}/secret.zip"}) as outside,
+        pytest.raises(DatasetError) as excinfo,
+    ):
+        RemoteSource(Url(f"zip://photos::{outside}/all.zip?token={SECRET}")).list_folder("")
+    assert SECRET not in str(excinfo.value)
+
+
+def test_no_message_about_a_source_contains_its_query() -> None:
+    with server({"/photos/a.txt": b"a rose"}) as outside:
+        source = RemoteSource(Url(f"{outside}/none?token={SECRET}"))
+        assert SECRET not in source.where("a.txt") + repr(source)
+        with pytest.raises(DatasetError) as excinfo:
+            source.list_folder("")
+        assert SECRET not in str(excinfo.value)
+        with pytest.raises(OSError) as failed:  # noqa: PT011 - the message must not contain something
+            source.read("a.txt")
+        assert SECRET not in str(failed.value) or isinstance(failed.value, FileNotFoundError)

@@ -1,0 +1,133 @@
+"""Drawn pictures equal the previews of training, and those of diffusers with the exported file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import diffusers
+import numpy as np
+import pytest
+import torch
+
+from pipeline.cache.remote_store import store_at
+from pipeline.trained_lora.drawing.worker import draw
+from pipeline.trained_lora.previews import preview_file
+from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker import previews
+from pipeline.trained_lora.worker.loader import read_entry
+from tests.pipeline.trained_lora.drawing.drawings import all_pixels, drawn, pixels
+from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+PROMPTS = ("a red cat", "a blue rocket")
+LORA = {"rank": 4, "alpha": 2.0}
+
+INFERENCE_STEPS = 3
+"""Denoising steps in these tests; 20 would give the same comparison in six times the time."""
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (draw, previews):
+        monkeypatch.setattr(module, "INFERENCE_STEPS", INFERENCE_STEPS)
+
+
+@pytest.fixture
+def train(make_project: Callable[..., Project], any_precision: None) -> Callable[..., Project]:
+    """Return a function that trains a project with previews and checkpoints every 2 steps."""
+
+    def make(prediction: str = "epsilon", mixed_precision: str = "no", **training: Any) -> Project:
+        settings = {
+            "checkpoint_every": 2,
+            "sample_every": 2,
+            "sample_prompts": PROMPTS,
+            "steps": 4,
+            **training,
+        }
+        project = make_project(prediction=prediction, **settings)
+        if mixed_precision != "no":
+            project = project.changed("other output", mixed_precision=mixed_precision)
+        run(project, InProcessLaunch())
+        return project
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("prediction", "mixed_precision", "training"),
+    [
+        ("epsilon", "no", {}),
+        ("epsilon", "bf16", {}),
+        ("epsilon", "no", {"ema_decay": 0.5}),
+        ("epsilon", "no", {"lora": {"rank": 3, "alpha": 1.0, "rslora": True, "conv_rank": 2}}),
+        ("epsilon", "no", {"lora": {**LORA, "dora": True}}),
+        ("epsilon", "no", {"lora": {**LORA, "text_encoders": {"rank": 2}}}),
+        ("epsilon", "bf16", {"lora": {**LORA, "text_encoders": {}}}),
+        ("sdxl", "no", {"lora": {**LORA, "ranks": [{"modules": "*to_k", "rank": 2}]}}),
+    ],
+    ids=["plain", "bf16", "ema", "rslora", "dora", "text", "text-bf16", "sdxl"],
+)
+def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
+    train: Callable[..., Project], prediction: str, mixed_precision: str, training: dict[str, Any]
+) -> None:
+    project = train(prediction, mixed_precision, **training)
+    job = drawn(project, steps=(2, 4), strengths=(0.0, 1.0))
+    samples = RunLayout(run_folders(project)[0]).samples
+    for cell in job.cells():
+        assert cell.lora.step is not None
+        step = cell.lora.step if cell.strength else 0
+        preview = pixels(preview_file(samples, step, cell.number))
+        # DoRA's magnitudes round the base weights at step 0, strength 0 draws without it.
+        if not (cell.strength == 0.0 and training.get("lora", {}).get("dora")):
+            assert np.array_equal(pixels(cell.path), preview), cell.path.name
+    first, *_, last = all_pixels(job)
+    assert not np.array_equal(first, last), "the LoRA changes the picture"
+
+
+@pytest.mark.parametrize(
+    "lora",
+    [{**LORA, "kind": "loha"}, {**LORA, "kind": "lokr"}, {**LORA, "init": "pissa"}],
+    ids=["loha", "lokr", "pissa"],
+)
+def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
+    train: Callable[..., Project], lora: dict[str, Any]
+) -> None:
+    project = train(lora=lora)
+    job = drawn(project, steps=(4,))
+    samples = RunLayout(run_folders(project)[0]).samples
+    for cell in job.cells():
+        preview = pixels(preview_file(samples, 4, cell.number))
+        difference = np.abs(pixels(cell.path).astype(int) - preview.astype(int))
+        assert difference.max() <= 2
+        assert difference.mean() < 0.02
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5, 0.0, -1.0])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_pictures_equal_those_of_diffusers_with_the_exported_file(
+    train: Callable[..., Project], strength: float, *, dora: bool
+) -> None:
+    project = train(lora={**LORA, "dora": dora}, sample_every=0)
+    job = drawn(project, strengths=(strength,), seed=11)
+
+    pipeline: Any = diffusers.StableDiffusionPipeline.from_pretrained(job.base, safety_checker=None)
+    pipeline.set_progress_bar_config(disable=True)
+    if strength:
+        pipeline.load_lora_weights(str(project.recipe.output_dir / "lora"), adapter_name="flowers")
+        pipeline.set_adapters("flowers", strength)
+    store = store_at(project.recipe.cache_dir)
+    negative = read_entry(store, job.empty_text, "the empty caption")["text_embedding"]
+    for cell in job.cells():
+        prompt = job.prompts[cell.number]
+        pictures = pipeline(
+            prompt_embeds=read_entry(store, prompt.text, prompt.caption)["text_embedding"][None],
+            negative_prompt_embeds=negative[None],
+            height=64,
+            width=64,
+            num_inference_steps=INFERENCE_STEPS,
+            generator=torch.Generator("cpu").manual_seed(11),
+        ).images
+        assert np.array_equal(pixels(cell.path), np.asarray(pictures[0])), cell.path.name

@@ -1,0 +1,52 @@
+"""Text embeddings of prompts that are not in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from pipeline.cache.remote_store import store_at
+from pipeline.encoding.jobs import Job, Order, write_order
+from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
+from pipeline.trained_lora.drawing.worker.texts import prompt_texts
+from pipeline.trained_lora.worker.loader import read_entry
+from tests.in_process_worker import run as encode
+from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
+from tests.pipeline.trained_lora.runs import InProcessLaunch, run
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_prompt_outside_of_the_cache_gets_the_values_that_the_cache_would_store(
+    make_project: Callable[..., Project], tmp_path: Path, dtype: str
+) -> None:
+    project = make_project(steps=1)
+    run(project, InProcessLaunch())
+    file = project.recipe.output_dir / "lora" / "pytorch_lora_weights.safetensors"
+    text = project.recipe.text.model_copy(update={"dtype": dtype})
+    recipe = project.recipe.model_copy(update={"text": text})
+
+    job = prepare_drawing(recipe, Request(file=file, prompts=("a new prompt",)))
+    prompt, store = job.prompts[0], store_at(recipe.cache_dir)
+    texts = prompt_texts(job, "cpu", InProcessDrawing(), scratch=tmp_path)
+    assert not store.check(prompt.text).valid, "nothing is stored"
+
+    order = Order(
+        kind="text",
+        model_folder=job.base,
+        store_root=recipe.cache_dir,
+        settings={"compute_dtype": recipe.text.compute_dtype},
+        jobs=[Job(prompt.text, {"inputs": {}}, {"caption": prompt.caption}, "a prompt", 1)],
+    )
+    (tmp_path / "order").mkdir()
+    encode(write_order(order, tmp_path / "order"), InProcessDrawing(), rank=0, num_ranks=1)
+    stored = read_entry(store, prompt.text, "a prompt")
+    assert stored.keys() == texts[prompt.caption].keys()
+    for name, tensor in stored.items():
+        assert torch.equal(tensor, texts[prompt.caption][name])
