@@ -210,7 +210,7 @@ def _onetrainer_entry(concept: Mapping[str, Any], file: Path) -> Entry:
             settings["text.prompt_path"] = prompts[0]
         if len(prompts) != 1:
             why = f"it has {len(prompts):,} prompts, and a recipe has one text for all images of a dataset"
-            remarks.append(f"text.prompt_path {name}: {why if prompts else 'the file has no prompts'}")
+            remarks.append(f"text.prompt_path {name}: {why if prompts else 'the file lacks prompts'}")
     elif source == "filename":
         remarks.append("text.prompt_source filename: an underscore in a file name becomes a space")
     return Entry(settings, reading, remarks=tuple(remarks))
@@ -249,6 +249,7 @@ def _simpletuner(data: Any, file: Path) -> Config | None:
         plain = {str(key).lstrip("-"): value for key, value in data.items()}
         if "data_backend_config" not in plain:
             return None
+
         terms = {each.theirs for each in terms_by_trainer()["SimpleTuner"]}
         defaults = (
             "resolution",
@@ -260,6 +261,7 @@ def _simpletuner(data: Any, file: Path) -> Config | None:
         shared = {key: plain[key] for key in defaults if plain.get(key)}
         others = {key: value for key, value in plain.items() if key in terms and key not in shared}
         data = _linked(plain["data_backend_config"], file)
+
     if not any("instance_data_dir" in backend for backend in data):
         return None
     entries = [_simpletuner_entry(backend, shared) for backend in data]

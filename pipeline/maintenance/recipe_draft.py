@@ -137,7 +137,7 @@ def draft_from_folder(folder: Path) -> RecipeDraft:
             draft.datasets.append(dataset)
             repeats = f"repeats: {part.repeats}, class tokens {part.text!r}"
             if part.repeats is None:
-                repeats = "shown once; its name has no repeats, so sd-scripts skips it"
+                repeats = "shown once; its name lacks repeats, so sd-scripts skips it"
             images = counted(part.num_images, "image")
             draft.taken.append(f"{part.folder}: {images}, {dataset.captions_text()}, {repeats}")
             missing = dataset.missing_captions_text()

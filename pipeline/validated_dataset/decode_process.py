@@ -63,6 +63,8 @@ def decode_in_process(content: BinaryIO, limits: DecodeLimits, *, max_cpu_s: int
     source: dict[str, Any] = (
         {"input": content.getvalue()} if isinstance(content, io.BytesIO) else {"stdin": content}
     )
+
+    # Python cannot end a thread inside a decoder, but the system can end a process.
     try:
         process = subprocess.run(
             [sys.executable, "-P", "-m", __name__, arguments],

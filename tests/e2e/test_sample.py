@@ -53,7 +53,7 @@ def test_a_grid_of_steps_and_strengths_equals_the_previews_of_training(trained: 
     assert names == ["lora-strength-1-prompt-01.png", "sheet.jpg"]
 
     problem = problem_of(trained.latentline("sample", "small", "--step", "3"))
-    assert "has no LoRA of step 3; the closest is step 2" in problem.what
+    assert "did not save a LoRA at step 3; the closest is step 2" in problem.what
     assert problem.fix == "use --step 2, or another of its 2 steps: 2, 4"
 
 

@@ -125,7 +125,7 @@ def _finished_without_checkpoints(layout: RunLayout, steps: Steps) -> ChosenLora
     file = layout.exported / _FILE
     if num_steps is None or not file.is_file():
         raise DrawingError(
-            f"run {layout.folder.name} has no LoRA yet",
+            f"run {layout.folder.name} has not saved a LoRA yet",
             where=str(layout.checkpoints),
             fix="wait for its first checkpoint, or choose another run with --run",
         )
@@ -166,7 +166,7 @@ def _no_such_step(layout: RunLayout, step: int, steps: Sequence[int]) -> Drawing
     closest = min(steps, key=lambda each: (abs(each - step), each))
     listed = ", ".join(map(str, steps[:_MAX_LISTED])) + (", ..." if len(steps) > _MAX_LISTED else "")
     return DrawingError(
-        f"run {layout.folder.name} has no LoRA of step {step}; the closest is step {closest}",
+        f"run {layout.folder.name} did not save a LoRA at step {step}; the closest is step {closest}",
         where=str(layout.checkpoints),
         fix=f"use --step {closest}, or another of its {counted(len(steps), 'step')}: {listed}",
     )

@@ -118,7 +118,7 @@ def _prompts(
         return square_prompts(entries, captions)
     if not previews:
         raise DrawingError(
-            "prompts are missing: the recipe has no training.sample_prompts",
+            "prompts are missing: training.sample_prompts is not set in the recipe",
             where=str(recipe.source),
             fix='pass --prompt "...", or set training.sample_prompts',
         )

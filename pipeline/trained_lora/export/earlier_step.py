@@ -89,7 +89,7 @@ def publish_step(output_dir: Path, run: str, step: int) -> list[str]:
     layout = RunLayout(run_folder(output_dir, run))
     folder = lora_steps(layout).get(step)
     if folder is None:
-        raise _not_available(layout, f"run {run} has no LoRA of step {step}")
+        raise _not_available(layout, f"run {run} did not save a LoRA at step {step}")
     hashes: dict[str, str] = _read_json(folder / LORA_RECORD).get("sha256", {})
     damaged = [name for name, sha256 in hashes.items() if _sha256_or_none(folder / name) != sha256]
     if damaged or not hashes:

@@ -96,7 +96,7 @@ def test_a_plain_sub_folder_does_not_lose_the_repeats_of_the_others(configs: Pat
     assert datasets["sks_dog"].captions.fallback == "sks dog"
     assert datasets["sks_Dog-2"].captions.fallback is None
     assert "repeats: 10, class tokens 'sks dog'" in output
-    assert "Blüten & Gräser: 2 images, captions from .txt, shown once; its name has no repeats" in output
+    assert "Blüten & Gräser: 2 images, captions from .txt, shown once; its name lacks repeats" in output
     assert "4 images next to the sub-folders; move them into a sub-folder" in output
 
 

@@ -66,6 +66,7 @@ def _encoded(
         ],
         component_folders=job.component_folders,
     )
+
     progress.phase("loading the text encoders")
     encoder = TextEncoder(order, device, progress)
     texts: dict[str, Mapping[str, Tensor]] = {}

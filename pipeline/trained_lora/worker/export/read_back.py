@@ -88,7 +88,9 @@ def _skeleton(network: nn.Module, constructor: str) -> Any:
 
 
 def _expanded_zero(tensor: Tensor) -> Tensor:
-    return torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
+    # diffusers converts a text encoder's adapter to the dtype of the encoder, which would round it.
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    return torch.zeros((), dtype=dtype).expand(tensor.shape)
 
 
 def largest_error(

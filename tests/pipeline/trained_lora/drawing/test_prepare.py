@@ -67,7 +67,7 @@ def test_steps_and_runs_are_chosen_by_name_and_an_unknown_one_names_the_closest(
     assert lora.file == folder / "step-00000002" / "pytorch_lora_weights.safetensors"
 
     missing = problem(trained, steps=(2, 900))
-    assert f"run {name} has no LoRA of step 900; the closest is step 4" in missing.what
+    assert f"run {name} did not save a LoRA at step 900; the closest is step 4" in missing.what
     assert missing.where == str(folder)
     assert missing.fix == "use --step 4, or another of its 2 steps: 2, 4"
     misspelled = problem(trained, run=f"{name[:-1]}x")
@@ -181,5 +181,5 @@ def test_a_run_of_version_0_2_has_the_lora_of_its_last_step(trained: Project) ->
     assert [lora.step for lora in prepared(trained, run=folder.name).loras] == [4]
     assert problem(trained, run=folder.name, steps=(2,)).fix.startswith("use --step 4")
     (folder / "finished.json").unlink()
-    assert "has no LoRA yet" in problem(trained, run=folder.name).what
+    assert "has not saved a LoRA yet" in problem(trained, run=folder.name).what
     assert json.loads((folder / "run.json").read_text("utf-8"))

@@ -115,7 +115,7 @@ def test_a_step_that_cannot_be_published_is_an_error_that_lists_the_others(
     before = published(project)
     missing = export(project, "--step", "3")
     assert isinstance(missing.exception, TrainingError)
-    assert "no LoRA of step 3" in missing.exception.what
+    assert "did not save a LoRA at step 3" in missing.exception.what
     assert missing.exception.fix.endswith("steps: 2, 4, 6")
     damaged = run_folders(project)[0] / "checkpoints" / "step-00000002" / "demo_kohya.safetensors"
     damaged.write_bytes(damaged.read_bytes()[:-1])

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 PROMPTS = ("a red cat", "a blue rocket")
 LORA = {"rank": 4, "alpha": 2.0}
 
+# numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
 INFERENCE_STEPS = 3
 """Denoising steps in these tests; 20 would give the same comparison in six times the time."""
 
