@@ -137,9 +137,9 @@ def test_a_chart_is_a_png_of_the_requested_size() -> None:
 class SlowSource(LocalSource):
     """A folder on a slow disk."""
 
-    def read(self, path: str) -> bytes:
+    def open(self, path: str, num_bytes: int = 0) -> io.BufferedReader:
         time.sleep(0.2)
-        return super().read(path)
+        return super().open(path, num_bytes)
 
 
 def test_slow_thumbnails_report_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,7 +130,6 @@ def test_images_that_are_not_square_must_fit_the_padded_sequence(tiny: Path) -> 
     family = load_family(tiny)
     assert family.latent_shape(Size(256, 256)) == (16, 32, 32)
     assert family.latent_shape(Size(64, 256)) == (16, 8, 32)
-    with pytest.raises(
-        BucketError, match=r"(?s)128x256 \(height x width\) is too large.*set it to at most 128"
-    ):
+    message = r"(?s)128x256 \(height x width\) is too large.*set it to at most 128"
+    with pytest.raises(BucketError, match=message):
         family.latent_shape(Size(128, 256))
