@@ -296,11 +296,11 @@ def _publish(job: TrainingJob, finished: dict[str, Any], *, launched: bool, log:
         if replaced_step := forget_exported_step(recipe.output_dir):
             log(f"lora/ held step {replaced_step[1]} of run {replaced_step[0]}, which this run replaces")
         names = publish(layout, recipe.output_dir / LORA_FOLDER, finished)
-        log(f"lora/ holds run {job.run}: " + (f"replaced {', '.join(names)}" if names else "unchanged"))
+        log(f"lora/ holds run {job.run}: " + (f"wrote {', '.join(names)}" if names else "unchanged"))
         return finished["steps"]
 
     names = publish_step(recipe.output_dir, job.run, earlier_step)
-    change = f"replaced {', '.join(names)}" if names else "unchanged"
+    change = f"wrote {', '.join(names)}" if names else "unchanged"
     log(
         f"lora/ holds step {earlier_step} of run {job.run}, as exported: {change}; "
         f"latentline export {recipe.name} --latest publishes the last step"

@@ -67,7 +67,7 @@ def test_the_card_shows_previews_and_a_run_without_previews_removes_them(
     run(project, launch)
     lora, report = project.recipe.output_dir / "lora", project.recipe.output_dir / "reports" / "trained_lora"
     assert (lora / "samples.jpg").read_bytes() == (report / "samples.jpg").read_bytes()
-    assert "1. `a 'red' cat`" in (lora / "README.md").read_text()
+    assert "1. `` a `red` cat ``" in (lora / "README.md").read_text()
     assert {path.name for path in report.iterdir()} == {
         "before_after.jpg",
         "loss.png",

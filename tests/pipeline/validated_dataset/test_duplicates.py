@@ -222,7 +222,7 @@ def bridged(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> Folder:
     looks = {"first": 0b0, "bridge": 0b1111, "last": 0b1111_1111}
     edges = {24: "first", 32: "last", 40: "bridge"}
     monkeypatch.setattr(
-        "pipeline.validated_dataset.decode_check.perceptual_hash", lambda image: looks[edges[image.height]]
+        "pipeline.validated_dataset.decode_process.perceptual_hash", lambda image: looks[edges[image.height]]
     )
     for height, name in edges.items():
         folder.add(f"{name}.png", folder.picture(height, height))

@@ -348,7 +348,7 @@ def test_I02_an_exception_for_one_image_rejects_only_that_image(
     inner = latent_encoder.load_pixels
 
     def load(path: Path, *args: object, **kwargs: object) -> np.ndarray:
-        if path.name == "cat.png":
+        if str(path).endswith("cat.png"):
             raise MemoryError("no room")
         return inner(path, *args, **kwargs)  # type: ignore[arg-type]
 
