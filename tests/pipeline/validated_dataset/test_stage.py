@@ -282,8 +282,6 @@ def test_the_funnel_is_logged_with_the_reasons_of_both_stages(folder: Any) -> No
         {"what": "rejected", "kind": "empty_file", "number": 1},
         {"what": "kept", "kind": "", "number": 1},
     ]
-    assert "1    caption missing" in folder.log
-    assert "1    empty file" in folder.log
 
 
 @pytest.mark.parametrize("change", [{}, {"limit": 1}, {"filters": {"min_width": 8}}], ids=str)
