@@ -183,14 +183,17 @@ def signalled(job: TrainingJob, number: signal.Signals, after: int, recorded: Re
     """
     clean = multiprocessing.get_context("forkserver")
     clean.set_forkserver_preload(["pipeline.trained_lora.worker.loop"])
-    child = clean.Process(target=train_signalled, args=(job.write(), number, after, recorded))
+    threads = torch.get_num_threads()
+    child = clean.Process(target=train_signalled, args=(job.write(), number, after, recorded, threads))
     child.start()
     child.join()
     return child.exitcode
 
 
-def train_signalled(job: Path, number: signal.Signals, after: int, recorded: Recorded) -> None:
-    torch.set_num_threads(1)
+def train_signalled(
+    job: Path, number: signal.Signals, after: int, recorded: Recorded, threads: int
+) -> None:
+    torch.set_num_threads(threads)  # results depend on it
     Recording.recorded_hashes, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
         report = RecordingReport(stop=stop, stop_after=after, act=lambda: os.kill(os.getpid(), number))
