@@ -44,6 +44,9 @@ THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Environment variable with the id of the process that a launched process must not outlive."""
 
+_INTERRUPTED_STATUSES = (-signal.SIGINT, 128 + signal.SIGINT)
+"""Statuses of a process that Ctrl-C ended."""
+
 _POLL_S = 0.1
 
 Meanwhile: TypeAlias = Callable[[], object]
@@ -155,6 +158,9 @@ class LocalLaunch:
                 process.wait()
                 raise
 
+            if status in _INTERRUPTED_STATUSES:
+                # A terminal sends Ctrl-C to both processes, and this one may notice the other's end first.
+                raise KeyboardInterrupt
             if status != 0:
                 output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
                 raise launch_error(module, status, output=output, error_file=error_file)
@@ -238,6 +244,6 @@ def _fix(status: int) -> str:
             "the system killed it, most often because memory ran out: free memory, or lower batch_size or "
             "resolution if it was encoding or training"
         )
-    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, *_INTERRUPTED_STATUSES):
         return "it was stopped: start the job again, and it resumes"
     return "correct the cause in the output and start the job again; finished work is kept"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -116,6 +117,17 @@ def test_an_error_of_meanwhile_ends_the_process_and_is_raised(order: Path) -> No
     with pytest.raises(StoreError, match="no room"):
         LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
     assert processes_of(order) == []
+
+
+def test_a_process_that_ctrl_c_ended_interrupts_its_parent_too(order: Path) -> None:
+    def meanwhile() -> None:
+        while not (order.parent / "started").exists():
+            time.sleep(0.01)
+        [process] = processes_of(order)
+        process.send_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
 
 
 REPORTING_ENTRY = """
