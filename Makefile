@@ -24,7 +24,7 @@ help:
 	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000, and TensorBoard on port 6006"
 	@echo "make format  format the sources and fix lint errors"
 	@echo "make lock    write the hashes of the versions in constraints.txt to requirements.lock"
-	@echo "make clean   remove the cache and the files of the demo"
+	@echo "make clean   remove the cache, the files of the demo, and temporary instances of killed commands"
 
 install: $(VENV)/installed
 
@@ -86,4 +86,4 @@ ui: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m tools.ui
 
 clean:
-	rm -rf .cache data/demo models/tiny-sd outputs/demo
+	rm -rf .cache data/demo models/tiny-sd outputs/demo .tmp_dagster_home_*

@@ -1,4 +1,4 @@
-"""H01: 20 good images among all attack files train within a minute and 1.5 GB; the job names each attack."""
+"""I14: 20 good images among all attack files train within a minute and 1.5 GB; the job names each attack."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def run(hostile: Any, **checks: Any) -> tuple[subprocess.CompletedProcess[str], 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_H01_by_default_the_job_stops_at_the_gates_and_names_each_attack_with_a_fix(hostile: Any) -> None:
+def test_I14_by_default_the_job_stops_at_the_gates_and_names_each_attack_with_a_fix(hostile: Any) -> None:
     process, seconds, peak_mb = run(hostile)
     assert process.returncode == 1
     output = process.stdout + process.stderr
@@ -147,7 +147,7 @@ def test_H01_by_default_the_job_stops_at_the_gates_and_names_each_attack_with_a_
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_H01_with_the_gates_allowed_the_good_images_train_and_no_attack_is_published(hostile: Any) -> None:
+def test_I14_with_the_gates_allowed_the_good_images_train_and_no_attack_is_published(hostile: Any) -> None:
     process, seconds, peak_mb = run(hostile, max_rejected_fraction=1.0, allow=["captions_decodable"])
     assert process.returncode == 0, process.stderr[-3000:]
     assert seconds < MAX_SECONDS

@@ -1,4 +1,4 @@
-"""H04: damaged images, manifests, models and recipes are accepted, or rejected with a reason and a fix.
+"""Damaged images, manifests, models and recipes are accepted, or rejected with a reason and a fix.
 
 `make test` runs a few cases of each kind. `python -m pytest -m fuzz` runs all of them, in about half an hour.
 """
@@ -54,7 +54,7 @@ def outcomes(folder: Path, kind: str, first: int, count: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("kind", BOUNDED)
-def test_H04_a_few_damaged_files_are_accepted_or_rejected_with_a_reason(tmp_path: Path, kind: str) -> None:
+def test_a_few_damaged_files_are_accepted_or_rejected_with_a_reason(tmp_path: Path, kind: str) -> None:
     found = outcomes(tmp_path / "0", kind, 0, BOUNDED[kind])
     assert len(found) > 1, found
 
@@ -63,7 +63,7 @@ def test_H04_a_few_damaged_files_are_accepted_or_rejected_with_a_reason(tmp_path
 @pytest.mark.fuzz
 @pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("kind", COMPLETE)
-def test_H04_thousands_of_damaged_files_are_accepted_or_rejected_with_a_reason(
+def test_thousands_of_damaged_files_are_accepted_or_rejected_with_a_reason(
     tmp_path: Path, kind: str
 ) -> None:
     num_cases, batch = COMPLETE[kind]
