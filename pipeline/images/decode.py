@@ -51,6 +51,9 @@ MAX_HEADER_CPU_S = 10
 """Processor time for reading a header. Usual images take less than a millisecond, but a header may consist of
 millions of parts."""
 
+MAX_QUICK_BYTES = 2_000_000
+"""Size of a file up to which reading its header takes at most a second, whatever it contains."""
+
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """Version of the decoder, recorded with each decode result. A new version decodes every file again."""
 
@@ -346,9 +349,11 @@ def _opened(
 
         start = file.read(64)
         require_image(start)
+        opened = file
+        if max_cpu_s is not None and file.seek(0, os.SEEK_END) > MAX_QUICK_BYTES:
+            opened = cast("BinaryIO", TimedFile(file, max_cpu_s))
         file.seek(0)
-        read = file if max_cpu_s is None else cast("BinaryIO", TimedFile(file, max_cpu_s))
-        with Image.open(read, formats=formats_of(start)) as image:
+        with Image.open(opened, formats=formats_of(start)) as image:
             _require_limits(image, max_px)
             yield image, file
 

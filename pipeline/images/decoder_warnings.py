@@ -24,7 +24,8 @@ _FOLDERS = tuple(str(Path(PIL.__file__).parents[1] / name) for name in ("PIL", "
 def counted_warnings(log: Callable[[str], None]) -> Generator[None]:
     """Log how many warnings decoders gave during the body, in any thread, instead of each of them.
 
-    Other warnings are shown as usual. The first thread that enters must be the last one that leaves.
+    Other warnings are shown as usual. Only one thread may be in such a context, because filters of warnings
+    belong to the process; the threads that it starts are counted.
     """
     num_warnings = 0
     first_text = ""

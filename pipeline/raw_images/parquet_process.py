@@ -35,7 +35,7 @@ MAX_EXPANSION = 20
 """Memory that a large manifest may take, as a multiple of its size."""
 
 _THREADS = "4"
-"""Threads of Polars in the process: the address space of more would not depend on the manifest."""
+"""Threads of Polars in the process. Each takes address space, which counts towards the limit."""
 
 
 def read_parquet(

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from tests.e2e.problems import last_problem
-from tests.hostile_images import float_tiff, jpeg_with_scans, png, png_chunk
+from tests.hostile_images import float_tiff, jpeg_with_scans, png, png_with_warnings
 
 MAX_PEAK_MB = 1_500
 MAX_SECONDS = 60
@@ -69,7 +69,6 @@ def write_attacks(folder: Path, archive: Path, outside: Path) -> None:
     os.mkfifo(folder / "pipe.txt")
     (folder / "endless.txt").symlink_to("/dev/zero")
 
-    warnings = png_chunk(b"iCCP", b"x\0\0damaged") + png_chunk(b"zTXt", b"k\0\0damaged") * 20_000
     attacks = {
         "float.tif": float_tiff(),
         "deep.png": png(),
@@ -77,7 +76,7 @@ def write_attacks(folder: Path, archive: Path, outside: Path) -> None:
         "sparse.jpg": b"\xff\xd8\xff",
         "script.png": b"%!PS-Adobe-3.0 EPSF-3.0\n(/etc/passwd) (r) file",
         HOSTILE_NAME: b"\x89PNG\r\n\x1a\nnot an image",
-        "warnings.png": png(edge_px=80, bit_depth=8, colour_type=2, chunks=warnings),
+        "warnings.png": png_with_warnings(20_000, edge_px=80),
     }
     for name, data in attacks.items():
         (folder / name).write_bytes(data)
@@ -159,6 +158,7 @@ def test_I14_with_the_gates_allowed_the_good_images_train_and_no_attack_is_publi
 
     output = process.stdout + process.stderr
     assert len(output.splitlines()) < 300
+    assert "20,000 warnings, which are not shown" in output
     assert [part for part in ("\x1b]", "\x07", "\u202e", SECRET) if part in output] == []
     files = [path for path in hostile.out.rglob("*") if path.is_file()]
     assert [path for path in files if SECRET.encode() in path.read_bytes()] == []

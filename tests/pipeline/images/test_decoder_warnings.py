@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 import warnings
 
 import pytest
 
 from pipeline.images.decode import read_header
 from pipeline.images.decoder_warnings import counted_warnings
-from tests.hostile_images import png, png_chunk
+from tests.hostile_images import png_with_warnings
 from tests.pipeline.conftest import Folder
-
-
-def image_with_warnings(number: int) -> bytes:
-    """Return a PNG whose EXIF data has so many tags that state more bytes than the file has."""
-    tags = b"".join(struct.pack("<HHII", 40_000 + index, 2, 10**7, 0) for index in range(number))
-    exif = b"II*\0" + struct.pack("<IH", 8, number) + tags + b"\0\0\0\0"
-    return png(edge_px=16, bit_depth=8, colour_type=2, chunks=png_chunk(b"eXIf", exif))
 
 
 def test_the_warnings_of_one_file_are_one_line_in_scan_and_validation(
     folder: Folder, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder.add("a.png", image_with_warnings(20_000))
+    folder.add("a.png", png_with_warnings(20_000))
     folder.scan()
     (line,) = [line for line in folder.log if "warnings" in line]
     assert line.startswith("the image decoders gave 20,000 warnings, which are not shown; first: ")
@@ -40,7 +32,7 @@ def test_warnings_of_other_code_are_shown() -> None:
         warnings.simplefilter("always")
         with counted_warnings(lines.append):
             warnings.warn("old", DeprecationWarning, stacklevel=1)
-            read_header(image_with_warnings(3))
+            read_header(png_with_warnings(3))
     assert [str(each.message) for each in shown] == ["old"]
     assert [line.partition(",")[0] for line in lines] == ["the image decoders gave 3 warnings"]
 
