@@ -67,6 +67,12 @@ class ModelSettings(Settings):
         "folder. It holds either the component itself or a model with a component of that name.",
         examples=[{"vae": "madebyollin/sdxl-vae-fp16-fix"}],
     )
+    allow_pickle: bool = Field(
+        default=False,
+        description="Also accept weights that are pickles (`*.bin`). Only tensors are read from them "
+        "(`weights_only`), but a flaw in that filter could run code of the file's author. "
+        "`LATENTLINE_UNTRUSTED=1` refuses them whatever this key is.",
+    )
 
 
 class LatentSettings(Settings):

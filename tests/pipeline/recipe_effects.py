@@ -175,6 +175,7 @@ DECIDES_ROWS = {
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
     "checks.near_duplicate_bits",
+    "model.allow_pickle",
     "model.revision",
 }
 """Keys that decide which samples, captions and model files there are. Keys and run ids depend on these files

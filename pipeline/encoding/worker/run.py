@@ -24,6 +24,7 @@ from pipeline.encoding.jobs import (
 )
 from pipeline.encoding.prefetch import Behind
 from pipeline.encoding.progress import Progress, Report
+from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.processes.launch import cpu_threads
 from pipeline.processes.worker.devices import own_device, why_no_gpu
 
@@ -110,7 +111,8 @@ def run(
         len(order.jobs)
 
         start_s = time.perf_counter()
-        write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
+        with counted_warnings(progress.say):
+            write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
         encoded_s = time.perf_counter()
 
         if order.pictures is not None and draw is not None:
