@@ -91,8 +91,14 @@ class TextConditioner(ABC):
         return {**self.prompt_tensors(text), **negative}
 
     def load(self, dtype: str, device: str) -> Any:
-        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen."""
+        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
+
+        Args:
+            dtype: Dtype of all encoders, or "auto" for `Family.text_compute_dtypes`.
+            device: Anything that `torch.device` accepts.
+        """
         kind = pipeline_class(self.family)
+        dtypes = self.family.text_compute_dtypes(dtype)
         components = empty_components(kind)
         for role in self.family.text_roles():
             if role.startswith("tokenizer"):
@@ -101,7 +107,7 @@ class TextConditioner(ABC):
                     folder, local_files_only=True
                 )
             else:
-                components[role] = load_component(self.family, role, dtype, device)
+                components[role] = load_component(self.family, role, dtypes[role], device)
         return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
 
     def network(self, encoders: Any, role: str) -> nn.Module:

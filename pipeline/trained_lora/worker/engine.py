@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.processes.worker.devices import own_device
+from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
@@ -101,7 +101,7 @@ class Engine:
                 the LoRA to start from.
             LaunchError: No GPU is left for this process.
         """
-        own_device()  # fails with a clear message before CUDA would fail with an obscure one
+        allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
         self._settings = job.recipe.training
         lora = self._settings.lora
 

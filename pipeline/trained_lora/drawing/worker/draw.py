@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.errors import DrawingError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
-from pipeline.processes.worker.devices import out_of_memory_as, own_device, why_no_gpu
+from pipeline.processes.worker.devices import allow_tf32, out_of_memory_as, own_device, why_no_gpu
 from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.drawing.job import Cell, DrawingJob, number_text
 from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter, adapts_text_encoders
@@ -51,7 +51,7 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
         ModelError: The base model cannot be loaded.
         TrainingError: The quantization needs a missing package or GPU.
     """
-    own_device()  # fails with a clear message before CUDA would fail with an obscure one
+    allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
     if (reason := why_no_gpu()) is not None:
         report.info(f"warning: {reason}")
     cells = list(job.cells())
