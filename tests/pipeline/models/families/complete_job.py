@@ -224,6 +224,8 @@ def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerF
         assert len(stored["text_embedding"]) == length < family.max_length()
         expected |= {name: expected[name][:, :length] for name in ("text_embedding", "text_mask")}
     conditions = family.text.stack([stored])
+    lengths = conditions.pop("text_lengths", (len(stored["text_embedding"]),))
+    assert lengths == (len(stored["text_embedding"]),)
     assert set(conditions) == set(expected)
     for name, tensor in conditions.items():
         torch.testing.assert_close(tensor, expected[name].float(), **TOLERANCE)
