@@ -122,7 +122,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "nf4": {"quantize": "nf4"},
     "int8": {"quantize": "int8"},
-    "int8_torchao": {"quantize": "int8_torchao"},
     "adamw8bit": {"optimizer": "adamw8bit"},
     "fused AdamW": {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": True}},
 }

@@ -136,9 +136,10 @@ class TrainingSettings(Settings):
     )
     quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
         default="none",
-        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) and int8 use "
-        "bitsandbytes and need a GPU; int8_torchao and fp8_torchao work on any device. Requires `kind: "
-        "lora` without `dora` and with `init: kaiming` or `gaussian`. Text encoders are not quantized.",
+        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) uses bitsandbytes "
+        "and needs a GPU; int8 and fp8_torchao use torchao and work on any device. int8_torchao is another "
+        "name of int8. Use it with `gradient_checkpointing`. Requires `kind: lora` without `dora` and with "
+        "`init: kaiming` or `gaussian`. Text encoders are not quantized.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -188,6 +189,15 @@ class TrainingSettings(Settings):
     def num_steps(self) -> int:
         """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
+
+    @property
+    def packing(self) -> str:
+        """`quantize` with one name for each kind: int8 is torchao's, which is called int8_torchao in run ids.
+
+        The int8 layers of bitsandbytes keep every input until the backward pass, so gradient checkpointing
+        saves nothing with them.
+        """
+        return "int8_torchao" if self.quantize == "int8" else self.quantize
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""

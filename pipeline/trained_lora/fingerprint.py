@@ -78,7 +78,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
         "mixed_precision": recipe.accelerate.mixed_precision,
-        "quantize": training.quantize,
+        "quantize": training.packing,
         "compile": training.compile,
     }
 

@@ -25,6 +25,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import startup
+from pipeline.trained_lora.worker.base_model import memory_warning
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
     checkpoint_path,
@@ -44,6 +45,7 @@ from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.trackers import start_trackers
+from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
@@ -181,11 +183,9 @@ class _TrainingRun:
                 self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
             )
             choice = [newest.step if newest else None]
-            if newest is None:
-                self.startup.begin(startup.PREFLIGHT)
-                export = partial(self.exporter.export, self.engine.networks)
-                run_preflight(self.engine, self.paths, self.job.run, export)
         broadcast_object_list(choice)
+        if choice[0] is None:
+            self._test_before_training()
 
         self._log_start(choice[0])
         if choice[0] is None:
@@ -196,6 +196,18 @@ class _TrainingRun:
         self.resumed_from = choice[0]
         return choice[0]
 
+    def _test_before_training(self) -> None:
+        """Surface what would otherwise fail later: memory in a step first, then saving and exporting."""
+        self.startup.begin(self.startup.trial)
+        job = self.job
+        with out_of_memory_as(partial(out_of_memory_error, job.recipe, "in the trial step before training")):
+            maker = MicroBatchMaker(job, self.family, self.engine.scheduler)
+            run_trial_step(self.engine, largest_step(self.plan, job.inputs), maker.make)
+        if self.main:
+            self.startup.begin(startup.PREFLIGHT)
+            export = partial(self.exporter.export, self.engine.networks)
+            run_preflight(self.engine, self.paths, job.run, export)
+
     def _log_start(self, resumed_step: int | None) -> None:
         if not self.main:
             return
@@ -204,6 +216,8 @@ class _TrainingRun:
         self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
         if (reason := why_no_gpu()) is not None:
             self._warn(reason)
+        if (warning := memory_warning(self.job.recipe.training)) is not None:
+            self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")
 

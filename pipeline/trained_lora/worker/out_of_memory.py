@@ -31,17 +31,18 @@ def _advice(recipe: Recipe) -> list[str]:
     """Return the changes that save memory, cheapest first, without those that the recipe already makes."""
     training = recipe.training
     advice: list[str] = []
-    if recipe.accelerate.mixed_precision == "no":
-        advice.append("set accelerate.mixed_precision: bf16 if the GPU supports it")
+    # First, because quantised weights save memory only together with it.
     if not training.gradient_checkpointing:
         advice.append("set training.gradient_checkpointing: true")
+    if recipe.accelerate.mixed_precision == "no":
+        advice.append("set accelerate.mixed_precision: bf16 if the GPU supports it")
     if training.batch_size > 1:
         # More accumulation keeps the number of samples per optimizer step.
         size = training.batch_size // 2
         accumulation = training.gradient_accumulation * -(-training.batch_size // size)
         advice.append(f"set training.batch_size: {size} and gradient_accumulation: {accumulation}")
     if training.quantize == "none" and training.lora.kind == "lora" and not training.lora.dora:
-        advice.append("set training.quantize: int8_torchao or nf4")
+        advice.append("set training.quantize: int8 or nf4")
     return [
         *advice,
         "close other programs that use the device",

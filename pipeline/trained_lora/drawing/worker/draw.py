@@ -154,7 +154,7 @@ def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
     if training.quantize == "none" and job.run is None:
-        fix += ", or set training.quantize: int8_torchao or nf4"
+        fix += ", or set training.quantize: int8 or nf4"
     return DrawingError(
         "memory ran out while pictures were drawn" + (f" ({usage})" if usage else ""),
         where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}",
