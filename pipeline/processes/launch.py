@@ -41,6 +41,9 @@ the launcher would import torch first, which takes as long as a first image take
 THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 """Environment variable with `accelerate.cpu_threads`."""
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the settings of torch's CUDA allocator, and the former name."""
+
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Environment variable with the id of the process that a launched process must not outlive."""
 
@@ -112,7 +115,18 @@ def launch_environment(settings: AccelerateSettings, error_file: Path) -> dict[s
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
+        **_allocator_settings(),
     }
+
+
+def _allocator_settings() -> dict[str, str]:
+    """Return the setting of torch's CUDA allocator, empty if the user has set one.
+
+    Buckets of many sizes fragment fixed segments, until memory runs out with gigabytes unused.
+    """
+    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    supported = sys.platform == "linux"
+    return {} if is_set or not supported else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def cpu_threads() -> int:

@@ -128,8 +128,9 @@ class Engine:
         self._set_training(True)
 
         groups = self._weight_groups()
-        self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
-        optimizer = make_optimizer(groups, self._settings)
+        self.weights: list[nn.Parameter] = [each for group in groups for each in group["params"]]
+        scaled = self.accelerator.scaler is not None
+        optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
         self._schedule = make_schedule(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
@@ -233,12 +234,8 @@ class Engine:
         """
         with nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.losses(micro, self._model)
-            share = share_of_mean(
-                losses,
-                micro.weights,
-                num_samples=num_samples,
-                num_processes=self.accelerator.num_processes,
-            )
+            ranks = self.accelerator.num_processes
+            share = share_of_mean(losses, micro.weights, num_samples=num_samples, num_processes=ranks)
             self.accelerator.backward(share)
         return losses.detach()
 
