@@ -84,7 +84,9 @@ def launch_command(settings: AccelerateSettings, module: str, order: Path) -> li
     command += ["--config_file", str(Path(__file__).parent / "accelerate.yaml")]
     command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
     command += ["--main_process_port", "0"]  # any free port, for concurrent launches
-    command += ["--mixed_precision", settings.mixed_precision, "--dynamo_backend", "no"]
+    # With "auto", the process resolves the precision for its model and passes it to its `Accelerator`.
+    precision = "no" if settings.mixed_precision == "auto" else settings.mixed_precision
+    command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
     command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
     command += ["--multi_gpu"] if settings.num_processes > 1 else []
     return [*command, "-m", module, str(order)]

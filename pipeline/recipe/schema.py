@@ -117,9 +117,11 @@ class AccelerateSettings(Settings):
     """Arguments of `accelerate launch`."""
 
     num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of processes, one per GPU.")
-    mixed_precision: Literal["no", "fp16", "bf16"] = Field(
-        default="no",
-        description="Dtype of the forward and backward passes. LoRA weights always stay in float32.",
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
+        default="auto",
+        description="Dtype of the frozen base weights and of the forward and backward passes; no means "
+        "float32. auto: bf16 for transformers, which are published in it, and no for UNets. It depends on "
+        "the base model alone and never on the machine. LoRA weights always stay in float32.",
     )
     cpu_threads: int = Field(
         default=2,

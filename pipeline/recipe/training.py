@@ -155,11 +155,12 @@ class TrainingSettings(Settings):
         default=250, ge=1, le=MAX_COUNT, description="Number of steps between two checkpoints."
     )
     keep_checkpoints: int | None = Field(
-        default=None,
+        default=2,
         ge=1,
         le=MAX_COUNT,
-        description="Number of checkpoints to keep; null keeps all. An interrupted run resumes from the "
-        "newest valid checkpoint, so keep at least 2. The LoRA files of all checkpoints stay.",
+        description="Number of checkpoints of which the optimizer state is kept; null keeps all. An "
+        "interrupted run resumes from the newest valid checkpoint, so keep at least 2. The LoRA files of all "
+        "checkpoints stay.",
     )
     sample_every: int = Field(
         default=250,

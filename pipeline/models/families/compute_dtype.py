@@ -1,7 +1,7 @@
-"""The dtypes in which a base model's VAE and text encoders compute.
+"""The dtypes in which the components of a base model compute.
 
 A recipe states one dtype, or "auto" for each component's own. The choice depends on the component alone and
-is the same on every machine, because it is part of the keys of cache entries.
+is the same on every machine, because it is part of the keys of cache entries and of run ids.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 AUTO = "auto"
-"""Value of a recipe's `compute_dtype` that leaves the choice to the component."""
+"""Value of a recipe's `compute_dtype` or `mixed_precision` that leaves the choice to the component."""
 
 
 def vae_dtype(setting: str, config: Mapping[str, Any]) -> str:
@@ -38,6 +38,18 @@ def text_encoder_dtype(setting: str, component_class: str) -> str:
         return setting
     name = component_class.rpartition(".")[2]
     return "float32" if name.startswith("CLIP") else "bfloat16"
+
+
+def denoiser_precision(setting: str, denoiser_name: str) -> str:
+    """Return a denoiser's mixed precision: with "auto", bf16 for transformers and no for UNets.
+
+    Args:
+        setting: A precision, or "auto".
+        denoiser_name: Component of the denoiser, "transformer" or "unet".
+    """
+    if setting != AUTO:
+        return setting
+    return "bf16" if denoiser_name == "transformer" else "no"
 
 
 def dtypes_text(dtypes: Mapping[str, str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weight_files
-from pipeline.models.families.compute_dtype import text_encoder_dtype, vae_dtype
+from pipeline.models.families.compute_dtype import denoiser_precision, text_encoder_dtype, vae_dtype
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
 from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
@@ -107,6 +107,10 @@ class Family:
     def denoiser_name(self) -> Denoiser:
         """See `FamilySpec.denoiser_name`."""
         return self.spec.denoiser_name
+
+    def mixed_precision(self, setting: str) -> str:
+        """Return the precision for a recipe's `accelerate.mixed_precision`, which may be "auto"."""
+        return denoiser_precision(setting, self.spec.denoiser_name)
 
     @property
     def guidance_scale(self) -> float:

@@ -12,11 +12,12 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipeline.models.families import Family
     from pipeline.models.worker.family import WorkerFamily
     from pipeline.recipe import Recipe, TrainingSettings
 
 BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Dtype of the frozen base weights by `accelerate.mixed_precision`; LoRA weights are always float32."""
+"""Dtypes by accelerate's names of mixed precisions."""
 
 _TORCHAO_CONFIGS = {
     "int8": "Int8WeightOnlyConfig",
@@ -28,13 +29,18 @@ _TORCHAO_CONFIGS = {
 _QUANTIZE_KEY = "training.quantize"
 
 
+def base_dtype(family: Family, recipe: Recipe) -> str:
+    """Return the dtype of the frozen base weights; LoRA weights are always float32."""
+    return BASE_DTYPES[family.mixed_precision(recipe.accelerate.mixed_precision)]
+
+
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     """Load the denoiser onto `device`, quantised if the recipe sets `training.quantize`.
 
     Raises:
         TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
     """
-    dtype, kind = BASE_DTYPES[recipe.accelerate.mixed_precision], recipe.training.quantize
+    dtype, kind = base_dtype(family, recipe), recipe.training.quantize
     denoiser = family.denoiser.load(dtype, device, quantization=quantization(kind, dtype, device))
     if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
         raise TrainingError(

@@ -109,6 +109,7 @@ class Engine:
         all_weights_used = lora.family_modules and lora.text_encoders is None
         self.accelerator = make_accelerator(
             job.recipe.accelerate,
+            mixed_precision=family.mixed_precision(job.recipe.accelerate.mixed_precision),
             find_unused_parameters=not all_weights_used,
             trackers=requested_trackers(job),
             logging_dir=job.folder,

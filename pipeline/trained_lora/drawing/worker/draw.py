@@ -77,7 +77,11 @@ class _Artist:
     def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
         self._job = job
         self._family = load_family(job.base, job.component_folders)
-        self._accelerator = make_accelerator(job.recipe.accelerate, find_unused_parameters=False)
+        settings = job.recipe.accelerate
+        precision = self._family.mixed_precision(settings.mixed_precision)
+        self._accelerator = make_accelerator(
+            settings, mixed_precision=precision, find_unused_parameters=False
+        )
         device = str(self._accelerator.device)
         file = read_lora_tensors(job.loras[0].file)
         has_text = adapts_text_encoders(file)

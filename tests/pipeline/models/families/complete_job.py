@@ -149,6 +149,7 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
         "buckets": {"resolution": 64, "step": 32},
         "latents": {"dtype": "float32", "posterior": "mean"},
         "text": {"dtype": "float32", "compute_dtype": "float32", "caption_dropout": 0.0},
+        "accelerate": {"mixed_precision": "no"},
         "training": {
             "steps": 2,
             "batch_size": 2,

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from pipeline.models.families import FAMILIES
-from pipeline.models.families.compute_dtype import dtypes_text, text_encoder_dtype, vae_dtype
+from pipeline.models.families.compute_dtype import (
+    denoiser_precision,
+    dtypes_text,
+    text_encoder_dtype,
+    vae_dtype,
+)
 
 CLIP_CLASSES = {"CLIPTextModel", "CLIPTextModelWithProjection"}
 LANGUAGE_MODELS = {
@@ -38,6 +43,14 @@ def test_auto_is_float32_for_a_vae_unless_its_configuration_declares_half_precis
     assert vae_dtype("auto", {"force_upcast": True}) == "float32"
     assert vae_dtype("auto", {}) == "float32"
     assert vae_dtype("auto", {"force_upcast": False}) == "float16"
+
+
+def test_auto_trains_transformers_in_bf16_and_unets_as_before_in_float32() -> None:
+    precisions = {spec.name: denoiser_precision("auto", spec.denoiser_name) for spec in FAMILIES}
+    unets = {"Stable Diffusion 1.x and 2.x", "Stable Diffusion XL", "Kolors"}
+    assert {name for name, precision in precisions.items() if precision == "no"} == unets
+    assert set(precisions.values()) == {"no", "bf16"}
+    assert {denoiser_precision(each, "unet") for each in ("no", "fp16", "bf16")} == {"no", "fp16", "bf16"}
 
 
 @pytest.mark.parametrize("setting", ["float16", "bfloat16", "float32"])
