@@ -23,7 +23,7 @@ def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
     what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
-    fix = "; ".join(_advice(recipe)) + ". The run resumes from its last checkpoint"
+    fix = "; ".join(_advice(recipe)) + ". A run with a checkpoint resumes from it"
     return TrainingError(what, where=where, fix=fix)
 
 
