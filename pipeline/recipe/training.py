@@ -136,9 +136,10 @@ class TrainingSettings(Settings):
     )
     quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
         default="none",
-        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) and int8 use "
-        "bitsandbytes and need a GPU; int8_torchao and fp8_torchao work on any device. Requires `kind: "
-        "lora` without `dora` and with `init: kaiming` or `gaussian`. Text encoders are not quantized.",
+        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) uses bitsandbytes "
+        "and needs a GPU; int8 and fp8_torchao use torchao and work on any device. int8_torchao is another "
+        "name of int8. Use it with `gradient_checkpointing`. Requires `kind: lora` without `dora` and with "
+        "`init: kaiming` or `gaussian`. Text encoders are not quantized.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -154,11 +155,12 @@ class TrainingSettings(Settings):
         default=250, ge=1, le=MAX_COUNT, description="Number of steps between two checkpoints."
     )
     keep_checkpoints: int | None = Field(
-        default=None,
+        default=2,
         ge=1,
         le=MAX_COUNT,
-        description="Number of checkpoints to keep; null keeps all. An interrupted run resumes from the "
-        "newest valid checkpoint, so keep at least 2. The LoRA files of all checkpoints stay.",
+        description="Number of checkpoints of which the optimizer state is kept; null keeps all. An "
+        "interrupted run resumes from the newest valid checkpoint, so keep at least 2. The LoRA files of all "
+        "checkpoints stay.",
     )
     sample_every: int = Field(
         default=250,
@@ -188,6 +190,15 @@ class TrainingSettings(Settings):
     def num_steps(self) -> int:
         """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
+
+    @property
+    def packing(self) -> str:
+        """`quantize` with one name for each kind: int8 is torchao's, which is called int8_torchao in run ids.
+
+        The int8 layers of bitsandbytes keep every input until the backward pass, so gradient checkpointing
+        saves nothing with them.
+        """
+        return "int8_torchao" if self.quantize == "int8" else self.quantize
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""

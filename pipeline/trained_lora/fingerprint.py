@@ -77,8 +77,8 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "start_from": None if start is None else _start_hash(start),
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
-        "mixed_precision": recipe.accelerate.mixed_precision,
-        "quantize": training.quantize,
+        "mixed_precision": entries.family.mixed_precision(recipe.accelerate.mixed_precision),
+        "quantize": training.packing,
         "compile": training.compile,
     }
 

@@ -89,7 +89,7 @@ class PipelineDrawing:
         weight = unpacked_weight(getattr(pipeline, self.family.denoiser_name))
         stacked = self.text.stack([text, empty_text])
         prompt, negative = (
-            {name: rows[index : index + 1].to(weight.device, weight.dtype) for name, rows in stacked.items()}
+            {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
             for index in (0, 1)
         )
 
@@ -104,6 +104,11 @@ class PipelineDrawing:
             return_dict=False,
         )
         return pictures[0]
+
+
+def _on_device(value: Any, weight: Tensor) -> Any:
+    """Return a tensor on the weight's device and in its dtype, and lengths as they are."""
+    return value.to(weight.device, weight.dtype) if isinstance(value, Tensor) else value
 
 
 def _decode_without_autocast(vae: nn.Module) -> None:

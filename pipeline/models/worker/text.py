@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.models.families import Family
-from pipeline.models.worker.loading import component_class, empty_components, load_component, pipeline_class
+from pipeline.models.worker.loading import (
+    component_class,
+    empty_components,
+    load_text_encoder,
+    pipeline_class,
+)
 
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Placeholder for a caption, to find where the caption begins in a prompt template."""
@@ -69,11 +74,11 @@ class TextConditioner(ABC):
         usual = {"device": encoders.text_encoder.device, "max_sequence_length": self.family.max_length()}
         return encoders.encode_prompt(caption, **{**usual, **options})
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt.
 
         Args:
-            text: Conditions of one caption as a batch of one, on the denoiser's device and in its dtype.
+            text: Result of `stack` for one caption, on the denoiser's device and in its dtype.
         """
         return {argument: text[name] for argument, name in self.prompt_names.items()}
 
@@ -91,8 +96,14 @@ class TextConditioner(ABC):
         return {**self.prompt_tensors(text), **negative}
 
     def load(self, dtype: str, device: str) -> Any:
-        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen."""
+        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
+
+        Args:
+            dtype: Dtype of all encoders, or "auto" for `Family.text_compute_dtypes`.
+            device: Anything that `torch.device` accepts.
+        """
         kind = pipeline_class(self.family)
+        dtypes = self.family.text_compute_dtypes(dtype)
         components = empty_components(kind)
         for role in self.family.text_roles():
             if role.startswith("tokenizer"):
@@ -101,7 +112,7 @@ class TextConditioner(ABC):
                     folder, local_files_only=True
                 )
             else:
-                components[role] = load_component(self.family, role, dtype, device)
+                components[role] = load_text_encoder(self.family, role, dtypes[role], device)
         return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
 
     def network(self, encoders: Any, role: str) -> nn.Module:
@@ -121,7 +132,7 @@ class TextConditioner(ABC):
             tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
         return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
 
-    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return the conditions of a batch as in `stack`, with their autograd graph.
 
         They equal those of `encode_caption` up to the arithmetic of a larger batch.
@@ -131,15 +142,15 @@ class TextConditioner(ABC):
         samples = [self.embed(encoders, caption) for caption in captions]
         return self.stack([{name: tensor[0] for name, tensor in sample.items()} for sample in samples])
 
-    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """Return the conditions of a batch, from the tensors of each sample's entry.
 
-        If padding is masked, embeddings are padded with zeros to the batch's longest and `text_mask` (B, T)
-        is 1 at tokens.
+        If padding is masked, embeddings are padded with zeros to the batch's longest, `text_mask` (B, T)
+        is 1 at tokens, and `text_lengths` holds the number of tokens of each sample as Python integers.
         """
         names = list(texts[0])
         masked = self.family.text_padding == "masked"
-        stacked = {
+        stacked: dict[str, Any] = {
             name: torch.stack([text[name] for text in texts])
             for name in names
             if not (masked and name == "text_embedding")
@@ -149,6 +160,7 @@ class TextConditioner(ABC):
             tokens = [embedding.new_ones(len(embedding)) for embedding in embeddings]
             stacked["text_embedding"] = pad_sequence(embeddings, batch_first=True)
             stacked["text_mask"] = pad_sequence(tokens, batch_first=True)
+            stacked["text_lengths"] = tuple(len(embedding) for embedding in embeddings)
         return stacked
 
     def prompt(self, encoders: Any, caption: str) -> str:
@@ -200,7 +212,7 @@ class CachedPromptConditioner(TextConditioner):
             arguments: Arguments of `encode_prompt`.
         """
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return an arbitrary prompt; see `prompt_arguments`."""
         return {"prompt": ""}
 
@@ -249,9 +261,9 @@ def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:
     return embedding[:, mask[0].bool()]
 
 
-def unpadded(embedding: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return each sample's own tokens, (T, D) each."""
-    return [sample[keep] for sample, keep in zip(embedding, mask.bool(), strict=True)]
+def unpadded(embedding: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return each sample's own tokens, (T, D) each, from the result of `TextConditioner.stack`."""
+    return [sample[:length] for sample, length in zip(embedding, lengths, strict=True)]
 
 
 def chat_prompt(tokenizer: Any, caption: str | list[dict[str, str]], **template: Any) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.processes.worker.devices import own_device
+from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
@@ -101,7 +101,7 @@ class Engine:
                 the LoRA to start from.
             LaunchError: No GPU is left for this process.
         """
-        own_device()  # fails with a clear message before CUDA would fail with an obscure one
+        allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
         self._settings = job.recipe.training
         lora = self._settings.lora
 
@@ -109,6 +109,7 @@ class Engine:
         all_weights_used = lora.family_modules and lora.text_encoders is None
         self.accelerator = make_accelerator(
             job.recipe.accelerate,
+            mixed_precision=family.mixed_precision(job.recipe.accelerate.mixed_precision),
             find_unused_parameters=not all_weights_used,
             trackers=requested_trackers(job),
             logging_dir=job.folder,
@@ -128,8 +129,9 @@ class Engine:
         self._set_training(True)
 
         groups = self._weight_groups()
-        self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
-        optimizer = make_optimizer(groups, self._settings)
+        self.weights: list[nn.Parameter] = [each for group in groups for each in group["params"]]
+        scaled = self.accelerator.scaler is not None
+        optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
         self._schedule = make_schedule(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
@@ -233,12 +235,8 @@ class Engine:
         """
         with nullcontext() if last else self.accelerator.no_sync(self._model):
             losses = self.losses(micro, self._model)
-            share = share_of_mean(
-                losses,
-                micro.weights,
-                num_samples=num_samples,
-                num_processes=self.accelerator.num_processes,
-            )
+            ranks = self.accelerator.num_processes
+            share = share_of_mean(losses, micro.weights, num_samples=num_samples, num_processes=ranks)
             self.accelerator.backward(share)
         return losses.detach()
 

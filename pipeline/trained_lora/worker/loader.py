@@ -48,8 +48,8 @@ class MicroInput:
         noise: Float32 (B, C, h, w): the noise that the target is computed from.
         input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
         timesteps: (B,), see `Family.timesteps`.
-        conditions: Tensors by the names of `families.Conditions`: text tensors float32 (B, ...), and sizes
-            int64 (B, 2). Text tensors are absent if text encoders are trained.
+        conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), and sizes int64 (B, 2). Text
+            tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
@@ -60,7 +60,7 @@ class MicroInput:
     noise: Tensor
     input_noise: Tensor
     timesteps: Tensor
-    conditions: dict[str, Tensor]
+    conditions: dict[str, Any]
     weights: Tensor
     indices: Tensor
     captions: tuple[str, ...] = ()
@@ -80,7 +80,10 @@ class MicroInput:
             noise=convert(self.noise),
             input_noise=convert(self.input_noise),
             timesteps=convert(self.timesteps),
-            conditions={name: convert(tensor) for name, tensor in self.conditions.items()},
+            conditions={
+                name: convert(value) if isinstance(value, Tensor) else value
+                for name, value in self.conditions.items()
+            },
             weights=convert(self.weights),
             indices=convert(self.indices),
         )
@@ -208,7 +211,7 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
+    def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Any]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
             self._read(

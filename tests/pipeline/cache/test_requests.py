@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.tiny_models import make_tiny_z_image
+from demo.tiny_models import make_tiny_flux, make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.keys import KeyTemplate
 from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
@@ -92,6 +95,51 @@ def test_L04_settings_that_do_not_affect_a_latent_keep_its_key(
     assert (
         entries(tiny_sd, tmp_path / "moved", **sections).latent_spec(renamed).key == base.latent_spec(ROW).key
     )
+
+
+@pytest.mark.parametrize(("tiny", "dtype"), [("tiny_sd", "float32"), ("tiny_sdxl", "float32")])
+def test_L04_auto_has_the_keys_of_the_stated_dtype_that_it_resolves_to(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny: str, dtype: str
+) -> None:
+    base = request.getfixturevalue(tiny)
+    automatic = entries(base, tmp_path, latents={"compute_dtype": "auto"}, text={"compute_dtype": "auto"})
+    stated = entries(base, tmp_path, latents={"compute_dtype": dtype}, text={"compute_dtype": dtype})
+    assert automatic.latent_spec(ROW).key == entries(base, tmp_path).latent_spec(ROW).key
+    assert automatic.latent_spec(ROW).key == stated.latent_spec(ROW).key
+    assert automatic.text_spec("a cat").key == stated.text_spec("a cat").key
+
+
+def test_T01_the_key_of_a_language_models_embedding_states_bfloat16_by_default(tmp_path: Path) -> None:
+    make_tiny_z_image(tmp_path / "z_image")
+    stated = entries(tmp_path / "z_image", tmp_path, text={"compute_dtype": "bfloat16"})
+    assert entries(tmp_path / "z_image", tmp_path).text_spec("a cat").key == stated.text_spec("a cat").key
+
+    make_tiny_flux(tmp_path / "flux")
+    inputs = entries(tmp_path / "flux", tmp_path).text_inputs("a cat")
+    assert inputs.compute_dtype == "text_encoder float32, text_encoder_2 bfloat16"
+
+
+def test_the_keys_of_auto_are_equal_with_and_without_a_visible_gpu(tmp_path: Path) -> None:
+    """The parent computes them without torch, so that no device can have an influence."""
+    make_tiny_flux(tmp_path / "flux")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(entries(tmp_path / "flux", tmp_path).recipe.model_dump_json())
+    code = (
+        "import pathlib, sys\n"
+        "from pipeline.cache.requests import RecipeEntries\n"
+        "from pipeline.recipe import Recipe\n"
+        "entries = RecipeEntries(Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text()))\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(entries.vae_compute_dtype, entries.text_compute_dtypes, entries.text_spec('a cat').key)\n"
+    )
+    printed = {
+        subprocess.check_output(
+            [sys.executable, "-c", code, str(recipe)], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        )
+        for visible in ("", "0")
+    }
+    assert len(printed) == 1
+    assert b"{'text_encoder': 'float32', 'text_encoder_2': 'bfloat16'}" in printed.pop()
 
 
 def test_L15_T01_moving_the_base_model_keeps_all_keys_and_editing_its_text_encoder_changes_only_text_keys(

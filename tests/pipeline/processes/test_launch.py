@@ -15,6 +15,7 @@ import pytest
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import (
+    ALLOCATOR_VARIABLES,
     CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
     LocalLaunch,
@@ -209,3 +210,18 @@ def test_a_status_is_described_in_words(status: int, words: str) -> None:
 
 def test_a_killed_process_suggests_that_memory_ran_out(tmp_path: Path) -> None:
     assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch supports expandable segments on Linux")
+@pytest.mark.parametrize("own", [None, *ALLOCATOR_VARIABLES])
+def test_a_launched_process_expands_its_memory_segments_unless_the_user_configures_the_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    variables = launch_environment(AccelerateSettings(), tmp_path / "error.json")
+    configured = {name: variables[name] for name in ALLOCATOR_VARIABLES if name in variables}
+    default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert configured == ({own: "max_split_size_mb:128"} if own else default)

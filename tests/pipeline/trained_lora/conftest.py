@@ -121,6 +121,7 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
             "model": {"base": str(tiny_bases[prediction])},
             "buckets": {"resolution": 64, "step": 32},
             "text": {"caption_dropout": dropout},
+            "accelerate": {"mixed_precision": "no"},
             "training": settings,
         }
         recipe = recipe_from_mapping("demo", values)

@@ -173,3 +173,12 @@ def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
 
 def test_a_first_run_logs_no_differences(tmp_path: Any) -> None:
     log_differences(tmp_path, "run", {}, log=pytest.fail)
+
+
+def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samples) -> None:
+    stated = samples.ids({"accelerate": {"mixed_precision": "no"}})
+    assert samples.ids({"accelerate": {"mixed_precision": "auto"}}) == samples.unchanged == stated
+
+    int8 = samples.ids({"training": {"quantize": "int8"}})
+    assert int8 == samples.ids({"training": {"quantize": "int8_torchao"}})
+    assert int8.run != samples.unchanged.run

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.text import MASKED_PROMPT, GemmaConditioner
 
 
@@ -47,7 +47,7 @@ class SanaCall(DenoiserCall):
         return denoiser(
             noisy,
             encoder_hidden_states=conditions["text_embedding"],
-            encoder_attention_mask=conditions["text_mask"],
+            encoder_attention_mask=padding_mask(conditions),
             timestep=timesteps * float(self.config.get("timestep_scale", 1.0)),
             return_dict=False,
         )[0]

@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.errors import DrawingError
 from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
-from pipeline.processes.worker.devices import out_of_memory_as, own_device, why_no_gpu
+from pipeline.processes.worker.devices import allow_tf32, out_of_memory_as, own_device, why_no_gpu
 from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.drawing.job import Cell, DrawingJob, number_text
 from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter, adapts_text_encoders
@@ -51,7 +51,7 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
         ModelError: The base model cannot be loaded.
         TrainingError: The quantization needs a missing package or GPU.
     """
-    own_device()  # fails with a clear message before CUDA would fail with an obscure one
+    allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
     if (reason := why_no_gpu()) is not None:
         report.info(f"warning: {reason}")
     cells = list(job.cells())
@@ -77,7 +77,11 @@ class _Artist:
     def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
         self._job = job
         self._family = load_family(job.base, job.component_folders)
-        self._accelerator = make_accelerator(job.recipe.accelerate, find_unused_parameters=False)
+        settings = job.recipe.accelerate
+        precision = self._family.mixed_precision(settings.mixed_precision)
+        self._accelerator = make_accelerator(
+            settings, mixed_precision=precision, find_unused_parameters=False
+        )
         device = str(self._accelerator.device)
         file = read_lora_tensors(job.loras[0].file)
         has_text = adapts_text_encoders(file)
@@ -154,7 +158,7 @@ def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
     if training.quantize == "none" and job.run is None:
-        fix += ", or set training.quantize: int8_torchao or nf4"
+        fix += ", or set training.quantize: int8 or nf4"
     return DrawingError(
         "memory ran out while pictures were drawn" + (f" ({usage})" if usage else ""),
         where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}",

@@ -19,6 +19,7 @@ from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
 from pipeline.models.worker.family import WorkerFamily, load_family
+from pipeline.models.worker.vae import channels_last
 from pipeline.processes.launch import Meanwhile
 from pipeline.raw_images.stage import scan
 from pipeline.recipe import recipe_from_mapping
@@ -123,6 +124,7 @@ def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     family = load_family(base)
     pipe = case.pipeline(base)
     pipe.set_progress_bar_config(disable=True)
+    channels_last(pipe.vae)  # the same arithmetic; `test_vae.py` compares with the usual order
     for row in tables.read("vae_latents").to_dicts():
         check_latent(case, row, photos, entries, pipe)
     check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, family, pipe)
@@ -146,7 +148,8 @@ def settings(folder: Path, photos: Path, base: Path) -> dict[str, Any]:
         "model": {"base": str(base)},
         "buckets": {"resolution": 64, "step": 32},
         "latents": {"dtype": "float32", "posterior": "mean"},
-        "text": {"dtype": "float32", "caption_dropout": 0.0},
+        "text": {"dtype": "float32", "compute_dtype": "float32", "caption_dropout": 0.0},
+        "accelerate": {"mixed_precision": "no"},
         "training": {
             "steps": 2,
             "batch_size": 2,
@@ -179,7 +182,8 @@ def complete_job(recipe: Any, tables: Tables, launch: InProcessLaunch) -> tuple[
 def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeEntries, pipe: Any) -> None:
     file = photos / row["path"]
     image = load_pixels(file, Geometry.from_row(row), (255, 255, 255), content_hash=row["content_hash"])
-    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255).contiguous()
+    pixels = pipe.image_processor.preprocess(image[None].astype(np.float32) / 255)
+    pixels = pixels.contiguous(memory_format=torch.channels_last)
     assert tuple(pixels.shape[2:]) == image.shape[:2]
     with torch.no_grad():
         expected = case.latent(pipe, pixels)
@@ -224,6 +228,8 @@ def check_text(case: Case, caption: str, entries: RecipeEntries, family: WorkerF
         assert len(stored["text_embedding"]) == length < family.max_length()
         expected |= {name: expected[name][:, :length] for name in ("text_embedding", "text_mask")}
     conditions = family.text.stack([stored])
+    lengths = conditions.pop("text_lengths", (len(stored["text_embedding"]),))
+    assert lengths == (len(stored["text_embedding"]),)
     assert set(conditions) == set(expected)
     for name, tensor in conditions.items():
         torch.testing.assert_close(tensor, expected[name].float(), **TOLERANCE)
