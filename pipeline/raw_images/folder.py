@@ -19,7 +19,8 @@ from typing import NamedTuple
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
 from pipeline.storage.regular_files import open_regular
-from pipeline.storage.source import ListedPath, RemoteSource, to_int64
+from pipeline.storage.remote_source import ListedPath, RemoteSource
+from pipeline.storage.source import to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]

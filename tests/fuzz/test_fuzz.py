@@ -63,9 +63,7 @@ def test_a_few_damaged_files_are_accepted_or_rejected_with_a_reason(tmp_path: Pa
 @pytest.mark.fuzz
 @pytest.mark.timeout(14_400)
 @pytest.mark.parametrize("kind", COMPLETE)
-def test_thousands_of_damaged_files_are_accepted_or_rejected_with_a_reason(
-    tmp_path: Path, kind: str
-) -> None:
+def test_thousands_of_damaged_files_are_accepted_or_rejected_with_a_reason(tmp_path: Path, kind: str) -> None:
     num_cases, batch = COMPLETE[kind]
     found = Counter[str]()
     for first in range(0, num_cases, batch):

@@ -14,7 +14,7 @@ import pytest
 
 from pipeline.raw_images import scan_index
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
-from pipeline.storage.source import LocalSource
+from pipeline.storage.local_source import LocalSource
 from pipeline.validated_dataset import stage
 from tests.pipeline.conftest import Folder
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import RemoteSource
+from pipeline.storage.remote_source import RemoteSource
 from tests.pipeline.conftest import Folder, picture
 
 INTERNAL = b"the answer of an internal service"

@@ -16,7 +16,7 @@ import pytest
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Url
 from pipeline.storage.regular_files import RefusedFileError
-from pipeline.storage.source import RemoteSource
+from pipeline.storage.remote_source import RemoteSource
 from tests.hostile_images import png
 from tests.pipeline.conftest import Folder, picture
 
@@ -26,7 +26,7 @@ _READ = """
 import json, re, sys
 from pathlib import Path
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import RemoteSource
+from pipeline.storage.remote_source import RemoteSource
 source = RemoteSource(Url(sys.argv[1]))
 try:
     result = len(source.read(sys.argv[2]))

@@ -20,7 +20,7 @@ from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
 from pipeline.models.worker.vae import Posterior
-from pipeline.storage.source import LocalSource
+from pipeline.storage.local_source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
 
