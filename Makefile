@@ -64,12 +64,11 @@ format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The hashes of all files of each version in constraints.txt, for every platform. Packages of the extra `gpu` are
-# installed by hand.
+# The hashes of all files of each version in constraints.txt, for every platform.
 lock:
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check $(UV)
-	grep -Ev '^(torch|torchao|bitsandbytes)==' constraints.txt > build/lock/constraints.txt
+	grep -v '^torch==' constraints.txt > build/lock/constraints.txt
 	build/lock/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --no-config \
 		--python-version 3.11 --upgrade --output-file requirements.lock build/lock/constraints.txt
 
