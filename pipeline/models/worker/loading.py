@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,11 +24,20 @@ _OUTPUT_LAYER = "lm_head"
 """Attribute of transformers' language models that computes logits."""
 
 
+_WARNING_ON_IMPORT = ("bitsandbytes", "torchao", "torch.utils._pytree")
+"""Loggers that warn about unused features when diffusers or transformers imports their packages."""
+
+
 def keep_quiet() -> None:
-    """Silence the progress bars and hints of diffusers and transformers in this process."""
-    for logging in (diffusers_logging, transformers_logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    """Silence the progress bars and hints of diffusers and transformers in this process.
+
+    Call it before the first class of either is imported, which imports other packages that print hints.
+    """
+    for name in _WARNING_ON_IMPORT:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def component_class(family: Family, role: str) -> Any:
