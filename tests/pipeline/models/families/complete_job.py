@@ -124,7 +124,7 @@ def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     family = load_family(base)
     pipe = case.pipeline(base)
     pipe.set_progress_bar_config(disable=True)
-    channels_last(pipe.vae)  # the same arithmetic; `test_vae.py` compares with the usual order
+    channels_last(pipe.vae)  # `test_vae.py` compares with the usual order
     for row in tables.read("vae_latents").to_dicts():
         check_latent(case, row, photos, entries, pipe)
     check_decoding(case, tables.read("vae_latents").row(0, named=True), entries, family, pipe)
@@ -189,7 +189,8 @@ def check_latent(case: Case, row: dict[str, Any], photos: Path, entries: RecipeE
         expected = case.latent(pipe, pixels)
     stored = read_torch(entries.store, entries.latent_spec(row))["latent"]
     assert stored.std() > 0.1
-    torch.testing.assert_close(stored, expected[0], **TOLERANCE)
+    # Rounding grows with the values: the latents of random VAEs have standard deviations of up to 10.
+    torch.testing.assert_close(stored, expected[0], rtol=0.0, atol=1e-4 * float(expected.std()))
 
 
 def check_decoding(

@@ -208,6 +208,7 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, ti
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
     preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
     pipeline_of_diffusers = StableDiffusionPipeline.from_pretrained(tiny_sd)
+    pipeline_of_diffusers.vae.to(memory_format=torch.channels_last)
     expected = pipeline_of_diffusers(
         "a cat", height=64, width=64, num_inference_steps=2, generator=torch.Generator().manual_seed(7)
     ).images[0]
