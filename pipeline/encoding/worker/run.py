@@ -97,6 +97,7 @@ def run(
     with (
         ResultsWriter(order_file, rank) as results,
         Progress(report, order_file.parent, jobs=order.jobs, what=what, rank=rank) as progress,
+        counted_warnings(progress.say),
     ):
         device = own_device()
         if device != "cpu":
@@ -112,8 +113,7 @@ def run(
         len(order.jobs)
 
         start_s = time.perf_counter()
-        with counted_warnings(progress.say):
-            write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
+        write_outcomes(encoder.encoded(own_jobs, store), store, results=results, progress=progress)
         encoded_s = time.perf_counter()
 
         if order.pictures is not None and draw is not None:
