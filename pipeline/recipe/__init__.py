@@ -22,6 +22,7 @@ from pipeline.recipe.load import (
 from pipeline.recipe.lora import LoraSettings, RankSettings, TextEncoderSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
+from pipeline.recipe.previews import PreviewPrompt
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -50,6 +51,7 @@ __all__ = [
     "LossSettings",
     "ModelSettings",
     "NoiseSettings",
+    "PreviewPrompt",
     "RankSettings",
     "RecacheSettings",
     "Recipe",

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_argument, check_optimizer
+from pipeline.recipe.previews import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
 OptimizerArgument = Annotated[
@@ -167,8 +168,10 @@ class TrainingSettings(Settings):
         description="Number of steps between previews; the first ones are drawn before the first step. 0 "
         "disables previews.",
     )
-    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Prompts of the previews; an empty list uses the first captions."
+    sample_prompts: PreviewPrompts = Field(
+        default=(),
+        description="Prompts of the previews, as text or with their own settings; an empty list uses the "
+        "first captions.",
     )
     validate_every: int = Field(
         default=250,
@@ -188,6 +191,12 @@ class TrainingSettings(Settings):
     def num_steps(self) -> int:
         """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
+
+    @property
+    def preview_captions(self) -> list[str]:
+        """Prompts and negative prompts of the previews, which need text embeddings, without duplicates."""
+        texts = [text for each in self.sample_prompts for text in (each.prompt, each.negative_prompt)]
+        return list(dict.fromkeys(text for text in texts if text is not None))
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""

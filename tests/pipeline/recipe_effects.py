@@ -117,7 +117,21 @@ EFFECTS: dict[str, Effect] = {
     "training.checkpoint_every": _nothing({"training": {"checkpoint_every": 9}}),
     "training.keep_checkpoints": _nothing({"training": {"keep_checkpoints": 2}}),
     "training.sample_every": _nothing({"training": {"sample_every": 9}}),
-    "training.sample_prompts": _nothing({"training": {"sample_prompts": ["a rose"]}}),
+    "training.sample_prompts.prompt": _nothing({"training": {"sample_prompts": ["a rose"]}}),
+    **{
+        f"training.sample_prompts.{key}": _nothing(
+            {"training": {"sample_prompts": [{"prompt": "a rose", **values}]}}
+        )
+        for key, values in {
+            "negative_prompt": {"negative_prompt": "blurry"},
+            "height": {"height": 64, "width": 96},
+            "width": {"height": 96, "width": 64},
+            "steps": {"steps": 3},
+            "guidance_scale": {"guidance_scale": 2.0},
+            "seed": {"seed": 1},
+            "lora_scale": {"lora_scale": 0.5},
+        }.items()
+    },
     "training.validate_every": _nothing({"training": {"validate_every": 9}}),
     "training.trackers": _nothing({"training": {"trackers": []}}),
     "training.lora.rank": _run({"lora": {"rank": 8}}),

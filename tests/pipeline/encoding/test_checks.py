@@ -161,7 +161,7 @@ def test_T02_a_missing_entry_for_the_empty_caption_or_a_sample_prompt_closes_the
     path.unlink()
     assert "the empty caption" in job.failing("text_embeddings")["completeness"].summary
     path.write_bytes(sound)
-    prompted = job.changed(training={"sample_prompts": ["a moon"]})
+    prompted = job.changed(training={"sample_prompts": [{"prompt": "a cat", "negative_prompt": "a moon"}]})
     assert "a moon" in job.failing("text_embeddings", prompted)["completeness"].summary
 
 
