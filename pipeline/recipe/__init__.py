@@ -6,6 +6,7 @@ from pipeline.recipe.datasets import (
     CaptionSettings,
     DatasetSettings,
     FilterSettings,
+    ReplaceSettings,
     ShuffleSettings,
 )
 from pipeline.recipe.load import (
@@ -56,6 +57,7 @@ __all__ = [
     "RecacheSettings",
     "Recipe",
     "RecipeFolder",
+    "ReplaceSettings",
     "ShuffleSettings",
     "TextEncoderSettings",
     "TextSettings",

@@ -184,7 +184,7 @@ EFFECTS: dict[str, Effect] = {
 """Effects by dotted key. `@folder@`, `@other_base@` and `@lora_file@` stand for paths of the test."""
 
 DECIDES_ROWS = {
-    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!shuffle$)", key)),
+    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
