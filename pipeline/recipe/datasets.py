@@ -299,6 +299,13 @@ class DatasetSettings(Settings):
         "independent of dataset sizes. Set it for all datasets or for none. null means that size and "
         "`repeats` decide.",
     )
+    loss_weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor of the loss of this dataset's images, and so of what training learns from each "
+        "of them: 0.5 halves their gradient. It is not normalised, and the losses that are reported are "
+        "those without it.",
+    )
 
     follow_links: bool = Field(
         default=False,

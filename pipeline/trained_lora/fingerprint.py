@@ -59,6 +59,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         },
         "loss": {
             **training.loss.model_dump(),
+            **_loss_weights(recipe),
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
@@ -101,6 +102,11 @@ def _adapter(lora: LoraSettings) -> Facts:
         excluded.add("text_encoders")
     facts = lora.model_dump(mode="json", exclude=excluded)
     return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
+
+
+def _loss_weights(recipe: Recipe) -> Facts:
+    weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
+    return {"dataset_weights": weights} if weights else {}
 
 
 def _mix(recipe: Recipe) -> Facts:

@@ -52,6 +52,7 @@ def _nothing(value: Values) -> Effect:
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
+    "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
     "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),
     "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),

@@ -235,7 +235,7 @@ class Engine:
             losses = self.losses(micro, self._model)
             share = share_of_mean(
                 losses,
-                micro.weights,
+                micro.weights * micro.loss_weights,
                 num_samples=num_samples,
                 num_processes=self.accelerator.num_processes,
             )
