@@ -212,12 +212,17 @@ class TrainingSettings(Settings):
     def _adapter_violations(self) -> Iterator[Violation]:
         """Yield the conflicts of the optimizer and of quantization with the adapter."""
         text = self.lora.text_encoders
-        if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
-            key = "lora.text_encoders.learning_rate"
-            what = "prodigy estimates one step size for all weights, so the text encoders cannot have a "
-            what += f"separate learning_rate, got {text.learning_rate}"
-            fix = "remove it, or use another training.optimizer"
-            yield Violation(key, what, fix, involves=("optimizer", "lora"))
+        own_rates = (
+            ("text_encoders.learning_rate", text is not None and text.learning_rate is not None),
+            ("learning_rates", bool(self.lora.learning_rates)),
+            ("loraplus_ratio", self.lora.loraplus_ratio is not None),
+        )
+        for key, is_set in own_rates:
+            if self.optimizer == "prodigy" and is_set:
+                what = "prodigy estimates one step size for all weights, so lora."
+                what += f"{key} cannot give some of them another learning rate"
+                fix = "remove it, or use another training.optimizer"
+                yield Violation(f"lora.{key}", what, fix, involves=("optimizer", "lora"))
 
         conflicts = (
             (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),

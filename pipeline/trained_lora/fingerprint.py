@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""
 
+ADDED_LORA_KEYS = frozenset(["learning_rates", "loraplus_ratio"])
+"""Keys of `training.lora` that are part of a run's facts only if a recipe sets them."""
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -100,6 +103,10 @@ def _adapter(lora: LoraSettings) -> Facts:
     excluded = {"start_from", "lokr_factor"}
     if lora.text_encoders is None:
         excluded.add("text_encoders")
+
+    # These keys are newer than the first runs, whose ids do not contain them.
+    fields = type(lora).model_fields
+    excluded |= {key for key in ADDED_LORA_KEYS if getattr(lora, key) == fields[key].default}
     facts = lora.model_dump(mode="json", exclude=excluded)
     return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
 

@@ -156,6 +156,15 @@ EFFECTS: dict[str, Effect] = {
         {"lora": {"ranks": [{"modules": "*.attn1.*", "rank": 4, "alpha": 2.0}]}},
         lora={"ranks": [{"modules": "*.attn1.*", "rank": 4}]},
     ),
+    "training.lora.learning_rates.modules": _run(
+        {"lora": {"learning_rates": [{"modules": "*.attn2.*", "learning_rate": 1e-5}]}},
+        lora={"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-5}]},
+    ),
+    "training.lora.learning_rates.learning_rate": _run(
+        {"lora": {"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-6}]}},
+        lora={"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-5}]},
+    ),
+    "training.lora.loraplus_ratio": _run({"lora": {"loraplus_ratio": 16.0}}),
     "training.lora.dora": _run({"lora": {"dora": True}}),
     "training.lora.rslora": _run({"lora": {"rslora": True}}),
     "training.lora.init": _run({"lora": {"init": "pissa"}}),

@@ -26,7 +26,6 @@ from pipeline.trained_lora.worker.adapter.lora import (
     add_lora,
     collect,
     load_networks_state,
-    trainable_weights,
 )
 from pipeline.trained_lora.worker.adapter.svd_init import at_initial_weights, init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
@@ -41,6 +40,7 @@ from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
+from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -127,7 +127,7 @@ class Engine:
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
         self._set_training(True)
 
-        groups = self._weight_groups()
+        groups = weight_groups(self.networks, self._settings)
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
         optimizer = make_optimizer(groups, self._settings)
         self._schedule = make_schedule(optimizer, self._settings)
@@ -148,16 +148,6 @@ class Engine:
         if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
-
-    def _weight_groups(self) -> list[dict[str, Any]]:
-        """Return torch's parameter groups: the denoiser's weights, then those of the text encoders."""
-        denoiser_weights, *text_weights = [trainable_weights(network) for network in self.networks.values()]
-        groups: list[dict[str, Any]] = [{"params": denoiser_weights}]
-        text = self._settings.lora.text_encoders
-        if text is not None:
-            rate = {} if text.learning_rate is None else {"lr": text.learning_rate}
-            groups.append({"params": [weight for weights in text_weights for weight in weights], **rate})
-        return groups
 
     @property
     def text_networks(self) -> Mapping[str, nn.Module]:
