@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""
 
-ADDED_LORA_KEYS = frozenset(["learning_rates", "loraplus_ratio"])
+ADDED_LORA_KEYS = frozenset(["learning_rates", "loraplus_ratio", "save_dtype"])
 """Keys of `training.lora` that are part of a run's facts only if a recipe sets them."""
 
 _RUN_ID = re.compile(r"[0-9a-f]{16}")

@@ -168,6 +168,7 @@ EFFECTS: dict[str, Effect] = {
     "training.lora.dora": _run({"lora": {"dora": True}}),
     "training.lora.rslora": _run({"lora": {"rslora": True}}),
     "training.lora.init": _run({"lora": {"init": "pissa"}}),
+    "training.lora.save_dtype": _run({"lora": {"save_dtype": "float16"}}),
     "training.lora.start_from": _run({"lora": {"start_from": "@lora_file@"}}),
     "training.lora.text_encoders.rank": _run(
         {"lora": {"text_encoders": {"rank": 4}}}, lora={"text_encoders": {}}

@@ -41,6 +41,7 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
             "duplicate pattern *",
         ),
         ({"kind": "loha", "loraplus_ratio": 16.0}, "training.lora.loraplus_ratio", "requires kind: lora"),
+        ({"init": "pissa", "save_dtype": "float16"}, "training.lora.save_dtype", "requires init: kaiming"),
         (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
             "training.lora.ranks[1].modules",
