@@ -336,8 +336,8 @@ def all_keys(model: type[BaseModel] = RecipeFile, prefix: str = "") -> Iterator[
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that `annotation` is, or that is the type of its items."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+    """Return the model that `annotation` is, or that is the type of its items, annotated or not."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    sections = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in sections if section is not None), None)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_argument, check_optimizer
+from pipeline.recipe.previews import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
 OptimizerArgument = Annotated[
@@ -169,8 +170,10 @@ class TrainingSettings(Settings):
         description="Number of steps between previews; the first ones are drawn before the first step. 0 "
         "disables previews.",
     )
-    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Prompts of the previews; an empty list uses the first captions."
+    sample_prompts: PreviewPrompts = Field(
+        default=(),
+        description="Prompts of the previews, as text or with their own settings; an empty list uses the "
+        "first captions.",
     )
     validate_every: int = Field(
         default=250,
@@ -200,6 +203,12 @@ class TrainingSettings(Settings):
         """
         return "int8_torchao" if self.quantize == "int8" else self.quantize
 
+    @property
+    def preview_captions(self) -> list[str]:
+        """Prompts and negative prompts of the previews, which need text embeddings, without duplicates."""
+        texts = [text for each in self.sample_prompts for text in (each.prompt, each.negative_prompt)]
+        return list(dict.fromkeys(text for text in texts if text is not None))
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         if self.steps is not None and self.epochs is not None:
@@ -214,12 +223,17 @@ class TrainingSettings(Settings):
     def _adapter_violations(self) -> Iterator[Violation]:
         """Yield the conflicts of the optimizer and of quantization with the adapter."""
         text = self.lora.text_encoders
-        if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
-            key = "lora.text_encoders.learning_rate"
-            what = "prodigy estimates one step size for all weights, so the text encoders cannot have a "
-            what += f"separate learning_rate, got {text.learning_rate}"
-            fix = "remove it, or use another training.optimizer"
-            yield Violation(key, what, fix, involves=("optimizer", "lora"))
+        own_rates = (
+            ("text_encoders.learning_rate", text is not None and text.learning_rate is not None),
+            ("learning_rates", bool(self.lora.learning_rates)),
+            ("loraplus_ratio", self.lora.loraplus_ratio is not None),
+        )
+        for key, is_set in own_rates:
+            if self.optimizer == "prodigy" and is_set:
+                what = "prodigy estimates one step size for all weights, so lora."
+                what += f"{key} cannot give some of them another learning rate"
+                fix = "remove it, or use another training.optimizer"
+                yield Violation(f"lora.{key}", what, fix, involves=("optimizer", "lora"))
 
         conflicts = (
             (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),

@@ -47,6 +47,7 @@ class FamilySpec:
         lora: Modules that get adapters, and their names in LoRA files.
         architecture: The base model's name in the ModelSpec metadata of LoRA files, without "/lora".
         guidance_scale: Guidance scale of previews.
+        no_negative_prompts: Why previews of this model cannot have a negative prompt; empty if they can.
         denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
         drawing: Import path of the part that draws previews.
         pipeline_options: Settings of the pipeline's constructor that differ from its defaults.
@@ -65,6 +66,7 @@ class FamilySpec:
     denoiser_name: Denoiser = "transformer"
     drawing: str = "drawing:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
+    no_negative_prompts: str | Callable[[ModelFolder], str] = ""
 
     @property
     def trains_text_encoders(self) -> bool:
@@ -116,6 +118,12 @@ class Family:
     def guidance_scale(self) -> float:
         """See `FamilySpec.guidance_scale`."""
         return self.spec.guidance_scale
+
+    @property
+    def no_negative_prompts(self) -> str:
+        """See `FamilySpec.no_negative_prompts`."""
+        reason = self.spec.no_negative_prompts
+        return reason(self.model) if callable(reason) else reason
 
     @property
     def folder(self) -> Path:

@@ -83,17 +83,25 @@ class TextConditioner(ABC):
         return {argument: text[name] for argument, name in self.prompt_names.items()}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt and a negative prompt.
 
         Args:
             pipeline: Result of `PipelineDrawing.load_pipeline`.
             text: Conditions of the caption; see `prompt_tensors`.
-            empty_text: Conditions of the empty caption, padded to the same length.
+            negative_text: Conditions of the negative prompt, padded to the same length.
         """
-        negative = {f"negative_{name}": value for name, value in self.prompt_tensors(empty_text).items()}
+        negative = {f"negative_{name}": value for name, value in self.prompt_tensors(negative_text).items()}
         return {**self.prompt_tensors(text), **negative}
+
+    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the conditions that the pipeline uses as negative prompt if none is given."""
+        return empty_text
+
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
+        """Return the pipeline's arguments that set the guidance scale."""
+        return {"guidance_scale": scale}
 
     def load(self, dtype: str, device: str) -> Any:
         """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
@@ -200,7 +208,7 @@ class CachedPromptConditioner(TextConditioner):
         self,
         pipeline: Any,
         text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
+        negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """Return the result of the pipeline's `encode_prompt`.
@@ -208,7 +216,7 @@ class CachedPromptConditioner(TextConditioner):
         Args:
             pipeline: Result of `PipelineDrawing.load_pipeline`, without text encoders.
             text: Conditions of the caption; see `TextConditioner.prompt_tensors`.
-            empty_text: Conditions of the empty caption, padded to the same length.
+            negative_text: Conditions of the negative prompt, padded to the same length.
             arguments: Arguments of `encode_prompt`.
         """
 
@@ -217,10 +225,10 @@ class CachedPromptConditioner(TextConditioner):
         return {"prompt": ""}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Replace the pipeline's `encode_prompt` until the next call, and return an arbitrary prompt."""
-        pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, empty_text, given)
+        pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, negative_text, given)
         return self.prompt_tensors(text)
 
 
@@ -247,13 +255,11 @@ class PooledConditioner(TextConditioner):
     embeds_batches = True
     prompt_names = POOLED_PROMPT
 
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """See `TextConditioner.prompt_arguments`; some models replace the negative embeddings by zeros."""
+    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `TextConditioner.without_negative_prompt`; some models use zeros."""
         if pipeline.config.force_zeros_for_empty_prompt:
-            empty_text = {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
-        return super().prompt_arguments(pipeline, text, empty_text)
+            return {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
+        return empty_text
 
 
 def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class MicroInput:
         conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), and sizes int64 (B, 2). Text
             tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
+        loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
@@ -62,6 +63,7 @@ class MicroInput:
     timesteps: Tensor
     conditions: dict[str, Any]
     weights: Tensor
+    loss_weights: Tensor
     indices: Tensor
     captions: tuple[str, ...] = ()
 
@@ -85,6 +87,7 @@ class MicroInput:
                 for name, value in self.conditions.items()
             },
             weights=convert(self.weights),
+            loss_weights=convert(self.loss_weights),
             indices=convert(self.indices),
         )
 
@@ -101,6 +104,7 @@ class MicroBatchMaker:
         self._seed = training.seed
         self._timestep_settings = training.timesteps
         self._noise = NoiseSampler(training)
+        self._loss_weights = {dataset.name: dataset.loss_weight for dataset in job.recipe.datasets}
         self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
@@ -193,6 +197,7 @@ class MicroBatchMaker:
             timesteps=self._family.noise.timesteps(self._scheduler, levels, _latent_shape(latent)),
             conditions=conditions,
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
+            loss_weights=torch.tensor([self._loss_weights[item.dataset] for item in inputs]),
             indices=torch.tensor([slot.index for slot in share]),
             captions=() if self._reads_text else tuple(captions),
         )

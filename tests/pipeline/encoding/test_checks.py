@@ -161,7 +161,9 @@ def test_T02_a_missing_entry_for_the_empty_caption_or_a_sample_prompt_closes_the
     path.unlink()
     assert "the empty caption" in job.failing("text_embeddings")["completeness"].summary
     path.write_bytes(sound)
-    prompted = job.changed(training={"sample_prompts": ["a moon"]})
+    cached = job.tables.read("validated_dataset")["caption"][0]
+    prompts = [cached, {"prompt": cached, "negative_prompt": "a moon"}]
+    prompted = job.changed(training={"sample_prompts": prompts})
     assert "a moon" in job.failing("text_embeddings", prompted)["completeness"].summary
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ import polars as pl
 import pytest
 
 from pipeline.raw_images import scan_index
+from pipeline.raw_images.scan_index import CAPTIONS_VERSION, caption_rule
 from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
 from pipeline.storage.local_source import LocalSource
 from pipeline.validated_dataset import stage
@@ -81,7 +83,16 @@ def test_a_caption_within_the_clocks_granularity_is_read_again(filled: Folder, r
 
 
 @pytest.mark.usefixtures("settled")
-@pytest.mark.parametrize("change", [{"prefix": "new "}, {"from": "filename"}, {"suffix": ".cap"}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefix": "new "},
+        {"from": "filename"},
+        {"suffix": ".cap"},
+        {"replace": [{"find": "of", "with": "new"}]},
+    ],
+    ids=str,
+)
 def test_changed_settings_read_every_caption_again(
     filled: Folder, read: list[str], change: dict[str, Any]
 ) -> None:
@@ -213,3 +224,11 @@ def test_a_new_caption_file_replaces_the_fallback(filled: Folder, read: list[str
     (filled.root / "a.txt").write_text("a cat")
     assert captions(filled)["a.png"] == "a cat"
     assert read[3:] == ["a.png"]
+
+
+def test_captions_that_an_earlier_version_read_stay_valid(folder: Folder) -> None:
+    """The rule of settings without `replace` is the one that was stored before the key existed."""
+    [settings] = folder.recipe.datasets
+    captions = settings.captions.model_dump_json(exclude={"replace"})
+    rule = f"{CAPTIONS_VERSION}\0links inside\0{settings.root}\0{captions}"
+    assert caption_rule(settings) == hashlib.sha256(rule.encode()).hexdigest()[:16]

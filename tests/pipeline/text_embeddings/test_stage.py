@@ -69,13 +69,15 @@ def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(
 def test_T02_T03_each_distinct_caption_the_empty_caption_and_the_sample_prompts_are_encoded_once(
     cache, in_process_launch
 ) -> None:
-    cache = cache.with_settings(training={"sample_prompts": ["a moon", "a moon"]})
+    cache = cache.with_settings(
+        training={"sample_prompts": ["a moon", {"prompt": "a moon", "negative_prompt": "a sun"}]}
+    )
     set_caption(cache, "cat", (cache.photos / "rocket.txt").read_text(encoding="utf-8"))
     result = cached(cache, in_process_launch)
-    assert counts(result) == {"encoded": 6, "reused": 0, "removed": 0, "failed": 0}
+    assert counts(result) == {"encoded": 7, "reused": 0, "removed": 0, "failed": 0}
     assert result.report["samples"] == 5
     entries = RecipeEntries(cache.recipe)
-    for caption in ("", "a moon"):
+    for caption in ("", "a moon", "a sun"):
         assert entries.store.check(entries.text_spec(caption)).valid
 
 

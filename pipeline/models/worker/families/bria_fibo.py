@@ -30,13 +30,13 @@ class BriaFiboConditioner(CachedPromptConditioner):
         self,
         pipeline: Any,
         text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
+        negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """See `CachedPromptConditioner.encoded_prompt`."""
         prompt, prompt_layers = _by_layer(self.family, text)
-        negative, negative_layers = _by_layer(self.family, empty_text)
-        masks = text["text_mask"], empty_text["text_mask"]
+        negative, negative_layers = _by_layer(self.family, negative_text)
+        masks = text["text_mask"], negative_text["text_mask"]
         return prompt, negative, text_ids(prompt)[None], *masks, prompt_layers, negative_layers
 
 

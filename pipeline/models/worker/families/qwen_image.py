@@ -36,12 +36,9 @@ class QwenConditioner(TextConditioner):
             "prompt_embeds_mask": text["text_mask"][:, :length].bool(),
         }
 
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
         """Add `true_cfg_scale`, which scales the guidance away from the negative prompt."""
-        arguments = super().prompt_arguments(pipeline, text, empty_text)
-        return {"true_cfg_scale": self.family.guidance_scale, **arguments}
+        return {**super().guidance_arguments(scale), "true_cfg_scale": scale}
 
 
 class QwenImageCall(DenoiserCall):

@@ -30,10 +30,10 @@ class SanaConditioner(GemmaConditioner):
         return {"complex_human_instruction": _instruction_lines(encoders)}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Draw in exactly the requested size, and unset the default negative prompt."""
-        arguments = super().prompt_arguments(pipeline, text, empty_text)
+        arguments = super().prompt_arguments(pipeline, text, negative_text)
         return {**arguments, "negative_prompt": None, "use_resolution_binning": False}
 
 

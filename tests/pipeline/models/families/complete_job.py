@@ -18,6 +18,7 @@ from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
 from pipeline.images.decode import load_pixels
 from pipeline.images.geometry import Geometry, Size
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.vae import channels_last
 from pipeline.processes.launch import Meanwhile
@@ -52,6 +53,14 @@ class Case(ABC):
 
     previewing: ClassVar[dict[str, Any]] = {}
     """Arguments of the pipeline, besides the guidance scale, that equal those of a preview."""
+
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
+        """Return the arguments of the pipeline that set the guidance scale."""
+        return {"guidance_scale": scale}
+
+    def negative_prompt(self, pipe: Any, text: str) -> dict[str, Any]:
+        """Return the arguments of the pipeline that set the negative prompt."""
+        return {"negative_prompt": text}
 
     @abstractmethod
     def make(self, folder: Path) -> None:
@@ -134,6 +143,7 @@ def check_case(case: Case, folder: Path, photos: Path, encode: Any) -> None:
     check_step(case, job, family, pipe)
     check_lengths(job, family)
     check_drawing(case, family, pipe)
+    check_preview_settings(case, family, pipe)
     assert json.loads((job.folder / "result.json").read_text())["warnings"] == []
     drawn_at_0_and_2 = 2 * len(job.prompts)
     assert len(list((job.folder / "samples").glob("*.png"))) == drawn_at_0_and_2 > 0
@@ -261,9 +271,30 @@ def check_drawing(case: Case, family: WorkerFamily, pipe: Any) -> None:
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
-    expected = draw_picture(case, pipe, **{"guidance_scale": family.guidance_scale, **case.previewing})
+    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
+    expected = draw_picture(case, pipe, **case.guidance_arguments(family.guidance_scale), **case.previewing)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
+
+
+def check_preview_settings(case: Case, family: WorkerFamily, pipe: Any) -> None:
+    """A preview with its own settings equals the picture of the complete pipeline with these arguments."""
+    encoders = family.text.load("float32", "cpu")
+    text, empty, negative = (
+        family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", "", "a dog, a dog")
+    )
+    arguments = {**case.previewing, "height": 64, "width": 96, "num_inference_steps": 3}
+    if family.no_negative_prompts:
+        negative = None
+    else:
+        arguments |= case.negative_prompt(pipe, "a dog, a dog")
+    pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
+    settings = PictureSettings(Size(64, 96), steps=3, seed=1, guidance_scale=3.0)
+    preview = family.drawing.draw(pipeline, text, empty, settings, negative_text=negative)
+    expected = draw_picture(case, pipe, **case.guidance_arguments(3.0), **arguments)
+    np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)
+    if negative is not None:
+        plain = family.drawing.draw(pipeline, text, empty, settings)
+        assert not np.array_equal(np.asarray(preview), np.asarray(plain))
 
 
 def check_step(case: Case, job: Any, family: WorkerFamily, pipe: Any) -> None:

@@ -17,6 +17,7 @@ from demo.tiny_models import make_tiny
 from pipeline.errors import BucketError, FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.families import Layer
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.trained_lora.worker.loader import MicroInput
 from tests.pipeline.models.families.complete_job import Case
@@ -206,7 +207,7 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, ti
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=7)
+    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=7))
     pipeline_of_diffusers = StableDiffusionPipeline.from_pretrained(tiny_sd)
     pipeline_of_diffusers.vae.to(memory_format=torch.channels_last)
     expected = pipeline_of_diffusers(

@@ -16,6 +16,7 @@ from demo.tiny_models import make_tiny_sdxl
 from pipeline.errors import FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import Fingerprints
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import load_component
 from pipeline.recipe import LoraSettings
@@ -180,7 +181,7 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, co
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
     np.testing.assert_allclose(np.asarray(preview) / 255, draw_picture(complete_pipeline), atol=0.6 / 255)
 
 

@@ -18,6 +18,7 @@ from pipeline.trained_lora.export.lora_files import (
     ADAPTER_METADATA_KEY,
     LAYOUTS,
     Layout,
+    is_factor,
     layout_file,
     module_scale,
     read_lora_file,
@@ -107,6 +108,50 @@ def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path
             assert f"diffusion_model.{block}.{below}.{end}" in keys["comfyui"]
     assert len(keys["diffusers"]) == 64
     assert len(keys["kohya"]) == len(keys["comfyui"]) == 96
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_files_of_half_size_hold_the_rounded_factors(
+    make_project: Callable[..., Project], tmp_path: Path, name: str, *, dora: bool
+) -> None:
+    project = make_project()
+    lora = project.recipe.training.lora.model_copy(update={"save_dtype": name, "dora": dora})
+    trained = Trained(project.changed("half", lora=lora))
+    dtype = getattr(torch, name)
+    files = Exporter(
+        trained.family, "demo", header_metadata(trained.job, trained.family), save_dtype=name
+    ).export(trained.engine.networks, tmp_path / "half")
+    trained.export(tmp_path / "full")
+
+    eps = torch.finfo(dtype).eps
+    assert all(0 < file.max_error <= 1.01 * eps for file in files)
+    for layout in LAYOUTS:
+        half, full = (tmp_path / each / layout_file(layout, "demo") for each in ("half", "full"))
+        exact, rounded = load_file(full), load_file(half)
+        assert rounded.keys() == exact.keys()
+        as_numpy = read_lora_file(half).tensors
+        for key, tensor in rounded.items():
+            assert tensor.dtype == (dtype if is_factor(key) else torch.float32)
+            assert np.array_equal(as_numpy[key], tensor.float().numpy())
+            # ComfyUI's magnitudes are multiplied by norms, which depend on the exact factors.
+            assert torch.equal(tensor, exact[key].to(tensor.dtype)), key
+        assert read_lora_file(half).metadata["modelspec.architecture"].endswith("/lora")
+    if not dora:
+        drawn = picture(trained.job.base, tmp_path / "half")
+        np.testing.assert_allclose(drawn, picture(trained.job.base, tmp_path / "full"), atol=0.1)
+
+
+def test_a_number_beyond_float16_is_an_error_and_not_an_infinity(trained: Trained, tmp_path: Path) -> None:
+    with torch.no_grad():
+        trained.engine.weights[0][0, 0] = 1e6
+    metadata = header_metadata(trained.job, trained.family)
+    half = Exporter(trained.family, "demo", metadata, save_dtype="float16")
+    with pytest.raises(TrainingError, match="is too large for float16") as raised:
+        half.export(trained.engine.networks, tmp_path / "half")
+    assert "save_dtype: bfloat16" in raised.value.fix
+    wider = Exporter(trained.family, "demo", metadata, save_dtype="bfloat16")
+    assert len(wider.export(trained.engine.networks, tmp_path / "wide")) == 3
 
 
 def damage_file(path: Path, damage: str) -> None:
