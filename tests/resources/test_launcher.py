@@ -34,6 +34,10 @@ with reporter() as report:
     if order["do"] == "crash":
         print("the last line of a crash", file=sys.stderr)
         os._exit(9)
+    if order["do"] == "print":
+        print("the first line", flush=True)
+        time.sleep(1)
+        print("a line without an end", end="", flush=True)
     if order["do"] == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (folder / f"pid-{rank()}").write_text(str(os.getpid()))
@@ -129,6 +133,15 @@ def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(
     messages, error = launch_in_process(order(tmp_path, "return"))
     assert error is None
     assert "rank 0 of 1 is up" in messages
+
+
+def test_each_line_that_a_worker_prints_is_forwarded_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch_in_process(order(tmp_path, "print"))
+    forwarded = capsys.readouterr().err
+    for line in ("the first line", "a line without an end"):
+        assert forwarded.count(line) == 1, f"{line!r} in {forwarded!r}"
 
 
 def test_L08_an_error_of_a_worker_keeps_its_three_parts(tmp_path: Path) -> None:

@@ -190,9 +190,7 @@ def signalled(job: TrainingJob, number: signal.Signals, after: int, recorded: Re
     return child.exitcode
 
 
-def train_signalled(
-    job: Path, number: signal.Signals, after: int, recorded: Recorded, threads: int
-) -> None:
+def train_signalled(job: Path, number: signal.Signals, after: int, recorded: Recorded, threads: int) -> None:
     torch.set_num_threads(threads)  # results depend on it
     Recording.recorded_hashes, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
