@@ -94,7 +94,9 @@ def summarize(found: list[Result]) -> list[Result]:
 @click.option("--since", help="Mutate only files that differ from this git revision.")
 @click.option("--workers", default=2, help="Number of mutants that are tested at the same time.")
 @click.option("--results", "file", default=ROOT / "build" / "mutants.jsonl", type=click.Path(path_type=Path))
-@click.option("--again", is_flag=True, help="Test the survivors in the file again, and no others.")
+@click.option(
+    "--again", is_flag=True, help="Test only survivors in the file, and mutants whose time ran out, again."
+)
 def main(  # noqa: PLR0913 - one parameter per option
     *,
     size: int,
@@ -113,7 +115,7 @@ def main(  # noqa: PLR0913 - one parameter per option
         modules = [each for each in modules if each in changed_modules(since)]
     every = [each for name in modules for each in mutants_of(name, (ROOT / name).read_text(encoding="utf-8"))]
     stored = {_identity(each): each for each in results.read(file)}
-    places_again = {key[:3] for key, each in stored.items() if each.outcome == "survived"}
+    places_again = {key[:3] for key, each in stored.items() if each.outcome != "killed"}
     if again:
         drawn = [each for each in every if (each.module, each.span[0][0], each.operator) in places_again]
     else:
@@ -121,7 +123,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     identities = {mutant: _identity_of(mutant) for mutant in drawn}
     if again:
         pending = [
-            each for each in drawn if (old := stored.get(identities[each])) and old.outcome == "survived"
+            each for each in drawn if (old := stored.get(identities[each])) and old.outcome != "killed"
         ]
     else:
         pending = [each for each in drawn if identities[each] not in stored]

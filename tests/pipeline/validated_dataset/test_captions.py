@@ -352,3 +352,27 @@ def test_C08_captions_are_the_same_under_another_locale(folder: Any, utf8: str |
     reasons = folder.tables.read_rejected("validated_dataset").select("path", "reason", "detail")
     assert reasons.equals(expected.rejected.select("path", "reason", "detail"))
     assert reasons["reason"].to_list() == ["caption_undecodable"]
+
+
+class RemoteLikeSource(LocalSource):
+    """A folder that is read like a remote dataset, where each opened file is a request."""
+
+    threads = 4
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened: list[str] = []
+
+    def open_text(self, path: str, num_bytes: int) -> Any:
+        self.opened.append(path)
+        return super().open_text(path, num_bytes)
+
+
+def test_no_request_is_made_for_caption_files_that_the_listing_does_not_contain(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a cat")
+    source, values = RemoteLikeSource(tmp_path), settings(suffix=[".caption", ".txt", ".json"])
+    sidecar_bytes = (-1, 5, -1)
+    caption = caption_of(values, source, "a.png", sidecar_bytes=sidecar_bytes)
+    assert caption == Caption(("a cat",), "sidecar:a.txt")
+    assert differing_files(values, source, "a.png", caption, sidecar_bytes) == []
+    assert source.opened == ["a.txt"]
