@@ -47,6 +47,7 @@ with reporter() as report:
             (folder / f"checkpoint-{rank()}").touch()
             sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
+        print("a line that is being written", end="", flush=True)
         (folder / f"pid-{rank()}").write_text(str(os.getpid()))
         time.sleep(300)
 """
@@ -157,7 +158,9 @@ def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Pa
     assert "the last line of a crash" in error.what
 
 
-def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(tmp_path: Path) -> None:
+def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = order(tmp_path, "sleep")
     workers: list[psutil.Process] = []
 
@@ -171,6 +174,7 @@ def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(tmp
     assert alive(workers) == []
     assert (tmp_path / "checkpoint-0").is_file()
     assert any("all processes have ended" in message for message in messages)
+    assert capsys.readouterr().err.count("a line that is being written") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

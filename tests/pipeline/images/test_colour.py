@@ -160,6 +160,8 @@ def test_I12_a_grey_profile_is_converted_to_srgb_and_does_not_fit_colours() -> N
     assert np.abs(converted - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
     assert np.abs(converted[..., 0].astype(int) - levels).max() > 10, "the profile changes levels"
     assert (decoded(saved(Image.fromarray(pattern()), icc_profile=profile)) == pattern()).all()
+    bilevel = saved(Image.fromarray(levels).convert("1"), icc_profile=profile)
+    assert read_header(bilevel).notes == ("colour_profile",)
 
 
 def test_I12_display_p3_is_converted_by_its_matrix() -> None:
