@@ -13,11 +13,12 @@ INSTANCE := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster)
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo test test-full check bench bench-compare ui format clean install lock
+.PHONY: help demo test test-full mutants check bench bench-compare ui format clean install lock
 
 help:
 	@echo "make demo    install, create a tiny offline model and photographs, and run the job demo_train on the CPU"
 	@echo "make test    run the test suite without slow tests; make test-full runs all tests"
+	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
 	@echo "make check   check format, lint, types and import layers"
 	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
 	@echo "make bench-compare   run the benchmarks, and list what is slower than the newest run in bench/results"
@@ -53,6 +54,12 @@ test: install
 
 test-full: install
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
+
+SAMPLE ?= 50
+SEED   ?= 0
+
+mutants: install
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --workers $(PYTEST_WORKERS) $(if $(SINCE),--since $(SINCE))
 
 check: install
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ from pipeline.raw_images.stage import CLOCK_GRANULARITY_NS
 from pipeline.storage.local_source import LocalSource
 from pipeline.validated_dataset import stage
 from tests.pipeline.conftest import Folder
+
+ALL = ["a.png", "c.png", "sub/b.png"]
+"""Images of `filled`, in the order in which their captions are read."""
 
 
 @pytest.fixture
@@ -55,9 +59,9 @@ def captions(folder: Folder) -> dict[str, str]:
 @pytest.mark.usefixtures("settled")
 def test_an_unchanged_caption_is_not_read_again(filled: Folder, read: list[str]) -> None:
     first = filled.ingest()
-    assert read == ["a.png", "c.png", "sub/b.png"]
+    assert read == ALL
     second = filled.ingest()
-    assert len(read) == 3
+    assert read == ALL
     assert second.table.equals(first.table)
     assert {**second.report, "seconds": 0} == {**first.report, "seconds": 0, "decoded": 0, "known": 3}
 
@@ -79,7 +83,7 @@ def test_a_caption_within_the_clocks_granularity_is_read_again(filled: Folder, r
     assert CLOCK_GRANULARITY_NS > 0
     filled.ingest()
     filled.ingest()
-    assert read == ["a.png", "c.png", "sub/b.png"] * 2
+    assert read == ALL * 2
 
 
 @pytest.mark.usefixtures("settled")
@@ -101,10 +105,10 @@ def test_changed_settings_read_every_caption_again(
     before = captions(filled)
     filled.captions = change
     after = captions(filled)
-    assert len(read) == 6
+    assert read == ALL * 2
     assert all(after[path] != caption for path, caption in before.items())
     assert captions(filled) == after
-    assert len(read) == 6
+    assert read == ALL * 2
 
 
 @pytest.mark.usefixtures("settled")
@@ -125,7 +129,7 @@ def test_the_captions_of_a_moved_dataset_are_read_again(filled: Folder, read: li
     moved = filled.root.rename(filled.root.with_name("moved"))
     filled.root = moved
     assert captions(filled) == before
-    assert len(read) == 6
+    assert read == ALL * 2
 
 
 @pytest.mark.usefixtures("settled")
@@ -148,7 +152,7 @@ def test_damaged_indexes_count_as_missing(filled: Folder, read: list[str], damag
     second = filled.ingest()
     assert second.table.equals(first.table)
     assert second.report["decoded"] == 3
-    assert len(read) == 6
+    assert read == ALL * 2
 
 
 @pytest.mark.usefixtures("settled")
@@ -176,7 +180,7 @@ def test_comparing_files_reports_progress(filled: Folder, monkeypatch: pytest.Mo
     unchanged = scan_index.unchanged_files({"d": SlowSource(filled.root)}, raw, log=lines.append)
     assert sorted(unchanged["sample_id"]) == ["d/a.png", "d/sub/b.png"]
     assert lines
-    assert all(line.startswith("files compared: ") and " of 3, " in line for line in lines)
+    assert [line for line in lines if not re.match(r"files compared: \d of 3, ", line)] == []
 
 
 @pytest.mark.usefixtures("settled")
@@ -207,7 +211,7 @@ def test_a_conflict_of_unchanged_files_is_reported_again_without_reading_them(
     (filled.root / "a.caption").write_text("another text of a")
     first = filled.ingest().report
     second = filled.ingest().report
-    assert len(read) == 3
+    assert read == ALL
     assert second["named"] == first["named"]
     assert second["named"]["caption_conflicts"] == [
         {"sample_id": "d/a.png", "used": "a.txt", "not_used": "a.caption"}
@@ -220,7 +224,7 @@ def test_a_new_caption_file_replaces_the_fallback(filled: Folder, read: list[str
     (filled.root / "a.txt").unlink()
     assert captions(filled)["a.png"] == "a photo"
     assert captions(filled)["a.png"] == "a photo"
-    assert len(read) == 3
+    assert read == ALL
     (filled.root / "a.txt").write_text("a cat")
     assert captions(filled)["a.png"] == "a cat"
     assert read[3:] == ["a.png"]

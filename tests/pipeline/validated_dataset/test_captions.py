@@ -393,3 +393,27 @@ def test_a_caption_of_which_nothing_is_left_is_empty(tmp_path: Path) -> None:
         settings(replace=({"find": "blurry"},), fallback="a rose"), LocalSource(tmp_path), "a.png"
     )
     assert caption == Caption(("a rose",), "fallback")
+
+
+class RemoteLikeSource(LocalSource):
+    """A folder that is read like a remote dataset, where each opened file is a request."""
+
+    threads = 4
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.opened: list[str] = []
+
+    def open_text(self, path: str, num_bytes: int) -> Any:
+        self.opened.append(path)
+        return super().open_text(path, num_bytes)
+
+
+def test_no_request_is_made_for_caption_files_that_the_listing_does_not_contain(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a cat")
+    source, values = RemoteLikeSource(tmp_path), settings(suffix=[".caption", ".txt", ".json"])
+    sidecar_bytes = (-1, 5, -1)
+    caption = caption_of(values, source, "a.png", sidecar_bytes=sidecar_bytes)
+    assert caption == Caption(("a cat",), "sidecar:a.txt")
+    assert differing_files(values, source, "a.png", caption, sidecar_bytes) == []
+    assert source.opened == ["a.txt"]

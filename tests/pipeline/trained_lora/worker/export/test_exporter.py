@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,11 +181,34 @@ def damage_file(path: Path, damage: str) -> None:
 
 
 DAMAGES = ("scaled", "missing module", "missing key", "swapped modules", "wrong alpha")
+BOUNDED_DAMAGES = {
+    *((layout, "scaled") for layout in LAYOUTS),
+    *(("diffusers", damage) for damage in ("swapped modules", "wrong alpha")),
+    *(("kohya", damage) for damage in ("missing module", "wrong alpha")),
+    ("comfyui", "missing key"),
+}
+"""Each damage once, one damage in each layout, and both ways to store alpha; the others are slow."""
+
+FLIPPED = (0.0, 0.1, 0.37, 0.8, 1.0)
+BOUNDED_FLIPS = {("diffusers", 0.0), ("kohya", 0.37), ("comfyui", 1.0)}
+
+
+def cases(values: Iterable[Any], bounded: Set[tuple[str, Any]]) -> list[Any]:
+    """Return every layout with every value as parameters; those that are not `bounded` are slow."""
+    return [
+        pytest.param(
+            layout,
+            value,
+            id=f"{layout}-{value}",
+            marks=() if (layout, value) in bounded else pytest.mark.slow,
+        )
+        for layout in LAYOUTS
+        for value in values
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("layout", "damage"), cases(DAMAGES, BOUNDED_DAMAGES))
 def test_R06_a_file_that_does_not_reproduce_the_adapter_is_an_error(
     trained: Trained, tmp_path: Path, layout: Layout, damage: str
 ) -> None:
@@ -197,8 +220,7 @@ def test_R06_a_file_that_does_not_reproduce_the_adapter_is_an_error(
     assert path.name in excinfo.value.where
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("position", [0.0, 0.1, 0.37, 0.8, 1.0])
+@pytest.mark.parametrize(("layout", "position"), cases(FLIPPED, BOUNDED_FLIPS))
 def test_R06_a_flipped_byte_anywhere_in_the_numbers_is_an_error(
     trained: Trained, tmp_path: Path, layout: Layout, position: float
 ) -> None:
