@@ -17,16 +17,17 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from demo.pretraining.autoencoder import concept_through_vae, train_vae
-from demo.pretraining.denoiser import load_world, train_denoiser
+from demo.pretraining.denoiser import EncodedWorld, load_world, train_denoiser
 from demo.pretraining.export import export_model, loss_curve
 from demo.pretraining.loop import Part, Stage, load_networks, start_processes
 from demo.pretraining.networks import new_text_encoder, new_unet, new_vae, write_tokenizer
 
-VAE_STEPS, DENOISER_STEPS = 2500, 10_000
+VAE_STEPS, DENOISER_STEPS = 1200, 10_000
 
 MIN_THROUGH_VAE = 0.9
 """Minimum score of real pictures of the concept after the VAE."""
@@ -61,7 +62,7 @@ def main() -> int:
         return 1
     tokenizer = write_tokenizer(folder / "tokenizer")
     networks = {"unet": new_unet(), "text_encoder": new_text_encoder(tokenizer)}
-    world = load_world(vae, tokenizer, folder / "world.safetensors", seed=part.seed)
+    world = _encoded_world(vae, tokenizer, vae_stage, part)
     if arguments.stage == "denoiser":
         train_denoiser(networks, world, denoiser_stage, part)
         return 0
@@ -83,6 +84,17 @@ def _check_vae(vae: torch.nn.Module, part: Part) -> int:
         return 0
     print(f"error: the score must be at least {MIN_THROUGH_VAE}; train the VAE longer", file=sys.stderr)
     return 1
+
+
+def _encoded_world(vae: Any, tokenizer: Any, stage: Stage, part: Part) -> EncodedWorld:
+    """Return the encoded pictures; the first process encodes them, again if the VAE has changed."""
+    file = stage.folder / "world.safetensors"
+    if part.rank == 0:
+        if file.exists() and file.stat().st_mtime_ns < stage.checkpoint.stat().st_mtime_ns:
+            file.unlink()
+        load_world(vae, tokenizer, file, seed=part.seed)
+    part.wait()
+    return load_world(vae, tokenizer, file, seed=part.seed)
 
 
 def _provenance(vae: Stage, denoiser: Stage, part: Part) -> dict[str, object]:

@@ -84,6 +84,11 @@ class Part:
         """Return the random generator of a step, the same one in all processes."""
         return torch.Generator().manual_seed((self.seed << 32) + step)
 
+    def wait(self) -> None:
+        """Wait until all processes have called this."""
+        if dist.is_initialized():
+            dist.barrier()
+
 
 def start_processes(seed: int) -> Part:
     """Join the processes that torchrun started, if it did, and return this one's part."""
