@@ -43,7 +43,7 @@ def test_a_slow_image_is_rejected_by_name_and_the_others_are_kept(
     patched = "pipeline.validated_dataset.decode_check.decode_in_process"
     monkeypatch.setattr(patched, partial(decode_in_process, max_cpu_s=1))
     folder.add("good.png")
-    folder.add("slow.jpg", jpeg_with_scans(90, edge_px=4_000))
+    folder.add("slow.jpg", jpeg_with_scans(90, edge_px=9_000))
     result = folder.ingest()
     assert result.table["path"].to_list() == ["good.png"]
     (row,) = result.rejected.rows(named=True)

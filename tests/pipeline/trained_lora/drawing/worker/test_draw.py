@@ -155,4 +155,6 @@ def test_pictures_equal_those_of_diffusers_with_the_exported_file(
             num_inference_steps=INFERENCE_STEPS,
             generator=torch.Generator("cpu").manual_seed(11),
         ).images
-        assert np.array_equal(pixels(cell.path), np.asarray(pictures[0])), cell.path.name
+        difference = np.abs(pixels(cell.path).astype(int) - np.asarray(pictures[0]).astype(int))
+        assert difference.max() <= 1, f"{cell.path.name}: more than the rounding of another memory format"
+        assert (difference > 0).mean() < 0.001, cell.path.name
