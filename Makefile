@@ -59,6 +59,7 @@ SAMPLE ?= 50
 SEED   ?= 0
 
 mutants: install
+	$(PIP) --no-build-isolation -c constraints.txt -c tools/mutants/constraints.txt -e '.[mutants]'
 	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --workers $(PYTEST_WORKERS) $(if $(SINCE),--since $(SINCE))
 
 check: install
