@@ -56,7 +56,7 @@ def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
             `model.components` names a component that the family does not have.
         FamilyError: The family of its pipeline class is not supported.
     """
-    local = _local_base(recipe)
+    local = local_base(recipe)
     if local is not None:
         _require_roles(recipe, family_spec(local))
         _require_complete(detect(local, resolve_components(recipe, log=log)))
@@ -70,7 +70,7 @@ def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
     return folder if is_complete else _download(recipe, replaced, log)
 
 
-def check_local_base(recipe: Recipe) -> None:
+def checklocal_base(recipe: Recipe) -> None:
     """Raise if the files on this machine already show that `resolve_base` will fail.
 
     A base model or component on the Hub is not checked.
@@ -79,7 +79,7 @@ def check_local_base(recipe: Recipe) -> None:
         ModelError: See `resolve_base`.
         FamilyError: See `resolve_base`.
     """
-    local = _local_base(recipe)
+    local = local_base(recipe)
     if local is None:
         return
     _require_roles(recipe, family_spec(local))
@@ -145,7 +145,7 @@ def _where(recipe: Recipe) -> str:
     return f"{recipe.source}, model.base"
 
 
-def _local_base(recipe: Recipe) -> Path | None:
+def local_base(recipe: Recipe) -> Path | None:
     """Return the folder named by `model.base`, or None for a Hub id.
 
     Raises:
