@@ -2,8 +2,9 @@
 
 The memory forecast reads nothing else of a model. Keys that equal the defaults of diffusers or transformers
 are omitted here and added in the files. The transformers of FLUX.1, Qwen-Image, Z-Image and FLUX.2 dev have
-the defaults of their classes in diffusers 0.42; other values are those of the repositories on the Hub. A test
-compares the number of weights with the published sizes.
+the defaults of their classes in diffusers 0.42. The other values are those that the repositories on the Hub
+are known to have; they were written without access to the Hub, and a test compares numbers of weights with
+the published sizes of six denoisers.
 """
 
 from __future__ import annotations
