@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 DEMO   := configs/demo.yaml
 PYTEST_WORKERS ?= 2
+UV := uv==0.13.9
 
 # Folder of the Dagster instance, as in `latentline run`.
 INSTANCE := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster)
@@ -12,26 +13,33 @@ INSTANCE := $(or $(DAGSTER_HOME),$(CURDIR)/.dagster)
 export PYTHONUTF8 := 1
 export DO_NOT_TRACK := 1
 
-.PHONY: help demo test test-full check bench bench-compare ui format clean install
+.PHONY: help demo test test-full mutants check bench bench-compare ui format clean install lock
 
 help:
 	@echo "make demo    install, create a tiny offline model and photographs, and run the job demo_train on the CPU"
 	@echo "make test    run the test suite without slow tests; make test-full runs all tests"
+	@echo "make mutants change the code in SAMPLE places at random, and list changes that no test notices; SINCE=main limits it to changed files"
 	@echo "make check   check format, lint, types and import layers"
 	@echo "make bench   compare Latentline with the machine's limits, in minutes; BENCH=full uses the published sizes"
 	@echo "make bench-compare   run the benchmarks, and list what is slower than the newest run in bench/results"
 	@echo "make ui      open the Dagster UI on http://127.0.0.1:3000, and TensorBoard on port 6006"
 	@echo "make format  format the sources and fix lint errors"
-	@echo "make clean   remove the cache and the files of the demo"
+	@echo "make lock    write the hashes of the versions in constraints.txt to requirements.lock"
+	@echo "make clean   remove the cache, the files of the demo, and temporary instances of killed commands"
 
 install: $(VENV)/installed
 
-# Install torch first with its exact pin; otherwise a dependency could select another build.
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# Install torch first with its exact pin; otherwise a dependency could select another build. Its builds differ by
+# machine, so it has no hash. The locked packages include all that torch and the project need, also to build, except
+# for the libraries of torch's CUDA builds, which the last line of pip adds.
 # Create Dagster's database last: if two commands created it at the same time, it would become unreadable.
-$(VENV)/installed: pyproject.toml constraints.txt
+$(VENV)/installed: pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[demo,dev]'
+	$(PIP) --no-deps "$$(grep '^torch==' constraints.txt)"
+	$(PIP) --no-deps --only-binary :all: --require-hashes -r requirements.lock
+	$(PIP) --no-build-isolation -c constraints.txt -e '.[demo,dev]'
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/dagster instance info > /dev/null
 	touch $@
 
@@ -47,6 +55,12 @@ test: install
 test-full: install
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS)
 
+SAMPLE ?= 50
+SEED   ?= 0
+
+mutants: install
+	$(BIN)/python -m tools.mutants --sample $(SAMPLE) --seed $(SEED) --workers $(PYTEST_WORKERS) $(if $(SINCE),--since $(SINCE))
+
 check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -56,6 +70,14 @@ check: install
 format: install
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The hashes of all files of each version in constraints.txt, for every platform.
+lock:
+	$(PYTHON) -m venv build/lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check $(UV)
+	grep -v '^torch==' constraints.txt > build/lock/constraints.txt
+	build/lock/bin/uv pip compile --quiet --no-deps --generate-hashes --no-annotate --no-header --no-config \
+		--python-version 3.11 --upgrade --output-file requirements.lock build/lock/constraints.txt
 
 bench: install
 	$(BIN)/python -m bench $(if $(filter full,$(BENCH)),--full)
@@ -70,4 +92,4 @@ ui: install
 	DAGSTER_HOME="$(INSTANCE)" $(BIN)/python -m tools.ui
 
 clean:
-	rm -rf .cache data/demo models/tiny-sd outputs/demo
+	rm -rf .cache data/demo models/tiny-sd outputs/demo .tmp_dagster_home_*

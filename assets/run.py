@@ -6,6 +6,7 @@ prints the summary. The UI has the complete log.
 """
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Generator
@@ -48,7 +49,8 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
     from assets.run_summary import BUG, command_problem, write_parts
 
     try:
-        summary = _execute(recipe_file, job_name, command)
+        with _noted_interrupts() as interrupts:
+            summary = _execute(recipe_file, job_name, command, interrupts)
     except Exception as err:
         problem = command_problem(err, command)
         if BUG in problem:
@@ -63,8 +65,11 @@ def _run(recipe_file: Path, job_name: str, command: str) -> int:
     return FAILED_STATUS if summary.problems else 0
 
 
-def _execute(recipe_file: Path, job_name: str, command: str) -> "RunSummary":
-    """Execute the job with the terminal logger, and return the summary of the run."""
+def _execute(recipe_file: Path, job_name: str, command: str, interrupts: list[int]) -> "RunSummary":
+    """Execute the job with the terminal logger, and return the summary of the run.
+
+    `interrupts` lists the interruptions so far, see `_noted_interrupts`.
+    """
     from dagster import DagsterExecutionInterruptedError, build_reconstructable_job, execute_job
 
     from assets.run_summary import summarize_run
@@ -79,6 +84,8 @@ def _execute(recipe_file: Path, job_name: str, command: str) -> "RunSummary":
 
     with _open_instance() as instance:
         end_dead_runs(instance)
+        if interrupts:
+            raise KeyboardInterrupt
         with _redirected_output() as stream, show_run(stream) as handler:
             try:
                 execute_job(job, instance, run_config={"loggers": {TERMINAL_LOGGER: {}}})
@@ -87,6 +94,26 @@ def _execute(recipe_file: Path, job_name: str, command: str) -> "RunSummary":
                     raise KeyboardInterrupt from None
         output_dirs = {recipe.name: recipe.output_dir}
         return summarize_run(instance, str(handler.run_id), output_dirs, restart=f"run {command} again")
+
+
+@contextmanager
+def _noted_interrupts() -> Generator[list[int]]:
+    """Provide a list to which each SIGINT is added, besides raising KeyboardInterrupt as usual.
+
+    Python discards an exception that is raised in a destructor or a callback, of which imports run many, so
+    Ctrl-C during the start could be lost.
+    """
+    interrupts: list[int] = []
+
+    def note(number: int, _: object) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _open_instance() -> "DagsterInstance":

@@ -7,13 +7,13 @@ before_after.png. This module imports nothing of Latentline. The exit status is 
 the picture.
 """
 
+import logging
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from diffusers import StableDiffusionPipeline
 from diffusers.utils.logging import disable_progress_bar as disable_diffusers_bar
 from PIL import Image, ImageDraw, ImageFont
 from transformers.utils.logging import disable_progress_bar as disable_transformers_bar
@@ -59,8 +59,11 @@ def main(base: Path, lora: Path, output: Path) -> int:
     Returns:
         The exit status.
     """
+    logging.disable(logging.WARNING)  # packages that the pipeline imports print hints
     disable_diffusers_bar()
     disable_transformers_bar()
+    from diffusers import StableDiffusionPipeline
+
     pipe = StableDiffusionPipeline.from_pretrained(base, safety_checker=None, requires_safety_checker=False)
     pipe.set_progress_bar_config(disable=True)
     before = draw(pipe)

@@ -15,10 +15,11 @@ def write_tiny_model(folder: Path) -> bool:
     """
     if (folder / "model_index.json").exists():
         return False
-    from demo.tiny_models import make_tiny
     from pipeline.models.worker.loading import keep_quiet
 
     keep_quiet()
+    from demo.tiny_models import make_tiny
+
     make_tiny(folder)
     return True
 

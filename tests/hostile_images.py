@@ -34,6 +34,13 @@ def png_chunk(name: bytes, data: bytes) -> bytes:
     return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
 
+def png_with_warnings(number: int, *, edge_px: int = 16) -> bytes:
+    """Return a PNG whose EXIF data has so many tags that state more bytes than the file has."""
+    tags = b"".join(struct.pack("<HHII", 40_000 + index, 2, 10**7, 0) for index in range(number))
+    exif = b"II*\0" + struct.pack("<IH", 8, number) + tags + b"\0\0\0\0"
+    return png(edge_px=edge_px, bit_depth=8, colour_type=2, chunks=png_chunk(b"eXIf", exif))
+
+
 def float_tiff(*, edge_px: int = EDGE_PX, rows_per_strip: int = 64) -> bytes:
     """Return a TIFF of 32-bit floats in which all strips are the same few bytes."""
     strip = zlib.compress(b"\0" * (4 * edge_px * rows_per_strip), 9)

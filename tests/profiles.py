@@ -49,13 +49,22 @@ def matrix_profile(primaries: tuple[tuple[float, float], ...], curve: bytes) -> 
     for name, column in zip((b"rXYZ", b"gXYZ", b"bXYZ"), (adapt @ to_xyz(primaries)).T, strict=True):
         tags.append((name, b"XYZ \0\0\0\0" + _fixed(column)))
     tags += [(name, curve) for name in (b"rTRC", b"gTRC", b"bTRC")]
+    return _profile(b"RGB ", tags)
+
+
+def grey_profile(curve: bytes) -> bytes:
+    """Return a display profile of a single channel, as scanners write it."""
+    return _profile(b"GRAY", [(b"wtpt", b"XYZ \0\0\0\0" + _fixed(_D50)), (b"kTRC", curve)])
+
+
+def _profile(colour_space: bytes, tags: list[tuple[bytes, bytes]]) -> bytes:
     body, table, offset = b"", b"", 128 + 4 + 12 * len(tags)
     for name, data in tags:
         table += name + struct.pack(">II", offset + len(body), len(data))
         body += data
     size = offset + len(body)
-    head = struct.pack(">I", size) + b"\0" * 4 + struct.pack(">I", 0x02100000) + b"mntrRGB XYZ " + b"\0" * 12
-    head += b"acsp" + b"\0" * 28 + _fixed(_D50)
+    head = struct.pack(">I", size) + b"\0" * 4 + struct.pack(">I", 0x02100000)
+    head += b"mntr" + colour_space + b"XYZ " + b"\0" * 12 + b"acsp" + b"\0" * 28 + _fixed(_D50)
     return head.ljust(128, b"\0") + struct.pack(">I", len(tags)) + table + body
 
 

@@ -40,7 +40,13 @@ def test_the_workflow_has_the_keys_that_github_requires() -> None:
         assert {"runs-on", "timeout-minutes", "steps"} <= set(job)
     for step in steps():
         assert ("run" in step) != ("uses" in step)
-        assert re.fullmatch(r"actions/[a-z-]+@v\d+", step.get("uses", "actions/x@v1"))
+
+
+def test_actions_are_pinned_by_commit_with_their_version_in_a_comment() -> None:
+    lines = [line for line in WORKFLOW.read_text(encoding="utf-8").splitlines() if "uses:" in line]
+    assert len(lines) == sum("uses" in step for step in steps())
+    for line in lines:
+        assert re.search(r"uses: actions/[a-z-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+$", line), line
 
 
 def test_a_status_is_not_lost_in_a_pipe() -> None:

@@ -18,21 +18,22 @@ if TYPE_CHECKING:
 
 
 def vae(folder: Path, dtype: str, device: str) -> Any:
-    """Return a frozen `AutoencoderKL`."""
+    """Return a frozen `AutoencoderKL` whose convolutions are channels last, as fast as it gets."""
     import torch
     from diffusers import AutoencoderKL
 
     loaded: Any = AutoencoderKL.from_pretrained(folder, torch_dtype=getattr(torch, dtype))
-    return loaded.to(device).requires_grad_(False).eval()
+    return loaded.to(device, memory_format=torch.channels_last).requires_grad_(False).eval()
 
 
 def pixels(network: Any, count: int, resolution: int) -> Tensor:
-    """Return random images (count, 3, H, W) in [-1, 1] with the network's device and dtype."""
+    """Return random images (count, 3, H, W) in [-1, 1], channels last, on the network's device."""
     import torch
 
     parameter = next(network.parameters())
     shape = (count, 3, resolution, resolution)
-    return torch.rand(shape, device=parameter.device, dtype=parameter.dtype) * 2 - 1
+    images = torch.rand(shape, device=parameter.device, dtype=parameter.dtype) * 2 - 1
+    return images.contiguous(memory_format=torch.channels_last)
 
 
 def encode(network: Any, images: Tensor, total: int) -> None:

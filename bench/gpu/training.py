@@ -122,9 +122,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gradient checkpointing": {"gradient_checkpointing": True},
     "nf4": {"quantize": "nf4"},
     "int8": {"quantize": "int8"},
-    "int8_torchao": {"quantize": "int8_torchao"},
     "adamw8bit": {"optimizer": "adamw8bit"},
-    "fused AdamW": {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": True}},
+    "AdamW without fusing": {"optimizer": "torch.optim.AdamW", "optimizer_arguments": {"fused": False}},
 }
 """Settings that reduce memory or time, measured one at a time."""
 

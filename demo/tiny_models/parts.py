@@ -154,17 +154,18 @@ def flow_schedule(**config: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
-def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
+def clip_vocabulary(words: str = WORDS) -> tuple[dict[str, int], list[str]]:
     """Return (token to id, ordered merges) of a byte-level BPE like CLIP's, in which `</w>` ends each word.
 
-    Merges of long words come first; otherwise the ends of short words would split them.
+    Each of `words` becomes one token. Merges of long words come first; otherwise the ends of short words
+    would split them.
     """
     from tokenizers.pre_tokenizers import ByteLevel
 
     tokens = sorted(ByteLevel.alphabet())
     tokens += [token + "</w>" for token in tokens]
     merges: list[str] = []
-    for word in sorted(WORDS.split(), key=lambda word: (-len(word), word)):
+    for word in sorted(words.split(), key=lambda word: (-len(word), word)):
         left, *letters = [*word[:-1], word[-1] + "</w>"]
         for letter in letters:
             if left + letter not in tokens:
@@ -174,14 +175,14 @@ def clip_vocabulary() -> tuple[dict[str, int], list[str]]:
     return {token: number for number, token in enumerate([*tokens, START, END])}, merges
 
 
-def write_clip_tokenizer(folder: Path) -> str:
-    """Write a `CLIPTokenizer` with `MAX_LENGTH` tokens that spells unknown words; return its class name."""
-    ids, merges = clip_vocabulary()
+def write_clip_tokenizer(folder: Path, words: str = WORDS, *, max_length: int = MAX_LENGTH) -> str:
+    """Write a `CLIPTokenizer` that spells words other than `words`; return its class name."""
+    ids, merges = clip_vocabulary(words)
     write_json(folder / "vocab.json", ids)
     write_text(folder / "merges.txt", "\n".join(["#version: 0.2", *merges]) + "\n")
     marks = {"bos_token": START, "eos_token": END, "pad_token": END, "unk_token": END}
     write_json(folder / "special_tokens_map.json", marks)
-    config = {**marks, "model_max_length": MAX_LENGTH, "tokenizer_class": "CLIPTokenizer"}
+    config = {**marks, "model_max_length": max_length, "tokenizer_class": "CLIPTokenizer"}
     write_json(folder / "tokenizer_config.json", config)
     return "CLIPTokenizer"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,10 @@ def make_tiny_sd3(
             clip, with_projection, width=_WIDTHS[1], layers=3, projection=_PROJECTIONS[1], hidden_act="gelu"
         ),
     }
-    tokenizers = {"tokenizer": write_clip_tokenizer, "tokenizer_2": write_clip_tokenizer}
+    tokenizers: dict[str, Callable[[Path], str]] = {
+        "tokenizer": write_clip_tokenizer,
+        "tokenizer_2": write_clip_tokenizer,
+    }
     index: dict[str, object] = {"feature_extractor": [None, None], "image_encoder": [None, None]}
     if t5_encoder:
         networks["text_encoder_3"] = partial(t5, width=_T5_WIDTH)

@@ -237,7 +237,7 @@ def read_header(start: bytes) -> dict[str, Any]:
         raise WrongEntryError("it does not start with the header of a cache entry")
     try:
         header = json.loads(start[8:])
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:  # RecursionError: deep nesting such as [[[[...
         raise WrongEntryError("the header is damaged: it is not valid JSON") from err
     if not isinstance(header, dict):
         raise WrongEntryError("the header is damaged: it is not a JSON object")
@@ -252,7 +252,7 @@ def stated_metadata(header: dict[str, Any]) -> dict[str, Any]:
     """
     try:
         metadata = json.loads(header["__metadata__"][_METADATA_KEY])
-    except (KeyError, TypeError, ValueError) as err:
+    except (KeyError, TypeError, ValueError, RecursionError) as err:
         raise WrongEntryError("the metadata in the header is missing or damaged") from err
     if not isinstance(metadata, dict):
         raise WrongEntryError("the metadata in the header is not a JSON object")

@@ -23,6 +23,7 @@ from pipeline.cache.store import EntrySpec, EntryStat, Kind, Store, TensorSpec
 from pipeline.images.geometry import Geometry, Size
 from pipeline.models.components import resolve_components
 from pipeline.models.families import Family, Use, detect
+from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.fingerprints import Fingerprints
 from pipeline.models.resolve import resolve_base
 from pipeline.reporting.reports import Log, discard
@@ -115,6 +116,16 @@ class RecipeEntries:
             self._fingerprints[use] = Fingerprints(self.machine_state_dir, log=self.log).of(parts)
         return self._fingerprints[use]
 
+    @property
+    def vae_compute_dtype(self) -> str:
+        """Dtype in which the VAE runs, never "auto"."""
+        return self.family.vae_compute_dtype(self.recipe.latents.compute_dtype)
+
+    @property
+    def text_compute_dtypes(self) -> dict[str, str]:
+        """Dtypes in which the text encoders run, by component, never "auto"."""
+        return self.family.text_compute_dtypes(self.recipe.text.compute_dtype)
+
     def latent_inputs(self, row: Mapping[str, Any]) -> LatentInputs:
         """Return everything that decides the latent of a row of aspect_buckets or vae_latents."""
         settings, geometry = self.recipe.latents, Geometry.from_row(row)
@@ -128,7 +139,7 @@ class RecipeEntries:
             vae=self.fingerprint("latents"),
             method=self.family.latent_method(),
             posterior=settings.posterior,
-            compute_dtype=settings.compute_dtype,
+            compute_dtype=self.vae_compute_dtype,
             dtype=settings.dtype,
         )
 
@@ -203,7 +214,7 @@ class RecipeEntries:
             encoders=self.fingerprint("text"),
             method=self.family.text_method,
             max_length=self.family.max_length(),
-            compute_dtype=self.recipe.text.compute_dtype,
+            compute_dtype=dtypes_text(self.text_compute_dtypes),
             dtype=self.recipe.text.dtype,
         )
 

@@ -54,7 +54,9 @@ _PATH = click.Path(path_type=Path)
     help="Strengths of the LoRA. The default is 1; 0 draws without it.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), help="Seed of the pictures. The default is the recipe's."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    help="Seed of the pictures. The default is that of each prompt, or training.seed.",
 )
 @click.option(
     "--output", type=_PATH, help="Folder of the pictures. The default is a new one in reports/pictures/."
@@ -158,7 +160,7 @@ def _echo(line: str) -> None:
 
 
 def _summary(job: DrawingJob) -> str:
-    from pipeline.trained_lora.drawing.job import number_text
+    from pipeline.trained_lora.previews import number_text
 
     source = job.loras[0].label if job.run is None else f"run {job.run}"
     if job.run is not None:

@@ -24,7 +24,7 @@ from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, NamedTuple, TypeAlias
+from typing import BinaryIO, NamedTuple, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -38,6 +38,7 @@ from pipeline.images.formats import ImageError, formats_of, plugin_version, plug
 from pipeline.images.geometry import MAX_IMAGE_EDGE_PX, Geometry, Size
 from pipeline.images.jpeg_scans import require_few_scans
 from pipeline.images.orientation import TRANSPOSE, has_late_metadata, orientation_of, oriented_size
+from pipeline.images.timed_file import TimedFile
 from pipeline.storage.regular_files import open_regular, read_all
 from pipeline.storage.source import MAX_BUFFERED_BYTES, SourceFile
 from pipeline.versions import PREPROCESSING_VERSION
@@ -45,6 +46,13 @@ from pipeline.versions import PREPROCESSING_VERSION
 MAX_IMAGE_PX = 178_956_970
 """Default of the recipe's `checks.max_image_pixels`: the largest height times width that is decoded. It is
 the size at which Pillow refuses an image."""
+
+MAX_HEADER_CPU_S = 10
+"""Processor time for reading a header. Usual images take less than a millisecond, but a header may consist of
+millions of parts."""
+
+MAX_QUICK_BYTES = 2_000_000
+"""Size of a file up to which reading its header takes at most a second, whatever it contains."""
 
 DECODER = f"latentline-{PREPROCESSING_VERSION} pillow-{Image.__version__}"
 """Version of the decoder, recorded with each decode result. A new version decodes every file again."""
@@ -101,7 +109,7 @@ def read_header(source: bytes | File | BinaryIO, *, max_px: int = MAX_IMAGE_PX) 
     Raises:
         ImageError: The image cannot be opened, or it exceeds the limits.
     """
-    with _opened(source, max_px) as (image, _), ExitStack() as memory:
+    with _opened(source, max_px, max_cpu_s=MAX_HEADER_CPU_S) as (image, _), ExitStack() as memory:
         if has_late_metadata(image):
             num_bytes = decode_bytes(image, num_scans=1, converts=False)
             memory.enter_context(DECODE_MEMORY.reserved(num_bytes))
@@ -322,8 +330,13 @@ def read_bytes(file: File) -> bytes:
 
 
 @contextmanager
-def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[tuple[Image.Image, BinaryIO]]:
-    """Open an image within the limits, and its file; failures before it is closed become an `ImageError`."""
+def _opened(
+    source: bytes | File | BinaryIO, max_px: int, *, max_cpu_s: float | None = None
+) -> Generator[tuple[Image.Image, BinaryIO]]:
+    """Open an image within the limits, and its file; failures before it is closed become an `ImageError`.
+
+    With `max_cpu_s`, reading from the image fails after this processor time.
+    """
     is_file = isinstance(source, (Path, SourceFile))
     where = str(source) if is_file else getattr(source, "name", "an image in memory")
     with image_errors(str(where)), ExitStack() as stack:
@@ -336,8 +349,11 @@ def _opened(source: bytes | File | BinaryIO, max_px: int) -> Generator[tuple[Ima
 
         start = file.read(64)
         require_image(start)
+        opened = file
+        if max_cpu_s is not None and file.seek(0, os.SEEK_END) > MAX_QUICK_BYTES:
+            opened = cast("BinaryIO", TimedFile(file, max_cpu_s))
         file.seek(0)
-        with Image.open(file, formats=formats_of(start)) as image:
+        with Image.open(opened, formats=formats_of(start)) as image:
             _require_limits(image, max_px)
             yield image, file
 

@@ -22,6 +22,9 @@ _FULL_BYTES_PER_PX = 4
 _DECODER_BYTES_PER_PX = {"WEBP": 12, "AVIF": 12, "HEIF": 12, "JXL": 16, "JPEG2000": 16, "TIFF": 8}
 """Bytes per pixel that a decoder needs in addition. The other formats are decoded row by row."""
 
+MAX_BYTES_PER_PX = _FULL_BYTES_PER_PX + max(_DECODER_BYTES_PER_PX.values())
+"""Bytes per pixel that any image needs at most."""
+
 _JPEG_COEFFICIENT_BYTES = 2
 """Bytes per pixel and channel of a JPEG in several scans: its coefficients are held until the last scan."""
 

@@ -20,6 +20,7 @@ from pipeline.cache.store import EntrySpec, Kind
 from pipeline.cache.users import recorded_speed
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import PathIsolationError
+from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.raw_images import checks as raw_images
 from pipeline.raw_images.stage import scan
 from pipeline.recipe.gates import PATH_ISOLATION
@@ -131,6 +132,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         DatasetError: A dataset's folder is missing or cannot be listed.
         ModelError: The base model cannot be found.
         StoreError: The cache cannot be read.
+        RecipeError: A preview prompt does not suit the base model.
         TrainingError: The LoRA in `start_from` cannot be used.
     """
     try:
@@ -139,6 +141,7 @@ def forecast(recipe: Recipe, tables: Tables, *, log: Log) -> Forecast:
         paths = ", ".join(err.where.splitlines())
         gate = ClosedGate("raw_images", PATH_ISOLATION.name, f"{err.what} ({paths})", err.fix)
         return Forecast(0, {}, [], [gate], Expected("latents"), Expected("text"))
+    require_preview_prompts(recipe)
     require_start_file(recipe)
 
     raw = scan(recipe, tables, log=log, remember=False)

@@ -37,6 +37,13 @@ def _fraction(value: Any) -> float:
     return float(value)
 
 
+def _loss_weight(value: Any) -> float | None:
+    weight = float(value)
+    if weight <= 0 or not math.isfinite(weight):
+        raise ValueError("it must be a number above 0")
+    return None if weight == 1 else weight
+
+
 def _ratio(value: Any) -> float:
     if float(value) < 1:
         raise ValueError("it must be at least 1")
@@ -74,6 +81,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "extra_repeats": lambda value: _repeats(float(value) + 1),
     "count": int,
     "fraction": _fraction,
+    "loss_weight": _loss_weight,
     "ratio": _ratio,
     "variants": lambda value: _DEFAULT_VARIANTS if value else None,
     "orders": _orders,

@@ -217,8 +217,8 @@ def _buckets_text(draft: RecipeDraft, size: ModelResolution) -> str:
 
 
 def _sections_text(draft: RecipeDraft) -> str:
-    sections = {name: _section(draft, name) for name in ("latents", "text")}
-    return "".join(f"{name}: {_yaml(section)}\n" for name, section in sections.items() if section)
+    sections = {name: {"compute_dtype": "auto", **_section(draft, name)} for name in ("latents", "text")}
+    return "".join(f"{name}: {_yaml(section)}\n" for name, section in sections.items())
 
 
 def _section(draft: RecipeDraft, name: str) -> dict[str, Any]:

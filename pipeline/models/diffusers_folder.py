@@ -24,6 +24,9 @@ its size in memory. The headers of the largest models have about 1 MB."""
 _LENGTH_BYTES = 8
 """Size of the header length at the start of a safetensors file; the number is little-endian."""
 
+_FLOAT_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+"""Dtypes of weights, by their names in safetensors files."""
+
 _TOKENIZER_CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -188,9 +191,7 @@ def require_whole(path: Path) -> None:
         ModelError: The file is truncated or its header is invalid.
     """
     size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        header = file.read(length) if length < min(size, MAX_JSON_BYTES) else b""
+    length, header = _read_header(path)
     try:
         tensors = cast("dict[str, Any]", json.loads(header))
         ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
@@ -201,6 +202,34 @@ def require_whole(path: Path) -> None:
         actual = f"{size:,} bytes" if expected is None else f"{size:,} of {expected:,} bytes"
         what = f"a weight file of the base model is truncated or damaged: it has {actual}"
         raise ModelError(what, where=str(path), fix="download the model again")
+
+
+def _read_header(path: Path) -> tuple[int, bytes]:
+    """Return the length of a safetensors header, and its JSON, which is empty if the length is invalid."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
+        return length, file.read(length) if length < min(size, MAX_JSON_BYTES) else b""
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """Return the dtype in which a component's weights are stored.
+
+    Returns:
+        None if there are several, if a header is invalid, or if the weights are not safetensors.
+
+    Raises:
+        ModelError: See `weight_files`.
+    """
+    files = [path for path in weight_files(folder) if path.suffix == ".safetensors"]
+    try:
+        headers = [cast("dict[str, Any]", json.loads(_read_header(path)[1])) for path in files]
+        dtypes = {
+            tensor["dtype"] for header in headers for name, tensor in header.items() if name != "__metadata__"
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return _FLOAT_DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def tokenizer_files(folder: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:

@@ -6,7 +6,7 @@ The network is used only if a file that the model's family needs is not on this 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ModelError
@@ -59,18 +59,22 @@ def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
     local = local_base(recipe)
     if local is not None:
         _require_roles(recipe, family_spec(local))
-        _require_complete(detect(local, resolve_components(recipe, log=log)))
+        family = detect(local, resolve_components(recipe, log=log))
+        _require_complete(family)
+        _require_no_pickles(recipe, family)
         return local
 
     base, revision, where = recipe.model.base, recipe.model.revision, _where(recipe)
     folder = indexed_snapshot(base, revision, where)
     _require_roles(recipe, family_spec(folder))
     replaced = resolve_components(recipe, log=log)
-    is_complete = missing_files(folder, replaced) is None
-    return folder if is_complete else _download(recipe, replaced, log)
+    if missing_files(folder, replaced) is not None:
+        folder = _download(recipe, replaced, log)
+    _require_no_pickles(recipe, detect(folder, replaced))
+    return folder
 
 
-def checklocal_base(recipe: Recipe) -> None:
+def check_local_base(recipe: Recipe) -> None:
     """Raise if the files on this machine already show that `resolve_base` will fail.
 
     A base model or component on the Hub is not checked.
@@ -85,7 +89,9 @@ def checklocal_base(recipe: Recipe) -> None:
     _require_roles(recipe, family_spec(local))
     replaced = local_components(recipe)
     if replaced.keys() == recipe.model.components.given().keys():
-        _require_complete(detect(local, replaced))
+        family = detect(local, replaced)
+        _require_complete(family)
+        _require_no_pickles(recipe, family)
 
 
 def missing_files(folder: Path, replaced: Mapping[str, Path] | None = None) -> str | None:
@@ -207,6 +213,37 @@ def _require_complete(family: Family) -> None:
                     require_whole(path)
 
 
+def _require_no_pickles(recipe: Recipe, family: Family) -> None:
+    """Raise ModelError if a weight file is a pickle and the recipe does not allow it.
+
+    Raises:
+        ModelError: Names the first such file.
+    """
+    files = (
+        path
+        for use in ("latents", "text", "denoiser")
+        for part in family.fingerprint_parts(use)
+        for path in part.contents
+    )
+    pickled = next((path for path in files if _is_pickle(path)), None)
+    if pickled is not None and not recipe.model.allow_pickle:
+        raise _pickle_error(str(pickled))
+
+
+def _is_pickle(path: PurePath) -> bool:
+    """Return True for pickled weights and for the index of their shards."""
+    return ".bin" in path.suffixes
+
+
+def _pickle_error(where: str) -> ModelError:
+    what = "weights of the base model must be *.safetensors, got a pickle, which can run code when it is read"
+    fix = (
+        "use a model or model.revision with safetensors, or save it with save_pretrained(..., "
+        "safe_serialization=True); or set model.allow_pickle: true if you trust its author"
+    )
+    return ModelError(what, where=where, fix=fix)
+
+
 def _download(recipe: Recipe, replaced: Mapping[str, Path], log: Log) -> Path:
     from huggingface_hub import HfApi, hf_hub_download
 
@@ -216,6 +253,9 @@ def _download(recipe: Recipe, replaced: Mapping[str, Path], log: Log) -> Path:
         index = hf_hub_download(base, _INDEX, revision=revision)
         names = HfApi().list_repo_files(base, revision=revision)
         wanted = wanted_files(family_spec(Path(index).parent), names, without=replaced)
+        pickled = next((name for name in wanted if _is_pickle(PurePath(name))), None)
+        if pickled is not None and not recipe.model.allow_pickle:
+            raise _pickle_error(f"{where}: {base}, file {pickled}")
         folder = download_files(base, revision, wanted, log=log)
 
     missing = missing_files(folder, replaced)

@@ -42,8 +42,14 @@ the launcher would import torch first, which takes as long as a first image take
 THREADS_VARIABLE = "LATENTLINE_CPU_THREADS"
 """Environment variable with `accelerate.cpu_threads`."""
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Environment variables with the settings of torch's CUDA allocator, and the former name."""
+
 PARENT_VARIABLE = "LATENTLINE_PARENT_PID"
 """Environment variable with the id of the process that a launched process must not outlive."""
+
+_INTERRUPTED_STATUSES = (-signal.SIGINT, 128 + signal.SIGINT)
+"""Statuses of a process that Ctrl-C ended."""
 
 _POLL_S = 0.1
 
@@ -82,7 +88,9 @@ def launch_command(settings: AccelerateSettings, module: str, order: Path) -> li
     command += ["--config_file", str(Path(__file__).parent / "accelerate.yaml")]
     command += ["--num_processes", str(settings.num_processes), "--num_machines", "1"]
     command += ["--main_process_port", "0"]  # any free port, for concurrent launches
-    command += ["--mixed_precision", settings.mixed_precision, "--dynamo_backend", "no"]
+    # With "auto", the process resolves the precision for its model and passes it to its `Accelerator`.
+    precision = "no" if settings.mixed_precision == "auto" else settings.mixed_precision
+    command += ["--mixed_precision", precision, "--dynamo_backend", "no"]
     command += ["--num_cpu_threads_per_process", str(settings.cpu_threads)]
     command += ["--multi_gpu"] if settings.num_processes > 1 else []
     return [*command, "-m", module, str(order)]
@@ -113,7 +121,18 @@ def launch_environment(settings: AccelerateSettings, error_file: Path) -> dict[s
         "TOKENIZERS_PARALLELISM": "false",  # prevents a warning about forks
         ERROR_FILE_VARIABLE: str(error_file),
         PARENT_VARIABLE: str(os.getpid()),
+        **_allocator_settings(),
     }
+
+
+def _allocator_settings() -> dict[str, str]:
+    """Return the setting of torch's CUDA allocator, empty if the user has set one.
+
+    Buckets of many sizes fragment fixed segments, until memory runs out with gigabytes unused.
+    """
+    is_set = any(name in os.environ for name in ALLOCATOR_VARIABLES)
+    supported = sys.platform == "linux"
+    return {} if is_set or not supported else {ALLOCATOR_VARIABLES[0]: "expandable_segments:True"}
 
 
 def cpu_threads() -> int:
@@ -156,6 +175,9 @@ class LocalLaunch:
                 process.wait()
                 raise
 
+            if status in _INTERRUPTED_STATUSES:
+                # A terminal sends Ctrl-C to both processes, and this one may notice the other's end first.
+                raise KeyboardInterrupt
             if status != 0:
                 output = output_file.read_text(encoding="utf-8", errors="replace").splitlines()
                 raise launch_error(module, status, output=output, error_file=error_file)
@@ -239,6 +261,6 @@ def _fix(status: int) -> str:
             "the system killed it, most often because memory ran out: free memory, or lower batch_size or "
             "resolution if it was encoding or training"
         )
-    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, -signal.SIGINT, 128 + signal.SIGINT):
+    if status in (-signal.SIGTERM, 128 + signal.SIGTERM, *_INTERRUPTED_STATUSES):
         return "it was stopped: start the job again, and it resumes"
     return "correct the cause in the output and start the job again; finished work is kept"

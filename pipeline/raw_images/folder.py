@@ -19,7 +19,8 @@ from typing import NamedTuple
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES, sniff
 from pipeline.storage.regular_files import open_regular
-from pipeline.storage.source import ListedPath, RemoteSource, to_int64
+from pipeline.storage.remote_source import ListedPath, RemoteSource
+from pipeline.storage.source import to_int64
 
 JUNK = frozenset(
     ["__MACOSX", "Thumbs.db", "desktop.ini", "@eaDir", "$RECYCLE.BIN", "System Volume Information"]
@@ -288,8 +289,10 @@ class _LocalWalker:
             return False
 
     def _add_image(self, path: str, stat: os.stat_result) -> None:
-        numbers = map(to_int64, (stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev))
-        self.result.images.append(FoundFile(path, stat.st_size, *numbers))
+        mtime_ns, ctime_ns, inode, device = stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev
+        if (mtime_ns | ctime_ns | inode | device) >> 63:  # negative or large numbers are rare
+            mtime_ns, ctime_ns, inode, device = map(to_int64, (mtime_ns, ctime_ns, inode, device))
+        self.result.images.append(FoundFile(path, stat.st_size, mtime_ns, ctime_ns, inode, device))
         if self._follows_links:
             self._visited_files.add(_identity(stat))
 

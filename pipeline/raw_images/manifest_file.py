@@ -11,9 +11,10 @@ import polars as pl
 
 from pipeline.errors import DatasetError
 from pipeline.images.formats import SUFFIXES
+from pipeline.raw_images.parquet_process import read_parquet
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.regular_files import MAX_FILE_BYTES, RefusedFileError, open_regular, require_size
-from pipeline.storage.source import source_at
+from pipeline.storage.sources import source_at
 
 if TYPE_CHECKING:
     from pipeline.recipe import DatasetSettings
@@ -54,7 +55,7 @@ def read_manifest(settings: DatasetSettings, *, max_bytes: int = MAX_FILE_BYTES)
 def _read_table(settings: DatasetSettings, file: io.BufferedReader | io.BytesIO) -> pl.DataFrame:
     suffix = settings.path.suffix.lower()
     if suffix == ".parquet":
-        return pl.read_parquet(file)
+        return read_parquet(file)
     if suffix == ".jsonl":
         return pl.read_ndjson(file, infer_schema_length=None)
 

@@ -10,7 +10,7 @@ from stat import S_ISDIR
 
 from pipeline.recipe.validators import MANIFEST_SUFFIXES
 from pipeline.storage.addresses import Address, Url
-from pipeline.storage.source import RemoteSource
+from pipeline.storage.remote_source import RemoteSource
 
 IGNORED_PREFIX = "."
 """Prefix of names that do not belong to a dataset: editors, file managers and copying tools create them."""

@@ -127,7 +127,9 @@ def caption_rule(settings: DatasetSettings) -> str | None:
     if settings.captions.from_ == "column":
         return None
     links = "any links" if settings.follow_links else "links inside"
-    rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{settings.captions.model_dump_json()}"
+    # Captions that were read before `replace` existed stay valid.
+    captions = settings.captions.model_dump_json(exclude=None if settings.captions.replace else {"replace"})
+    rule = f"{CAPTIONS_VERSION}\0{links}\0{settings.root}\0{captions}"
     return hashlib.sha256(rule.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 

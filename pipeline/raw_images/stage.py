@@ -21,6 +21,7 @@ from pipeline.images.decode import (
     is_current_decoder,
     read_header,
 )
+from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import changed_error, image_errors
 from pipeline.images.formats import ImageError, sniff
 from pipeline.raw_images.parallel import in_threads
@@ -129,7 +130,8 @@ def _read_images(
         return {**file, **_read_image(sources[file["dataset"]], file, max_px=max_px), "max_px": max_px}
 
     threads = threads_for(sources.values())
-    rows = list(in_threads(read, files.rows(named=True), log=log, doing="images read", threads=threads))
+    with counted_warnings(log):
+        rows = list(in_threads(read, files.rows(named=True), log=log, doing="images read", threads=threads))
     images = pl.DataFrame([row for row in rows if "reason" not in row], schema=SCHEMAS[STAGE])
     rejected = pl.DataFrame([row for row in rows if "reason" in row], schema=REJECTED_FILES)
     return images, rejected

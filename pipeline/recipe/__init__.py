@@ -6,6 +6,7 @@ from pipeline.recipe.datasets import (
     CaptionSettings,
     DatasetSettings,
     FilterSettings,
+    ReplaceSettings,
     ShuffleSettings,
 )
 from pipeline.recipe.load import (
@@ -22,6 +23,7 @@ from pipeline.recipe.load import (
 from pipeline.recipe.lora import LoraSettings, RankSettings, TextEncoderSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.overrides import OVERRIDABLE, changed_values, recipe_values, with_overrides
+from pipeline.recipe.previews import PreviewPrompt
 from pipeline.recipe.schema import (
     AccelerateSettings,
     BucketSettings,
@@ -50,10 +52,12 @@ __all__ = [
     "LossSettings",
     "ModelSettings",
     "NoiseSettings",
+    "PreviewPrompt",
     "RankSettings",
     "RecacheSettings",
     "Recipe",
     "RecipeFolder",
+    "ReplaceSettings",
     "ShuffleSettings",
     "TextEncoderSettings",
     "TextSettings",

@@ -75,6 +75,21 @@ class ShuffleSettings(Settings):
     keep: int = Field(default=1, ge=0, description="Number of tags at the start that are not shuffled.")
 
 
+class ReplaceSettings(Settings):
+    """A text that is replaced in captions. Caption files and manifests stay as they are."""
+
+    find: str = Field(min_length=1, description="Text to replace, in any of an image's captions.")
+    with_: str = Field(
+        default="",
+        alias="with",
+        description="Text that replaces it. The default removes it, and with it a comma next to it.",
+    )
+    whole_words: bool = Field(
+        default=True, description="Whether a match must not be part of a longer word, as cat is of category."
+    )
+    ignore_case: bool = Field(default=False, description="Whether a and A are the same.")
+
+
 class CaptionSettings(Settings):
     """Source and processing of a dataset's captions."""
 
@@ -132,6 +147,11 @@ class CaptionSettings(Settings):
         default=None,
         description="Encoding for sidecar files that `encoding` cannot decode, such as cp1252. With null, "
         "such files close the gate captions_decodable.",
+    )
+    replace: tuple[ReplaceSettings, ...] = Field(
+        default=(),
+        description="Texts to replace in the captions before trigger word, prefix, postfix and shuffling, in "
+        "this order. reports/validated_dataset/replaced.csv shows each changed caption before and after.",
     )
     trigger: str | None = Field(
         default=None,
@@ -278,6 +298,13 @@ class DatasetSettings(Settings):
         description="Share of training samples from this dataset, relative to the weights of the others and "
         "independent of dataset sizes. Set it for all datasets or for none. null means that size and "
         "`repeats` decide.",
+    )
+    loss_weight: float = Field(
+        default=1.0,
+        gt=0.0,
+        description="Factor of the loss of this dataset's images, and so of what training learns from each "
+        "of them: 0.5 halves their gradient. It is not normalised, and the losses that are reported are "
+        "those without it.",
     )
 
     follow_links: bool = Field(

@@ -48,6 +48,17 @@ class RankSettings(Settings):
     )
 
 
+class LearningRateSettings(Settings):
+    """A different learning rate for some modules."""
+
+    modules: ModulePattern = Field(
+        description="Pattern of dotted module paths in the diffusers model, such as `down_blocks.*`."
+    )
+    learning_rate: float = Field(
+        gt=0.0, description="Learning rate of these modules' adapters; the schedule is the same."
+    )
+
+
 class TextEncoderSettings(Settings):
     """LoRA on the text encoders, in addition to the denoiser."""
 
@@ -79,9 +90,12 @@ class LoraSettings(Settings):
     """The adapter: its kind, its size and its modules."""
 
     requirements = (
-        *((key, "kind", "lora") for key in ("dropout", "dora", "rslora", "init", "start_from")),
+        *(
+            (key, "kind", "lora")
+            for key in ("dropout", "dora", "rslora", "init", "start_from", "loraplus_ratio")
+        ),
         ("lokr_factor", "kind", "lokr"),
-        *((key, "init", "kaiming", "gaussian") for key in ("dora", "start_from")),
+        *((key, "init", "kaiming", "gaussian") for key in ("dora", "start_from", "save_dtype")),
     )
 
     rank: int = Field(default=16, ge=1, le=MAX_RANK, description="Rank of each adapter.")
@@ -136,6 +150,18 @@ class LoraSettings(Settings):
     ranks: tuple[RankSettings, ...] = Field(
         default=(), description="Different ranks for some modules; the first matching pattern applies."
     )
+    learning_rates: tuple[LearningRateSettings, ...] = Field(
+        default=(),
+        description="Different learning rates for some modules of the denoiser; the first matching pattern "
+        "applies, and other modules use `training.learning_rate`.",
+    )
+    loraplus_ratio: float | None = Field(
+        default=None,
+        gt=0.0,
+        description="Learning rate of the up matrices (B), divided by that of the other weights (LoRA+, "
+        "https://arxiv.org/abs/2402.12354), such as 16. It also applies to `learning_rates` and text "
+        "encoders; lower the learning rate with it. null trains all weights at the same rate.",
+    )
     dora: bool = Field(
         default=False,
         description="Also train the magnitude of each row of the adapted weights (DoRA, "
@@ -156,6 +182,12 @@ class LoraSettings(Settings):
         "subtracts these, so that the model starts unchanged. Exported files apply to the original base "
         "model and have twice the rank.",
     )
+    save_dtype: Literal["float32", "float16", "bfloat16"] = Field(
+        default="float32",
+        description="Number format of the matrices in the exported files. float16 and bfloat16 halve the "
+        "files and round each number, by up to 1/2048 and 1/256 of its size. Alpha, DoRA's magnitudes and "
+        "training stay float32. A finished run is trained again if this key changes.",
+    )
     start_from: Annotated[Path, BeforeValidator(check_path)] | None = Field(
         default=None,
         description="LoRA file to start from, with the same modules, ranks and kind, in diffusers, kohya or "
@@ -172,11 +204,12 @@ class LoraSettings(Settings):
 
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
-        patterns = [each.modules for each in self.ranks]
-        for index, pattern in enumerate(patterns):
-            if pattern in patterns[:index]:
-                what = f"duplicate pattern {pattern} in lora.ranks; only the first one would apply"
-                yield Violation(f"ranks[{index}].modules", what, "remove one of the two")
+        for key, groups in (("ranks", self.ranks), ("learning_rates", self.learning_rates)):
+            patterns = [each.modules for each in groups]
+            for index, pattern in enumerate(patterns):
+                if pattern in patterns[:index]:
+                    what = f"duplicate pattern {pattern} in lora.{key}; only the first one would apply"
+                    yield Violation(f"{key}[{index}].modules", what, "remove one of the two")
         if self.modules and self.targets != "family":
             what = f"targets: {self.targets} cannot be combined with modules"
             yield Violation("targets", what, "remove one of the two", involves=("targets", "modules"))
@@ -272,6 +305,11 @@ class LoraSettings(Settings):
             return rank * rank
         # The fixed adapter that subtracts the initial weights doubles the rank.
         return rank * (2 if self.starts_from_base_weights else 1)
+
+    def learning_rate_of(self, module: str) -> float | None:
+        """Return the learning rate of a denoiser module in `learning_rates`; None if it has none."""
+        rates = (each.learning_rate for each in self.learning_rates if fnmatchcase(module, each.modules))
+        return next(rates, None)
 
     def _rank_settings_of(self, module: str) -> RankSettings | None:
         return next((each for each in self.ranks if fnmatchcase(module, each.modules)), None)

@@ -31,7 +31,9 @@ class Term:
     @property
     def shown(self) -> str | None:
         """The recipe key as messages show it, such as `datasets[].path`."""
-        return None if self.ours is None else self.ours.replace("datasets.", "datasets[].")
+        if self.ours is None:
+            return None
+        return self.ours.replace("datasets.", "datasets[].").replace("sample_prompts.", "sample_prompts[].")
 
     @property
     def fix(self) -> str:

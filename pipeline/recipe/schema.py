@@ -23,6 +23,7 @@ from pipeline.recipe.validators import check_gate
 from pipeline.recipe.yaml_document import KeyPath
 
 Dtype = Literal["float16", "bfloat16", "float32"]
+ComputeDtype = Literal["auto", "float16", "bfloat16", "float32"]
 ColourLevel = Annotated[int, Field(ge=0, le=255, description="From 0 (dark) to 255 (full).")]
 Gate = Annotated[str, AfterValidator(check_gate), Field(json_schema_extra={"enum": list(GATES)})]
 
@@ -67,14 +68,23 @@ class ModelSettings(Settings):
         "folder. It holds either the component itself or a model with a component of that name.",
         examples=[{"vae": "madebyollin/sdxl-vae-fp16-fix"}],
     )
+    allow_pickle: bool = Field(
+        default=False,
+        description="Also accept weights that are pickles (`*.bin`). Only tensors are read from them "
+        "(`weights_only`), but a flaw in that filter could run code of the file's author. "
+        "`LATENTLINE_UNTRUSTED=1` refuses them whatever this key is.",
+    )
 
 
 class LatentSettings(Settings):
     """How images are encoded into latents. Every key here is part of a latent's cache key."""
 
     dtype: Dtype = Field(default="float16", description="Dtype of stored latents.")
-    compute_dtype: Dtype = Field(
-        default="float32", description="Dtype in which the VAE runs; float32 never overflows."
+    compute_dtype: ComputeDtype = Field(
+        default="auto",
+        description="Dtype in which the VAE runs. auto: float32, which never overflows, or float16 if the "
+        "VAE's configuration declares it safe (`force_upcast: false`). It depends on the VAE alone and never "
+        "on the machine. On an NVIDIA GPU, float32 uses TF32 for matrix products and convolutions.",
     )
     posterior: Literal["sample", "mean", "moments"] = Field(
         default="sample",
@@ -102,16 +112,22 @@ class TextSettings(Settings):
         description="Fraction of training samples whose caption is replaced by the empty caption.",
     )
     dtype: Dtype = Field(default="float16", description="Dtype of stored text embeddings.")
-    compute_dtype: Dtype = Field(default="float32", description="Dtype in which the text encoders run.")
+    compute_dtype: ComputeDtype = Field(
+        default="auto",
+        description="Dtype in which the text encoders run. auto: bfloat16 for language models and T5, and "
+        "float32 for CLIP. It depends on the encoders alone and never on the machine.",
+    )
 
 
 class AccelerateSettings(Settings):
     """Arguments of `accelerate launch`."""
 
     num_processes: int = Field(default=1, ge=1, le=MAX_COUNT, description="Number of processes, one per GPU.")
-    mixed_precision: Literal["no", "fp16", "bf16"] = Field(
-        default="no",
-        description="Dtype of the forward and backward passes. LoRA weights always stay in float32.",
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
+        default="auto",
+        description="Dtype of the frozen base weights and of the forward and backward passes; no means "
+        "float32. auto: bf16 for transformers, which are published in it, and no for UNets. It depends on "
+        "the base model alone and never on the machine. LoRA weights always stay in float32.",
     )
     cpu_threads: int = Field(
         default=2,
@@ -320,8 +336,8 @@ def all_keys(model: type[BaseModel] = RecipeFile, prefix: str = "") -> Iterator[
 
 
 def _section_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that `annotation` is, or that is the type of its items."""
-    for kind in (annotation, *get_args(annotation)):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
+    """Return the model that `annotation` is, or that is the type of its items, annotated or not."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    sections = (_section_in(argument) for argument in get_args(annotation))
+    return next((section for section in sections if section is not None), None)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 from pipeline.recipe.lora import LoraSettings
 from pipeline.recipe.objective import LossSettings, NoiseSettings, TimestepSettings
 from pipeline.recipe.optimizers import OPTIMIZERS, argument_violations, check_argument, check_optimizer
+from pipeline.recipe.previews import PreviewPrompts
 from pipeline.recipe.settings import MAX_COUNT, Settings, Violation
 
 OptimizerArgument = Annotated[
@@ -136,9 +137,10 @@ class TrainingSettings(Settings):
     )
     quantize: Literal["none", "nf4", "int8", "int8_torchao", "fp8_torchao"] = Field(
         default="none",
-        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) and int8 use "
-        "bitsandbytes and need a GPU; int8_torchao and fp8_torchao work on any device. Requires `kind: "
-        "lora` without `dora` and with `init: kaiming` or `gaussian`. Text encoders are not quantized.",
+        description="Quantization of the frozen base weights, to save memory. nf4 (4 bits) uses bitsandbytes "
+        "and needs a GPU; int8 and fp8_torchao use torchao and work on any device. int8_torchao is another "
+        "name of int8. Use it with `gradient_checkpointing`. Requires `kind: lora` without `dora` and with "
+        "`init: kaiming` or `gaussian`. Text encoders are not quantized.",
     )
     gradient_checkpointing: bool = Field(
         default=False,
@@ -154,11 +156,12 @@ class TrainingSettings(Settings):
         default=250, ge=1, le=MAX_COUNT, description="Number of steps between two checkpoints."
     )
     keep_checkpoints: int | None = Field(
-        default=None,
+        default=2,
         ge=1,
         le=MAX_COUNT,
-        description="Number of checkpoints to keep; null keeps all. An interrupted run resumes from the "
-        "newest valid checkpoint, so keep at least 2. The LoRA files of all checkpoints stay.",
+        description="Number of checkpoints of which the optimizer state is kept; null keeps all. An "
+        "interrupted run resumes from the newest valid checkpoint, so keep at least 2. The LoRA files of all "
+        "checkpoints stay.",
     )
     sample_every: int = Field(
         default=250,
@@ -167,8 +170,10 @@ class TrainingSettings(Settings):
         description="Number of steps between previews; the first ones are drawn before the first step. 0 "
         "disables previews.",
     )
-    sample_prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(), description="Prompts of the previews; an empty list uses the first captions."
+    sample_prompts: PreviewPrompts = Field(
+        default=(),
+        description="Prompts of the previews, as text or with their own settings; an empty list uses the "
+        "first captions.",
     )
     validate_every: int = Field(
         default=250,
@@ -189,6 +194,21 @@ class TrainingSettings(Settings):
         """Number of optimizer steps; valid if the recipe does not use epochs, or they have been converted."""
         return DEFAULT_STEPS if self.steps is None else self.steps
 
+    @property
+    def packing(self) -> str:
+        """`quantize` with one name for each kind: int8 is torchao's, which is called int8_torchao in run ids.
+
+        The int8 layers of bitsandbytes keep every input until the backward pass, so gradient checkpointing
+        saves nothing with them.
+        """
+        return "int8_torchao" if self.quantize == "int8" else self.quantize
+
+    @property
+    def preview_captions(self) -> list[str]:
+        """Prompts and negative prompts of the previews, which need text embeddings, without duplicates."""
+        texts = [text for each in self.sample_prompts for text in (each.prompt, each.negative_prompt)]
+        return list(dict.fromkeys(text for text in texts if text is not None))
+
     def violations(self) -> Iterator[Violation]:
         """See `Settings.violations`."""
         if self.steps is not None and self.epochs is not None:
@@ -203,12 +223,17 @@ class TrainingSettings(Settings):
     def _adapter_violations(self) -> Iterator[Violation]:
         """Yield the conflicts of the optimizer and of quantization with the adapter."""
         text = self.lora.text_encoders
-        if self.optimizer == "prodigy" and text is not None and text.learning_rate is not None:
-            key = "lora.text_encoders.learning_rate"
-            what = "prodigy estimates one step size for all weights, so the text encoders cannot have a "
-            what += f"separate learning_rate, got {text.learning_rate}"
-            fix = "remove it, or use another training.optimizer"
-            yield Violation(key, what, fix, involves=("optimizer", "lora"))
+        own_rates = (
+            ("text_encoders.learning_rate", text is not None and text.learning_rate is not None),
+            ("learning_rates", bool(self.lora.learning_rates)),
+            ("loraplus_ratio", self.lora.loraplus_ratio is not None),
+        )
+        for key, is_set in own_rates:
+            if self.optimizer == "prodigy" and is_set:
+                what = "prodigy estimates one step size for all weights, so lora."
+                what += f"{key} cannot give some of them another learning rate"
+                fix = "remove it, or use another training.optimizer"
+                yield Violation(f"lora.{key}", what, fix, involves=("optimizer", "lora"))
 
         conflicts = (
             (self.lora.dora, "lora.dora: true", "training.lora.dora: false"),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from pipeline.images.decode import File, decoded
+from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.formats import ImageError
 from pipeline.reporting.lettering import font, line_height_px, shortened, wrapped
 from pipeline.reporting.progress import progress
@@ -140,6 +141,7 @@ def for_each_image(images: Sequence[T], draw: Callable[[T], R], *, log: Log) -> 
     """Return the result of `draw` for each image, computed on all cores; `log` receives the progress."""
     results: list[R] = []
     with (
+        counted_warnings(log),
         progress(lambda: len(results), len(images), "thumbnails drawn", log=log),
         ThreadPoolExecutor(os.cpu_count()) as pool,
     ):

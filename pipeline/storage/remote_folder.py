@@ -19,7 +19,7 @@ from pipeline.errors import DatasetError, StoreError
 from pipeline.escaping import without_secrets
 from pipeline.storage.addresses import Address, Url
 from pipeline.storage.atomic import temp_name
-from pipeline.storage.redirects import HTTP_PROTOCOLS, same_server_client
+from pipeline.storage.http_client import HTTP_PROTOCOLS, bounded_client
 
 ACCESS_FIX = (
     "check that the address is correct, that the service responds and that this user has access; set "
@@ -79,7 +79,7 @@ def open_url(url: Url) -> tuple[Any, str]:
 
     # fsspec takes the options of each link of a chain under the name of the link's protocol.
     protocols = {link.partition("://")[0] for link in url.links}
-    options = {name: {"get_client": same_server_client} for name in HTTP_PROTOCOLS if name in protocols}
+    options = {name: {"get_client": bounded_client} for name in HTTP_PROTOCOLS if name in protocols}
     opened: tuple[Any, str] = url_to_fs(url, skip_instance_cache=True, **options)
     return opened
 

@@ -88,9 +88,8 @@ def _entry_rows(
     own = table.drop("text_length").hstack(sizes).filter(pl.col("about_bytes").is_not_null())
     own = own.unique("key", keep="first", maintain_order=True).select(columns)
 
-    prompts = ("", *context.recipe.training.sample_prompts)
-    extra = entries.text_requests(list(dict.fromkeys(prompts)))
-    names = [f"the sample prompt {text!r}" if text else "the empty caption" for text in extra["caption"]]
+    extra = entries.text_requests(["", *context.recipe.training.preview_captions])
+    names = [f"the preview prompt {text!r}" if text else "the empty caption" for text in extra["caption"]]
     extra = extra.with_columns(pl.Series("sample_id", names, dtype=pl.String))
     extra = with_recorded(extra, None).select(columns).cast(own.schema)
     return pl.concat([own, extra.join(own, on="key", how="anti")])

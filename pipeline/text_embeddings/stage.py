@@ -17,6 +17,7 @@ from pipeline.cache.requests import STAT_COLUMNS, STATS, RecipeEntries, caption_
 from pipeline.cache.store import EntrySpec, EntryState
 from pipeline.encoding.fill import EntryRequests, fill
 from pipeline.encoding.jobs import Job
+from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.processes.launch import Launch
 from pipeline.reporting.reports import Log, StageResult, Stopwatch
 from pipeline.storage.tables import SCHEMAS, empty, row_names, validated
@@ -35,18 +36,18 @@ _TOKEN_COUNTS = ("num_tokens", "num_cut")
 
 
 def needed_captions(recipe: Recipe, captions: Iterable[str]) -> pl.Series:
-    """Return the sorted distinct captions: these, the sample prompts, and the empty one.
+    """Return the sorted distinct captions: these, those of the previews, and the empty one.
 
     Dropout and guidance use the empty caption.
     """
-    texts = [*captions, *recipe.training.sample_prompts, ""]
+    texts = [*captions, *recipe.training.preview_captions, ""]
     return pl.Series("caption", texts, dtype=pl.String).unique().sort()
 
 
 def cache_text(
     recipe: Recipe, validated_table: pl.DataFrame, tables: Tables, *, launch: Launch, log: Log
 ) -> StageResult:
-    """Bring the text embeddings of all captions, the empty one and the sample prompts up to date.
+    """Bring the text embeddings of all captions, the empty one and the previews' prompts up to date.
 
     Nothing is launched if nothing is missing.
 
@@ -63,11 +64,13 @@ def cache_text(
 
     Raises:
         ModelError: The base model cannot be found, or its encoder returns values that are not finite.
+        RecipeError: A preview prompt does not suit the base model.
         StoreError: The cache cannot be read or written.
         LatentlineError: See `Launch`.
     """
     watch = Stopwatch()
     entries = RecipeEntries(recipe, log=log)
+    require_preview_prompts(recipe, entries.family)
 
     # One row per (sample, caption); samples with equal captions share an entry.
     captions = caption_variants(validated_table.select(_INPUT_COLUMNS))

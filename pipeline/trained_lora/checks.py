@@ -29,6 +29,7 @@ from pipeline.trained_lora.export.lora_files import (
     LoraFile,
     LoraModule,
     factors,
+    is_factor,
     layout_file,
     module_scale,
     read_lora_file,
@@ -319,9 +320,13 @@ def _expected_rank(result: _Result, module: LoraModule) -> int:
 
 def _file_size_outliers(result: _Result) -> Outcome:
     rows: list[dict[str, Any]] = []
+    factor_bytes = 4 if result.settings.save_dtype == "float32" else 2
     for layout, file in result.files.items():
-        num_values = sum(math.prod(shape) for shape in _expected_shapes(result, layout).values())
-        expected_bytes = file.header_bytes + 4 * num_values
+        tensor_bytes = sum(
+            math.prod(shape) * (factor_bytes if is_factor(key) else 4)
+            for key, shape in _expected_shapes(result, layout).items()
+        )
+        expected_bytes = file.header_bytes + tensor_bytes
         if file.num_bytes != expected_bytes:
             rows.append({"file": file.path.name, "bytes": file.num_bytes, "expected_bytes": expected_bytes})
     numbers = {file.path.name: file.num_bytes for file in result.files.values()}

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 Facts = dict[str, Any]
 """Nested, JSON-serializable facts."""
 
+ADDED_LORA_KEYS = frozenset(["learning_rates", "loraplus_ratio", "save_dtype"])
+"""Keys of `training.lora` that are part of a run's facts only if a recipe sets them."""
+
 _RUN_ID = re.compile(r"[0-9a-f]{16}")
 
 
@@ -59,6 +62,7 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
         },
         "loss": {
             **training.loss.model_dump(),
+            **_loss_weights(recipe),
             "prediction": entries.family.prediction_type(),
             "timesteps": {**training.timesteps.model_dump(), **entries.family.timestep_facts()},
             "density": entries.family.density,
@@ -77,8 +81,8 @@ def run_facts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) ->
             "start_from": None if start is None else _start_hash(start),
             "family_targets": entries.family.lora_targets() if training.lora.family_modules else None,
         },
-        "mixed_precision": recipe.accelerate.mixed_precision,
-        "quantize": training.quantize,
+        "mixed_precision": entries.family.mixed_precision(recipe.accelerate.mixed_precision),
+        "quantize": training.packing,
         "compile": training.compile,
     }
 
@@ -99,8 +103,17 @@ def _adapter(lora: LoraSettings) -> Facts:
     excluded = {"start_from", "lokr_factor"}
     if lora.text_encoders is None:
         excluded.add("text_encoders")
+
+    # These keys are newer than the first runs, whose ids do not contain them.
+    fields = type(lora).model_fields
+    excluded |= {key for key in ADDED_LORA_KEYS if getattr(lora, key) == fields[key].default}
     facts = lora.model_dump(mode="json", exclude=excluded)
     return {**facts, "lokr_factor": lora.kronecker_factor} if lora.kind == "lokr" else facts
+
+
+def _loss_weights(recipe: Recipe) -> Facts:
+    weights = {each.name: each.loss_weight for each in recipe.datasets if each.loss_weight != 1.0}
+    return {"dataset_weights": weights} if weights else {}
 
 
 def _mix(recipe: Recipe) -> Facts:

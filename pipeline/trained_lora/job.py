@@ -10,47 +10,39 @@ result.json        the worker's answer
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import polars as pl
 
 from pipeline.cache.store import EntrySpec
 from pipeline.errors import TrainingError, counted
 from pipeline.escaping import without_secrets
-from pipeline.images.geometry import Size, placement_of
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import write_atomically, write_text
 from pipeline.trained_lora.plan.samples import PlanSamples
 from pipeline.trained_lora.plan.steps import PlanSettings, TrainingPlan
+from pipeline.trained_lora.prompts import (
+    Prompt,
+    entry_from_json,
+    entry_to_json,
+    prompts_from_json,
+    prompts_to_json,
+)
 from pipeline.trained_lora.run_folder import run_folder
 from pipeline.trained_lora.samples import (
     TrainingInputs,
     read_inputs,
-    tensors_from_json,
-    tensors_json,
     write_inputs,
 )
-
-if TYPE_CHECKING:
-    from pipeline.cache.requests import RecipeEntries
 
 JOB_FILE = "order.json"
 INPUTS_FILE = "inputs.parquet"
 DROPPED_FILE = "dropped.parquet"
 """Draws left out by `underfilled: drop`, one row per epoch and sample: epoch, sample_id, times."""
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A preview prompt with its cache entry and the preview's (height, width) in pixels."""
-
-    caption: str
-    text: EntrySpec
-    size_hw: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -149,13 +141,6 @@ def read_recipe_and_prompts(path: Path) -> tuple[Recipe, tuple[Prompt, ...]]:
     return recipe_from_json(job["recipe"]), prompts_from_json(job["prompts"])
 
 
-def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Prompt, ...]:
-    """Return the captions as prompts, drawn in the squarest bucket of the recipe's largest resolution."""
-    sizes = placement_of(entries.recipe.buckets).sets[-1].sizes
-    squarest = min(sizes, key=lambda size: (max(size) / min(size), -size.height))
-    return tuple(Prompt(caption, entries.text_spec(caption), squarest) for caption in captions)
-
-
 def plan_samples(inputs: TrainingInputs) -> PlanSamples:
     """Return the columns of the trained inputs that decide the plan."""
     columns = inputs.trained.table.select(
@@ -214,21 +199,6 @@ def recipe_from_json(value: Mapping[str, Any]) -> Recipe:
     return Recipe.model_validate_json(json.dumps(value))
 
 
-def prompts_to_json(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
-    """Return JSON values for `prompts_from_json`."""
-    return [
-        {"caption": prompt.caption, "text": entry_to_json(prompt.text), "size_hw": prompt.size_hw}
-        for prompt in prompts
-    ]
-
-
-def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]:
-    """Return the prompts of `prompts_to_json`."""
-    return tuple(
-        Prompt(item["caption"], entry_from_json(item["text"]), Size(*item["size_hw"])) for item in values
-    )
-
-
 def _without_secrets(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as JSON, without the query strings in the addresses of its datasets.
 
@@ -239,13 +209,3 @@ def _without_secrets(recipe: Recipe) -> dict[str, Any]:
         addresses = {key: dataset[key] for key in ("path", "images") if dataset[key] is not None}
         dataset |= {key: without_secrets(address) for key, address in addresses.items()}
     return values
-
-
-def entry_to_json(entry: EntrySpec) -> dict[str, Any]:
-    """Return JSON values for `entry_from_json`."""
-    return {"kind": entry.kind, "key": entry.key, "tensors": json.loads(tensors_json(entry.tensors))}
-
-
-def entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
-    """Return the entry of `entry_to_json`."""
-    return EntrySpec(value["kind"], value["key"], tensors_from_json(value["tensors"]))

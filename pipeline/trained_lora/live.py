@@ -73,7 +73,7 @@ class LiveState:
             return b""
         title = f"Previews after step {shown[0].step:,}"
         grid = picture_grid(
-            [("", [each.open() for each in shown])], [each.prompt for each in shown], title=title
+            [("", [each.open() for each in shown])], [each.heading for each in shown], title=title
         )
         return jpeg(grid, MAX_PICTURE_BYTES)
 

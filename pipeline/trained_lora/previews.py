@@ -1,11 +1,12 @@
 """The previews of a run: their files, the sheet with all of them, and the pictures before and after training.
 
-samples/step-<step>-<prompt number>.png     one preview; its text chunk `PROMPT_KEY` holds the prompt
+samples/step-<step>-<prompt number>.png     one preview; its text chunk `PROMPT_KEY` holds the prompt,
+                                            those of `SETTING_KEYS` its settings that are not the default
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 PROMPT_KEY = "prompt"
 """Key of the PNG text chunk with the prompt of a preview."""
+
+SETTING_KEYS = ("negative_prompt", "height", "width", "steps", "guidance_scale", "seed", "lora_scale")
+"""Keys of the PNG text chunks with settings, in the order in which headings state them."""
 
 MAX_PROMPTS = 60
 """Maximum number of columns of the sheet."""
@@ -50,13 +54,13 @@ class Preview:
     Attributes:
         step: Number of training steps before the preview was drawn.
         number: Index of its prompt in the recipe.
-        prompt: Its prompt.
+        heading: Its prompt, and its settings that differ from the defaults.
         path: Its PNG file.
     """
 
     step: int
     number: int
-    prompt: str
+    heading: str
     path: Path
 
     def open(self) -> Image.Image:
@@ -69,6 +73,17 @@ class Preview:
 
         with Image.open(self.path) as picture:
             return picture.convert("RGB")
+
+
+def preview_heading(prompt: str, settings: Mapping[str, str]) -> str:
+    """Return a prompt with its settings, such as "a cat (negative prompt: blurry, steps: 30)"."""
+    stated = [f"{key.replace('_', ' ')}: {settings[key]}" for key in SETTING_KEYS if key in settings]
+    return f"{prompt or '(empty prompt)'} ({', '.join(stated)})" if stated else prompt
+
+
+def number_text(number: float) -> str:
+    """Return the shortest text of a number: "1" or "0.75"."""
+    return repr(number).removesuffix(".0")
 
 
 def preview_file(folder: Path, step: int, number: int) -> Path:
@@ -90,7 +105,9 @@ def read_previews(folder: Path, prompts: Sequence[str] = ()) -> list[Preview]:
         _, step, number = path.stem.split("-")
         default = prompts[int(number)] if int(number) < len(prompts) else f"prompt {int(number) + 1}"
         with suppress(OSError), Image.open(path) as picture:
-            previews.append(Preview(int(step), int(number), str(picture.info.get(PROMPT_KEY, default)), path))
+            prompt = str(picture.info.get(PROMPT_KEY, default))
+            settings = {key: str(picture.info[key]) for key in SETTING_KEYS if key in picture.info}
+            previews.append(Preview(int(step), int(number), preview_heading(prompt, settings), path))
     return sorted(previews)
 
 
@@ -98,9 +115,9 @@ def preview_sheet(previews: Sequence[Preview]) -> bytes:
     """Return a JPEG with a column for each prompt and a row for each step, or no bytes without previews.
 
     The rows of a long run are evenly spaced from its first step to its last, and the title states how many of
-    the steps are shown. A prompt that was changed during the run has a column for each wording.
+    the steps are shown. A prompt or setting that was changed during the run has a column for each version.
     """
-    columns = sorted({(each.number, each.prompt) for each in previews})
+    columns = sorted({(each.number, each.heading) for each in previews})
     steps = sorted({each.step for each in previews})
     if not previews:
         return b""
@@ -108,7 +125,7 @@ def preview_sheet(previews: Sequence[Preview]) -> bytes:
     shown_columns = columns[:MAX_PROMPTS]
     most_steps = min(MAX_STEPS, max(MIN_STEPS, MAX_CELLS // len(shown_columns)))
     shown_steps = [steps[index] for index in evenly_spaced(len(steps), most_steps)]
-    by_cell = {(each.step, each.number, each.prompt): each for each in previews}
+    by_cell = {(each.step, each.number, each.heading): each for each in previews}
 
     rows: list[tuple[str, list[Image.Image | None]]] = []
     for step in shown_steps:
@@ -126,7 +143,7 @@ def preview_sheet(previews: Sequence[Preview]) -> bytes:
         if len(shown_columns) == len(columns)
         else f"{len(shown_columns)} of {len(columns):,} prompts",
     ]
-    headings = [prompt or "(empty prompt)" for _, prompt in shown_columns]
+    headings = [text or "(empty prompt)" for _, text in shown_columns]
     grid = picture_grid(rows, headings, title=f"Previews: {', '.join(counts)}")
     return jpeg(grid, MAX_SHEET_BYTES)
 
@@ -144,5 +161,5 @@ def before_after(previews: Sequence[Preview]) -> bytes:
     before, after = by_step[0], by_step[max(by_step)]
     headings = ["before training (step 0)", f"after {counted(after.step, 'step')}"]
     row = ("", [before.open(), after.open()])
-    grid = picture_grid([row], headings, title=after.prompt, cell_px=BEFORE_AFTER_PX)
+    grid = picture_grid([row], headings, title=after.heading, cell_px=BEFORE_AFTER_PX)
     return jpeg(grid, MAX_BEFORE_AFTER_BYTES)

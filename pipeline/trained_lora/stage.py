@@ -20,6 +20,7 @@ from pipeline.aspect_buckets import checks as aspect_buckets
 from pipeline.cache.requests import RecipeEntries
 from pipeline.checks.findings import CheckContext, closed_gates_error
 from pipeline.errors import counted
+from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.raw_images import checks as raw_images
 from pipeline.recipe import changed_values, with_overrides
 from pipeline.reporting.reports import Log, Report, StageResult, Stopwatch
@@ -47,7 +48,8 @@ from pipeline.trained_lora.export.publish import (
     read_finished,
 )
 from pipeline.trained_lora.fingerprint import Facts, log_differences, run_facts, run_id, write_facts
-from pipeline.trained_lora.job import Prompt, TrainingJob, square_prompts, with_steps
+from pipeline.trained_lora.job import TrainingJob, with_steps
+from pipeline.trained_lora.prompts import Prompt, recipe_prompts
 from pipeline.trained_lora.provenance import caption_hash, provenance
 from pipeline.trained_lora.report import LOSSES_FILE, hardest_samples, write_run_report
 from pipeline.trained_lora.requirements import require_objective, require_text_encoders, require_trackers
@@ -108,7 +110,8 @@ def train_lora(
         GateClosedError: An upstream gate is closed (FAILURES O10); nothing was launched.
         TrainingError: The LoRA in `start_from` cannot be used, training failed, or left no usable result.
         LaunchError: The worker died or was stopped; its last checkpoint remains.
-        RecipeError: The overrides are invalid, or contradict the recipe.
+        RecipeError: The overrides are invalid or contradict the recipe, or a preview prompt does not suit the
+            base model.
     """
     watch = Stopwatch()
     changes = changed_values(recipe, overrides)
@@ -170,6 +173,7 @@ def _plan_run(
     entries = RecipeEntries(recipe, log=log)
     require_objective(recipe.training, entries.family.prediction_type())
     require_text_encoders(recipe.training, entries.family)
+    require_preview_prompts(recipe, entries.family)
     require_trackers(recipe.training)
 
     inputs = training_inputs(recipe, entries, latents, text)
@@ -190,13 +194,13 @@ def _plan_run(
 
 
 def preview_prompts(recipe: Recipe, entries: RecipeEntries, inputs: TrainingInputs) -> tuple[Prompt, ...]:
-    """Return the prompts of the previews: the recipe's, drawn as squares, or else the first captions."""
+    """Return the prompts of the previews: the recipe's, or else the first captions."""
     training = recipe.training
     if training.sample_every == 0:
         return ()
 
     if training.sample_prompts:
-        return square_prompts(entries, training.sample_prompts)
+        return recipe_prompts(entries, training.sample_prompts)
 
     captions = inputs.table["captions"].list.first()
     numbers = captions.is_first_distinct().arg_true()[:NUM_DEFAULT_PROMPTS]

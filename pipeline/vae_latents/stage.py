@@ -126,7 +126,7 @@ def _entry_requests(entries: RecipeEntries, rows: pl.DataFrame, picture_rows: pl
         kind="latents",
         rows=rows,
         settings={
-            "compute_dtype": recipe.latents.compute_dtype,
+            "compute_dtype": entries.vae_compute_dtype,
             "posterior": recipe.latents.posterior,
             "background": list(recipe.latents.background),
             "max_file_bytes": recipe.checks.max_file_bytes,

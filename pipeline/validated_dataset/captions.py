@@ -155,13 +155,28 @@ def _usable_texts(texts: Sequence[str], settings: CaptionSettings, where: str) -
     usable = [canonical(text) for text in texts]
     if settings.lines == "each":
         usable = [line for text in usable for line in text.split("\n")]
-    usable = [text for text in usable if text]
+    usable = [text for each in usable if (text := replaced(settings, each))]
     if not usable:
         fix = "write a caption, or remove the image"
         fix += ", or set captions.fallback" if settings.from_ in ("sidecar", "column") else ""
         raise ImageError("caption_empty", f"the caption in {where} is empty", where=where, fix=fix)
     _require_valid_unicode(usable, where)
     return tuple(usable)
+
+
+def replaced(settings: CaptionSettings, text: str) -> str:
+    """Return a canonical text with the replacements of `captions.replace`, again canonical."""
+    for rule in settings.replace:
+        pattern = re.escape(canonical(rule.find) or rule.find)
+        if rule.whole_words:
+            pattern = rf"(?<!\w){pattern}(?!\w)"
+        flags = re.IGNORECASE if rule.ignore_case else 0
+        if rule.with_:
+            text = re.sub(pattern, lambda _, text=rule.with_: text, text, flags=flags)
+        else:
+            # Removing a tag also removes the comma before it, or behind the first one.
+            text = re.sub(rf"\s*,\s*{pattern}(?=\s*(,|$))|^{pattern}\s*,|{pattern}", "", text, flags=flags)
+    return canonical(text) if settings.replace else text
 
 
 def canonical(text: str) -> str:

@@ -20,7 +20,8 @@ from pipeline.images.decode import (
     is_current_decoder,
     open_content,
 )
-from pipeline.images.decode_memory import DECODE_MEMORY
+from pipeline.images.decode_memory import DECODE_MEMORY, MAX_BYTES_PER_PX
+from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.images.failures import image_errors
 from pipeline.images.formats import ImageError, sniff
 from pipeline.images.jpeg_scans import MAX_JPEG_SCANS
@@ -121,12 +122,14 @@ def decode_contents(
     decoded: list[Row] = []
     threads = threads_for(sources.values())
     file_results = in_threads(decode_one, contents, log=log, doing="images decoded", threads=threads)
-    for files, tried in zip(contents, file_results, strict=True):
-        if tried[-1].holds_for_content:
-            decoded.append(_decoded_row(files[0]["content_hash"], tried[-1]))
-        for file, result in zip(files, tried, strict=False):
-            if result.error is not None:
-                results.file_errors[file["sample_id"]] = result.error
+    with counted_warnings(log):
+        for files, tried in zip(contents, file_results, strict=True):
+            if tried[-1].holds_for_content:
+                decoded.append(_decoded_row(files[0]["content_hash"], tried[-1]))
+            for file, result in zip(files, tried, strict=False):
+                if result.error is not None:
+                    results.file_errors[file["sample_id"]] = result.error
+        results.file_errors |= _above_limits(sources, rows, known, limits)
 
     results.table = pl.concat([known, pl.DataFrame(decoded, schema=DECODED)])
     failed = results.table.filter(pl.col("reason").is_not_null())
@@ -137,6 +140,31 @@ def decode_contents(
         ).rows()
     }
     return results
+
+
+def _above_limits(
+    sources: Mapping[str, Source], rows: pl.DataFrame, known: pl.DataFrame, limits: DecodeLimits
+) -> dict[str, ImageError]:
+    """Return an error by sample id for known images that the current limits refuse.
+
+    An earlier run may have decoded them with higher limits, and the encoder trusts what passed here. Only
+    headers of images that are large enough to exceed the limit are read.
+    """
+    if limits.max_bytes is None:
+        return {}
+    num_bytes = pl.col("height").cast(pl.Int64) * pl.col("width") * MAX_BYTES_PER_PX
+    decodes = known.filter(pl.col("reason").is_null())
+    large = rows.filter(num_bytes > limits.max_bytes).join(decodes, on="content_hash", how="semi")
+
+    errors: dict[str, ImageError] = {}
+    for row in large.select(_COLUMNS).iter_rows(named=True):
+        file = sources[row["dataset"]].file(row["path"])
+        try:
+            with image_errors(str(file)), file.open() as opened:
+                decode_cost(opened, limits=limits)
+        except ImageError as err:
+            errors[row["sample_id"]] = err
+    return errors
 
 
 def _decode_first_readable(

@@ -3,6 +3,8 @@
     reports/validated_dataset/kept.jpg        kept images with captions, sampled evenly over the dataset
     reports/validated_dataset/rejected.jpg    rejected images, one strip per reason; unreadable ones are grey
     reports/validated_dataset/spread.png      histograms of size, aspect ratio and caption length
+    reports/validated_dataset/replaced.csv    captions that `captions.replace` changes, before and after
+    reports/validated_dataset/tags.csv        parts of captions between commas, and how many samples have them
 
 The pictures are only drawn again if a table has changed.
 """
@@ -22,6 +24,7 @@ from pipeline.reporting.reports import Log
 from pipeline.storage.atomic import write_bytes, write_text
 from pipeline.storage.source import Source
 from pipeline.storage.tables import content_digest
+from pipeline.validated_dataset.replacements import replacement_preview
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,6 +33,7 @@ if TYPE_CHECKING:
 
 FOLDER = "validated_dataset"
 KEPT_FILE, REJECTED_FILE, SPREAD_FILE = "kept.jpg", "rejected.jpg", "spread.png"
+REPLACED_FILE, TAGS_FILE = "replaced.csv", "tags.csv"
 _DIGEST_FILE = "made_for.txt"
 
 NUM_STRIPS = 6
@@ -40,7 +44,7 @@ NUM_KEPT_STRIPS = 4
 
 NUM_PER_STRIP = 6
 
-_REPORT_FORMAT = "2: names and captions"
+_REPORT_FORMAT = "3: tags"
 """Part of the digest, so that reports of earlier versions are drawn again."""
 
 UNSAFE_REASONS = {
@@ -60,26 +64,43 @@ def write_dataset_report(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataF
     """
     folder = recipe.output_dir / "reports" / FOLDER
     digest_file = folder / _DIGEST_FILE
-    digest = _digest(table, rejected)
+    digest = _digest(recipe, table, rejected)
     if digest_file.is_file() and digest_file.read_text(encoding="utf-8") == digest:
         return folder
 
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE):
+    for name in (KEPT_FILE, REJECTED_FILE, SPREAD_FILE, REPLACED_FILE, TAGS_FILE):
         (folder / name).unlink(missing_ok=True)
     sources = sources_of(recipe)
     if len(table):
         write_bytes(folder / KEPT_FILE, contact_sheet(_kept_strips(table, sources), log=log))
         write_bytes(folder / SPREAD_FILE, _histograms(table))
+        write_text(folder / TAGS_FILE, tag_counts(table).write_csv())
+    if any(each.captions.replace for each in recipe.datasets):
+        write_text(folder / REPLACED_FILE, replacement_preview(recipe, table).write_csv())
     if len(rejected):
         write_bytes(folder / REJECTED_FILE, contact_sheet(_rejected_strips(rejected, sources), log=log))
     write_text(digest_file, digest)
     return folder
 
 
-def _digest(table: pl.DataFrame, rejected: pl.DataFrame) -> str:
+def tag_counts(table: pl.DataFrame) -> pl.DataFrame:
+    """Return `tag` and `samples`, the number of first captions with it, the most frequent tags first.
+
+    A tag is a part of a caption between commas. Only those of at least two samples are listed, since parts
+    of sentences are rarely repeated.
+    """
+    tags = table.select("sample_id", tag=pl.col("caption").str.split(",")).explode("tag")
+    tags = tags.with_columns(pl.col("tag").str.strip_chars()).filter(pl.col("tag") != "").unique()
+    counts = tags.group_by("tag").agg(samples=pl.len()).filter(pl.col("samples") > 1)
+    return counts.sort("samples", "tag", descending=[True, False])
+
+
+def _digest(recipe: Recipe, table: pl.DataFrame, rejected: pl.DataFrame) -> str:
     kept = table.select("sample_id", "content_hash", "caption")
-    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=_REPORT_FORMAT)
+    rules = [(each.name, each.captions.replace) for each in recipe.datasets if each.captions.replace]
+    more = f"{_REPORT_FORMAT}, {rules}" if rules else _REPORT_FORMAT
+    return content_digest(kept, rejected.select("sample_id", "reason", "content_hash"), more=more)
 
 
 def _evenly_sampled(table: pl.DataFrame, number: int) -> pl.DataFrame:

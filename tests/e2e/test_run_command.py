@@ -107,6 +107,33 @@ def test_ctrl_c_while_the_command_starts_prints_that_it_was_stopped(cached, home
     assert len(transcript.lines) < 10
 
 
+LOST_INTERRUPT = """
+import os, signal, sys
+from pathlib import Path
+import assets.run
+
+class Interrupted:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+def load_job(name, real=assets.run.load_job):
+    Interrupted()
+    return real(name)
+
+assets.run.load_job = load_job
+sys.exit(assets.run.main(Path(sys.argv[1]), "small_train"))
+"""
+
+
+def test_a_ctrl_c_that_a_destructor_discards_still_stops_the_start(cached, home) -> None:
+    command = [sys.executable, "-c", LOST_INTERRUPT, str(cached.file)]
+    completed = cached.run(command, DAGSTER_HOME=str(home))
+    assert "Exception ignored in" in completed.stderr, "Python discarded the KeyboardInterrupt"
+    assert "Stopped: the command was stopped before the run started" in completed.stderr
+    assert completed.returncode == 130
+    assert DagsterInstance.from_config(str(home)).get_runs() == []
+
+
 def test_without_a_terminal_the_messages_of_the_stages_are_printed_instead_of_bars(cached, home) -> None:
     completed = cached.run(latentline("run", "small", "--cache-only"), DAGSTER_HOME=str(home))
     assert completed.returncode == 0

@@ -52,6 +52,7 @@ def _nothing(value: Values) -> Effect:
 EFFECTS: dict[str, Effect] = {
     "datasets.repeats": Effect({"datasets": {"repeats": 2}}, run=True),
     "datasets.weight": Effect({"datasets": {"weight": 2.0}}, run=True),
+    "datasets.loss_weight": Effect({"datasets": {"loss_weight": 0.5}}, run=True),
     "datasets.validation_fraction": Effect({"datasets": {"validation_fraction": 0.5}}, run=True),
     "cache_dir": _nothing({"cache_dir": "@folder@/other_cache"}),
     "output_dir": _nothing({"output_dir": "@folder@/other_output"}),
@@ -117,7 +118,21 @@ EFFECTS: dict[str, Effect] = {
     "training.checkpoint_every": _nothing({"training": {"checkpoint_every": 9}}),
     "training.keep_checkpoints": _nothing({"training": {"keep_checkpoints": 2}}),
     "training.sample_every": _nothing({"training": {"sample_every": 9}}),
-    "training.sample_prompts": _nothing({"training": {"sample_prompts": ["a rose"]}}),
+    "training.sample_prompts.prompt": _nothing({"training": {"sample_prompts": ["a rose"]}}),
+    **{
+        f"training.sample_prompts.{key}": _nothing(
+            {"training": {"sample_prompts": [{"prompt": "a rose", **values}]}}
+        )
+        for key, values in {
+            "negative_prompt": {"negative_prompt": "blurry"},
+            "height": {"height": 64, "width": 96},
+            "width": {"height": 96, "width": 64},
+            "steps": {"steps": 3},
+            "guidance_scale": {"guidance_scale": 2.0},
+            "seed": {"seed": 1},
+            "lora_scale": {"lora_scale": 0.5},
+        }.items()
+    },
     "training.validate_every": _nothing({"training": {"validate_every": 9}}),
     "training.trackers": _nothing({"training": {"trackers": []}}),
     "training.lora.rank": _run({"lora": {"rank": 8}}),
@@ -141,9 +156,19 @@ EFFECTS: dict[str, Effect] = {
         {"lora": {"ranks": [{"modules": "*.attn1.*", "rank": 4, "alpha": 2.0}]}},
         lora={"ranks": [{"modules": "*.attn1.*", "rank": 4}]},
     ),
+    "training.lora.learning_rates.modules": _run(
+        {"lora": {"learning_rates": [{"modules": "*.attn2.*", "learning_rate": 1e-5}]}},
+        lora={"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-5}]},
+    ),
+    "training.lora.learning_rates.learning_rate": _run(
+        {"lora": {"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-6}]}},
+        lora={"learning_rates": [{"modules": "*.attn1.*", "learning_rate": 1e-5}]},
+    ),
+    "training.lora.loraplus_ratio": _run({"lora": {"loraplus_ratio": 16.0}}),
     "training.lora.dora": _run({"lora": {"dora": True}}),
     "training.lora.rslora": _run({"lora": {"rslora": True}}),
     "training.lora.init": _run({"lora": {"init": "pissa"}}),
+    "training.lora.save_dtype": _run({"lora": {"save_dtype": "float16"}}),
     "training.lora.start_from": _run({"lora": {"start_from": "@lora_file@"}}),
     "training.lora.text_encoders.rank": _run(
         {"lora": {"text_encoders": {"rank": 4}}}, lora={"text_encoders": {}}
@@ -170,11 +195,12 @@ EFFECTS: dict[str, Effect] = {
 """Effects by dotted key. `@folder@`, `@other_base@` and `@lora_file@` stand for paths of the test."""
 
 DECIDES_ROWS = {
-    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!shuffle$)", key)),
+    *(key for key in all_keys() if re.match(r"datasets\.(captions|filters)\.(?!(shuffle|replace)$)", key)),
     *(f"datasets.{key}" for key in ("name", "path", "images", "path_column", "focus_columns")),
     *(f"datasets.{key}" for key in ("exclude", "follow_links", "limit", "duplicates")),
     *(f"checks.{key}" for key in ("max_image_pixels", "max_decode_bytes", "max_file_bytes")),
     "checks.near_duplicate_bits",
+    "model.allow_pickle",
     "model.revision",
 }
 """Keys that decide which samples, captions and model files there are. Keys and run ids depend on these files

@@ -34,6 +34,10 @@ with reporter() as report:
     if order["do"] == "crash":
         print("the last line of a crash", file=sys.stderr)
         os._exit(9)
+    if order["do"] == "print":
+        print("the first line", flush=True)
+        time.sleep(1)
+        print("a line without an end", end="", flush=True)
     if order["do"] == "ignore":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         (folder / f"pid-{rank()}").write_text(str(os.getpid()))
@@ -43,6 +47,7 @@ with reporter() as report:
             (folder / f"checkpoint-{rank()}").touch()
             sys.exit(143)
         signal.signal(signal.SIGTERM, stop)
+        print("a line that is being written", end="", flush=True)
         (folder / f"pid-{rank()}").write_text(str(os.getpid()))
         time.sleep(300)
 """
@@ -131,6 +136,15 @@ def test_the_messages_of_a_worker_are_in_dagsters_log_and_a_good_launch_returns(
     assert "rank 0 of 1 is up" in messages
 
 
+def test_each_line_that_a_worker_prints_is_forwarded_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    launch_in_process(order(tmp_path, "print"))
+    forwarded = capsys.readouterr().err
+    for line in ("the first line", "a line without an end"):
+        assert forwarded.count(line) == 1, f"{line!r} in {forwarded!r}"
+
+
 def test_L08_an_error_of_a_worker_keeps_its_three_parts(tmp_path: Path) -> None:
     _, error = launch_in_process(order(tmp_path, "raise"))
     assert isinstance(error, TrainingError)
@@ -144,7 +158,9 @@ def test_L08_a_crash_of_a_worker_is_an_error_that_quotes_its_output(tmp_path: Pa
     assert "the last line of a crash" in error.what
 
 
-def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(tmp_path: Path) -> None:
+def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = order(tmp_path, "sleep")
     workers: list[psutil.Process] = []
 
@@ -158,6 +174,7 @@ def test_an_error_of_meanwhile_ends_the_running_processes_after_a_checkpoint(tmp
     assert alive(workers) == []
     assert (tmp_path / "checkpoint-0").is_file()
     assert any("all processes have ended" in message for message in messages)
+    assert capsys.readouterr().err.count("a line that is being written") == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -106,6 +106,12 @@ def _kohya(family: Family) -> str:
     return "read back by diffusers" if family.kohya_loads() else "read back by the layout's own rules"
 
 
+def _previews(family: Family) -> str:
+    reason = family.no_negative_prompts
+    negative = f"no negative prompts, because {reason}" if reason else "negative prompts"
+    return f"guidance scale {family.guidance_scale:g}; {negative}"
+
+
 _PADDING = {
     "stored": "one length for all; the denoiser sees the encoder's output for padding tokens",
     "zeros": "as long as the caption; the denoiser sees zeros for padding",
@@ -122,6 +128,7 @@ ROWS: tuple[Row, ...] = (
     ("size multiple", lambda family: f"{family.size_multiple()} px"),
     ("LoRA on", _targets),
     ("kohya's file", _kohya),
+    ("previews", _previews),
     ("tested by", lambda family: _code(f"tests/pipeline/models/families/{proof(family)}")),
 )
 """Heading of each row, and the function that returns its cell for a family."""

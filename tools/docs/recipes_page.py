@@ -105,7 +105,9 @@ def _section(schema: Node, node: Node, prefix: str, title: str) -> Iterator[str]
         if section is not None:
             subsections.append((key, section))
             if info.get("type") == "array":
-                value = "a list of sections, see below"
+                others = [each for each in info["items"].get("anyOf", ()) if "$ref" not in each]
+                items = [*(f"{_value(schema, each)}" for each in others), "sections"]
+                value = f"a list of {' or '.join(items)}, see below"
         description = info.get("description") or (section or {}).get("description", "")
         default = _default(info, key in node.get("required", ()), is_section=section is not None)
         yield f"| `{key}` | {value} | {default} | {_cell(description)} |"
@@ -149,7 +151,8 @@ def _argument_default(default: object) -> str:
 
 def _section_of(schema: Node, info: Node) -> Node | None:
     """Return the section that a key holds, or that its list items are; None for a plain value."""
-    for node in (info, info.get("items", {}), *info.get("anyOf", ()), *info.get("allOf", ())):
+    items = info.get("items", {})
+    for node in (info, items, *items.get("anyOf", ()), *info.get("anyOf", ()), *info.get("allOf", ())):
         reference = node.get("$ref", "")
         if reference:
             definition = schema["$defs"][reference.rpartition("/")[2]]

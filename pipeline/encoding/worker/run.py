@@ -24,8 +24,9 @@ from pipeline.encoding.jobs import (
 )
 from pipeline.encoding.prefetch import Behind
 from pipeline.encoding.progress import Progress, Report
+from pipeline.images.decoder_warnings import counted_warnings
 from pipeline.processes.launch import cpu_threads
-from pipeline.processes.worker.devices import own_device, why_no_gpu
+from pipeline.processes.worker.devices import allow_tf32, own_device, why_no_gpu
 
 WRITES_BEHIND = 16
 """Maximum number of entries that wait to be written while the next are encoded."""
@@ -96,11 +97,13 @@ def run(
     with (
         ResultsWriter(order_file, rank) as results,
         Progress(report, order_file.parent, jobs=order.jobs, what=what, rank=rank) as progress,
+        counted_warnings(progress.say),
     ):
         device = own_device()
         if device != "cpu":
             # Without this, pinning memory would create a context of each process on the first GPU.
             torch.cuda.set_device(device)
+        allow_tf32(device)
         if (reason := why_no_gpu()) is not None:
             progress.say(f"warning: {reason}")
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from pipeline.images.geometry import Size
 from pipeline.models.diffusers_folder import ModelFolder, tokenizer_files, weight_files
+from pipeline.models.families.compute_dtype import denoiser_precision, text_encoder_dtype, vae_dtype
 from pipeline.models.families.parts.lora_keys import ClipLora, Layer, LoraKeys
 from pipeline.models.families.parts.noise import Density, NoiseSpec, Prediction
 from pipeline.models.families.parts.text import Shapes, TextPadding, TextSpec
@@ -46,6 +47,7 @@ class FamilySpec:
         lora: Modules that get adapters, and their names in LoRA files.
         architecture: The base model's name in the ModelSpec metadata of LoRA files, without "/lora".
         guidance_scale: Guidance scale of previews.
+        no_negative_prompts: Why previews of this model cannot have a negative prompt; empty if they can.
         denoiser_name: Component of the denoiser, and prefix of its keys in diffusers' LoRA files.
         drawing: Import path of the part that draws previews.
         pipeline_options: Settings of the pipeline's constructor that differ from its defaults.
@@ -64,6 +66,7 @@ class FamilySpec:
     denoiser_name: Denoiser = "transformer"
     drawing: str = "drawing:PipelineDrawing"
     pipeline_options: Callable[[ModelFolder], Mapping[str, Any]] = no_options
+    no_negative_prompts: str | Callable[[ModelFolder], str] = ""
 
     @property
     def trains_text_encoders(self) -> bool:
@@ -107,10 +110,20 @@ class Family:
         """See `FamilySpec.denoiser_name`."""
         return self.spec.denoiser_name
 
+    def mixed_precision(self, setting: str) -> str:
+        """Return the precision for a recipe's `accelerate.mixed_precision`, which may be "auto"."""
+        return denoiser_precision(setting, self.spec.denoiser_name)
+
     @property
     def guidance_scale(self) -> float:
         """See `FamilySpec.guidance_scale`."""
         return self.spec.guidance_scale
+
+    @property
+    def no_negative_prompts(self) -> str:
+        """See `FamilySpec.no_negative_prompts`."""
+        reason = self.spec.no_negative_prompts
+        return reason(self.model) if callable(reason) else reason
 
     @property
     def folder(self) -> Path:
@@ -177,6 +190,10 @@ class Family:
         """See `LatentSpec.method_of`."""
         return self.spec.latents.method_of(self.model)
 
+    def vae_compute_dtype(self, setting: str) -> str:
+        """Return the dtype of the VAE for a recipe's `latents.compute_dtype`, which may be "auto"."""
+        return vae_dtype(setting, self.model.config("vae"))
+
     @property
     def vae_factor(self) -> int:
         """Number of pixels per latent value along an edge."""
@@ -197,6 +214,14 @@ class Family:
     def text_roles(self) -> tuple[str, ...]:
         """See `TextSpec.roles`."""
         return self.spec.text.roles(self.model, self.spec.components)
+
+    def text_compute_dtypes(self, setting: str) -> dict[str, str]:
+        """Return the dtype of each text encoder for a recipe's `text.compute_dtype`, which may be "auto"."""
+        return {
+            role: text_encoder_dtype(setting, self.spec.components[role])
+            for role in self.text_roles()
+            if role.startswith("text_encoder")
+        }
 
     def text_shapes(self) -> Shapes:
         """See `TextSpec.shapes`."""

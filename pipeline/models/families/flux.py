@@ -55,4 +55,5 @@ FLUX = FamilySpec(
     lora=FLUX_KEYS,
     architecture=lambda model: f"flux-1-{'dev' if has_guidance(model) else 'schnell'}",
     guidance_scale=3.5,
+    no_negative_prompts="its guidance is distilled",
 )

@@ -31,4 +31,5 @@ FLUX2_KLEIN = FamilySpec(
     lora=FLUX2_KEYS,
     architecture="flux-2-klein",
     guidance_scale=4.0,
+    no_negative_prompts=lambda model: "its guidance is distilled" if model.index.get("is_distilled") else "",
 )

@@ -36,4 +36,5 @@ FLUX2_DEV = FamilySpec(
     lora=FLUX2_KEYS,
     architecture="flux-2-dev",
     guidance_scale=4.0,
+    no_negative_prompts="its guidance is distilled",
 )

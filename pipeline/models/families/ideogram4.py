@@ -64,4 +64,5 @@ IDEOGRAM4 = FamilySpec(
     lora=StackedKeys(_BLOCKS.modules, blocks=(_BLOCKS,), comfyui_as_kohya=True),
     architecture="ideogram-4",
     guidance_scale=7.0,
+    no_negative_prompts="its guidance uses a second transformer, which sees no text",
 )

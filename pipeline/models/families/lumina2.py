@@ -37,4 +37,5 @@ LUMINA2 = FamilySpec(
     lora=StackedKeys(_BLOCKS.modules, blocks=(_BLOCKS,), comfyui_as_kohya=True),
     architecture="lumina-2",
     guidance_scale=4.0,
+    no_negative_prompts="its pipeline encodes negative prompts in another way than captions",
 )

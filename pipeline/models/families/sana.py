@@ -28,4 +28,5 @@ SANA = FamilySpec(
     lora=LoraKeys(["to_q", "to_k", "to_v", "to_out.0"]),
     architecture="sana",
     guidance_scale=4.5,
+    no_negative_prompts="its pipeline encodes negative prompts in another way than captions",
 )

@@ -15,12 +15,22 @@ from torch import Tensor, nn
 from pipeline.models.families import Family
 from pipeline.models.worker.loading import load_component, pipeline_class, read_component
 
-Conditions: TypeAlias = Mapping[str, Tensor]
+Conditions: TypeAlias = Mapping[str, Any]
 """Everything the denoiser is conditioned on; each family uses what it needs.
 
 Always `original_size_hw`, `crop_top_left` and `target_size_hw`, int tensors (B, 2), and `text_embedding`
-(B, T, D); with some families `pooled_text_embedding` (B, D) or `text_mask` (B, T).
+(B, T, D); with some families `pooled_text_embedding` (B, D). If padding is masked, also `text_mask` (B, T)
+and `text_lengths`, a tuple of B integers: reading lengths from a tensor would make the host wait for the GPU.
 """
+
+
+def padding_mask(conditions: Conditions) -> Tensor | None:
+    """Return `text_mask` as booleans, or None if no caption of the batch is padded.
+
+    Without a mask, attention may use its fastest kernels.
+    """
+    is_padded = len(set(conditions["text_lengths"])) > 1
+    return conditions["text_mask"].bool() if is_padded else None
 
 
 class DenoiserCall(ABC):
@@ -61,10 +71,10 @@ class DenoiserCall(ABC):
         if quantization is None:
             return load_component(self.family, name, dtype, device)
         options = {"quantization_config": quantization}
-        if quantization.quant_method.value == "torchao":
-            # torchao quantizes weights on the CPU, and leaves those with a device map as they are.
-            return read_component(self.family, name, dtype, **options).to(device)
-        # bitsandbytes quantizes weights that are mapped to a GPU, and they cannot be moved afterwards.
+        if device == "cpu":
+            # diffusers leaves weights that are mapped to the CPU as they are, because it offloads them.
+            return read_component(self.family, name, dtype, **options)
+        # Weights are quantized on the device, one at a time, so that the host never holds all of them.
         return read_component(self.family, name, dtype, **options, device_map={"": device})
 
     def recompute_activations(self, denoiser: nn.Module) -> None:

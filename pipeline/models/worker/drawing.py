@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,6 +19,23 @@ from pipeline.models.worker.vae import VaeCodec
 
 if TYPE_CHECKING:
     from PIL import Image
+
+
+@dataclass(frozen=True)
+class PictureSettings:
+    """How one picture is drawn.
+
+    Attributes:
+        size: Size in pixels, multiples of the family's size multiple.
+        steps: Number of denoising steps, at least 1.
+        seed: Seed of the first noise, which is drawn on the CPU.
+        guidance_scale: Guidance scale; None for the family's.
+    """
+
+    size: Size
+    steps: int
+    seed: int
+    guidance_scale: float | None = None
 
 
 class PipelineDrawing:
@@ -71,10 +89,9 @@ class PipelineDrawing:
         pipeline: Any,
         text: Mapping[str, Tensor],
         empty_text: Mapping[str, Tensor],
+        settings: PictureSettings,
         *,
-        size: Size,
-        steps: int,
-        seed: int,
+        negative_text: Mapping[str, Tensor] | None = None,
     ) -> Image.Image:
         """Return one picture, which is the same for the same seed on the same device.
 
@@ -82,28 +99,38 @@ class PipelineDrawing:
             pipeline: Result of `load_pipeline`.
             text: Tensors of the caption's entry.
             empty_text: Tensors of the empty caption's entry, for guidance.
-            size: Size in pixels, multiples of the family's size multiple.
-            steps: Number of denoising steps, at least 1.
-            seed: Seed of the first noise, which is drawn on the CPU.
+            settings: Size, steps, seed and guidance scale.
+            negative_text: Tensors of a negative prompt's entry, which guidance uses instead.
         """
         weight = unpacked_weight(getattr(pipeline, self.family.denoiser_name))
-        stacked = self.text.stack([text, empty_text])
+        stacked = self.text.stack([text, empty_text if negative_text is None else negative_text])
         prompt, negative = (
-            {name: rows[index : index + 1].to(weight.device, weight.dtype) for name, rows in stacked.items()}
+            {name: _on_device(rows[index : index + 1], weight) for name, rows in stacked.items()}
             for index in (0, 1)
         )
 
-        self.allow_size(pipeline, size)
+        if negative_text is None:
+            negative = self.text.without_negative_prompt(pipeline, negative)
+
+        guidance_scale = settings.guidance_scale
+        if guidance_scale is None:
+            guidance_scale = self.family.guidance_scale
+        self.allow_size(pipeline, settings.size)
         pictures, *_ = pipeline(
             **self.text.prompt_arguments(pipeline, prompt, negative),
-            height=size.height,
-            width=size.width,
-            num_inference_steps=steps,
-            guidance_scale=self.family.guidance_scale,
-            generator=torch.Generator("cpu").manual_seed(seed),
+            **self.text.guidance_arguments(guidance_scale),
+            height=settings.size.height,
+            width=settings.size.width,
+            num_inference_steps=settings.steps,
+            generator=torch.Generator("cpu").manual_seed(settings.seed),
             return_dict=False,
         )
         return pictures[0]
+
+
+def _on_device(value: Any, weight: Tensor) -> Any:
+    """Return a tensor on the weight's device and in its dtype, and lengths as they are."""
+    return value.to(weight.device, weight.dtype) if isinstance(value, Tensor) else value
 
 
 def _decode_without_autocast(vae: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,15 +14,30 @@ from diffusers.utils import logging as diffusers_logging
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
-from pipeline.models.diffusers_folder import weight_variant
+from pipeline.models.diffusers_folder import stored_dtype, weight_variant
 from pipeline.models.families import Family
+
+_VISION_PARTS = ("visual", "vision_tower", "multi_modal_projector")
+"""Attributes of transformers' language models that hold their vision encoder."""
+
+_OUTPUT_LAYER = "lm_head"
+"""Attribute of transformers' language models that computes logits."""
+
+
+_WARNING_ON_IMPORT = ("bitsandbytes", "torchao", "torch.utils._pytree")
+"""Loggers that warn about unused features when diffusers or transformers imports their packages."""
 
 
 def keep_quiet() -> None:
-    """Silence the progress bars and hints of diffusers and transformers in this process."""
-    for logging in (diffusers_logging, transformers_logging):
-        logging.set_verbosity_error()
-        logging.disable_progress_bar()
+    """Silence the progress bars and hints of diffusers and transformers in this process.
+
+    Call it before the first class of either is imported, which imports other packages that print hints.
+    """
+    for name in _WARNING_ON_IMPORT:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()
 
 
 def component_class(family: Family, role: str) -> Any:
@@ -48,6 +64,37 @@ def load_component(family: Family, role: str, dtype: str, device: str) -> nn.Mod
         ModelError: The component's weights are missing.
     """
     return read_component(family, role, dtype).to(device)
+
+
+def load_text_encoder(family: Family, role: str, dtype: str, device: str) -> nn.Module:
+    """Return a text encoder, frozen, in evaluation mode and without the parts that captions do not use.
+
+    Weights are memory-mapped in the dtype in which they are stored, and converted one by one on their way to
+    the device. Nothing is read of the parts that are dropped. Arguments and errors are those of
+    `load_component`.
+    """
+    stored = stored_dtype(family.component_folder(role))
+    if dtype == "float16" or stored is None:
+        # In float16, transformers keeps T5's overflowing layers in float32.
+        network = read_component(family, role, dtype)
+        _drop_unused_parts(network)
+        return network.to(device)
+
+    network = read_component(family, role, stored)
+    _drop_unused_parts(network)
+    for weight in network.parameters():
+        weight.data = weight.data.to(device, getattr(torch, dtype))
+    return network.to(device)
+
+
+def _drop_unused_parts(network: nn.Module) -> None:
+    """Remove the vision encoder and the output layer of a language model, whose hidden states are used."""
+    for module in list(network.modules()):
+        for name in _VISION_PARTS:
+            if isinstance(getattr(module, name, None), nn.Module):
+                setattr(module, name, None)
+        if isinstance(getattr(module, _OUTPUT_LAYER, None), nn.Module):
+            setattr(module, _OUTPUT_LAYER, nn.Identity())
 
 
 def read_component(family: Family, role: str, dtype: str, **options: Any) -> nn.Module:

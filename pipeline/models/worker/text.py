@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from pipeline.models.families import Family
-from pipeline.models.worker.loading import component_class, empty_components, load_component, pipeline_class
+from pipeline.models.worker.loading import (
+    component_class,
+    empty_components,
+    load_text_encoder,
+    pipeline_class,
+)
 
 _MARKER = "\N{OBJECT REPLACEMENT CHARACTER}"
 """Placeholder for a caption, to find where the caption begins in a prompt template."""
@@ -69,30 +74,44 @@ class TextConditioner(ABC):
         usual = {"device": encoders.text_encoder.device, "max_sequence_length": self.family.max_length()}
         return encoders.encode_prompt(caption, **{**usual, **options})
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt.
 
         Args:
-            text: Conditions of one caption as a batch of one, on the denoiser's device and in its dtype.
+            text: Result of `stack` for one caption, on the denoiser's device and in its dtype.
         """
         return {argument: text[name] for argument, name in self.prompt_names.items()}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the pipeline's arguments that replace a prompt and a negative prompt.
 
         Args:
             pipeline: Result of `PipelineDrawing.load_pipeline`.
             text: Conditions of the caption; see `prompt_tensors`.
-            empty_text: Conditions of the empty caption, padded to the same length.
+            negative_text: Conditions of the negative prompt, padded to the same length.
         """
-        negative = {f"negative_{name}": value for name, value in self.prompt_tensors(empty_text).items()}
+        negative = {f"negative_{name}": value for name, value in self.prompt_tensors(negative_text).items()}
         return {**self.prompt_tensors(text), **negative}
 
+    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the conditions that the pipeline uses as negative prompt if none is given."""
+        return empty_text
+
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
+        """Return the pipeline's arguments that set the guidance scale."""
+        return {"guidance_scale": scale}
+
     def load(self, dtype: str, device: str) -> Any:
-        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen."""
+        """Return the family's diffusers pipeline with only its tokenizers and text encoders, frozen.
+
+        Args:
+            dtype: Dtype of all encoders, or "auto" for `Family.text_compute_dtypes`.
+            device: Anything that `torch.device` accepts.
+        """
         kind = pipeline_class(self.family)
+        dtypes = self.family.text_compute_dtypes(dtype)
         components = empty_components(kind)
         for role in self.family.text_roles():
             if role.startswith("tokenizer"):
@@ -101,7 +120,7 @@ class TextConditioner(ABC):
                     folder, local_files_only=True
                 )
             else:
-                components[role] = load_component(self.family, role, dtype, device)
+                components[role] = load_text_encoder(self.family, role, dtypes[role], device)
         return kind(**{**components, **self.family.spec.pipeline_options(self.family.model)})
 
     def network(self, encoders: Any, role: str) -> nn.Module:
@@ -121,7 +140,7 @@ class TextConditioner(ABC):
             tensors = {name: tensor[0] for name, tensor in self.embed(encoders, caption).items()}
         return EncodedCaption(tensors, num_tokens, num_cut, cut_from)
 
-    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Tensor]:
+    def embed_captions(self, encoders: Any, captions: Sequence[str]) -> dict[str, Any]:
         """Return the conditions of a batch as in `stack`, with their autograd graph.
 
         They equal those of `encode_caption` up to the arithmetic of a larger batch.
@@ -131,15 +150,15 @@ class TextConditioner(ABC):
         samples = [self.embed(encoders, caption) for caption in captions]
         return self.stack([{name: tensor[0] for name, tensor in sample.items()} for sample in samples])
 
-    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def stack(self, texts: Sequence[Mapping[str, Tensor]]) -> dict[str, Any]:
         """Return the conditions of a batch, from the tensors of each sample's entry.
 
-        If padding is masked, embeddings are padded with zeros to the batch's longest and `text_mask` (B, T)
-        is 1 at tokens.
+        If padding is masked, embeddings are padded with zeros to the batch's longest, `text_mask` (B, T)
+        is 1 at tokens, and `text_lengths` holds the number of tokens of each sample as Python integers.
         """
         names = list(texts[0])
         masked = self.family.text_padding == "masked"
-        stacked = {
+        stacked: dict[str, Any] = {
             name: torch.stack([text[name] for text in texts])
             for name in names
             if not (masked and name == "text_embedding")
@@ -149,6 +168,7 @@ class TextConditioner(ABC):
             tokens = [embedding.new_ones(len(embedding)) for embedding in embeddings]
             stacked["text_embedding"] = pad_sequence(embeddings, batch_first=True)
             stacked["text_mask"] = pad_sequence(tokens, batch_first=True)
+            stacked["text_lengths"] = tuple(len(embedding) for embedding in embeddings)
         return stacked
 
     def prompt(self, encoders: Any, caption: str) -> str:
@@ -188,7 +208,7 @@ class CachedPromptConditioner(TextConditioner):
         self,
         pipeline: Any,
         text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
+        negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """Return the result of the pipeline's `encode_prompt`.
@@ -196,19 +216,19 @@ class CachedPromptConditioner(TextConditioner):
         Args:
             pipeline: Result of `PipelineDrawing.load_pipeline`, without text encoders.
             text: Conditions of the caption; see `TextConditioner.prompt_tensors`.
-            empty_text: Conditions of the empty caption, padded to the same length.
+            negative_text: Conditions of the negative prompt, padded to the same length.
             arguments: Arguments of `encode_prompt`.
         """
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """Return an arbitrary prompt; see `prompt_arguments`."""
         return {"prompt": ""}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Replace the pipeline's `encode_prompt` until the next call, and return an arbitrary prompt."""
-        pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, empty_text, given)
+        pipeline.encode_prompt = lambda **given: self.encoded_prompt(pipeline, text, negative_text, given)
         return self.prompt_tensors(text)
 
 
@@ -235,13 +255,11 @@ class PooledConditioner(TextConditioner):
     embeds_batches = True
     prompt_names = POOLED_PROMPT
 
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
-        """See `TextConditioner.prompt_arguments`; some models replace the negative embeddings by zeros."""
+    def without_negative_prompt(self, pipeline: Any, empty_text: dict[str, Tensor]) -> dict[str, Tensor]:
+        """See `TextConditioner.without_negative_prompt`; some models use zeros."""
         if pipeline.config.force_zeros_for_empty_prompt:
-            empty_text = {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
-        return super().prompt_arguments(pipeline, text, empty_text)
+            return {name: torch.zeros_like(tensor) for name, tensor in empty_text.items()}
+        return empty_text
 
 
 def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:
@@ -249,9 +267,9 @@ def own_tokens(embedding: Tensor, mask: Tensor) -> Tensor:
     return embedding[:, mask[0].bool()]
 
 
-def unpadded(embedding: Tensor, mask: Tensor) -> list[Tensor]:
-    """Return each sample's own tokens, (T, D) each."""
-    return [sample[keep] for sample, keep in zip(embedding, mask.bool(), strict=True)]
+def unpadded(embedding: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """Return each sample's own tokens, (T, D) each, from the result of `TextConditioner.stack`."""
+    return [sample[:length] for sample, length in zip(embedding, lengths, strict=True)]
 
 
 def chat_prompt(tokenizer: Any, caption: str | list[dict[str, str]], **template: Any) -> str:

@@ -55,8 +55,8 @@ class VaeCodec(ABC):
         return self.family.model.config("vae")
 
     def load(self, dtype: str, device: str) -> nn.Module:
-        """Return the VAE, frozen and in evaluation mode."""
-        return load_component(self.family, "vae", dtype, device)
+        """Return the VAE, frozen and in evaluation mode, with its convolutions in channels-last order."""
+        return channels_last(load_component(self.family, "vae", dtype, device))
 
     def posterior(self, vae: nn.Module, pixels: Tensor) -> Posterior:
         """Return the raw latents of pixels.
@@ -67,7 +67,8 @@ class VaeCodec(ABC):
         """
         parameter = next(vae.parameters())
         with torch.inference_mode():
-            return self._encode(cast("Any", vae), pixels.to(parameter.device, parameter.dtype))
+            pixels = pixels.to(parameter.device, parameter.dtype, memory_format=torch.channels_last)
+            return self._encode(cast("Any", vae), pixels)
 
     def decode(self, vae: nn.Module, latent: Tensor) -> Tensor:
         """Return the pixels of a latent, as at the end of the family's diffusers pipeline.
@@ -98,6 +99,19 @@ class VaeCodec(ABC):
 
     def _decode(self, vae: Any, raw_latent: Tensor) -> Tensor:
         return vae.decode(raw_latent, return_dict=False)[0]
+
+
+def channels_last(vae: nn.Module) -> nn.Module:
+    """Store the weights of convolutions channels last, in place, and return the network.
+
+    Convolutions then compute in this order, which is about 1.5 times as fast on a CPU. Results differ by
+    rounding.
+    """
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    for weight in vae.parameters():
+        if weight.dim() in formats:
+            weight.data = weight.data.contiguous(memory_format=formats[weight.dim()])
+    return vae
 
 
 class KLCodec(VaeCodec):

@@ -47,6 +47,15 @@ def gpu_of(local_rank: int, num_gpus: int) -> str:
     return f"cuda:{local_rank}"
 
 
+def allow_tf32(device: str) -> None:
+    """Let float32 matrix products on a GPU use TF32, as convolutions do by default.
+
+    TF32 rounds the factors to 10 bits of mantissa and is several times faster. On a CPU nothing changes.
+    """
+    if device.startswith("cuda"):
+        torch.set_float32_matmul_precision("high")
+
+
 def why_no_gpu(driver_files: Sequence[Path] = DRIVER_FILES) -> str | None:
     """Return why torch cannot use the GPU of a machine with NVIDIA's driver, and the fix.
 

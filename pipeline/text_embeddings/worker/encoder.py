@@ -13,6 +13,7 @@ from pipeline.cache.worker.tensors import as_stored
 from pipeline.encoding.jobs import Encoded, Job, Order, Outcome
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
+from pipeline.models.families.compute_dtype import dtypes_text
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.text import EncodedCaption
 from pipeline.processes.worker.devices import out_of_memory_as
@@ -30,10 +31,12 @@ class TextEncoder:
         self._family = load_family(order.model_folder, order.component_folders)
         self._device = device
         self._progress = progress
-        self._dtype: str = order.settings["compute_dtype"]
+        dtype: str = order.settings["compute_dtype"]
+        self._dtypes = self._family.text_compute_dtypes(dtype)
+        self._is_exact = set(self._dtypes.values()) == {"float32"}
         with out_of_memory_as(self._memory_error):
-            self._encoders = self._family.text.load(self._dtype, device)
-        self._exact_encoders: Any = self._encoders if self._dtype == "float32" else None
+            self._encoders = self._family.text.load(dtype, device)
+        self._exact_encoders: Any = self._encoders if self._is_exact else None
 
     def encoded(self, jobs: Iterable[Job], store: Store) -> Iterator[tuple[Job, Outcome]]:
         """Yield each job with its embeddings.
@@ -61,18 +64,21 @@ class TextEncoder:
     def _encode(self, job: Job) -> EncodedCaption:
         """Encode in the compute dtype, and again in float32 if that overflows."""
         encoded = self._family.text.encode_caption(self._encoders, job.work["caption"])
-        if _all_finite(encoded.tensors) or self._dtype == "float32":
+        if _all_finite(encoded.tensors) or self._is_exact:
             return encoded
-        self._progress.say(f"{job.name}: not finite in {self._dtype}, encoding again in float32")
+        self._progress.say(
+            f"{job.name}: not finite in {dtypes_text(self._dtypes)}, encoding again in float32"
+        )
         if self._exact_encoders is None:
             self._exact_encoders = self._family.text.load("float32", self._device)
         return self._family.text.encode_caption(self._exact_encoders, job.work["caption"])
 
     def _memory_error(self, detail: str) -> LaunchError:
         fix = "free the device, or encode captions on the CPU (see docs/operations.md)"
-        if self._dtype == "float32":
+        if "float32" in self._dtypes.values():
             fix = f"set text.compute_dtype: bfloat16, which takes half of it; {fix}"
-        what = f"memory ran out with the text encoders in {self._dtype}" + (f" ({detail})" if detail else "")
+        what = f"memory ran out with the text encoders in {dtypes_text(self._dtypes)}"
+        what += f" ({detail})" if detail else ""
         return LaunchError(what, where=f"text_embeddings on {self._device}", fix=fix)
 
     def _stored(self, job: Job, caption: EncodedCaption) -> dict[str, Tensor]:

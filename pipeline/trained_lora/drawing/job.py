@@ -14,13 +14,14 @@ from pathlib import Path
 from pipeline.cache.store import EntrySpec
 from pipeline.recipe import Recipe
 from pipeline.storage.atomic import write_text
-from pipeline.trained_lora.job import (
+from pipeline.trained_lora.job import recipe_from_json
+from pipeline.trained_lora.previews import number_text
+from pipeline.trained_lora.prompts import (
     Prompt,
     entry_from_json,
     entry_to_json,
     prompts_from_json,
     prompts_to_json,
-    recipe_from_json,
 )
 
 SHEET_FILE = "sheet.jpg"
@@ -76,8 +77,9 @@ class DrawingJob:
         empty_text: Entry of the empty caption, for guidance.
         prompts: Prompts with the size of their pictures. Their entries need not exist.
         loras: LoRAs of one run, or a single file.
-        strengths: Factors of the LoRA's effect; 0 draws without it.
-        seed: Seed of the first noise of each picture.
+        strengths: Factors of the LoRA's effect; 0 draws without it. Each is multiplied by the prompt's
+            `lora_scale`.
+        seed: Seed of the first noise of each picture whose prompt has none.
         folder: Folder of the pictures and the sheet.
         run: Run of the LoRAs; None for a file that was given by its path.
         component_folders: Folders of model components that replace those in `base`, by role.
@@ -136,8 +138,3 @@ def read_drawing_job(path: Path) -> DrawingJob:
         folder=Path(values["folder"]),
         run=values["run"],
     )
-
-
-def number_text(number: float) -> str:
-    """Return the shortest text of a number: "1" or "0.75"."""
-    return repr(number).removesuffix(".0")

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.errors import DrawingError, counted
+from pipeline.models.preview_prompts import require_preview_prompts
 from pipeline.recipe.isolation import require_separate_folder
 from pipeline.trained_lora.drawing.choice import Steps, choose_file, choose_loras
 from pipeline.trained_lora.drawing.job import SHEET_FILE, DrawingJob
-from pipeline.trained_lora.job import JOB_FILE, Prompt, read_recipe_and_prompts, square_prompts
+from pipeline.trained_lora.job import JOB_FILE, read_recipe_and_prompts
+from pipeline.trained_lora.prompts import Prompt, recipe_prompts, square_prompts
 from pipeline.trained_lora.run_folder import run_folder
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class Request:
         file: LoRA file to draw with instead of a run's.
         strengths: Factors of the LoRA's effect.
         prompts: Prompts; empty for the recipe's.
-        seed: Seed of the first noise; None for the recipe's.
+        seed: Seed of the first noise; None for that of each prompt, or the recipe's.
         output: Folder of the pictures; None for a new one in the reports.
     """
 
@@ -58,6 +60,7 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
         DrawingError: The run, a step, the file or the prompts are missing, or pictures would be replaced.
         PathIsolationError: The folder overlaps a dataset, the cache or a folder of the recipe's runs.
         ModelError: The base model cannot be found.
+        RecipeError: A preview prompt of the recipe does not suit the base model.
         TrainingError: No run has a LoRA.
     """
     folder = request.output.absolute() if request.output else _new_folder(recipe.output_dir / PICTURES_FOLDER)
@@ -71,6 +74,8 @@ def prepare_drawing(recipe: Recipe, request: Request) -> DrawingJob:
 
     entries = RecipeEntries(trained)
     prompts = _prompts(recipe, request.prompts, entries, previews)
+    if request.seed is not None:
+        prompts = tuple(replace(prompt, seed=None) for prompt in prompts)
     job = DrawingJob(
         recipe=trained,
         base=entries.model_folder,
@@ -113,9 +118,11 @@ def _prompts(
     recipe: Recipe, given: Iterable[str], entries: RecipeEntries, previews: tuple[Prompt, ...]
 ) -> tuple[Prompt, ...]:
     """Return the given prompts, or else the recipe's, or else those of the run's previews."""
-    captions = list(dict.fromkeys(given)) or list(dict.fromkeys(recipe.training.sample_prompts))
-    if captions:
+    if captions := list(dict.fromkeys(given)):
         return square_prompts(entries, captions)
+    if own := list(dict.fromkeys(recipe.training.sample_prompts)):
+        require_preview_prompts(recipe, entries.family)
+        return recipe_prompts(entries, own)
     if not previews:
         raise DrawingError(
             "prompts are missing: training.sample_prompts is not set in the recipe",

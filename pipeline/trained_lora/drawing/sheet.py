@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.reporting.grids import CELL_PX, fitted, picture_grid
 from pipeline.reporting.pictures import jpeg
-from pipeline.trained_lora.drawing.job import Cell, DrawingJob, number_text
-from pipeline.trained_lora.previews import MAX_SHEET_BYTES
+from pipeline.trained_lora.drawing.job import Cell, DrawingJob
+from pipeline.trained_lora.previews import MAX_SHEET_BYTES, number_text
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -23,11 +23,11 @@ def drawing_sheet(job: DrawingJob) -> bytes:
     title = _title(job)
     cells = list(job.cells())
     if len(job.prompts) == 1:
-        title = f"{job.prompts[0].caption} ({title})"
+        title = f"{job.prompts[0].heading} ({title})"
         headings = [f"strength {number_text(strength)}" for strength in job.strengths]
         labels = [lora.label for lora in job.loras]
     else:
-        headings = [prompt.caption for prompt in job.prompts]
+        headings = [prompt.heading for prompt in job.prompts]
         labels = [
             f"{lora.label}, strength {number_text(strength)}"
             for lora in job.loras

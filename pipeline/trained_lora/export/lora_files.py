@@ -232,7 +232,7 @@ class LoraFile:
         num_bytes: Size of the file.
         header_bytes: Number of bytes before the tensors: the header and its length field.
         metadata: Metadata in the header.
-        tensors: Tensors by key.
+        tensors: Tensors by key, as float32 whatever the file's dtype is.
     """
 
     path: Path
@@ -249,7 +249,6 @@ def read_lora_file(path: Path) -> LoraFile:
         TrainingError: The file is missing or is not a safetensors file.
     """
     from safetensors import SafetensorError, safe_open
-    from safetensors.numpy import load_file
 
     try:
         num_bytes = path.stat().st_size
@@ -257,14 +256,48 @@ def read_lora_file(path: Path) -> LoraFile:
             header_bytes = 8 + int.from_bytes(file.read(8), "little")
         with safe_open(path, framework="np") as opened:
             metadata = dict(opened.metadata() or {})
-        tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError) as err:
+            dtypes = {opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118 - not a dict
+        tensors = _read_bfloat16(path) if "BF16" in dtypes else _read_numpy(path)
+    except (OSError, SafetensorError, ValueError, KeyError) as err:
         raise TrainingError(
             f"the LoRA file cannot be read: {err}",
             where=str(path),
             fix="delete the file and start the job again",
         ) from err
     return LoraFile(path, num_bytes, header_bytes, metadata, tensors)
+
+
+def _read_numpy(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+    import numpy as np
+    from safetensors.numpy import load_file
+
+    return {key: tensor.astype(np.float32, copy=False) for key, tensor in load_file(path).items()}
+
+
+def _read_bfloat16(path: Path) -> dict[str, npt.NDArray[np.float32]]:
+    """Return the tensors of a file that holds bfloat16, which NumPy lacks: the upper half of a float32.
+
+    Raises:
+        KeyError: A tensor has another dtype than bfloat16, float16 or float32.
+    """
+    import numpy as np
+    from safetensors import deserialize
+
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    for key, stored in deserialize(path.read_bytes()):
+        if stored["dtype"] == "BF16":
+            bits = np.frombuffer(stored["data"], np.uint16).astype(np.uint32) << 16
+            values = bits.view(np.float32)
+        else:
+            dtype = {"F16": np.float16, "F32": np.float32}[stored["dtype"]]
+            values = np.frombuffer(stored["data"], dtype).astype(np.float32)
+        tensors[key] = values.reshape(stored["shape"])
+    return tensors
+
+
+def is_factor(key: str) -> bool:
+    """Return whether a key, in any layout, is that of a down or up matrix."""
+    return key.endswith((".lora_A.weight", ".lora_B.weight", ".lora_down.weight", ".lora_up.weight"))
 
 
 def factors(tensors: Mapping[str, Any], module: LoraModule, layout: Layout) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def header_metadata(job: TrainingJob, family: Family) -> dict[str, str]:
         "ss_optimizer": training.optimizer,
         "ss_max_grad_norm": training.max_grad_norm,
         "ss_caption_dropout_rate": recipe.text.caption_dropout,
-        "ss_mixed_precision": recipe.accelerate.mixed_precision,
+        "ss_mixed_precision": family.mixed_precision(recipe.accelerate.mixed_precision),
         "ss_resolution": f"({recipe.buckets.resolution}, {recipe.buckets.resolution})",
         "ss_enable_bucket": True,
         "ss_seed": training.seed,

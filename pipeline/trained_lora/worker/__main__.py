@@ -23,12 +23,13 @@ def main(order_path: Path) -> None:
         import torch
 
         from pipeline.models.worker.loading import keep_quiet
+
+        keep_quiet()
         from pipeline.processes.worker.devices import used_memory_text
         from pipeline.trained_lora.worker.loop import STOPPED_STATUS, stop_on_signals, train
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
-        keep_quiet()
         with stop_on_signals() as stop:
             finished = train(job, report, stop)
         if not finished:

@@ -12,16 +12,26 @@ from pipeline.errors import TrainingError
 if TYPE_CHECKING:
     from torch import nn
 
+    from pipeline.models.families import Family
     from pipeline.models.worker.family import WorkerFamily
-    from pipeline.recipe import Recipe
+    from pipeline.recipe import Recipe, TrainingSettings
 
 BASE_DTYPES = {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Dtype of the frozen base weights by `accelerate.mixed_precision`; LoRA weights are always float32."""
+"""Dtypes by accelerate's names of mixed precisions."""
 
-_TORCHAO_CONFIGS = {"int8_torchao": "Int8WeightOnlyConfig", "fp8_torchao": "Float8WeightOnlyConfig"}
+_TORCHAO_CONFIGS = {
+    "int8": "Int8WeightOnlyConfig",
+    "int8_torchao": "Int8WeightOnlyConfig",
+    "fp8_torchao": "Float8WeightOnlyConfig",
+}
 """Classes of `torchao.quantization` by `training.quantize`."""
 
 _QUANTIZE_KEY = "training.quantize"
+
+
+def base_dtype(family: Family, recipe: Recipe) -> str:
+    """Return the dtype of the frozen base weights; LoRA weights are always float32."""
+    return BASE_DTYPES[family.mixed_precision(recipe.accelerate.mixed_precision)]
 
 
 def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
@@ -30,7 +40,7 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
     Raises:
         TrainingError: The quantisation needs a missing package or GPU, or applies to no weight.
     """
-    dtype, kind = BASE_DTYPES[recipe.accelerate.mixed_precision], recipe.training.quantize
+    dtype, kind = base_dtype(family, recipe), recipe.training.quantize
     denoiser = family.denoiser.load(dtype, device, quantization=quantization(kind, dtype, device))
     if kind != "none" and not any(map(_is_quantized, denoiser.parameters())):
         raise TrainingError(
@@ -38,7 +48,23 @@ def load_base(family: WorkerFamily, recipe: Recipe, device: str) -> nn.Module:
             where=_QUANTIZE_KEY,
             fix="set training.quantize: none",
         )
+    cast_inputs_of_quantized_layers(denoiser, getattr(torch, dtype))
     return denoiser
+
+
+def cast_inputs_of_quantized_layers(denoiser: nn.Module, dtype: torch.dtype) -> None:
+    """Make quantised layers compute and return `dtype`, as other layers do under autocast.
+
+    Autocast on CUDA runs norms in float32, and quantised layers return their input's dtype. Without the cast,
+    the residual stream and everything stored for the backward pass would be float32.
+    """
+
+    def cast(_layer: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(each.to(dtype) if torch.is_tensor(each) else each for each in inputs)
+
+    for module in denoiser.modules():
+        if any(_is_quantized(weight) for weight in module.parameters(recurse=False)):
+            module.register_forward_pre_hook(cast)
 
 
 def _is_quantized(weight: nn.Parameter) -> bool:
@@ -68,7 +94,7 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
             raise TrainingError(
                 f"{kind} of bitsandbytes needs a GPU",
                 where=_QUANTIZE_KEY,
-                fix="train on a GPU, or set training.quantize to int8_torchao or fp8_torchao",
+                fix="train on a GPU, or set training.quantize to int8 or fp8_torchao",
             )
         import_module(package)
     except ImportError as err:
@@ -78,10 +104,23 @@ def quantization(kind: str, dtype: str, device: str) -> Any:
             fix="install it with `pip install -e '.[gpu]'`, or set training.quantize: none",
         ) from err
 
-    if kind == "int8":
-        return diffusers.BitsAndBytesConfig(load_in_8bit=True)
     return diffusers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=getattr(torch, dtype)
+    )
+
+
+def memory_warning(training: TrainingSettings) -> str | None:
+    """Return a warning about settings that take more memory than without quantisation, or None.
+
+    In the backward pass, torchao's layers need their unpacked weights. Without gradient checkpointing, those
+    of all layers are kept from the forward pass until then.
+    """
+    if training.quantize not in _TORCHAO_CONFIGS or training.gradient_checkpointing:
+        return None
+    return (
+        f"training.quantize: {training.quantize} without gradient checkpointing takes more memory than none, "
+        "because every layer keeps its unpacked weights for the backward pass: set "
+        "training.gradient_checkpointing: true"
     )
 
 

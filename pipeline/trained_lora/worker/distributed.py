@@ -27,11 +27,14 @@ COLLECTIVE_TIMEOUT = timedelta(hours=12)
 def make_accelerator(
     settings: AccelerateSettings,
     *,
+    mixed_precision: str,
     find_unused_parameters: bool,
     trackers: Sequence[str | GeneralTracker] = (),
     logging_dir: Path | None = None,
 ) -> Accelerator:
     """Return the `Accelerator` of this process.
+
+    `mixed_precision` is the result of `Family.mixed_precision`.
 
     With `find_unused_parameters`, DDP searches in every step for trained weights without a gradient, instead
     of waiting for their gradients. The trackers write below `logging_dir`.
@@ -43,7 +46,7 @@ def make_accelerator(
     project_config = None if logging_dir is None else ProjectConfiguration(logging_dir=str(logging_dir))
     try:
         accelerator = Accelerator(
-            mixed_precision=settings.mixed_precision,
+            mixed_precision=mixed_precision,
             log_with=list(trackers) or None,
             project_config=project_config,
             kwargs_handlers=[
@@ -53,8 +56,8 @@ def make_accelerator(
         )
     except ValueError as err:
         raise TrainingError(
-            f"this machine does not support mixed precision {settings.mixed_precision}: {err}",
-            where=f"accelerate.mixed_precision: {settings.mixed_precision}",
+            f"this machine does not support mixed precision {mixed_precision}: {err}",
+            where=f"accelerate.mixed_precision: {mixed_precision}",
             fix="set it to no (float32) or bf16, or train on a GPU that supports it",
         ) from err
 

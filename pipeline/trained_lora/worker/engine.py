@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.errors import TrainingError
-from pipeline.processes.worker.devices import own_device
+from pipeline.processes.worker.devices import allow_tf32, own_device
 from pipeline.recipe import LossSettings
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker import startup
@@ -26,7 +26,6 @@ from pipeline.trained_lora.worker.adapter.lora import (
     add_lora,
     collect,
     load_networks_state,
-    trainable_weights,
 )
 from pipeline.trained_lora.worker.adapter.svd_init import at_initial_weights, init_from_base_weights
 from pipeline.trained_lora.worker.adapter.warm_start import warm_start
@@ -41,6 +40,7 @@ from pipeline.trained_lora.worker.noise import make_noise_scheduler
 from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
 from pipeline.trained_lora.worker.text_encoders import JointModel, trained_text_encoders
 from pipeline.trained_lora.worker.trackers import requested_trackers
+from pipeline.trained_lora.worker.weight_groups import weight_groups
 
 if TYPE_CHECKING:
     from diffusers.models.modeling_utils import ModelMixin
@@ -101,7 +101,7 @@ class Engine:
                 the LoRA to start from.
             LaunchError: No GPU is left for this process.
         """
-        own_device()  # fails with a clear message before CUDA would fail with an obscure one
+        allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
         self._settings = job.recipe.training
         lora = self._settings.lora
 
@@ -109,6 +109,7 @@ class Engine:
         all_weights_used = lora.family_modules and lora.text_encoders is None
         self.accelerator = make_accelerator(
             job.recipe.accelerate,
+            mixed_precision=family.mixed_precision(job.recipe.accelerate.mixed_precision),
             find_unused_parameters=not all_weights_used,
             trackers=requested_trackers(job),
             logging_dir=job.folder,
@@ -127,9 +128,10 @@ class Engine:
         enable_memory_savings_and_compile(family, self.denoiser, job.recipe)
         self._set_training(True)
 
-        groups = self._weight_groups()
+        groups = weight_groups(self.networks, self._settings)
         self.weights: list[nn.Parameter] = [weight for group in groups for weight in group["params"]]
-        optimizer = make_optimizer(groups, self._settings)
+        scaled = self.accelerator.scaler is not None
+        optimizer = make_optimizer(groups, self._settings, device=device, scaled=scaled)
         self._schedule = make_schedule(optimizer, self._settings)
         self._average = AveragedWeights(self.weights, optimizer, self._settings)
         self._skipped_steps = 0
@@ -148,16 +150,6 @@ class Engine:
         if lora.starts_from_base_weights:
             init_from_base_weights(denoiser, lora, seed=seed)
         return denoiser
-
-    def _weight_groups(self) -> list[dict[str, Any]]:
-        """Return torch's parameter groups: the denoiser's weights, then those of the text encoders."""
-        denoiser_weights, *text_weights = [trainable_weights(network) for network in self.networks.values()]
-        groups: list[dict[str, Any]] = [{"params": denoiser_weights}]
-        text = self._settings.lora.text_encoders
-        if text is not None:
-            rate = {} if text.learning_rate is None else {"lr": text.learning_rate}
-            groups.append({"params": [weight for weights in text_weights for weight in weights], **rate})
-        return groups
 
     @property
     def text_networks(self) -> Mapping[str, nn.Module]:
@@ -235,7 +227,7 @@ class Engine:
             losses = self.losses(micro, self._model)
             share = share_of_mean(
                 losses,
-                micro.weights,
+                micro.weights * micro.loss_weights,
                 num_samples=num_samples,
                 num_processes=self.accelerator.num_processes,
             )

@@ -48,9 +48,10 @@ class MicroInput:
         noise: Float32 (B, C, h, w): the noise that the target is computed from.
         input_noise: Float32 (B, C, h, w): the noise mixed into the latent, `noise` plus any perturbation.
         timesteps: (B,), see `Family.timesteps`.
-        conditions: Tensors by the names of `families.Conditions`: text tensors float32 (B, ...), and sizes
-            int64 (B, 2). Text tensors are absent if text encoders are trained.
+        conditions: See `denoiser.Conditions`: text tensors float32 (B, ...), and sizes int64 (B, 2). Text
+            tensors are absent if text encoders are trained.
         weights: Float32 (B,): 1, or 0 for a placeholder.
+        loss_weights: Float32 (B,): `loss_weight` of each slot's dataset.
         indices: Int64 (B,): the slots' indices in the step's global batch.
         captions: Captions of the B slots, "" if dropped; empty unless text encoders are trained.
     """
@@ -60,8 +61,9 @@ class MicroInput:
     noise: Tensor
     input_noise: Tensor
     timesteps: Tensor
-    conditions: dict[str, Tensor]
+    conditions: dict[str, Any]
     weights: Tensor
+    loss_weights: Tensor
     indices: Tensor
     captions: tuple[str, ...] = ()
 
@@ -80,8 +82,12 @@ class MicroInput:
             noise=convert(self.noise),
             input_noise=convert(self.input_noise),
             timesteps=convert(self.timesteps),
-            conditions={name: convert(tensor) for name, tensor in self.conditions.items()},
+            conditions={
+                name: convert(value) if isinstance(value, Tensor) else value
+                for name, value in self.conditions.items()
+            },
             weights=convert(self.weights),
+            loss_weights=convert(self.loss_weights),
             indices=convert(self.indices),
         )
 
@@ -98,6 +104,7 @@ class MicroBatchMaker:
         self._seed = training.seed
         self._timestep_settings = training.timesteps
         self._noise = NoiseSampler(training)
+        self._loss_weights = {dataset.name: dataset.loss_weight for dataset in job.recipe.datasets}
         self._reads_text = training.lora.text_encoders is None
         self._family = family
         self._scheduler = scheduler
@@ -190,6 +197,7 @@ class MicroBatchMaker:
             timesteps=self._family.noise.timesteps(self._scheduler, levels, _latent_shape(latent)),
             conditions=conditions,
             weights=torch.tensor([slot.weight for slot in share], dtype=torch.float32),
+            loss_weights=torch.tensor([self._loss_weights[item.dataset] for item in inputs]),
             indices=torch.tensor([slot.index for slot in share]),
             captions=() if self._reads_text else tuple(captions),
         )
@@ -208,7 +216,7 @@ class MicroBatchMaker:
         normal = random.standard_normal(tuple(tensors[MEAN].shape), dtype=np.float32)
         return tensors[MEAN] + tensors[STD] * torch.from_numpy(normal)
 
-    def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Tensor]:
+    def _text(self, share: tuple[Slot, ...], inputs: list[TrainingInput]) -> dict[str, Any]:
         """Return the cached text embeddings of the slots' captions, batched by `Family.text.stack`."""
         texts = [
             self._read(

@@ -6,7 +6,7 @@ import json
 import shutil
 import signal
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from pipeline.trained_lora.job import TrainingJob
 from pipeline.trained_lora.plan.steps import Slot, StepPlan
 from pipeline.trained_lora.run_folder import RunLayout
 from pipeline.trained_lora.worker import startup
+from pipeline.trained_lora.worker.base_model import memory_warning
 from pipeline.trained_lora.worker.checkpoint import (
     TrainingState,
     checkpoint_path,
@@ -44,6 +45,7 @@ from pipeline.trained_lora.worker.preflight import run_preflight
 from pipeline.trained_lora.worker.previews import draw_previews
 from pipeline.trained_lora.worker.startup import Startup
 from pipeline.trained_lora.worker.trackers import start_trackers
+from pipeline.trained_lora.worker.trial_step import largest_step, run_trial_step
 from pipeline.trained_lora.worker.validation import Validation
 
 if TYPE_CHECKING:
@@ -141,10 +143,15 @@ class _TrainingRun:
         self.family = load_family(job.base, job.component_folders)
         self.startup = Startup(job, report.phase)
         self.startup.begin(self.startup.base)
-        with out_of_memory_as(partial(out_of_memory_error, job.recipe, "while the base model was loaded")):
+        with out_of_memory_as(self._memory_error("while the base model was loaded")):
             self.engine = Engine(job, self.family, self.startup.begin)
         self.main = self.engine.accelerator.is_main_process
-        self.exporter = Exporter(self.family, job.recipe.name, header_metadata(job, self.family))
+        self.exporter = Exporter(
+            self.family,
+            job.recipe.name,
+            header_metadata(job, self.family),
+            save_dtype=job.recipe.training.lora.save_dtype,
+        )
         holdout = job.inputs.held_out
         self.validation = Validation(job, self.family, holdout) if holdout else None
         self.metrics: MetricsLog | None = None
@@ -181,11 +188,9 @@ class _TrainingRun:
                 self.paths.checkpoints, self.job.run, last_step=len(self.plan), log=self._warn
             )
             choice = [newest.step if newest else None]
-            if newest is None:
-                self.startup.begin(startup.PREFLIGHT)
-                export = partial(self.exporter.export, self.engine.networks)
-                run_preflight(self.engine, self.paths, self.job.run, export)
         broadcast_object_list(choice)
+        if choice[0] is None:
+            self._test_before_training()
 
         self._log_start(choice[0])
         if choice[0] is None:
@@ -196,6 +201,25 @@ class _TrainingRun:
         self.resumed_from = choice[0]
         return choice[0]
 
+    def _test_before_training(self) -> None:
+        """Surface what would otherwise fail later: memory in a step first, then saving and exporting."""
+        self.startup.begin(self.startup.trial)
+        job = self.job
+        with out_of_memory_as(self._memory_error("in the trial step before training")):
+            maker = MicroBatchMaker(job, self.family, self.engine.scheduler)
+            run_trial_step(self.engine, largest_step(self.plan, job.inputs), maker.make)
+        if self.main:
+            self.startup.begin(startup.PREFLIGHT)
+            export = partial(self.exporter.export, self.engine.networks)
+            run_preflight(self.engine, self.paths, job.run, export)
+
+    def _memory_error(self, when: str) -> Callable[[str], TrainingError]:
+        """Return a function that returns the error for memory that runs out; see `out_of_memory_error`."""
+        accelerate = self.job.recipe.accelerate
+        precision = self.family.mixed_precision(accelerate.mixed_precision)
+        resolved = accelerate.model_copy(update={"mixed_precision": precision})
+        return partial(out_of_memory_error, self.job.recipe.model_copy(update={"accelerate": resolved}), when)
+
     def _log_start(self, resumed_step: int | None) -> None:
         if not self.main:
             return
@@ -204,6 +228,8 @@ class _TrainingRun:
         self.report.info(f"training {self._num_weights()} LoRA weights on {device}: {numbers}")
         if (reason := why_no_gpu()) is not None:
             self._warn(reason)
+        if (warning := memory_warning(self.job.recipe.training)) is not None:
+            self._warn(warning)
         if resumed_step:
             self.report.info(f"resuming from the checkpoint of step {resumed_step}")
 
@@ -224,7 +250,7 @@ class _TrainingRun:
                 started_s = time.perf_counter()
                 # The except clause must be inside: after memory ran out, the step may be half done and must
                 # not be saved.
-                with out_of_memory_as(partial(out_of_memory_error, self.job.recipe, f"in step {number}")):
+                with out_of_memory_as(self._memory_error(f"in step {number}")):
                     try:
                         outcome = self.engine.step(batch, inputs, stop=stop.requested)
                     except TrainingError as err:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +21,19 @@ if TYPE_CHECKING:
 
 
 def make_optimizer(
-    weights: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]], settings: TrainingSettings
+    weights: Iterable[torch.nn.Parameter] | Iterable[dict[str, Any]],
+    settings: TrainingSettings,
+    *,
+    device: str = "cpu",
+    scaled: bool = False,
 ) -> torch.optim.Optimizer:
     """Return the recipe's optimizer; arguments that the recipe omits keep their library's defaults.
 
-    `weights` are parameters, or torch's parameter groups with `params` and an optional `lr`.
+    Args:
+        weights: Parameters, or torch's parameter groups with `params` and an optional `lr`.
+        settings: Optimizer and its arguments.
+        device: Device of the weights.
+        scaled: Whether fp16's gradient scaler steps the optimizer.
 
     Raises:
         TrainingError: The package or class does not exist, or the class does not accept the arguments.
@@ -38,6 +46,8 @@ def make_optimizer(
     }
     if averages_weights(settings):
         arguments["warmup_steps"] = settings.warmup_steps
+    if fuses_steps(optimizer_type, arguments, device=device, scaled=scaled):
+        arguments["fused"] = True
 
     try:
         optimizer = optimizer_type(weights, lr=settings.learning_rate, **arguments)
@@ -51,6 +61,22 @@ def make_optimizer(
     if averages_weights(settings):
         optimizer.train()
     return optimizer
+
+
+def fuses_steps(
+    optimizer_type: type[torch.optim.Optimizer],
+    arguments: Mapping[str, Any],
+    *,
+    device: str,
+    scaled: bool,
+) -> bool:
+    """Return whether AdamW updates all weights in one CUDA kernel, instead of in one for each operation.
+
+    A recipe that chooses an implementation itself keeps it. With fp16, accelerate could not detect steps that
+    the gradient scaler skips, because a fused optimizer skips them itself.
+    """
+    chosen = {"fused", "foreach", "differentiable"} & arguments.keys()
+    return optimizer_type is torch.optim.AdamW and device.startswith("cuda") and not scaled and not chosen
 
 
 def optimizer_class(settings: TrainingSettings) -> type[torch.optim.Optimizer]:

@@ -23,7 +23,7 @@ def out_of_memory_error(recipe: Recipe, when: str, usage: str) -> TrainingError:
         f"training.gradient_checkpointing {str(training.gradient_checkpointing).lower()}"
     )
     what = f"memory ran out {when}" + (f" ({usage})" if usage else "")
-    fix = "; ".join(_advice(recipe)) + ". The run resumes from its last checkpoint"
+    fix = "; ".join(_advice(recipe)) + ". A run with a checkpoint resumes from it"
     return TrainingError(what, where=where, fix=fix)
 
 
@@ -31,17 +31,18 @@ def _advice(recipe: Recipe) -> list[str]:
     """Return the changes that save memory, cheapest first, without those that the recipe already makes."""
     training = recipe.training
     advice: list[str] = []
-    if recipe.accelerate.mixed_precision == "no":
-        advice.append("set accelerate.mixed_precision: bf16 if the GPU supports it")
+    # First, because quantised weights save memory only together with it.
     if not training.gradient_checkpointing:
         advice.append("set training.gradient_checkpointing: true")
+    if recipe.accelerate.mixed_precision == "no":
+        advice.append("set accelerate.mixed_precision: bf16 if the GPU supports it")
     if training.batch_size > 1:
         # More accumulation keeps the number of samples per optimizer step.
         size = training.batch_size // 2
         accumulation = training.gradient_accumulation * -(-training.batch_size // size)
         advice.append(f"set training.batch_size: {size} and gradient_accumulation: {accumulation}")
     if training.quantize == "none" and training.lora.kind == "lora" and not training.lora.dora:
-        advice.append("set training.quantize: int8_torchao or nf4")
+        advice.append("set training.quantize: int8 or nf4")
     return [
         *advice,
         "close other programs that use the device",

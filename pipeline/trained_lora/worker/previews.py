@@ -6,38 +6,42 @@ previews and released afterwards. A preview that fails is a warning and never en
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
 
 from pipeline.cache.remote_store import store_at
 from pipeline.images.geometry import Size
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.processes.worker.devices import free_memory
 from pipeline.storage.atomic import write_atomically
 from pipeline.trained_lora.previews import PROMPT_KEY, preview_file
 from pipeline.trained_lora.run_folder import RunLayout
+from pipeline.trained_lora.worker.adapter.lora import scaled_adapters
 from pipeline.trained_lora.worker.loader import read_entry
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+    from pipeline.cache.store import EntrySpec
     from pipeline.models.worker.family import WorkerFamily
-    from pipeline.trained_lora.job import Prompt, TrainingJob
+    from pipeline.trained_lora.job import TrainingJob
+    from pipeline.trained_lora.prompts import Prompt
     from pipeline.trained_lora.worker.engine import Engine
-
-INFERENCE_STEPS = 20
-"""Denoising steps per preview."""
 
 
 def draw_previews(
     job: TrainingJob, family: WorkerFamily, engine: Engine, *, step: int, warn: Callable[[str], None]
 ) -> list[Path]:
-    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`, which also holds the prompt.
+    """Draw each of the run's prompts into `samples/step-<step>-<number>.png`.
 
-    A preview depends only on the adapter, the prompt and the recipe's seed, so that steps can be compared.
+    The file's text chunks state the prompt and its settings that differ from the defaults.
+    A preview depends only on the adapter, the prompt with its settings and the recipe's seed, so that steps
+    can be compared.
 
     `warn` receives a warning if drawing fails.
 
@@ -51,10 +55,12 @@ def draw_previews(
             device = str(engine.accelerator.device)
             pipeline = family.drawing.load_pipeline(denoiser=engine.denoiser, dtype="float32", device=device)
             for number, prompt in enumerate(job.prompts):
-                picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
+                with scaled_adapters(engine.networks, prompt.lora_scale):
+                    picture = _draw(job, family, engine, pipeline=pipeline, prompt=prompt)
                 path = preview_file(RunLayout(job.folder).samples, step, number)
                 text_chunks = PngInfo()
-                text_chunks.add_itxt(PROMPT_KEY, prompt.caption)
+                for key, text in {PROMPT_KEY: prompt.caption, **prompt.settings()}.items():
+                    text_chunks.add_itxt(key, text)
                 write_atomically(path, partial(picture.save, format="PNG", pnginfo=text_chunks))
                 files.append(path)
     except Exception as err:  # training continues whatever the failure
@@ -66,12 +72,21 @@ def draw_previews(
 
 def _draw(job: TrainingJob, family: WorkerFamily, engine: Engine, *, pipeline: Any, prompt: Prompt) -> Image:
     store = store_at(job.recipe.cache_dir)
-    text, empty_text = engine.embed_caption(prompt.caption), engine.embed_caption("")
+
+    def tensors(caption: str, entry: EntrySpec) -> Mapping[str, Tensor]:
+        return engine.embed_caption(caption) or read_entry(store, entry, f"prompt {caption!r}")
+
+    negative = prompt.negative
     return family.drawing.draw(
         pipeline,
-        text or read_entry(store, prompt.text, f"prompt {prompt.caption!r}"),
-        empty_text or read_entry(store, job.empty_text, "the empty caption"),
-        size=Size(*prompt.size_hw),
-        steps=INFERENCE_STEPS,
-        seed=job.recipe.training.seed,
+        tensors(prompt.caption, prompt.text),
+        tensors("", job.empty_text),
+        picture_settings(prompt, seed=job.recipe.training.seed),
+        negative_text=None if negative is None else tensors(negative.caption, negative.text),
     )
+
+
+def picture_settings(prompt: Prompt, *, seed: int) -> PictureSettings:
+    """Return how a prompt's picture is drawn, with `seed` unless the prompt has its own."""
+    own_seed = seed if prompt.seed is None else prompt.seed
+    return PictureSettings(Size(*prompt.size_hw), prompt.steps, own_seed, prompt.guidance_scale)

@@ -32,7 +32,8 @@ class Startup:
 
     Attributes:
         base: Phase in which the base model is loaded, such as "loading the transformer".
-        first_step: Phase of the first step, which also compiles the model if `training.compile` is set.
+        trial: Phase of the trial step, which also compiles the model if `training.compile` is set.
+        first_step: Phase of the first step, which compiles the model if a resumed run had no trial step.
     """
 
     def __init__(self, job: TrainingJob, report: Report) -> None:
@@ -40,10 +41,11 @@ class Startup:
         training = job.recipe.training
         denoiser = "UNet" if detect(job.base).denoiser_name == "unet" else "transformer"
         self.base = f"loading the {denoiser}"
-        self.first_step = "compiling and first step" if training.compile else "first step"
+        resumes = bool(checkpoint_list(RunLayout(job.folder)))
+        self.trial = "compiling and trial step" if training.compile else "trial step"
+        self.first_step = "compiling and first step" if training.compile and resumes else "first step"
         self._report = report
 
-        resumes = bool(checkpoint_list(RunLayout(job.folder)))
         validates = training.validate_every > 0 and bool(job.inputs.held_out)
         applies = {
             IMPORTS: True,
@@ -51,6 +53,7 @@ class Startup:
             ADAPTER: True,
             TEXT_ENCODERS: training.lora.text_encoders is not None,
             RESUME: resumes,
+            self.trial: not resumes,
             PREFLIGHT: not resumes,
             VALIDATION: validates and not resumes,
             PREVIEWS: training.sample_every > 0 and not resumes,

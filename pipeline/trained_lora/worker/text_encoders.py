@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeline.trained_lora.plan.random_streams import hash_bits
 from pipeline.trained_lora.worker.adapter.lora import add_lora
-from pipeline.trained_lora.worker.base_model import BASE_DTYPES
+from pipeline.trained_lora.worker.base_model import base_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class TextEncoders:
             ModelError: A file of a text encoder is missing.
         """
         self._family = family
-        self._encoders = family.text.load(BASE_DTYPES[recipe.accelerate.mixed_precision], device)
+        self._encoders = family.text.load(base_dtype(family, recipe), device)
         self.networks: dict[str, nn.Module] = {
             role: family.text.network(self._encoders, role) for role in family.trainable_text_encoders()
         }

@@ -205,12 +205,12 @@ class VaeBatches:
         return tiled_posterior(encode, self._to_device([pixels]), tile_px=tile_px, multiple=multiple)
 
     def _to_device(self, images: Sequence[Pixels]) -> Tensor:
-        """Return a float tensor (B, 3, H, W) in [-1, 1] on the device; the copy to a GPU does not block."""
+        """Return floats (B, 3, H, W) in [-1, 1], channels last, on the device; the copy does not block."""
         shape, pinned = (len(images), *images[0].shape), self._device != "cpu"
         stacked = torch.empty(shape, dtype=torch.uint8, pin_memory=pinned)
         np.stack(images, out=stacked.numpy())
         on_device = stacked.to(self._device, non_blocking=True)
-        return on_device.permute(0, 3, 1, 2).contiguous().float() / 127.5 - 1.0
+        return on_device.permute(0, 3, 1, 2).float() / 127.5 - 1.0
 
 
 def _area(pixels: Pixels) -> int:

@@ -44,4 +44,5 @@ def batch_for(unet: UNet2DConditionModel) -> MicroInput:
         timesteps=torch.tensor([10, 500]),
         conditions={"text_embedding": torch.randn(2, 77, unet.config["cross_attention_dim"])},
         weights=torch.ones(2),
+        loss_weights=torch.ones(2),
     )

@@ -78,6 +78,17 @@ def test_L02_a_ragged_entry_must_have_the_size_its_header_states(
             store.read(RAGGED)
 
 
+def test_L02_a_deeply_nested_header_is_damage_and_not_a_crash(store: Store) -> None:
+    assert store.write(RAGGED, {"text_embedding": np.ones((5, 6), dtype="<f2")}, {})
+    sound = store.path(RAGGED).read_bytes()
+    metadata = b'{"__metadata__": {"latentline": "' + b"[" * 1_990 + b'"}}'
+    for header in (b"[" * (DATA_START - 8), metadata.ljust(DATA_START - 8)):
+        store.path(RAGGED).write_bytes(sound[:8] + header + sound[DATA_START:])
+        assert store.check(RAGGED).status == "wrong"
+        with pytest.raises(StoreError, match="damaged"):
+            store.read(RAGGED)
+
+
 @given(
     dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
     shapes=st.lists(st.lists(st.integers(0, 5), max_size=4).map(tuple), min_size=1, max_size=3),

@@ -1,7 +1,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from demo.tiny_models import make_tiny_z_image
+from demo.tiny_models import make_tiny_flux, make_tiny_z_image
 from pipeline.cache.entry_format import DATA_START
 from pipeline.cache.keys import KeyTemplate
 from pipeline.cache.requests import CAPTION_BYTES_PER_TOKEN, TEMPLATE_TOKENS, RecipeEntries
@@ -43,6 +47,14 @@ def entries(base: Path, root: Path, **sections: dict[str, Any]) -> RecipeEntries
     return RecipeEntries(recipe_from_mapping("sample", fields | sections))
 
 
+def with_the_same_value(keys: Mapping[Any, str]) -> list[list[Any]]:
+    """Return the groups of names that share a key."""
+    names_by_key: dict[str, list[Any]] = {}
+    for name, key in keys.items():
+        names_by_key.setdefault(key, []).append(name)
+    return [names for names in names_by_key.values() if len(names) > 1]
+
+
 def test_a_latent_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path) -> None:
     spec = entries(tiny_sd, tmp_path).latent_spec(ROW)
     assert (spec.kind, len(spec.key)) == ("latents", 64)
@@ -53,24 +65,26 @@ def test_a_latent_has_the_shape_of_its_target_size(tiny_sd: Path, tmp_path: Path
 
 def test_L04_every_input_that_affects_a_latent_changes_its_key(tiny_sd: Path, tmp_path: Path) -> None:
     base = entries(tiny_sd, tmp_path)
-    keys = {base.latent_spec(ROW).key}
-    for name in ("resized_height", "resized_width", "crop_top", "crop_left"):
-        keys.add(base.latent_spec({**ROW, name: ROW[name] + 1}).key)
-    keys.add(base.latent_spec({**ROW, "target_height": 72}).key)
-    keys.add(base.latent_spec({**ROW, "target_width": 72}).key)
-    keys.add(base.latent_spec({**ROW, "content_hash": "cd" * 32}).key)
-    for latents in (
-        {"dtype": "float32"},
-        {"compute_dtype": "bfloat16"},
-        {"posterior": "mean"},
-        {"background": [0, 0, 0]},
-    ):
-        keys.add(entries(tiny_sd, tmp_path, latents=latents).latent_spec(ROW).key)
+    keys = {"nothing": base.latent_spec(ROW).key}
+    changed_rows = {
+        name: ROW[name] + 1 for name in ("resized_height", "resized_width", "crop_top", "crop_left")
+    }
+    changed_rows |= {"target_height": 72, "target_width": 72, "content_hash": "cd" * 32}
+    for name, value in changed_rows.items():
+        keys[name] = base.latent_spec({**ROW, name: value}).key
+    changed_settings = {
+        "dtype": "float32",
+        "compute_dtype": "bfloat16",
+        "posterior": "mean",
+        "background": [0, 0, 0],
+    }
+    for name, value in changed_settings.items():
+        keys[f"latents.{name}"] = entries(tiny_sd, tmp_path, latents={name: value}).latent_spec(ROW).key
     other = shutil.copytree(tiny_sd, tmp_path / "other")
     config = json.loads((other / "vae" / "config.json").read_text())
     (other / "vae" / "config.json").write_text(json.dumps({**config, "scaling_factor": 0.2}))
-    keys.add(entries(other, tmp_path).latent_spec(ROW).key)
-    assert len(keys) == 13
+    keys["scaling_factor of the VAE"] = entries(other, tmp_path).latent_spec(ROW).key
+    assert with_the_same_value(keys) == [], "changes of an ingredient that lead to the same key"
 
 
 @pytest.mark.parametrize(
@@ -92,6 +106,51 @@ def test_L04_settings_that_do_not_affect_a_latent_keep_its_key(
     assert (
         entries(tiny_sd, tmp_path / "moved", **sections).latent_spec(renamed).key == base.latent_spec(ROW).key
     )
+
+
+@pytest.mark.parametrize(("tiny", "dtype"), [("tiny_sd", "float32"), ("tiny_sdxl", "float32")])
+def test_L04_auto_has_the_keys_of_the_stated_dtype_that_it_resolves_to(
+    request: pytest.FixtureRequest, tmp_path: Path, tiny: str, dtype: str
+) -> None:
+    base = request.getfixturevalue(tiny)
+    automatic = entries(base, tmp_path, latents={"compute_dtype": "auto"}, text={"compute_dtype": "auto"})
+    stated = entries(base, tmp_path, latents={"compute_dtype": dtype}, text={"compute_dtype": dtype})
+    assert automatic.latent_spec(ROW).key == entries(base, tmp_path).latent_spec(ROW).key
+    assert automatic.latent_spec(ROW).key == stated.latent_spec(ROW).key
+    assert automatic.text_spec("a cat").key == stated.text_spec("a cat").key
+
+
+def test_T01_the_key_of_a_language_models_embedding_states_bfloat16_by_default(tmp_path: Path) -> None:
+    make_tiny_z_image(tmp_path / "z_image")
+    stated = entries(tmp_path / "z_image", tmp_path, text={"compute_dtype": "bfloat16"})
+    assert entries(tmp_path / "z_image", tmp_path).text_spec("a cat").key == stated.text_spec("a cat").key
+
+    make_tiny_flux(tmp_path / "flux")
+    inputs = entries(tmp_path / "flux", tmp_path).text_inputs("a cat")
+    assert inputs.compute_dtype == "text_encoder float32, text_encoder_2 bfloat16"
+
+
+def test_the_keys_of_auto_are_equal_with_and_without_a_visible_gpu(tmp_path: Path) -> None:
+    """The parent computes them without torch, so that no device can have an influence."""
+    make_tiny_flux(tmp_path / "flux")
+    recipe = tmp_path / "recipe.json"
+    recipe.write_text(entries(tmp_path / "flux", tmp_path).recipe.model_dump_json())
+    code = (
+        "import pathlib, sys\n"
+        "from pipeline.cache.requests import RecipeEntries\n"
+        "from pipeline.recipe import Recipe\n"
+        "entries = RecipeEntries(Recipe.model_validate_json(pathlib.Path(sys.argv[1]).read_text()))\n"
+        "assert 'torch' not in sys.modules\n"
+        "print(entries.vae_compute_dtype, entries.text_compute_dtypes, entries.text_spec('a cat').key)\n"
+    )
+    printed = {
+        subprocess.check_output(
+            [sys.executable, "-c", code, str(recipe)], env={**os.environ, "CUDA_VISIBLE_DEVICES": visible}
+        )
+        for visible in ("", "0")
+    }
+    assert len(printed) == 1
+    assert b"{'text_encoder': 'float32', 'text_encoder_2': 'bfloat16'}" in printed.pop()
 
 
 def test_L15_T01_moving_the_base_model_keeps_all_keys_and_editing_its_text_encoder_changes_only_text_keys(
@@ -131,7 +190,7 @@ def test_L04_keys_of_a_table_equal_the_keys_of_its_rows(tiny_sd: Path, tmp_path:
     ]
     keys = base.latent_keys(pl.DataFrame(rows))
     assert keys.to_list() == [base.latent_spec(row).key for row in rows]
-    assert len(set(keys)) == 200
+    assert with_the_same_value(dict(enumerate(keys))) == [], "rows with the same key"
     assert base.latent_keys(pl.DataFrame(rows).clear()).to_list() == []
 
 
@@ -179,7 +238,8 @@ def test_L11_mirrored_latents_and_moments_have_separate_entries(tiny_sd: Path, t
     base = entries(tiny_sd, tmp_path)
     both = entries(tiny_sd, tmp_path, latents={"posterior": "moments", "flip": True})
     mirrored, moments = base.latent_spec({**ROW, "flipped": True}), both.latent_spec(ROW)
-    assert len({base.latent_spec(ROW).key, mirrored.key, moments.key}) == 3
+    keys = {"plain": base.latent_spec(ROW).key, "mirrored": mirrored.key, "moments": moments.key}
+    assert with_the_same_value(keys) == [], "latents with the same key"
     assert set(moments.tensors) == {"mean", "std"}
     rows = both.latent_requests(pl.DataFrame([ROW]))
     assert rows["flipped"].to_list() == [False, True]

@@ -51,6 +51,7 @@ def test_fewer_than_eight_values_have_no_outliers(values: list[float]) -> None:
     result = outliers(values)
     assert not result.judged
     assert not result.mask.any()
+    assert outliers([1.0] * 8).judged, "eight values are enough"
 
 
 @given(st.lists(st.floats(1e-3, 1e6), min_size=8, max_size=50))

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from safetensors.numpy import save_file
 
 from pipeline.cli.main import latentline
-from pipeline.errors import LatentlineError, PathIsolationError, TrainingError
+from pipeline.errors import LatentlineError, PathIsolationError, RecipeError, TrainingError
 from pipeline.validated_dataset.stage import validate
 from tests.pipeline.cached_job import Job
 
@@ -84,6 +84,17 @@ def test_a_start_of_another_rank_is_an_error(cli: Any, tmp_path: Path, name: str
     completed = cli(name, "sample")
     assert isinstance(completed.exception, TrainingError)
     assert "it has rank 3 instead of 4" in str(completed.exception)
+
+
+@pytest.mark.parametrize("name", ["plan", "validate"])
+def test_a_preview_prompt_that_the_base_model_cannot_draw_is_an_error(
+    cli: Any, tmp_path: Path, name: str
+) -> None:
+    with (tmp_path / "configs" / "sample.yaml").open("a", encoding="utf-8") as file:
+        file.write("training: {sample_prompts: [{prompt: a cat, height: 63, width: 64}]}\n")
+    completed = cli(name, "sample")
+    assert isinstance(completed.exception, RecipeError)
+    assert "height and width must be multiples of 8" in str(completed.exception)
 
 
 @pytest.mark.parametrize("name", ["plan", "explain", "verify"])

@@ -161,7 +161,9 @@ def test_T02_a_missing_entry_for_the_empty_caption_or_a_sample_prompt_closes_the
     path.unlink()
     assert "the empty caption" in job.failing("text_embeddings")["completeness"].summary
     path.write_bytes(sound)
-    prompted = job.changed(training={"sample_prompts": ["a moon"]})
+    cached = job.tables.read("validated_dataset")["caption"][0]
+    prompts = [cached, {"prompt": cached, "negative_prompt": "a moon"}]
+    prompted = job.changed(training={"sample_prompts": prompts})
     assert "a moon" in job.failing("text_embeddings", prompted)["completeness"].summary
 
 
@@ -235,7 +237,9 @@ def test_the_checks_read_an_entry_only_if_its_stat_has_changed(
 def test_L08_a_missing_mirrored_latent_closes_the_gate(job: Job) -> None:
     flipped = job.changed(latents={"flip": True})
     finding = job.failing("vae_latents", flipped)["completeness"]
-    assert len(finding.rows) == 5
+    assert sorted(row["sample_id"] for row in finding.rows) == sorted(
+        job.tables.read("vae_latents")["sample_id"]
+    )
     assert finding.rows[0]["problem"] == "its mirrored latent is in aspect_buckets but not in vae_latents"
     job.recipe = flipped
     job.cache()

@@ -17,6 +17,7 @@ from tests.profiles import (
     DISPLAY_P3,
     SRGB,
     gamma_curve,
+    grey_profile,
     matrix_profile,
     srgb_curve,
     srgb_encoded,
@@ -149,6 +150,18 @@ def test_I12_a_gamma_profile_is_converted_to_srgb() -> None:
     light = (levels / 255.0) ** (round(1.8 * 256) / 256)
     assert np.abs(decoded(data) - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
     assert read_header(data).notes == ("colour_profile",)
+
+
+def test_I12_a_grey_profile_is_converted_to_srgb_and_does_not_fit_colours() -> None:
+    levels = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    profile = grey_profile(gamma_curve(1.8))
+    light = (levels / 255.0) ** (round(1.8 * 256) / 256)
+    converted = decoded(saved(Image.fromarray(levels), icc_profile=profile))
+    assert np.abs(converted - (srgb_encoded(light) * 255)[..., None]).max() <= 1.5
+    assert np.abs(converted[..., 0].astype(int) - levels).max() > 10, "the profile changes levels"
+    assert (decoded(saved(Image.fromarray(pattern()), icc_profile=profile)) == pattern()).all()
+    bilevel = saved(Image.fromarray(levels).convert("1"), icc_profile=profile)
+    assert read_header(bilevel).notes == ("colour_profile",)
 
 
 def test_I12_display_p3_is_converted_by_its_matrix() -> None:

@@ -131,7 +131,7 @@ def test_onetrainer_concepts(configs: Path, tmp_path: Path, form: str) -> None:
     (tmp_path / "prompts.txt").write_text("a rose\na red rose\n", encoding="utf-8")
     concepts = [
         concept(folders[0], name="Große Rosen", balancing=3.0),
-        concept(folders[1], balancing=0.5, text={"prompt_source": "filename"}),
+        concept(folders[1], balancing=0.5, loss_weight=0.5, text={"prompt_source": "filename"}),
         concept(folders[2], text={"prompt_source": "concept", "prompt_path": str(tmp_path / "prompts.txt")}),
         concept(folders[3], name="off", enabled=False),
         concept(folders[3], name="held out", type="VALIDATION"),
@@ -146,6 +146,7 @@ def test_onetrainer_concepts(configs: Path, tmp_path: Path, form: str) -> None:
     config.write_text(json.dumps(content), encoding="utf-8")
 
     recipe, output = taken_over(configs, config)
+    assert [each.loss_weight for each in recipe.datasets] == [1.0, 0.5, 1.0]
     assert [(each.name, each.repeats) for each in recipe.datasets] == [
         ("Grosse_Rosen", 3),
         ("b", 1),
@@ -345,7 +346,7 @@ def test_a_job_of_ai_toolkit_gives_no_trigger_word_to_regularisation_images(
     recipe, output = taken_over(configs, PROJECTS["ai_toolkit"](tmp_path))
     triggers = [(each.captions.trigger, each.captions.placeholder) for each in recipe.datasets]
     assert triggers == [("k4tz", "[trigger]"), ("k4tz", "[trigger]"), (None, None)]
-    assert recipe.training.sample_prompts == ("k4tz, green eyes",)
+    assert recipe.training.preview_captions == ["k4tz, green eyes"]
     assert "other settings of the model and the training" in output
 
 

@@ -159,6 +159,18 @@ def test_the_hash_in_the_name_of_a_hub_blob_equals_that_of_a_local_file(
     assert Fingerprints(tmp_path / "cache").of([hub]) == local
 
 
+@pytest.mark.parametrize("name", [f"copies/{'0' * 64}", "blobs/weights.safetensors"])
+def test_only_the_name_of_a_hub_blob_is_taken_as_a_hash(tmp_path: Path, part: ModelPart, name: str) -> None:
+    local = fingerprint(tmp_path, part)
+    file = tmp_path / name
+    file.parent.mkdir()
+    file.write_bytes(part.contents[0].read_bytes())
+    link = tmp_path / "linked" / part.contents[0].name
+    link.parent.mkdir()
+    link.symlink_to(file)
+    assert fingerprint(tmp_path, dataclasses.replace(part, contents=(link,))) == local
+
+
 def test_a_missing_model_file_is_an_error_that_names_it(tmp_path: Path, part: ModelPart) -> None:
     part.contents[0].unlink()
     with pytest.raises(ModelError, match=r"weights\.safetensors"):

@@ -133,7 +133,9 @@ def test_each_refusal_of_the_hub_has_its_own_message_and_fix_without_retries(
     assert message in what
     assert ", model.base" in where
     assert fix in fixes
-    assert len(requests) <= 2
+    # Other requests are huggingface_hub's own: it may ask for a list of coding agents once a day.
+    attempts = [request for request in requests if arguments[0] in request]
+    assert len(attempts) <= 2, attempts
 
 
 def test_without_a_network_there_is_one_attempt(tmp_path: Path) -> None:

@@ -197,6 +197,29 @@ def test_a_snapshot_with_weights_of_one_variant_is_used_without_the_network(
         resolve_base(recipe(tmp_path, "someone/tiny"))
 
 
+@pytest.mark.parametrize("place", ["folder", "component", "snapshot"])
+@pytest.mark.parametrize("name", ["diffusion_pytorch_model.bin", "diffusion_pytorch_model.fp16.bin"])
+def test_pickled_weights_are_refused_unless_the_recipe_allows_them(
+    tmp_path: Path, model: Path, hub: Path, place: str, name: str
+) -> None:
+    pickled = shutil.copytree(model, tmp_path / "pickled")
+    (pickled / "vae" / "diffusion_pytorch_model.safetensors").rename(pickled / "vae" / name)
+    base: dict[str, object] = {"base": pickled}
+    if place == "component":
+        base = {"base": model, "components": {"vae": str(pickled / "vae")}}
+    elif place == "snapshot":
+        hub_snapshot(pickled, hub)
+        base = {"base": "someone/tiny"}
+
+    looks = [resolve_base] if place == "snapshot" else [resolve_base, check_local_base]
+    for look in looks:
+        with pytest.raises(ModelError, match=r"must be \*\.safetensors, got a pickle") as excinfo:
+            look(recipe(tmp_path, **base))
+        assert excinfo.value.where.endswith(name)
+        assert "model.allow_pickle: true" in excinfo.value.fix
+        look(recipe(tmp_path, **base, allow_pickle=True))
+
+
 @pytest.mark.parametrize("component", [False, True], ids=["base", "component"])
 def test_a_typo_in_a_local_folder_suggests_the_closest_one_without_the_network(
     tmp_path: Path, model: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, *, component: bool

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ import pytest
 
 from pipeline.errors import LaunchError, StoreError, TrainingError
 from pipeline.processes.launch import (
+    ALLOCATOR_VARIABLES,
     CPU_THREADS_PER_PROCESS,
     OUTPUT_TAIL_LINES,
     LocalLaunch,
@@ -118,6 +120,17 @@ def test_an_error_of_meanwhile_ends_the_process_and_is_raised(order: Path) -> No
     assert processes_of(order) == []
 
 
+def test_a_process_that_ctrl_c_ended_interrupts_its_parent_too(order: Path) -> None:
+    def meanwhile() -> None:
+        while not (order.parent / "started").exists():
+            time.sleep(0.01)
+        [process] = processes_of(order)
+        process.send_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        LocalLaunch(AccelerateSettings())("slow_entry", order, meanwhile)
+
+
 REPORTING_ENTRY = """
 import sys, time
 from pathlib import Path
@@ -197,3 +210,18 @@ def test_a_status_is_described_in_words(status: int, words: str) -> None:
 
 def test_a_killed_process_suggests_that_memory_ran_out(tmp_path: Path) -> None:
     assert "memory" in launch_error("m", -9, output=[], error_file=tmp_path / "none").fix
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch supports expandable segments on Linux")
+@pytest.mark.parametrize("own", [None, *ALLOCATOR_VARIABLES])
+def test_a_launched_process_expands_its_memory_segments_unless_the_user_configures_the_allocator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
+    for name in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    if own:
+        monkeypatch.setenv(own, "max_split_size_mb:128")
+    variables = launch_environment(AccelerateSettings(), tmp_path / "error.json")
+    configured = {name: variables[name] for name in ALLOCATOR_VARIABLES if name in variables}
+    default = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert configured == ({own: "max_split_size_mb:128"} if own else default)

@@ -112,7 +112,24 @@ CASES: list[tuple[dict[str, Any], str, str, str]] = [
         "must be a list",
         'write a list: sample_prompts: ["a rose"]',
     ),
-    ({"training": {"sample_prompts": [""]}}, "training.sample_prompts[0]", "must not be empty", "at least 1"),
+    (
+        {"training": {"sample_prompts": [""]}},
+        "training.sample_prompts[0].prompt",
+        "must not be empty",
+        "at least 1",
+    ),
+    (
+        {"training": {"sample_prompts": [{"prompt": "a rose", "step": 3}]}},
+        "training.sample_prompts[0].step",
+        "unknown key step",
+        "did you mean steps?",
+    ),
+    (
+        {"training": {"sample_prompts": [{"prompt": "a rose", "height": 64}]}},
+        "training.sample_prompts[0].height",
+        "height requires width, got height: 64",
+        "set width, or remove height",
+    ),
     (
         {"training": None},
         "training",

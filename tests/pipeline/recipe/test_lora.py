@@ -36,6 +36,13 @@ def mistakes_of(lora: dict[str, Any], **training: Any) -> list[Mistake]:
         ({"lokr_factor": 4}, "training.lora.lokr_factor", "requires kind: lokr, got kind: lora"),
         ({"conv_alpha": 1.0}, "training.lora.conv_alpha", "conv_alpha requires conv_rank"),
         (
+            {"learning_rates": [{"modules": "*", "learning_rate": 1e-3}] * 2},
+            "training.lora.learning_rates[1].modules",
+            "duplicate pattern *",
+        ),
+        ({"kind": "loha", "loraplus_ratio": 16.0}, "training.lora.loraplus_ratio", "requires kind: lora"),
+        ({"init": "pissa", "save_dtype": "float16"}, "training.lora.save_dtype", "requires init: kaiming"),
+        (
             {"ranks": [{"modules": "*", "rank": 1}, {"modules": "*", "rank": 2}]},
             "training.lora.ranks[1].modules",
             "duplicate pattern *",
@@ -48,7 +55,15 @@ def test_contradicting_settings_are_refused(lora: dict[str, Any], key: str, what
     assert what in mistakes[0].what
 
 
-def test_prodigy_does_not_allow_a_separate_learning_rate_of_the_text_encoders() -> None:
-    mistakes = mistakes_of({"text_encoders": {"learning_rate": 1e-5}}, optimizer="prodigy", learning_rate=1.0)
-    assert [dotted(each.path) for each in mistakes] == ["training.lora.text_encoders.learning_rate"]
+@pytest.mark.parametrize(
+    ("lora", "key"),
+    [
+        ({"text_encoders": {"learning_rate": 1e-5}}, "text_encoders.learning_rate"),
+        ({"learning_rates": [{"modules": "*", "learning_rate": 1e-5}]}, "learning_rates"),
+        ({"loraplus_ratio": 16.0}, "loraplus_ratio"),
+    ],
+)
+def test_prodigy_does_not_allow_separate_learning_rates(lora: dict[str, Any], key: str) -> None:
+    mistakes = mistakes_of(lora, optimizer="prodigy", learning_rate=1.0)
+    assert [dotted(each.path) for each in mistakes] == [f"training.lora.{key}"]
     assert "prodigy estimates one step size" in mistakes[0].what

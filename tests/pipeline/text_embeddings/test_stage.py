@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pipeline.cache.requests import RecipeEntries
 from pipeline.cache.worker.tensors import read_torch
@@ -69,13 +71,15 @@ def test_embeddings_equal_the_encoders_output_for_hand_written_token_ids(
 def test_T02_T03_each_distinct_caption_the_empty_caption_and_the_sample_prompts_are_encoded_once(
     cache, in_process_launch
 ) -> None:
-    cache = cache.with_settings(training={"sample_prompts": ["a moon", "a moon"]})
+    cache = cache.with_settings(
+        training={"sample_prompts": ["a moon", {"prompt": "a moon", "negative_prompt": "a sun"}]}
+    )
     set_caption(cache, "cat", (cache.photos / "rocket.txt").read_text(encoding="utf-8"))
     result = cached(cache, in_process_launch)
-    assert counts(result) == {"encoded": 6, "reused": 0, "removed": 0, "failed": 0}
+    assert counts(result) == {"encoded": 7, "reused": 0, "removed": 0, "failed": 0}
     assert result.report["samples"] == 5
     entries = RecipeEntries(cache.recipe)
-    for caption in ("", "a moon"):
+    for caption in ("", "a moon", "a sun"):
         assert entries.store.check(entries.text_spec(caption)).valid
 
 
@@ -151,23 +155,49 @@ def test_a_very_long_caption_still_fits_an_entrys_header(cache, in_process_launc
     assert cached(cache, in_process_launch).report["failed"] == 0
 
 
-def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
-    cache, in_process_launch, tmp_path: Path
-) -> None:
-    import shutil
-
-    from safetensors.torch import load_file, save_file
-
-    folder = tmp_path / "damaged"
+def with_scaled_output(cache, folder: Path, factor: float):
+    """Return the cache with a base model whose text encoder multiplies its output by a factor."""
     shutil.copytree(cache.recipe.model.base, folder)
     file = folder / "text_encoder" / "model.safetensors"
     weights = load_file(file)
-    name = next(name for name in weights if name.endswith("final_layer_norm.weight"))
-    weights[name] = weights[name] * float("nan")
+    for name in [name for name in weights if ".final_layer_norm." in f".{name}"]:
+        weights[name] = weights[name] * factor
     save_file(weights, file, {"format": "pt"})
+    return cache.with_settings(model={"base": str(folder)}, text={"dtype": "float32"})
+
+
+def test_a_text_encoder_that_returns_nan_is_an_error_that_names_the_model(
+    cache, in_process_launch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "damaged"
     with pytest.raises(ModelError, match="not finite") as excinfo:
-        cached(cache.with_settings(model={"base": str(folder)}), in_process_launch)
+        cached(with_scaled_output(cache, folder, float("nan")), in_process_launch)
     assert str(folder) in str(excinfo.value)
+
+
+def test_captions_that_overflow_in_half_precision_and_no_others_are_encoded_again_in_float32(
+    cache, in_process_launch, tmp_path: Path
+) -> None:
+    embeddings: dict[tuple[float, str], list[torch.Tensor]] = {}
+    for factor in (1.0, 1e6):
+        scaled = with_scaled_output(cache, tmp_path / f"times {factor:g}", factor)
+        for dtype in ("float32", "float16"):
+            computed = scaled.with_settings(text={"dtype": "float32", "compute_dtype": dtype})
+            in_process_launch.lines.clear()
+            cached(computed, in_process_launch)
+            entries = RecipeEntries(computed.recipe)
+            embeddings[factor, dtype] = [
+                read_torch(entries.store, entries.text_spec(caption))["text_embedding"]
+                for caption in cache.captions()["caption"]
+            ]
+            again = [line for line in in_process_launch.lines if "encoding again in float32" in line]
+            assert len(again) == (6 if (factor, dtype) == (1e6, "float16") else 0), (factor, dtype, again)
+
+    assert max(each.abs().max() for each in embeddings[1e6, "float32"]) > 65504, "beyond float16"
+    for exact, repeated in zip(embeddings[1e6, "float32"], embeddings[1e6, "float16"], strict=True):
+        assert torch.equal(exact, repeated)
+    for exact, half in zip(embeddings[1.0, "float32"], embeddings[1.0, "float16"], strict=True):
+        assert not torch.equal(exact, half), "values within the range of float16 are not encoded again"
 
 
 def test_an_out_of_memory_error_of_the_text_encoders_suggests_a_smaller_dtype(

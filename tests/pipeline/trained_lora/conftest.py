@@ -121,6 +121,7 @@ def make_project(tmp_path: Path, tiny_bases: dict[str, Path]) -> Callable[..., P
             "model": {"base": str(tiny_bases[prediction])},
             "buckets": {"resolution": 64, "step": 32},
             "text": {"caption_dropout": dropout},
+            "accelerate": {"mixed_precision": "no"},
             "training": settings,
         }
         recipe = recipe_from_mapping("demo", values)
@@ -137,7 +138,7 @@ def fill_cache(recipe: Recipe, sizes: dict[str, int]) -> tuple[pl.DataFrame, pl.
     entries = RecipeEntries(recipe)
     latents: list[dict[str, Any]] = []
     text: list[dict[str, Any]] = []
-    for caption in ("", *recipe.training.sample_prompts):
+    for caption in ("", *recipe.training.preview_captions):
         put(entries, entries.text_spec(caption))
     for bucket, number in sizes.items():
         for index in range(number):

@@ -124,7 +124,25 @@ def test_a_valid_result_passes_and_three_of_its_checks_are_warnings(result: Resu
     assert result.failed() == set()
     severities = {name: finding.severity for name, finding in result.findings().items()}
     assert severities == {name: "warn" if name in WARNINGS else "error" for name in severities}
-    assert result.findings()["reload_equals"].numbers[result.path("kohya").name] == 0.0
+
+
+def test_a_passing_check_reports_all_its_numbers(result: Result) -> None:
+    files = [result.path(layout).name for layout in LAYOUTS]
+    largest = max(0.5 * float(np.linalg.norm(up @ down)) for down, up in result.factors.values())
+    expected = {
+        "loss_finite": {"steps": 3},
+        "adapter_not_zero": {"modules": 2, "zero_modules": 0, "largest_norm": pytest.approx(largest)},
+        "reload_equals": dict.fromkeys(files, 0.0),
+        "plan_completed": {"steps": 3, "asked_steps": 3},
+        "shape_uniformity": {"modules": 2, "rank": 4},
+        "file_size_outliers": {file: (result.lora / file).stat().st_size for file in files},
+        "output_changed": {"output_change": 0.25},
+        "loss_fell": {},
+        "validation_loss": {},
+        "modules_touched": {},
+    }
+    actual = {name: finding.numbers for name, finding in result.findings().items()}
+    assert actual == {name: {"num_rows": 0, **numbers} for name, numbers in expected.items()}
 
 
 def test_R05_a_nan_loss_fails_loss_finite_and_lists_its_step(result: Result) -> None:
@@ -172,13 +190,16 @@ def test_a_single_zero_module_is_a_warning_that_names_the_module(result: Result)
     assert result.findings()["modules_touched"].rows == [{"module": "left.to_q"}]
 
 
-@pytest.mark.parametrize("change", [0.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    ("change", "reported"), [(0.0, 0.0), (float("nan"), None), (float("inf"), None)], ids=["0", "nan", "inf"]
+)
 def test_R06_an_adapter_without_a_finite_effect_on_the_output_fails_output_changed(
-    result: Result, change: float
+    result: Result, change: float, reported: float | None
 ) -> None:
     result.output_change = change
     result.record()
     assert result.failed() == {"output_changed"}
+    assert result.findings()["output_changed"].numbers == {"num_rows": 0, "output_change": reported}
 
 
 @pytest.mark.parametrize(

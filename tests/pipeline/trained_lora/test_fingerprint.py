@@ -173,3 +173,26 @@ def test_a_difference_lists_each_changed_fact_with_both_values() -> None:
 
 def test_a_first_run_logs_no_differences(tmp_path: Any) -> None:
     log_differences(tmp_path, "run", {}, log=pytest.fail)
+
+
+def test_the_run_id_holds_resolved_values_instead_of_auto_and_int8(samples: Samples) -> None:
+    stated = samples.ids({"accelerate": {"mixed_precision": "no"}})
+    assert samples.ids({"accelerate": {"mixed_precision": "auto"}}) == samples.unchanged == stated
+
+    int8 = samples.ids({"training": {"quantize": "int8"}})
+    assert int8 == samples.ids({"training": {"quantize": "int8_torchao"}})
+    assert int8.run != samples.unchanged.run
+
+
+@pytest.mark.parametrize("kind", ["folder", "damaged"])
+def test_a_new_run_is_announced_even_if_the_earlier_record_cannot_be_read(tmp_path: Path, kind: str) -> None:
+    record = tmp_path / "earlier" / "run.json"
+    record.parent.mkdir()
+    if kind == "folder":
+        record.mkdir()
+    else:
+        record.write_text("{")
+    lines: list[str] = []
+    log_differences(tmp_path, "later", {}, log=lines.append)
+    (line,) = lines
+    assert line.startswith("run later is new; how it differs from earlier is unknown")

@@ -95,7 +95,7 @@ def test_checkpoints_and_complete_previews_are_reported_earlier_but_at_most_ever
     assert states(run, live, 1) == [], "the second prompt is not drawn yet"
     run.preview(0, 1)
     (before,) = states(run, live, 2)
-    assert (before.step, [preview.prompt for preview in before.previews]) == (0, ["a cat", "a dog"])
+    assert (before.step, [preview.heading for preview in before.previews]) == (0, ["a cat", "a dog"])
     assert before.picture().startswith(b"\xff\xd8")
 
     run.steps(0, 9)

@@ -87,7 +87,7 @@ def test_a_preview_without_a_stored_prompt_gets_the_recipes_prompt(tmp_path: Pat
     save(tmp_path, 0, 0, None, (0, 0, 0))
     save(tmp_path, 0, 1, None, (0, 0, 0))
     save(tmp_path, 0, 2, "stored", (0, 0, 0))
-    assert [each.prompt for each in read_previews(tmp_path, ["first"])] == ["first", "prompt 2", "stored"]
+    assert [each.heading for each in read_previews(tmp_path, ["first"])] == ["first", "prompt 2", "stored"]
 
 
 @pytest.mark.parametrize("prompt", ["", "日本の花\n第二行", "a\x00b\x1b[31m", "роза и Ünï 😀", "x" * 5000])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.nn.functional import huber_loss
 from pipeline.errors import TrainingError
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import TrainingSettings
-from pipeline.trained_lora.requirements import require_objective
+from pipeline.trained_lora.requirements import require_objective, require_trackers
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import MicroBatchMaker
 
@@ -91,3 +93,17 @@ def test_batch_losses_equal_the_papers_formulas_computed_with_diffusers(
         "debiased": snr.sqrt() / to_latent,
     }[loss.get("weighting")]
     torch.testing.assert_close(losses, errors.mean(dim=(1, 2, 3)) * weights, rtol=1e-5, atol=1e-6)
+
+
+def test_a_tracker_whose_package_is_missing_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = TrainingSettings(steps=1, trackers=("wandb",))
+    if find_spec("wandb") is None:
+        with pytest.raises(TrainingError, match="wandb is not installed"):
+            require_trackers(settings)
+    require_trackers(TrainingSettings(steps=1))
+
+    (tmp_path / "wandb.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    require_trackers(settings)

@@ -193,6 +193,23 @@ def completed(project: Project) -> bool:
     return next(each.passed for each in trained_lora.run(context) if each.name == "plan_completed")
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_files_of_half_size_pass_all_checks_of_their_run(
+    make_project: Callable[..., Project], name: str
+) -> None:
+    project = make_project(lora={"rank": 4, "alpha": 2.0, "save_dtype": name})
+    run(project, InProcessLaunch())
+    context = CheckContext(project.recipe, Tables(project.recipe.output_dir))
+    assert all(finding.passed for finding in trained_lora.run(context))
+    full = project.recipe.training.lora.model_copy(update={"save_dtype": "float32"})
+    training = project.recipe.training.model_copy(update={"lora": full})
+    context = CheckContext(
+        project.recipe.model_copy(update={"training": training}), Tables(project.recipe.output_dir)
+    )
+    failed = {finding.name for finding in trained_lora.run(context) if not finding.passed}
+    assert failed == {"file_size_outliers"}
+
+
 def test_a_decay_longer_than_the_epochs_is_an_error(
     make_project: Callable[..., Project],
 ) -> None:

@@ -16,6 +16,7 @@ from pipeline.aspect_buckets import report as bucket_report
 from pipeline.checks.findings import CheckContext
 from pipeline.errors import DatasetError
 from pipeline.images.decode import load_pixels
+from pipeline.images.decode_memory import DECODE_MEMORY, MAX_DECODE_BYTES
 from pipeline.images.formats import ImageError
 from pipeline.images.geometry import Geometry
 from pipeline.raw_images.sources import sources_of
@@ -164,6 +165,36 @@ def test_an_image_exchanged_after_validation_fails_alone_in_encoder_checks_and_p
         if each.name == "file_size_outliers"
     )
     assert "bad.png" in finding.summary
+
+
+def test_a_content_that_passed_with_a_higher_limit_is_rejected_when_the_limit_is_lowered(
+    folder: Any, settled: Callable[[], None]
+) -> None:
+    settled()
+    folder.add("large.png", folder.picture(1, 200, 200))
+    folder.add("small.png", folder.picture(2, 20, 20))
+    assert len(folder.ingest().table) == 2
+    folder.checks = {"max_decode_bytes": 100_000}
+    result = folder.ingest()
+    assert result.report["decoded"] == 0
+    assert reasons(result) == {"d/large.png": "too_much_memory"}
+    folder.checks = {}
+    assert len(folder.ingest().table) == 2
+
+
+def test_the_encoder_does_not_decode_content_that_was_not_validated(folder: Any) -> None:
+    image = folder.add("a.png", folder.picture(1, 64, 64))
+    folder.ingest()
+    (row,) = folder.assign().table.rows(named=True)
+    image.write_bytes(png())  # needs 1.1 GB to decode
+    with DECODE_MEMORY.reserved(MAX_DECODE_BYTES), pytest.raises(ImageError) as caught:
+        load_pixels(
+            sources_of(folder.recipe)["d"].file("a.png"),
+            Geometry.from_row(row),
+            (255, 255, 255),
+            content_hash=row["content_hash"],
+        )
+    assert caught.value.reason == "changed"
 
 
 @pytest.mark.parametrize("name", ["list.csv", "list.jsonl", "list.parquet"])

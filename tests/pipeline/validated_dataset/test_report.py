@@ -14,7 +14,14 @@ from PIL import Image
 from pipeline.reporting.lettering import line_height_px
 from pipeline.reporting.pictures import LABEL_PX, MAX_SHEET_BYTES, NAME_PX, THUMBNAIL_PX
 from pipeline.storage.tables import empty
-from pipeline.validated_dataset.report import KEPT_FILE, REJECTED_FILE, SPREAD_FILE, write_dataset_report
+from pipeline.validated_dataset.report import (
+    KEPT_FILE,
+    REJECTED_FILE,
+    REPLACED_FILE,
+    SPREAD_FILE,
+    TAGS_FILE,
+    write_dataset_report,
+)
 
 
 def write(folder: Any) -> Path:
@@ -88,3 +95,34 @@ def test_I25_files_that_the_scan_did_not_read_are_not_opened(folder: Any) -> Non
     row |= {"reason": "special_file", "detail": "x", "fix": "x", "content_hash": None}
     rejected = pl.DataFrame([row], schema=empty("rejected").schema)
     write_dataset_report(folder.recipe, empty("validated_dataset"), rejected, log=print)
+
+
+def test_tags_of_several_samples_are_counted_the_most_frequent_first(folder: Any) -> None:
+    for name, caption in {"a": "rose, red , rose", "b": "red, vase", "c": "Rose, red", "d": "rose"}.items():
+        folder.add(f"{name}.png", caption=caption)
+    lines = (write(folder) / TAGS_FILE).read_text(encoding="utf-8").splitlines()
+    assert lines == ["tag,samples", "red,3", "rose,2"]
+
+
+def test_replacements_are_shown_before_and_after_and_sources_stay_as_they_are(folder: Any) -> None:
+    files = [folder.add(f"{name}.png", caption=f"1girl, {name}") for name in ("a", "b")]
+    folder.add("c.png", caption="a vase")
+    assert not (write(folder) / REPLACED_FILE).exists()
+
+    folder.captions = {"replace": [{"find": "1girl", "with": "woman"}], "prefix": "photo of "}
+    replaced = pl.read_csv(write(folder) / REPLACED_FILE)
+    assert replaced.rows() == [("d/a.png", "1girl, a", "woman, a"), ("d/b.png", "1girl, b", "woman, b")]
+    assert folder.tables.read("validated_dataset")["caption"][0] == "photo of woman, a"
+    assert files[0].with_suffix(".txt").read_text(encoding="utf-8") == "1girl, a"
+
+    folder.captions = {}
+    assert not (write(folder) / REPLACED_FILE).exists()
+
+
+def test_replacements_in_the_captions_of_a_manifest_are_shown(folder: Any) -> None:
+    folder.add("a.png", caption=None)
+    manifest = folder.root / "images.csv"
+    manifest.write_text("path,caption\na.png,a red rose\n", encoding="utf-8")
+    folder.dataset = {"path": str(manifest)}
+    folder.captions = {"from": "column", "replace": [{"find": "red", "with": "blue"}]}
+    assert pl.read_csv(write(folder) / REPLACED_FILE).rows() == [("d/a.png", "a red rose", "a blue rose")]

@@ -31,7 +31,7 @@ class ZeroPaddedT5Conditioner(TextConditioner):
             padded.append(pad(text["text_embedding"], (0, 0, *rows)))
         return {"text_embedding": torch.stack(padded)}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`; the pipeline requires masks but does not use them."""
         embedding = text["text_embedding"]
         return {"prompt_embeds": embedding, "prompt_attention_mask": embedding.new_ones(embedding.shape[:2])}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from pipeline.models.families import Family
 from pipeline.models.families.bria_fibo import TOKENS
 from pipeline.models.families.parts.text import LanguageModelText
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.flux_tokens import text_ids
 from pipeline.models.worker.text import CachedPromptConditioner, own_tokens
 
@@ -30,13 +30,13 @@ class BriaFiboConditioner(CachedPromptConditioner):
         self,
         pipeline: Any,
         text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
+        negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """See `CachedPromptConditioner.encoded_prompt`."""
         prompt, prompt_layers = _by_layer(self.family, text)
-        negative, negative_layers = _by_layer(self.family, empty_text)
-        masks = text["text_mask"], empty_text["text_mask"]
+        negative, negative_layers = _by_layer(self.family, negative_text)
+        masks = text["text_mask"], negative_text["text_mask"]
         return prompt, negative, text_ids(prompt)[None], *masks, prompt_layers, negative_layers
 
 
@@ -47,17 +47,19 @@ class BriaFiboCall(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         """See `DenoiserCall.predict`; blocks beyond the text's layers get the last layer."""
-        mask = conditions["text_mask"].bool()
+        mask, attention = padding_mask(conditions), dict[str, Any]()
         batch, channels, height, width = noisy.shape
         text, layers = _by_layer(self.family, conditions)
         num_blocks = int(self.config["num_layers"]) + int(self.config["num_single_layers"])
-        attention_mask = torch.cat([mask, mask.new_ones(batch, height * width)], dim=1)
+        if mask is not None:
+            joint_mask = torch.cat([mask, mask.new_ones(batch, height * width)], dim=1)
+            attention["attention_mask"] = joint_mask[:, None, None]
         tokens = denoiser(
             hidden_states=self.pipeline._pack_latents_no_patch(noisy, batch, channels, height, width),
             timestep=timesteps,
             encoder_hidden_states=text,
             text_encoder_layers=layers[-num_blocks:] + layers[-1:] * (num_blocks - len(layers)),
-            joint_attention_kwargs={"attention_mask": attention_mask[:, None, None]},
+            joint_attention_kwargs=attention,
             txt_ids=text_ids(text),
             img_ids=self.pipeline._prepare_latent_image_ids(batch, height, width, noisy.device, noisy.dtype),
             return_dict=False,

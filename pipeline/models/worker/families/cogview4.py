@@ -29,9 +29,9 @@ class CogView4Conditioner(TextConditioner):
         embedding, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embedding}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])[0].unsqueeze(0)}
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])[0].unsqueeze(0)}
 
 
 class CogView4Call(DenoiserCall):
@@ -41,7 +41,7 @@ class CogView4Call(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         """See `DenoiserCall.predict`; one call per sample, because no mask hides padding from the others."""
-        texts = unpadded(conditions["text_embedding"], conditions["text_mask"])
+        texts = unpadded(conditions["text_embedding"], conditions["text_lengths"])
         predictions: list[Tensor] = []
         for index, text in enumerate(texts):
             sample = slice(index, index + 1)

@@ -25,9 +25,9 @@ class ErnieConditioner(TextConditioner):
         states = encoders.encode_prompt(caption, encoders.text_encoder.device)
         return {"text_embedding": states[0][None]}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])}
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])}
 
 
 class ErnieImageCall(DenoiserCall):

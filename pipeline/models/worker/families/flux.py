@@ -28,7 +28,7 @@ class T5AndClipConditioner(TextConditioner):
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the caption's arguments alone, because guidance is distilled."""
         return self.prompt_tensors(text)

@@ -23,7 +23,7 @@ class DevConditioner(KleinConditioner):
         return encoders.tokenizer.apply_chat_template(messages, tokenize=False)[0]
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Return the caption's arguments alone, because guidance is distilled."""
         return self.prompt_tensors(text)

@@ -26,7 +26,7 @@ class FourEncoderConditioner(TextConditioner):
             "pooled_text_embedding": pooled,
         }
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
         return {
             "prompt_embeds_t5": text["text_embedding"],

@@ -68,7 +68,7 @@ class IdeogramConditioner(CachedPromptConditioner):
         self,
         pipeline: Any,
         text: Mapping[str, Tensor],
-        empty_text: Mapping[str, Tensor],
+        negative_text: Mapping[str, Tensor],
         arguments: Mapping[str, Any],
     ) -> tuple[Any, ...]:
         """Return the caption's states, then zeros for the picture; the second transformer sees no text."""
@@ -80,11 +80,11 @@ class IdeogramConditioner(CachedPromptConditioner):
         return torch.cat([states, picture], dim=1), *ids
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Set the caption's number of tokens, and one guidance scale for all steps."""
-        arguments = super().prompt_arguments(pipeline, text, empty_text)
-        length = int(text["text_mask"].sum())
+        arguments = super().prompt_arguments(pipeline, text, negative_text)
+        (length,) = text["text_lengths"]
         return {**arguments, "max_sequence_length": length, "guidance_schedule": None}
 
 
@@ -99,7 +99,7 @@ class IdeogramCall(DenoiserCall):
         The transformer takes `1 - t / num_timesteps` as time and predicts latent minus noise, so its output
         is negated.
         """
-        text, lengths = conditions["text_embedding"], conditions["text_mask"].sum(dim=1).long().tolist()
+        text, lengths = conditions["text_embedding"], list(conditions["text_lengths"])
         batch, longest, width = text.shape
         tokens = noisy.flatten(2).transpose(1, 2)
 

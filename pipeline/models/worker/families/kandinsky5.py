@@ -52,9 +52,9 @@ class QwenAndClipConditioner(TextConditioner):
         embedding, pooled, _ = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": embedding, "pooled_text_embedding": pooled}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
-        length = int(text["text_mask"].sum())
+        (length,) = text["text_lengths"]
         return {
             "prompt_embeds_qwen": text["text_embedding"][:, :length],
             "prompt_embeds_clip": text["pooled_text_embedding"],
@@ -74,7 +74,7 @@ class Kandinsky5Call(DenoiserCall):
         visual_positions = [torch.arange(count, device=noisy.device) for count in grid]
 
         predictions: list[Tensor] = []
-        for index, length in enumerate(conditions["text_mask"].sum(dim=1).long().tolist()):
+        for index, length in enumerate(conditions["text_lengths"]):
             sample = slice(index, index + 1)
             prediction = denoiser(
                 hidden_states=noisy[sample].permute(0, 2, 3, 1)[:, None].contiguous(),

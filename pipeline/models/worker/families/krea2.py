@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import fold, unfold
 
 from pipeline.models.families.krea2 import TOKENS, is_distilled, select_layers
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.noise import FlowProcess
 from pipeline.models.worker.text import TextConditioner, own_tokens
 
@@ -31,7 +31,7 @@ class Krea2Conditioner(TextConditioner):
         embedding, mask = self.encode_prompt(encoders, caption, max_sequence_length=TOKENS)
         return {"text_embedding": own_tokens(embedding, mask).flatten(2)}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
         layers = len(select_layers(self.family.model))
         states, mask = _by_layer(text, layers)
@@ -45,7 +45,7 @@ class Krea2Call(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         """See `DenoiserCall.predict`."""
-        text, mask = _by_layer(conditions, len(select_layers(self.family.model)))
+        text, _ = _by_layer(conditions, len(select_layers(self.family.model)))
         height, width = noisy.shape[2:]
         grid = height // _PATCH, width // _PATCH
         tokens = denoiser(
@@ -53,7 +53,7 @@ class Krea2Call(DenoiserCall):
             encoder_hidden_states=text,
             timestep=timesteps / self.num_timesteps,
             position_ids=self.pipeline.prepare_position_ids(text.shape[1], *grid, noisy.device),
-            encoder_attention_mask=mask,
+            encoder_attention_mask=padding_mask(conditions),
             return_dict=False,
         )[0]
         return fold(tokens.transpose(1, 2), (height, width), _PATCH, stride=_PATCH)

@@ -18,7 +18,7 @@ class Lumina2Conditioner(GemmaConditioner):
         """See `TextConditioner.prompt`."""
         return f"{encoders.system_prompt} <Prompt Start> {caption}"
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
         return {"prompt_embeds": text["text_embedding"], "prompt_attention_mask": text["text_mask"].long()}
 

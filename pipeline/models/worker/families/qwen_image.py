@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.text import TextConditioner
 
 _TOKENS = 512
@@ -28,20 +28,17 @@ class QwenConditioner(TextConditioner):
         embedding, _ = self.encode_prompt(encoders, caption, max_sequence_length=_TOKENS)
         return {"text_embedding": embedding}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
-        length = int(text["text_mask"].sum())
+        (length,) = text["text_lengths"]
         return {
             "prompt_embeds": text["text_embedding"][:, :length],
             "prompt_embeds_mask": text["text_mask"][:, :length].bool(),
         }
 
-    def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
-    ) -> dict[str, Any]:
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
         """Add `true_cfg_scale`, which scales the guidance away from the negative prompt."""
-        arguments = super().prompt_arguments(pipeline, text, empty_text)
-        return {"true_cfg_scale": self.family.guidance_scale, **arguments}
+        return {**super().guidance_arguments(scale), "true_cfg_scale": scale}
 
 
 class QwenImageCall(DenoiserCall):
@@ -51,14 +48,12 @@ class QwenImageCall(DenoiserCall):
         self, denoiser: nn.Module, noisy: Tensor, timesteps: Tensor, conditions: Conditions
     ) -> Tensor:
         """See `DenoiserCall.predict`."""
-        mask = conditions["text_mask"].bool()
         batch, channels, height, width = noisy.shape
-        longest = int(mask.sum(dim=1).max())
         tokens = denoiser(
             hidden_states=self.pipeline._pack_latents(noisy, batch, channels, height, width),
             timestep=timesteps / self.num_timesteps,
-            encoder_hidden_states=conditions["text_embedding"][:, :longest],
-            encoder_hidden_states_mask=mask[:, :longest],
+            encoder_hidden_states=conditions["text_embedding"],
+            encoder_hidden_states_mask=padding_mask(conditions),
             img_shapes=[[(1, height // _PATCH, width // _PATCH)]] * batch,
             return_dict=False,
         )[0]

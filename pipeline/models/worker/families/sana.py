@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from pipeline.models.worker.denoiser import Conditions, DenoiserCall
+from pipeline.models.worker.denoiser import Conditions, DenoiserCall, padding_mask
 from pipeline.models.worker.text import MASKED_PROMPT, GemmaConditioner
 
 
@@ -30,10 +30,10 @@ class SanaConditioner(GemmaConditioner):
         return {"complex_human_instruction": _instruction_lines(encoders)}
 
     def prompt_arguments(
-        self, pipeline: Any, text: Mapping[str, Tensor], empty_text: Mapping[str, Tensor]
+        self, pipeline: Any, text: Mapping[str, Tensor], negative_text: Mapping[str, Tensor]
     ) -> dict[str, Any]:
         """Draw in exactly the requested size, and unset the default negative prompt."""
-        arguments = super().prompt_arguments(pipeline, text, empty_text)
+        arguments = super().prompt_arguments(pipeline, text, negative_text)
         return {**arguments, "negative_prompt": None, "use_resolution_binning": False}
 
 
@@ -47,7 +47,7 @@ class SanaCall(DenoiserCall):
         return denoiser(
             noisy,
             encoder_hidden_states=conditions["text_embedding"],
-            encoder_attention_mask=conditions["text_mask"],
+            encoder_attention_mask=padding_mask(conditions),
             timestep=timesteps * float(self.config.get("timestep_scale", 1.0)),
             return_dict=False,
         )[0]

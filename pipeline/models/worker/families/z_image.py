@@ -24,9 +24,9 @@ class ZImageConditioner(TextConditioner):
         embeddings, _ = self.encode_prompt(encoders, caption, do_classifier_free_guidance=False)
         return {"text_embedding": embeddings[0][None]}
 
-    def prompt_tensors(self, text: Mapping[str, Tensor]) -> dict[str, Any]:
+    def prompt_tensors(self, text: Mapping[str, Any]) -> dict[str, Any]:
         """See `TextConditioner.prompt_tensors`."""
-        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_mask"])}
+        return {"prompt_embeds": unpadded(text["text_embedding"], text["text_lengths"])}
 
 
 class ZImageCall(DenoiserCall):
@@ -43,7 +43,7 @@ class ZImageCall(DenoiserCall):
         predictions = denoiser(
             list(noisy.unsqueeze(2)),
             (self.num_timesteps - timesteps) / self.num_timesteps,
-            unpadded(conditions["text_embedding"], conditions["text_mask"]),
+            unpadded(conditions["text_embedding"], conditions["text_lengths"]),
             return_dict=False,
         )[0]
         return -torch.stack(list(predictions)).squeeze(2)

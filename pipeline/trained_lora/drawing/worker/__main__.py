@@ -17,6 +17,8 @@ def main(order_path: Path) -> None:
         import torch
 
         from pipeline.models.worker.loading import keep_quiet
+
+        keep_quiet()
         from pipeline.processes.launch import cpu_threads
         from pipeline.processes.worker.devices import used_memory_text
         from pipeline.trained_lora.drawing.job import read_drawing_job
@@ -24,7 +26,6 @@ def main(order_path: Path) -> None:
 
         report.lines.memory = used_memory_text
         torch.set_num_threads(cpu_threads())
-        keep_quiet()
         draw_pictures(read_drawing_job(order_path), report, scratch=order_path.parent)
 
 

@@ -1,8 +1,8 @@
 """Drawing the pictures of a job with one loaded base model.
 
 The arithmetic is that of the previews during training, so that both give the same picture for the same LoRA,
-prompt and seed. On the CPU they are equal bit for bit, with two exceptions: the files of LoHa, LoKr, PiSSA
-and OLoRA hold a converted LoRA, and recipes with `compile` train compiled blocks.
+prompt and seed. On the CPU they are equal bit for bit, with three exceptions: the files of LoHa, LoKr, PiSSA
+and OLoRA hold a converted LoRA, `lora.save_dtype` rounds a file, and `compile` trains compiled blocks.
 """
 
 from __future__ import annotations
@@ -17,19 +17,18 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from pipeline.errors import DrawingError
-from pipeline.images.geometry import Size
 from pipeline.models.worker.family import load_family
-from pipeline.processes.worker.devices import out_of_memory_as, own_device, why_no_gpu
+from pipeline.processes.worker.devices import allow_tf32, out_of_memory_as, own_device, why_no_gpu
 from pipeline.storage.atomic import write_atomically
-from pipeline.trained_lora.drawing.job import Cell, DrawingJob, number_text
+from pipeline.trained_lora.drawing.job import Cell, DrawingJob
 from pipeline.trained_lora.drawing.worker.file_adapter import FileAdapter, adapts_text_encoders
 from pipeline.trained_lora.drawing.worker.texts import prompt_texts
-from pipeline.trained_lora.previews import PROMPT_KEY
+from pipeline.trained_lora.previews import PROMPT_KEY, number_text
 from pipeline.trained_lora.worker.adapter.lora import adapted_networks
 from pipeline.trained_lora.worker.adapter.warm_start import read_lora_tensors
 from pipeline.trained_lora.worker.base_model import load_base
 from pipeline.trained_lora.worker.distributed import make_accelerator
-from pipeline.trained_lora.worker.previews import INFERENCE_STEPS
+from pipeline.trained_lora.worker.previews import picture_settings
 from pipeline.trained_lora.worker.text_encoders import TextEncoders
 
 if TYPE_CHECKING:
@@ -51,7 +50,7 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
         ModelError: The base model cannot be loaded.
         TrainingError: The quantization needs a missing package or GPU.
     """
-    own_device()  # fails with a clear message before CUDA would fail with an obscure one
+    allow_tf32(own_device())  # fails with a clear message before CUDA would fail with an obscure one
     if (reason := why_no_gpu()) is not None:
         report.info(f"warning: {reason}")
     cells = list(job.cells())
@@ -62,10 +61,11 @@ def draw_pictures(job: DrawingJob, report: Report, *, scratch: Path) -> None:
         without_lora: dict[int, Image] = {}
         report.progress(0, len(cells), "drawing pictures")
         for done, cell in enumerate(cells, start=1):
-            picture = without_lora.get(cell.number) if cell.strength == 0.0 else None
+            has_lora = cell.strength * job.prompts[cell.number].lora_scale != 0.0
+            picture = None if has_lora else without_lora.get(cell.number)
             if picture is None:
                 picture = artist.draw(cell)
-            if cell.strength == 0.0:
+            if not has_lora:
                 without_lora[cell.number] = picture
             write_atomically(cell.path, partial(picture.save, format="PNG", pnginfo=_text_chunks(job, cell)))
             report.progress(done, len(cells), "drawing pictures")
@@ -77,7 +77,11 @@ class _Artist:
     def __init__(self, job: DrawingJob, report: Report, scratch: Path) -> None:
         self._job = job
         self._family = load_family(job.base, job.component_folders)
-        self._accelerator = make_accelerator(job.recipe.accelerate, find_unused_parameters=False)
+        settings = job.recipe.accelerate
+        precision = self._family.mixed_precision(settings.mixed_precision)
+        self._accelerator = make_accelerator(
+            settings, mixed_precision=precision, find_unused_parameters=False
+        )
         device = str(self._accelerator.device)
         file = read_lora_tensors(job.loras[0].file)
         has_text = adapts_text_encoders(file)
@@ -114,18 +118,18 @@ class _Artist:
         if cell.lora != self._loaded:
             self._adapter.load(cell.lora.file)
             self._loaded = cell.lora
-        self._adapter.set_strength(cell.strength)
-
         prompt = self._job.prompts[cell.number]
+        self._adapter.set_strength(cell.strength * prompt.lora_scale)
+
+        negative = prompt.negative
         # One autocast context per picture: autocast caches the cast weights for as long as it is active.
         with torch.no_grad(), self._accelerator.autocast():
             return self._family.drawing.draw(
                 self._pipeline,
                 self._tensors(prompt.caption),
                 self._tensors(""),
-                size=Size(*prompt.size_hw),
-                steps=INFERENCE_STEPS,
-                seed=self._job.seed,
+                picture_settings(prompt, seed=self._job.seed),
+                negative_text=None if negative is None else self._tensors(negative.caption),
             )
 
     def _tensors(self, caption: str) -> Mapping[str, Tensor]:
@@ -137,13 +141,15 @@ class _Artist:
 def _text_chunks(job: DrawingJob, cell: Cell) -> PngInfo:
     """Return PNG text chunks that state how a picture was drawn."""
     chunks = PngInfo()
+    prompt = job.prompts[cell.number]
     facts = {
-        PROMPT_KEY: job.prompts[cell.number].caption,
+        PROMPT_KEY: prompt.caption,
         "lora": str(cell.lora.file.name) if job.run is None else f"run {job.run}, {cell.lora.label}",
         "strength": number_text(cell.strength),
         "seed": str(job.seed),
-        "steps": str(INFERENCE_STEPS),
+        "steps": str(prompt.steps),
         "recipe": job.recipe.name,
+        **prompt.settings(),
     }
     for key, text in facts.items():
         chunks.add_itxt(key, text)
@@ -154,7 +160,7 @@ def _memory_error(job: DrawingJob, usage: str) -> DrawingError:
     training, precision = job.recipe.training, job.recipe.accelerate.mixed_precision
     fix = "close other programs that use the device, such as a training"
     if training.quantize == "none" and job.run is None:
-        fix += ", or set training.quantize: int8_torchao or nf4"
+        fix += ", or set training.quantize: int8 or nf4"
     return DrawingError(
         "memory ran out while pictures were drawn" + (f" ({usage})" if usage else ""),
         where=f"accelerate.mixed_precision {precision}, training.quantize {training.quantize}",

@@ -26,7 +26,7 @@ Texts = Mapping[str, Mapping[str, Tensor]]
 
 
 def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path) -> Texts:
-    """Return the tensors of the job's prompts and of the empty caption.
+    """Return the tensors of the job's prompts, negative prompts and of the empty caption.
 
     The recipe's own prompts are in the cache. Others are encoded in the dtypes of the cache, so that their
     pictures do not change when the recipe adopts them.
@@ -36,7 +36,9 @@ def prompt_texts(job: DrawingJob, device: str, report: Report, *, scratch: Path)
         LaunchError: The text encoders do not fit into memory.
     """
     store = store_at(job.recipe.cache_dir)
-    specs = {"": job.empty_text, **{prompt.caption: prompt.text for prompt in job.prompts}}
+    specs = {"": job.empty_text}
+    for prompt in job.prompts:
+        specs |= prompt.entries()
     missing = {caption: spec for caption, spec in specs.items() if not store.check(spec).valid}
     texts: dict[str, Mapping[str, Tensor]] = {
         caption: read_entry(store, spec, f"prompt {caption!r}")

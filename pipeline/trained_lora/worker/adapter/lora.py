@@ -5,7 +5,8 @@ A network is the denoiser or a text encoder. Weights are named as by peft: "<mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, cast
 
@@ -192,6 +193,34 @@ def load_networks_state(networks: Networks, state: Mapping[str, Tensor]) -> None
             if (name.startswith(prefix) if prefix else not name.startswith(text_prefixes))
         }
         load_adapter_state(network, network_state)
+
+
+@contextmanager
+def scaled_adapters(networks: Networks, factor: float) -> Generator[None]:
+    """Multiply the effect of all adapters by `factor` within the context; 0 disables them.
+
+    The frozen adapter of PiSSA and OLoRA, which subtracts the initial weights, is scaled too.
+    """
+    layers = [layer for network in networks.values() for _, layer in lora_modules(network)]
+    scales = [dict(layer.scaling) for layer in layers]
+
+    # A factor of 0 would keep DoRA's magnitudes. Enabling a frozen adapter again would make it trainable.
+    disabled = [
+        cast("Any", network)
+        for network in networks.values()
+        if factor == 0.0 and len(_adapters(network)) == 1
+    ]
+    for network in disabled:
+        network.disable_adapters()
+    for layer, scale in zip(layers, scales, strict=True):
+        layer.scaling.update({name: factor * own for name, own in scale.items()})
+    try:
+        yield
+    finally:
+        for layer, scale in zip(layers, scales, strict=True):
+            layer.scaling.update(scale)
+        for network in disabled:
+            network.enable_adapters()
 
 
 def delta_weights(network: nn.Module, adapter: str = ADAPTER) -> dict[str, Callable[[], Tensor]]:

@@ -30,7 +30,8 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
     `family_targets` are the path endings that `targets: family` selects.
 
     Raises:
-        TrainingError: No module is selected, or a pattern of `modules` or `ranks` matches none.
+        TrainingError: No module is selected, or a pattern of `modules`, `ranks` or `learning_rates`
+            matches none.
     """
     layers = adaptable_layers(denoiser)
     selected = [
@@ -53,9 +54,11 @@ def target_modules(denoiser: nn.Module, settings: LoraSettings, family_targets: 
         )
 
     size_patterns = [each.modules for each in settings.ranks]
+    rate_patterns = [each.modules for each in settings.learning_rates]
     for key, patterns, names in (
         ("modules", settings.modules, list(layers)),
         ("ranks", size_patterns, selected),
+        ("learning_rates", rate_patterns, selected),
     ):
         for pattern in patterns:
             if not any(fnmatchcase(name, pattern) for name in names):

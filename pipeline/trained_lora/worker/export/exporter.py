@@ -9,19 +9,21 @@ import json
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import diffusers
+import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipeline.errors import TrainingError
 from pipeline.models.diffusers_folder import read_json
 from pipeline.storage.os_errors import attach_path
-from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, layout_file
+from pipeline.trained_lora.export.lora_files import LAYOUTS, LoraModule, is_factor, layout_file
 from pipeline.trained_lora.export.metadata import at_step
 from pipeline.trained_lora.worker.adapter.lora import (
     ADAPTER,
@@ -46,6 +48,7 @@ from pipeline.trained_lora.worker.export.modules import describe_networks
 from pipeline.trained_lora.worker.export.read_back import (
     largest_error,
     loaded_weights,
+    module_error,
     relative_difference,
     require_tolerable,
 )
@@ -56,7 +59,8 @@ if TYPE_CHECKING:
 RELOAD_TOLERANCE = 1e-6
 """Largest allowed error of a module's LoRA, relative to its size.
 
-The files hold the trained float32 factors, so only a scale that a reader moves into them is rounded. The
+The files hold the trained factors in `lora.save_dtype`, and are compared with these. In float32, only a scale
+that a reader moves into the factors is rounded. The
 tolerance is ten times as large for adapters that are converted to a LoRA, whose factors are products.
 """
 
@@ -67,7 +71,8 @@ class ExportedFile:
 
     Attributes:
         name: File name.
-        max_error: Largest relative error of a module, see `RELOAD_TOLERANCE`; 0 if all factors are equal.
+        max_error: Largest relative error of a module, including the rounding to `lora.save_dtype`; 0 if all
+            factors are the trained ones.
         num_modules: Number of adapted modules, all of which were compared.
     """
 
@@ -92,6 +97,14 @@ class _TrainedLora:
     state: dict[str, Tensor]
     norms: RowNorms
 
+    def rounded(self, dtype: torch.dtype) -> _TrainedLora:
+        """Return the LoRA with the numbers that files of `dtype` hold, as float32."""
+        state = {
+            name: weight.to(dtype).float() if is_factor(name) else weight
+            for name, weight in self.state.items()
+        }
+        return replace(self, state=state)
+
     @staticmethod
     def of(family: WorkerFamily, networks: Networks) -> _TrainedLora:
         """Read the adapters of the networks, and convert them to a LoRA if they are of another kind."""
@@ -107,11 +120,19 @@ class _TrainedLora:
 class Exporter:
     """Writes and verifies the LoRA files of one run."""
 
-    def __init__(self, family: WorkerFamily, recipe_name: str, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        family: WorkerFamily,
+        recipe_name: str,
+        metadata: Mapping[str, str],
+        *,
+        save_dtype: str = "float32",
+    ) -> None:
         """Take what the files of all steps have in common; `metadata` is added to each file's header."""
         self._family = family
         self._recipe_name = recipe_name
         self._metadata = dict(metadata)
+        self._dtype: torch.dtype = getattr(torch, save_dtype)
         pipeline_class = read_json(family.folder / "model_index.json")["_class_name"]
         self._pipeline: Any = getattr(diffusers, pipeline_class)
 
@@ -127,13 +148,18 @@ class Exporter:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         trained = _TrainedLora.of(self._family, networks)
+        stored = trained.rounded(self._dtype)
         metadata = self._metadata if step is None else at_step(self._metadata, step)
 
         with attach_path(folder):
-            self._save_diffusers(folder, trained, metadata)
+            self._save_diffusers(folder, stored, metadata)
             for layout in ("kohya", "comfyui"):
-                tensors = layout_tensors(layout, trained.modules, trained.state, trained.norms)
-                save_file(tensors, folder / layout_file(layout, self._recipe_name), metadata=metadata)
+                tensors = layout_tensors(layout, stored.modules, stored.state, stored.norms)
+                save_file(
+                    self._in_dtype(tensors),
+                    folder / layout_file(layout, self._recipe_name),
+                    metadata=metadata,
+                )
         return self._verify(folder, trained)
 
     def verify(self, networks: Networks, folder: Path) -> list[ExportedFile]:
@@ -158,6 +184,7 @@ class Exporter:
                 module, weight = _split_weight_name(name)
                 if module in keys:
                     layers[keys[module] + weight] = tensor
+            layers = self._in_dtype(layers)
             config = (
                 cast("Any", network).peft_config[ADAPTER]
                 if _is_plain_lora(network)
@@ -173,11 +200,26 @@ class Exporter:
             adapter_metadata = dict(file.metadata() or {})
         save_file(load_file(path), path, metadata={**metadata, **adapter_metadata})
 
+    def _in_dtype(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors with all matrices in the files' dtype."""
+        return {key: each.to(self._dtype) if is_factor(key) else each for key, each in tensors.items()}
+
     def _verify(self, folder: Path, trained: _TrainedLora) -> list[ExportedFile]:
-        """Compare each file, as its readers read it, with the adapter in memory."""
+        """Compare each file, as its readers read it, with the adapter in memory.
+
+        Its factors must be those of the adapter, rounded to the files' dtype.
+        """
         tolerance = RELOAD_TOLERANCE * (1 if _is_plain_lora(trained.networks[""]) else 10)
-        expected = trained_weights(trained.modules, trained.state, trained.norms)
-        conversion_error = _conversion_error(trained, expected, where=folder, tolerance=tolerance)
+        exact_weights = trained_weights(trained.modules, trained.state, trained.norms)
+        conversion_error = _conversion_error(trained, exact_weights, where=folder, tolerance=tolerance)
+        stored = trained.rounded(self._dtype)
+        expected = trained_weights(stored.modules, stored.state, stored.norms)
+        if self._dtype != torch.float32:
+            rounding_error = _rounding_error(expected, exact_weights, where=folder, dtype=self._dtype)
+            conversion_error = max(conversion_error, rounding_error)
+
+            # A reader that moves a scale into the factors rounds them again.
+            tolerance = max(tolerance, 4 * torch.finfo(self._dtype).eps)
 
         files: list[ExportedFile] = []
         for layout in LAYOUTS:
@@ -208,6 +250,24 @@ class Exporter:
         alphas = {(module.diffusers.partition(".")[0], module.alpha) for module in trained.modules}
         has_one_alpha = len(alphas) == len(trained.networks)
         return self._family.kohya_loads() and not trained.norms and has_one_alpha
+
+
+def _rounding_error(rounded: LoraWeights, exact: LoraWeights, *, where: Path, dtype: torch.dtype) -> float:
+    """Return the largest relative error of a module's LoRA by rounding its factors.
+
+    Raises:
+        TrainingError: A number is too large for the dtype.
+    """
+    errors: list[float] = []
+    for name, weights in rounded.items():
+        if not (torch.isfinite(weights.down).all() and torch.isfinite(weights.up).all()):
+            raise TrainingError(
+                f"a number in the LoRA of {name} is too large for {str(dtype).removeprefix('torch.')}",
+                where=str(where),
+                fix="set training.lora.save_dtype: bfloat16 or float32, or lower training.learning_rate",
+            )
+        errors.append(module_error(weights, exact[name]))
+    return max(errors)
 
 
 def _conversion_error(

@@ -119,7 +119,7 @@ def file_weights(path: Path, modules: list[LoraModule], layout: Layout, norms: R
 
     weights: dict[str, ModuleWeights] = {}
     for module in modules:
-        down, up = factors(tensors, module, layout)
+        down, up = (factor.float() for factor in factors(tensors, module, layout))
         down_key, _, alpha_key = module.keys(layout)
         assert alpha_key is not None
         scale = float(tensors[alpha_key]) / tensors[down_key].shape[0]

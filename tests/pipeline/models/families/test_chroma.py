@@ -13,6 +13,7 @@ from diffusers import ChromaPipeline
 
 from demo.tiny_models import make_tiny_chroma
 from pipeline.images.geometry import Size
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
 from pipeline.recipe import project_root
 from pipeline.trained_lora.worker.loader import MicroInput
@@ -87,7 +88,7 @@ def test_a_schedule_with_beta_sigmas_needs_no_additional_package(tmp_path: Path)
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
     pipe = ChromaPipeline.from_pretrained(tmp_path)
     expected = draw_picture(ChromaCase(), pipe, guidance_scale=family.guidance_scale)
     np.testing.assert_allclose(np.asarray(preview) / 255, expected, atol=0.6 / 255)

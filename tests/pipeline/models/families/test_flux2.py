@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ class KleinCase(Flux2Case):
 
     def make(self, folder: Path) -> None:
         make_tiny_flux2_klein(folder)
+
+    def negative_prompt(self, pipe: Any, text: str) -> dict[str, Any]:
+        """Return the negative prompt as embeddings, because the pipeline takes no text for it."""
+        return {"negative_prompt_embeds": pipe.encode_prompt(text)[0]}
 
 
 def test_the_complete_job_of_klein_equals_diffusers_and_its_files_change_the_picture(

@@ -21,11 +21,10 @@ LAYERS += [f"transformer_blocks.0.{layer}" for layer in TEXT]  # the text output
 class QwenImageCase(Case):
     pipeline_class = QwenImagePipeline
     targets: ClassVar[list[str]] = LAYERS
-    previewing: ClassVar[dict[str, Any]] = {
-        "negative_prompt": "",
-        "true_cfg_scale": 4.0,
-        "guidance_scale": None,
-    }
+    previewing: ClassVar[dict[str, Any]] = {"negative_prompt": ""}
+
+    def guidance_arguments(self, scale: float) -> dict[str, Any]:
+        return {"true_cfg_scale": scale, "guidance_scale": None}
 
     def make(self, folder: Path) -> None:
         make_tiny_qwen_image(folder)

@@ -16,6 +16,7 @@ from demo.tiny_models import make_tiny_sdxl
 from pipeline.errors import FamilyError
 from pipeline.images.geometry import Size
 from pipeline.models.fingerprints import Fingerprints
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import WorkerFamily, load_family
 from pipeline.models.worker.loading import load_component
 from pipeline.recipe import LoraSettings
@@ -156,6 +157,7 @@ def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
     raw = posterior.mean + posterior.std * torch.randn(1, 4, 8, 8, generator=draw.manual_seed(2))
     latent = changed.vae.normalise(raw)
     pipe: Any = StableDiffusionXLImg2ImgPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    pipe.vae.to(memory_format=torch.channels_last)
     arguments = {
         "generator": draw.manual_seed(2),
         "add_noise": False,
@@ -163,9 +165,11 @@ def test_L04_channel_statistics_are_applied_as_in_diffusers_and_change_the_keys(
         "device": "cpu",
     }
     with torch.no_grad():
-        expected = pipe.prepare_latents(pixels, None, 1, 1, **arguments)
+        last = pixels.contiguous(memory_format=torch.channels_last)
+        expected = pipe.prepare_latents(last, None, 1, 1, **arguments)
     torch.testing.assert_close(latent, expected, rtol=0, atol=1e-5)
     pipe = StableDiffusionXLPipeline.from_pretrained(tmp_path, add_watermarker=False)
+    pipe.vae.to(memory_format=torch.channels_last)
     size = {"height": 64, "width": 64, "num_inference_steps": 1, "output_type": "pt"}
     picture = pipe("a cat", **size, callback_on_step_end=lambda *_: {"latents": latent}).images
     decoded = (changed.vae.decode(vae, latent) / 2 + 0.5).clamp(0, 1)
@@ -177,7 +181,7 @@ def test_a_picture_equals_that_of_the_complete_pipeline(family: WorkerFamily, co
     encoders = family.text.load("float32", "cpu")
     text, empty = (family.text.encode_caption(encoders, caption).tensors for caption in ("a cat", ""))
     pipeline = family.drawing.load_pipeline(dtype="float32", device="cpu")
-    preview = family.drawing.draw(pipeline, text, empty, size=Size(64, 64), steps=2, seed=1)
+    preview = family.drawing.draw(pipeline, text, empty, PictureSettings(Size(64, 64), steps=2, seed=1))
     np.testing.assert_allclose(np.asarray(preview) / 255, draw_picture(complete_pipeline), atol=0.6 / 255)
 
 

@@ -1,18 +1,23 @@
-"""Components of a stranger's model load without running code that the model brings or names."""
+"""Loading components: safely from a stranger's model, and no more of a text encoder than captions need."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from demo.tiny_models import TINY
+from pipeline.models.diffusers_folder import stored_dtype
 from pipeline.models.families import detect
-from pipeline.models.worker.loading import load_component
+from pipeline.models.worker.family import load_family
+from pipeline.models.worker.loading import load_component, load_text_encoder, read_component
 
 
 class Payload:
@@ -76,3 +81,89 @@ def test_a_pickle_in_place_of_weights_is_not_executed(model: Path, tmp_path: Pat
         with pytest.raises((pickle.UnpicklingError, OSError, ValueError)):
             load_component(detect(model), role, "float32", "cpu")
     assert not ran.exists()
+
+
+WITH_UNUSED_PARTS = {
+    "Qwen-Image": {"lm_head": "Identity", "model.visual": None},
+    "Kandinsky 5 (image)": {"lm_head": "Identity", "model.visual": None},
+    "FLUX.2 dev": {"lm_head": "Identity", "model.vision_tower": None, "model.multi_modal_projector": None},
+    "Krea 2": {"visual": None},
+    "ERNIE-Image": {"vision_tower": None, "multi_modal_projector": None},
+}
+"""Modules of text encoders that captions do not use, and the class that replaces each."""
+
+
+@pytest.mark.parametrize("kind", WITH_UNUSED_PARTS)
+def test_the_vision_encoder_and_the_output_layer_are_dropped_and_embeddings_stay_bit_equal(
+    tmp_path: Path, kind: str
+) -> None:
+    TINY[kind](tmp_path / "tiny")
+    family = load_family(tmp_path / "tiny")
+    encoders = family.text.load("float32", "cpu")
+    for path, replacement in WITH_UNUSED_PARTS[kind].items():
+        parent, _, name = path.rpartition(".")
+        part = getattr(encoders.text_encoder.get_submodule(parent), name)
+        assert (None if part is None else type(part).__name__) == replacement
+
+    actual = family.text.encode_caption(encoders, "a red cat").tensors
+    encoders.register_modules(text_encoder=read_component(family, "text_encoder", "float32"))
+    expected = family.text.encode_caption(encoders, "a red cat").tensors
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory map from /proc")
+def test_an_encoder_in_its_own_dtype_is_mapped_and_only_used_weights_are_read(tmp_path: Path) -> None:
+    from transformers import Qwen2_5_VLForConditionalGeneration
+
+    TINY["Qwen-Image"](tmp_path / "tiny")
+    folder = tmp_path / "tiny" / "text_encoder"
+    config = json.loads((folder / "config.json").read_text())
+    config["vision_config"] |= {"hidden_size": 1024, "intermediate_size": 4096, "depth": 2}
+    (folder / "config.json").write_text(json.dumps(config))
+    large = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLForConditionalGeneration.config_class(**config))
+    large.bfloat16().save_pretrained(folder)
+    (file,) = folder.glob("*.safetensors")
+    file_bytes = file.stat().st_size
+    assert file_bytes > 40_000_000
+
+    family = load_family(tmp_path / "tiny")
+    encoders = family.text.load("auto", "cpu")
+    family.text.encode_caption(encoders, "a red cat")
+    mapped, resident = mapped_bytes(file)
+    kept = sum(weight.numel() * weight.element_size() for weight in encoders.text_encoder.parameters())
+    assert mapped >= kept
+    assert resident < kept + 4_000_000
+    assert kept < 0.05 * file_bytes
+
+
+def mapped_bytes(file: Path) -> tuple[int, int]:
+    """Return the bytes of the file that this process has mapped, and those of them that were read."""
+    sizes = {"Size": 0, "Rss": 0}
+    belongs = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            belongs = line.endswith(str(file))
+        elif belongs and (name := line.partition(":")[0]) in sizes:
+            sizes[name] += 1024 * int(line.split()[1])
+    return sizes["Size"], sizes["Rss"]
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_an_encoder_has_the_values_of_from_pretrained_whatever_dtype_it_is_stored_in(
+    tmp_path: Path, stored: str, dtype: str
+) -> None:
+    from transformers import T5EncoderModel
+
+    TINY["FLUX.1 dev"](tmp_path / "tiny")
+    folder = tmp_path / "tiny" / "text_encoder_2"
+    T5EncoderModel.from_pretrained(folder).to(getattr(torch, stored)).save_pretrained(folder)
+    assert stored_dtype(folder) == stored
+
+    family = detect(tmp_path / "tiny")
+    actual = load_text_encoder(family, "text_encoder_2", dtype, "cpu").state_dict()
+    expected = T5EncoderModel.from_pretrained(folder, dtype=getattr(torch, dtype)).state_dict()
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype
+        assert torch.equal(actual[name], value)

@@ -10,6 +10,7 @@ import torch
 
 from pipeline.errors import LaunchError, TrainingError
 from pipeline.processes.worker.devices import (
+    allow_tf32,
     gpu_of,
     is_out_of_memory,
     out_of_memory_as,
@@ -36,6 +37,17 @@ def test_the_error_of_too_many_processes_states_the_number_of_gpus() -> None:
 @without_gpu
 def test_without_a_gpu_the_device_is_the_cpu() -> None:
     assert own_device() == "cpu"
+
+
+def test_float32_products_use_tf32_on_a_gpu_and_stay_exact_on_the_cpu() -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        allow_tf32("cpu")
+        assert torch.get_float32_matmul_precision() == before == "highest"
+        allow_tf32("cuda:0")
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @without_gpu

@@ -12,7 +12,6 @@ from PIL import Image
 from pipeline.storage.atomic import temp_path_for
 from pipeline.trained_lora.drawing.draw import draw, num_drawn
 from pipeline.trained_lora.drawing.prepare import Request, prepare_drawing
-from pipeline.trained_lora.drawing.worker import draw as worker
 from tests.pipeline.trained_lora.drawing.drawings import InProcessDrawing
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run
 
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture
-def trained(make_project: Callable[..., Project], monkeypatch: pytest.MonkeyPatch) -> Project:
-    monkeypatch.setattr(worker, "INFERENCE_STEPS", 1)
+def trained(make_project: Callable[..., Project]) -> Project:
     project = make_project(steps=2, checkpoint_every=1, sample_prompts=["a red cat"])
     run(project, InProcessLaunch())
     return project
@@ -50,7 +48,7 @@ def test_a_grid_of_steps_strengths_and_prompts_is_one_picture_each_and_a_sheet(t
     assert sorted(Path(str(trained.recipe.cache_dir)).rglob("*.safetensors")) == entries
 
     with Image.open(job.folder / "step-00000002-strength-0.5-prompt-02.png") as picture:
-        facts = {"prompt": "prompt outside of the cache", "strength": "0.5", "seed": "7", "steps": "1"}
+        facts = {"prompt": "prompt outside of the cache", "strength": "0.5", "seed": "7", "steps": "20"}
         assert picture.info.items() >= {**facts, "lora": f"run {job.run}, step 2"}.items()
         assert picture.size == (64, 64)
     with Image.open(sheet) as image:

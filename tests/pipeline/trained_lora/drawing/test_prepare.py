@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.errors import DrawingError, PathIsolationError, TrainingError
+from pipeline.errors import DrawingError, PathIsolationError, RecipeError, TrainingError
+from pipeline.recipe import PreviewPrompt
 from pipeline.trained_lora.drawing.job import DrawingJob, read_drawing_job
 from pipeline.trained_lora.drawing.prepare import MAX_PICTURES, Request, prepare_drawing
 from pipeline.trained_lora.run_folder import RunLayout, hold_run
@@ -100,7 +101,9 @@ def test_a_run_is_drawn_as_it_was_trained_although_the_recipe_has_changed(traine
             "accelerate": trained.recipe.accelerate.model_copy(
                 update={"mixed_precision": "bf16", "num_processes": 4}
             ),
-            "training": trained.recipe.training.model_copy(update={"seed": 99, "sample_prompts": ("new",)}),
+            "training": trained.recipe.training.model_copy(
+                update={"seed": 99, "sample_prompts": (PreviewPrompt(prompt="new"),)}
+            ),
         }
     )
     job = prepare_drawing(changed, Request())
@@ -109,6 +112,24 @@ def test_a_run_is_drawn_as_it_was_trained_although_the_recipe_has_changed(traine
     assert job.seed == 7
     assert [prompt.caption for prompt in job.prompts] == ["new"]
     assert prepare_drawing(changed, Request(seed=3)).seed == 3
+
+
+def test_prompts_of_the_recipe_are_drawn_with_their_settings_and_a_requested_seed_replaces_theirs(
+    trained: Project,
+) -> None:
+    own = PreviewPrompt(prompt="a red cat", height=32, width=96, steps=3, seed=11, lora_scale=0.5)
+    training = trained.recipe.training.model_copy(update={"sample_prompts": (own,)})
+    recipe = trained.recipe.model_copy(update={"training": training})
+    [prompt] = prepare_drawing(recipe, Request()).prompts
+    assert (prompt.size_hw, prompt.steps, prompt.seed, prompt.lora_scale) == ((32, 96), 3, 11, 0.5)
+    [prompt] = prepare_drawing(recipe, Request(seed=5)).prompts
+    assert (prompt.steps, prompt.seed) == (3, None)
+    [prompt] = prepare_drawing(recipe, Request(prompts=("a red cat",))).prompts
+    assert (prompt.size_hw, prompt.steps, prompt.seed) == ((64, 64), 20, None)
+
+    odd = training.model_copy(update={"sample_prompts": (own.model_copy(update={"height": 33}),)})
+    with pytest.raises(RecipeError, match="must be multiples of 8"):
+        prepare_drawing(recipe.model_copy(update={"training": odd}), Request())
 
 
 def test_a_run_that_is_being_trained_can_be_drawn(trained: Project) -> None:

@@ -93,11 +93,12 @@ def test_B09_each_rank_has_a_share_of_the_same_bucket_in_every_micro_batch(
     for step in plan_of(samples, shape):
         assert 1 <= len(step.micro_batches) <= shape.gradient_accumulation
         for micro in step.micro_batches:
-            assert len(micro) == shape.num_processes
-            assert all(1 <= len(share) <= shape.batch_size for share in micro)
-            assert len({bucket_of[slot.variant_id] for share in micro for slot in share}) == 1
+            where = f"step {step.step}, shares {[[slot.variant_id for slot in share] for share in micro]}"
+            assert len(micro) == shape.num_processes, where
+            assert [len(share) for share in micro if not 1 <= len(share) <= shape.batch_size] == [], where
+            assert len({bucket_of[slot.variant_id] for share in micro for slot in share}) == 1, where
             empty = [share for share in micro if all(slot.weight == 0.0 for slot in share)]
-            assert all(len(share) == 1 for share in empty)
+            assert [len(share) for share in empty] == [1] * len(empty), where
 
 
 @given(samples_with_repeats(), shapes)
@@ -109,8 +110,8 @@ def test_R03_the_plan_has_the_exact_number_of_steps_and_weights_samples_equally(
     assert len(steps) == len(plan) == shape.steps
     for step in steps:
         weights = [slot.weight for micro in step.micro_batches for share in micro for slot in share]
-        assert sum(weights) == step.num_samples >= 1
-        assert [slot.index for slot in step.slots()] == list(range(step.num_samples))
+        assert sum(weights) == step.num_samples >= 1, f"step {step.step}"
+        assert [slot.index for slot in step.slots()] == list(range(step.num_samples)), f"step {step.step}"
 
 
 @given(samples_with_repeats(), shapes, st.data())
@@ -244,9 +245,10 @@ def test_B01_with_repeat_or_drop_every_micro_batch_is_full(
     for _, step in plan.iterate():
         for micro in step.micro_batches:
             slots = [slot for share in micro for slot in share]
-            assert len(slots) == capacity
-            assert all(slot.weight == 1.0 for slot in slots)
-            assert len({bucket_of[slot.variant_id] for slot in slots}) == 1
+            where = f"step {step.step}, samples {[slot.variant_id for slot in slots]}"
+            assert len(slots) == capacity, where
+            assert {slot.weight for slot in slots} == {1.0}, where
+            assert len({bucket_of[slot.variant_id] for slot in slots}) == 1, where
 
 
 @given(samples_with_repeats(), shapes)
@@ -256,7 +258,8 @@ def test_repeat_uses_each_sample_in_every_epoch_and_fills_batches_evenly(
     probe = plan_of(samples, replace(shape, underfilled="repeat"))
     plan = plan_of(samples, replace(probe.settings, steps=probe.steps_per_epoch))
     slots = epoch_slots(plan, 0)
-    assert len({(slot.variant_id, slot.occurrence) for slot in slots}) == len(slots)
+    draws = Counter((slot.variant_id, slot.occurrence) for slot in slots)
+    assert {draw: number for draw, number in draws.items() if number > 1} == {}, "drawn more than once"
     counts = Counter(slot.variant_id for slot in slots)
     assert counts == Counter(times_seen(plan))
     for bucket in {sample.bucket for sample in samples}:
@@ -325,5 +328,5 @@ def test_variants_views_and_dropout_are_uniform_and_independent() -> None:
         for slot in step.slots()
     )
     # 1200 draws in 12 equal classes have a mean of 100 and a standard deviation of 9.6.
-    assert len(counts) == 12
-    assert all(60 <= number <= 140 for number in counts.values())
+    assert len(counts) == 12, f"classes (variant, view, dropped caption) that occur: {sorted(counts)}"
+    assert {each: number for each, number in counts.items() if not 60 <= number <= 140} == {}

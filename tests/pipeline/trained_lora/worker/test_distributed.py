@@ -38,7 +38,7 @@ def exchanging(model: nn.Module, accelerator: Any) -> nn.Module:
 
 
 def accelerator() -> Any:
-    return make_accelerator(AccelerateSettings(), find_unused_parameters=False)
+    return make_accelerator(AccelerateSettings(), mixed_precision="no", find_unused_parameters=False)
 
 
 class Packed(Tensor):
@@ -96,4 +96,6 @@ def test_processes_wait_for_hours_while_the_main_process_exports_or_draws() -> N
 
 def test_a_number_of_processes_other_than_the_recipe_s_is_an_error() -> None:
     with pytest.raises(TrainingError, match="num_processes is 2, but 1 process was launched"):
-        make_accelerator(AccelerateSettings(num_processes=2), find_unused_parameters=False)
+        make_accelerator(
+            AccelerateSettings(num_processes=2), mixed_precision="no", find_unused_parameters=False
+        )

@@ -123,6 +123,37 @@ def test_a_placeholder_of_weight_zero_does_not_change_the_gradient(
     assert all(torch.equal(a, b) for a, b in zip(alone, both, strict=True))
 
 
+def test_a_loss_weight_multiplies_the_gradient_of_its_dataset_and_not_the_reported_losses(
+    make_project: Callable[..., Project],
+) -> None:
+    project = make_project(
+        sizes={"64x64": 4}, batch_size=4, gradient_accumulation=1, datasets={"one": {}, "two": {}}
+    )
+    plain = project.job()
+    weights = {"one": 0.25, "two": 3.0}
+    datasets = tuple(
+        each.model_copy(update={"loss_weight": weights[each.name]}) for each in plain.recipe.datasets
+    )
+    weighted = replace(plain, recipe=plain.recipe.model_copy(update={"datasets": datasets}))
+    engine, batch = engine_of(plain), plain.plan()[0]
+    ((_, micro),) = inputs_of(plain, engine, batch)
+    ((_, own),) = inputs_of(weighted, engine, batch)
+    expected_weights = [weights[each.partition("/")[0]] for each in micro.variant_ids]
+    assert set(expected_weights) == {0.25, 3.0}
+    assert own.loss_weights.tolist() == expected_weights
+    assert micro.loss_weights.tolist() == [1.0] * 4
+
+    losses = engine.losses(micro, engine.denoiser)
+    (losses * torch.tensor(expected_weights)).mean().backward()
+    expected = [weight.grad for weight in engine.weights]
+    for weight in engine.weights:
+        weight.grad = None
+    reported = engine._backward(own, 4, last=True)
+    assert torch.equal(reported, losses.detach())
+    for weight, gradient in zip(engine.weights, expected, strict=True):
+        torch.testing.assert_close(weight.grad, gradient, rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.usefixtures("any_precision")
 def test_dropout_differs_between_ranks_and_steps_and_repeats_with_the_seed(
     make_project: Callable[..., Project],

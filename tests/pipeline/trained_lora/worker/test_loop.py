@@ -190,9 +190,7 @@ def signalled(job: TrainingJob, number: signal.Signals, after: int, recorded: Re
     return child.exitcode
 
 
-def train_signalled(
-    job: Path, number: signal.Signals, after: int, recorded: Recorded, threads: int
-) -> None:
+def train_signalled(job: Path, number: signal.Signals, after: int, recorded: Recorded, threads: int) -> None:
     torch.set_num_threads(threads)  # results depend on it
     Recording.recorded_hashes, loop.MicroBatchMaker = recorded, Recording
     with stop_on_signals() as stop:
@@ -315,10 +313,11 @@ def test_only_the_last_checkpoints_are_kept_and_a_shorter_plan_keeps_later_ones(
     make_project: Callable[..., Project],
 ) -> None:
     project = make_project(steps=7, checkpoint_every=2)
-    everything = project.changed("everything").job()
+    everything = project.changed("everything", keep_checkpoints=None).job()
     assert run_until(everything)[0]
     assert steps_kept(everything) == [0, 2, 4, 6, 7]
-    two = project.changed("two", keep_checkpoints=2).job()
+    two = project.changed("two").job()
+    assert two.recipe.training.keep_checkpoints == 2, "the default"
     assert run_until(two)[0]
     assert steps_kept(two) == [6, 7]
     recipe = everything.recipe.model_copy(

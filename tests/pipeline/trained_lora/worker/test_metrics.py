@@ -3,8 +3,11 @@ from __future__ import annotations
 from contextlib import closing
 from pathlib import Path
 
+import psutil
+import torch
+
 from pipeline.trained_lora.run_folder import read_metrics
-from pipeline.trained_lora.worker.metrics import JsonLines
+from pipeline.trained_lora.worker.metrics import JsonLines, peak_memory_bytes
 
 
 def append(path: Path, *lines: tuple[int, float]) -> None:
@@ -41,3 +44,10 @@ def test_a_loss_reads_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_missing_file_has_no_metrics(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "none", 4) == []
+
+
+def test_the_peak_memory_of_the_host_is_in_bytes() -> None:
+    assert not torch.cuda.is_initialized()
+    resident = psutil.Process().memory_info().rss
+    assert resident <= 1.01 * peak_memory_bytes(), "the peak is below the memory that is used now"
+    assert peak_memory_bytes() <= psutil.virtual_memory().total

@@ -16,7 +16,7 @@ from pipeline.recipe.optimizers import OPTIMIZERS
 from pipeline.trained_lora.worker.adapter.lora import adapter_state
 from pipeline.trained_lora.worker.checkpoint import load_checkpoint, save_checkpoint
 from pipeline.trained_lora.worker.engine import Engine
-from pipeline.trained_lora.worker.optimizers import make_optimizer, make_schedule
+from pipeline.trained_lora.worker.optimizers import fuses_steps, make_optimizer, make_schedule
 
 if TYPE_CHECKING:
     from conftest import Project
@@ -182,3 +182,41 @@ def step_of(engine: Engine, job: Any, step: int) -> None:
     maker = MicroBatchMaker(job, load_family(job.base), engine.scheduler)
     inputs = [(batch, maker.make(batch.step, micro[0])) for micro in batch.micro_batches]
     engine.step(batch, iter(inputs), stop=False)
+
+
+@pytest.mark.parametrize(
+    ("device", "arguments", "scaled", "fused"),
+    [
+        ("cuda:0", {}, False, True),
+        ("cuda:0", {"weight_decay": 0.1}, False, True),
+        ("cpu", {}, False, False),
+        ("cuda:0", {}, True, False),
+        ("cuda:0", {"fused": False}, False, False),
+        ("cuda:0", {"foreach": True}, False, False),
+    ],
+)
+def test_adamw_is_fused_on_cuda_unless_gradients_are_scaled_or_the_recipe_chooses(
+    device: str, arguments: dict[str, Any], scaled: bool, fused: bool
+) -> None:
+    assert fuses_steps(torch.optim.AdamW, arguments, device=device, scaled=scaled) == fused
+    assert not fuses_steps(torch.optim.SGD, arguments, device=device, scaled=scaled)
+
+
+def test_a_fused_step_equals_an_unfused_one_up_to_rounding() -> None:
+    """The CPU has a fused AdamW, too; a checkpoint of one resumes in the other."""
+    plain, fused = weights(), weights()
+    for parameters, chosen in ((plain, False), (fused, True)):
+        own = settings(optimizer="torch.optim.AdamW", optimizer_arguments={"fused": chosen})
+        optimizer = make_optimizer(parameters, own)
+        for _ in range(5):
+            (parameters[0] ** 2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(fused[0], plain[0], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_adamw_on_a_gpu_is_fused() -> None:
+    parameters = [torch.nn.Parameter(torch.ones(3, device="cuda"))]
+    assert make_optimizer(parameters, settings(), device="cuda:0").param_groups[0]["fused"]

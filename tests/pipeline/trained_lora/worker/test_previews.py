@@ -12,9 +12,10 @@ from PIL import Image
 
 from pipeline.cache.store import Store
 from pipeline.images.geometry import Size
+from pipeline.models.worker.drawing import PictureSettings
 from pipeline.models.worker.family import load_family
 from pipeline.models.worker.loading import unpacked_weight
-from pipeline.trained_lora.previews import PROMPT_KEY
+from pipeline.trained_lora.previews import PROMPT_KEY, read_previews
 from pipeline.trained_lora.worker.engine import Engine
 from pipeline.trained_lora.worker.loader import read_entry
 from pipeline.trained_lora.worker.previews import draw_previews
@@ -110,7 +111,7 @@ def test_previews_are_decoded_in_float32_although_training_uses_half_precision(
     )
     text = read_entry(Store(job.recipe.cache_dir), job.prompts[0].text, "a prompt")
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        family.drawing.draw(pipeline, text, text, size=Size(64, 64), steps=1, seed=0)
+        family.drawing.draw(pipeline, text, text, PictureSettings(Size(64, 64), steps=1, seed=0))
     assert dtypes == [torch.float32]
 
 
@@ -119,3 +120,62 @@ def test_a_quantised_weight_does_not_decide_the_dtype() -> None:
     network.packed = torch.nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     network.bias = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
     assert unpacked_weight(network).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "lora", [{}, {"dora": True}, {"init": "pissa"}, {"kind": "lokr"}, {"text_encoders": {}}], ids=str
+)
+def test_a_lora_scale_changes_the_preview_alone(
+    make_project: Callable[..., Project], lora: dict[str, Any]
+) -> None:
+    """Scale 0 draws the base model, and the adapter is afterwards as before, trainable weights included."""
+    prompts = [{"prompt": "a red cat", "steps": 2, "lora_scale": scale} for scale in (0.0, 1.0, -1.0)]
+    settings = {"lora": {"rank": 4, "alpha": 2.0, **lora}, "sample_prompts": prompts}
+    job = make_project(sample_every=2, **settings).job()
+    family = load_family(job.base)
+    engine = Engine(job, family)
+    base, *_ = previews = draw_previews(job, family, engine, step=0, warn=print)
+    with torch.no_grad():
+        for weight in engine.weights:
+            weight.add_(0.3)
+
+    def trained_names() -> list[str]:
+        return [
+            name
+            for network in engine.networks.values()
+            for name, weight in network.named_parameters()
+            if weight.requires_grad
+        ]
+
+    before, state = trained_names(), engine.state(0).adapter
+    drawn = draw_previews(job, family, engine, step=2, warn=print)
+    assert len(previews) == len(drawn) == 3
+    assert trained_names() == before
+    assert all(torch.equal(weight, state[name]) for name, weight in engine.state(0).adapter.items())
+    zero, one, opposite = (np.asarray(Image.open(path)).astype(int) for path in drawn)
+    expected = np.asarray(Image.open(base)).astype(int)
+    assert np.abs(zero - expected).max() <= (1 if lora.get("init") else 0)
+    assert not np.array_equal(one, expected)
+    assert not np.array_equal(opposite, one)
+    again = draw_previews(job, family, engine, step=4, warn=print)
+    assert np.array_equal(np.asarray(Image.open(again[1])), one)
+
+
+def test_a_preview_states_its_settings_in_text_chunks(make_project: Callable[..., Project]) -> None:
+    own = {
+        "prompt": "a red cat",
+        "negative_prompt": "a dog",
+        "steps": 2,
+        "seed": 3,
+        "height": 32,
+        "width": 64,
+    }
+    job = make_project(sample_every=2, sample_prompts=[own]).job()
+    family = load_family(job.base)
+    [path] = draw_previews(job, family, Engine(job, family), step=0, warn=print)
+    with Image.open(path) as picture:
+        assert picture.size == (64, 32)
+        stated = {"prompt": "a red cat", "negative_prompt": "a dog", "steps": "2", "seed": "3"}
+        assert dict(picture.info) == {**stated, "height": "32", "width": "64"}
+    [preview] = read_previews(path.parent)
+    assert preview.heading == job.prompts[0].heading

@@ -19,10 +19,12 @@ from pipeline.cache.store import Store
 from pipeline.encoding.jobs import Encoded, Failure, Job, Order, write_order
 from pipeline.encoding.progress import Progress
 from pipeline.errors import LaunchError, ModelError
+from pipeline.models.worker.family import load_family
 from pipeline.models.worker.vae import Posterior
-from pipeline.storage.source import LocalSource
+from pipeline.storage.local_source import LocalSource
 from pipeline.vae_latents.worker import encoder as latent_encoder
 from pipeline.vae_latents.worker.encoder import LatentEncoder, posterior_noise
+from pipeline.vae_latents.worker.vae_batches import VaeBatches
 
 
 class Listener:
@@ -387,3 +389,8 @@ def test_gpu_latents_equal_cpu_latents_within_float16_precision(
     assert max(sizes) > 1
     for name, latent in cpu.items():
         assert np.abs(on_gpu[name] - latent).max() < 5e-3, name
+
+
+def test_a_batch_has_at_least_one_image_of_any_size(tiny_sd: Path) -> None:
+    batches = VaeBatches(load_family(tiny_sd), dtype="float32", device="cpu", say=print)
+    assert [batches.batch_size(image_px) for image_px in (1, 64 * 64, 10**9)] == [1, 1, 1]

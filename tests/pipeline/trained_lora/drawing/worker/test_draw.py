@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from pipeline.cache.remote_store import store_at
-from pipeline.trained_lora.drawing.worker import draw
 from pipeline.trained_lora.previews import preview_file
 from pipeline.trained_lora.run_folder import RunLayout
-from pipeline.trained_lora.worker import previews
 from pipeline.trained_lora.worker.loader import read_entry
 from tests.pipeline.trained_lora.drawing.drawings import all_pixels, drawn, pixels
 from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
@@ -22,7 +20,6 @@ from tests.pipeline.trained_lora.runs import InProcessLaunch, run, run_folders
 if TYPE_CHECKING:
     from conftest import Project
 
-PROMPTS = ("a red cat", "a blue rocket")
 LORA = {"rank": 4, "alpha": 2.0}
 
 # numpy 2 deprecates how diffusers' Euler schedule converts a tensor to an array.
@@ -31,11 +28,18 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 INFERENCE_STEPS = 3
 """Denoising steps in these tests; 20 would give the same comparison in six times the time."""
 
+PROMPTS = tuple({"prompt": prompt, "steps": INFERENCE_STEPS} for prompt in ("a red cat", "a blue rocket"))
 
-@pytest.fixture(autouse=True)
-def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (draw, previews):
-        monkeypatch.setattr(module, "INFERENCE_STEPS", INFERENCE_STEPS)
+OWN_SETTINGS = {
+    "prompt": "a red cat",
+    "negative_prompt": "a dog",
+    "height": 32,
+    "width": 96,
+    "steps": 2,
+    "guidance_scale": 3.0,
+    "seed": 5,
+    "lora_scale": 0.5,
+}
 
 
 @pytest.fixture
@@ -70,8 +74,14 @@ def train(make_project: Callable[..., Project], any_precision: None) -> Callable
         ("epsilon", "no", {"lora": {**LORA, "text_encoders": {"rank": 2}}}),
         ("epsilon", "bf16", {"lora": {**LORA, "text_encoders": {}}}),
         ("sdxl", "no", {"lora": {**LORA, "ranks": [{"modules": "*to_k", "rank": 2}]}}),
+        ("epsilon", "no", {"sample_prompts": [OWN_SETTINGS]}),
+        ("epsilon", "no", {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "dora": True}}),
+        ("sdxl", "no", {"sample_prompts": [OWN_SETTINGS], "lora": {**LORA, "text_encoders": {}}}),
     ],
-    ids=["plain", "bf16", "ema", "rslora", "dora", "text", "text-bf16", "sdxl"],
+    ids=[
+        *("plain", "bf16", "ema", "rslora", "dora", "text", "text-bf16", "sdxl"),
+        *("own-settings", "own-settings-dora", "own-settings-sdxl-text"),
+    ],
 )
 def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
     train: Callable[..., Project], prediction: str, mixed_precision: str, training: dict[str, Any]
@@ -98,7 +108,7 @@ def test_pictures_equal_the_previews_of_their_step_bit_for_bit(
 def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
     train: Callable[..., Project], lora: dict[str, Any]
 ) -> None:
-    project = train(lora=lora)
+    project = train(lora=lora, sample_prompts=[*PROMPTS, {**OWN_SETTINGS, "lora_scale": -1.5}])
     job = drawn(project, steps=(4,))
     samples = RunLayout(run_folders(project)[0]).samples
     for cell in job.cells():
@@ -106,6 +116,18 @@ def test_pictures_of_a_converted_lora_equal_the_previews_up_to_rounding(
         difference = np.abs(pixels(cell.path).astype(int) - preview.astype(int))
         assert difference.max() <= 2
         assert difference.mean() < 0.02
+
+
+def test_a_strength_multiplies_the_scale_of_a_prompt(train: Callable[..., Project]) -> None:
+    half, whole = ({**PROMPTS[0], "lora_scale": scale} for scale in (0.5, 1.0))
+    project = train(sample_prompts=[half, whole], sample_every=0)
+    job = drawn(project, strengths=(0.0, 0.5, 1.0))
+    pictures = {
+        (cell.strength, job.prompts[cell.number].lora_scale): pixels(cell.path) for cell in job.cells()
+    }
+    assert np.array_equal(pictures[1.0, 0.5], pictures[0.5, 1.0])
+    assert np.array_equal(pictures[0.0, 0.5], pictures[0.0, 1.0])
+    assert not np.array_equal(pictures[1.0, 0.5], pictures[1.0, 1.0])
 
 
 @pytest.mark.parametrize("strength", [1.0, 0.5, 0.0, -1.0])

@@ -91,6 +91,25 @@ def test_another_alpha_rescales_the_weights_and_half_precision_files_are_read(
         torch.testing.assert_close(delta, 2 * expected[name])
 
 
+def test_a_module_that_has_learned_nothing_is_part_of_the_start(
+    make_project: Callable[..., Project], tmp_path: Path
+) -> None:
+    project = make_project()
+    source = files(project, tmp_path / "lora")
+    path = tmp_path / "lora" / layout_file("kohya", "demo")
+    tensors = load_file(path)
+    key = min(name for name in tensors if name.endswith("lora_up.weight"))
+    tensors[key] = torch.zeros_like(tensors[key])
+    save_file(tensors, path)
+    expected, actual = (
+        adapter_state(source.denoiser),
+        adapter_state(engine(project, start_from=path).denoiser),
+    )
+    unequal = [name for name, weight in actual.items() if not torch.allclose(weight, expected[name])]
+    assert len(unequal) == 1, f"only the up matrix of {key} is zero: {unequal}"
+    assert not actual[unequal[0]].any()
+
+
 def test_a_file_of_another_adapter_is_an_error_that_lists_the_differences(
     make_project: Callable[..., Project], tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from pipeline.trained_lora.export.lora_files import (
     ADAPTER_METADATA_KEY,
     LAYOUTS,
     Layout,
+    is_factor,
     layout_file,
     module_scale,
     read_lora_file,
@@ -109,6 +110,50 @@ def test_each_layout_has_the_keys_of_its_loader(trained: Trained, tmp_path: Path
     assert len(keys["kohya"]) == len(keys["comfyui"]) == 96
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_files_of_half_size_hold_the_rounded_factors(
+    make_project: Callable[..., Project], tmp_path: Path, name: str, *, dora: bool
+) -> None:
+    project = make_project()
+    lora = project.recipe.training.lora.model_copy(update={"save_dtype": name, "dora": dora})
+    trained = Trained(project.changed("half", lora=lora))
+    dtype = getattr(torch, name)
+    files = Exporter(
+        trained.family, "demo", header_metadata(trained.job, trained.family), save_dtype=name
+    ).export(trained.engine.networks, tmp_path / "half")
+    trained.export(tmp_path / "full")
+
+    eps = torch.finfo(dtype).eps
+    assert all(0 < file.max_error <= 1.01 * eps for file in files)
+    for layout in LAYOUTS:
+        half, full = (tmp_path / each / layout_file(layout, "demo") for each in ("half", "full"))
+        exact, rounded = load_file(full), load_file(half)
+        assert rounded.keys() == exact.keys()
+        as_numpy = read_lora_file(half).tensors
+        for key, tensor in rounded.items():
+            assert tensor.dtype == (dtype if is_factor(key) else torch.float32)
+            assert np.array_equal(as_numpy[key], tensor.float().numpy())
+            # ComfyUI's magnitudes are multiplied by norms, which depend on the exact factors.
+            assert torch.equal(tensor, exact[key].to(tensor.dtype)), key
+        assert read_lora_file(half).metadata["modelspec.architecture"].endswith("/lora")
+    if not dora:
+        drawn = picture(trained.job.base, tmp_path / "half")
+        np.testing.assert_allclose(drawn, picture(trained.job.base, tmp_path / "full"), atol=0.1)
+
+
+def test_a_number_beyond_float16_is_an_error_and_not_an_infinity(trained: Trained, tmp_path: Path) -> None:
+    with torch.no_grad():
+        trained.engine.weights[0][0, 0] = 1e6
+    metadata = header_metadata(trained.job, trained.family)
+    half = Exporter(trained.family, "demo", metadata, save_dtype="float16")
+    with pytest.raises(TrainingError, match="is too large for float16") as raised:
+        half.export(trained.engine.networks, tmp_path / "half")
+    assert "save_dtype: bfloat16" in raised.value.fix
+    wider = Exporter(trained.family, "demo", metadata, save_dtype="bfloat16")
+    assert len(wider.export(trained.engine.networks, tmp_path / "wide")) == 3
+
+
 def damage_file(path: Path, damage: str) -> None:
     """Damage a LoRA file; `damage` is one of `DAMAGES`."""
     metadata, tensors = read_lora_file(path).metadata, load_file(path)
@@ -136,11 +181,34 @@ def damage_file(path: Path, damage: str) -> None:
 
 
 DAMAGES = ("scaled", "missing module", "missing key", "swapped modules", "wrong alpha")
+BOUNDED_DAMAGES = {
+    *((layout, "scaled") for layout in LAYOUTS),
+    *(("diffusers", damage) for damage in ("swapped modules", "wrong alpha")),
+    *(("kohya", damage) for damage in ("missing module", "wrong alpha")),
+    ("comfyui", "missing key"),
+}
+"""Each damage once, one damage in each layout, and both ways to store alpha; the others are slow."""
+
+FLIPPED = (0.0, 0.1, 0.37, 0.8, 1.0)
+BOUNDED_FLIPS = {("diffusers", 0.0), ("kohya", 0.37), ("comfyui", 1.0)}
+
+
+def cases(values: Iterable[Any], bounded: Set[tuple[str, Any]]) -> list[Any]:
+    """Return every layout with every value as parameters; those that are not `bounded` are slow."""
+    return [
+        pytest.param(
+            layout,
+            value,
+            id=f"{layout}-{value}",
+            marks=() if (layout, value) in bounded else pytest.mark.slow,
+        )
+        for layout in LAYOUTS
+        for value in values
+    ]
 
 
 @pytest.mark.filterwarnings("ignore:While injecting the PEFT adapters")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(("layout", "damage"), cases(DAMAGES, BOUNDED_DAMAGES))
 def test_R06_a_file_that_does_not_reproduce_the_adapter_is_an_error(
     trained: Trained, tmp_path: Path, layout: Layout, damage: str
 ) -> None:
@@ -152,8 +220,7 @@ def test_R06_a_file_that_does_not_reproduce_the_adapter_is_an_error(
     assert path.name in excinfo.value.where
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("position", [0.0, 0.1, 0.37, 0.8, 1.0])
+@pytest.mark.parametrize(("layout", "position"), cases(FLIPPED, BOUNDED_FLIPS))
 def test_R06_a_flipped_byte_anywhere_in_the_numbers_is_an_error(
     trained: Trained, tmp_path: Path, layout: Layout, position: float
 ) -> None:

@@ -1,10 +1,10 @@
-"""A web server that serves a dataset cannot make this machine read another server."""
+"""A web server cannot make this machine read another server, wait without end, or use up its memory."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.errors import DatasetError
 from pipeline.storage.addresses import Url
-from pipeline.storage.source import RemoteSource
+from pipeline.storage.remote_source import RemoteSource
 from tests.pipeline.conftest import Folder, picture
 
 INTERNAL = b"the answer of an internal service"
@@ -97,6 +97,71 @@ def test_the_container_of_an_archive_is_not_read_from_another_server() -> None:
     ):
         RemoteSource(Url(f"zip://photos::{outside}/all.zip?token={SECRET}")).list_folder("")
     assert SECRET not in str(excinfo.value)
+
+
+@contextmanager
+def misbehaving(answer: Callable[[BaseHTTPRequestHandler], None]) -> Generator[str]:
+    """Serve a listing of the file a.png, whose content `answer` sends."""
+
+    class Pages(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            if self.path.endswith("/"):
+                page = b'<a href="a.png">a.png</a>'
+                self.send_header("Content-Length", str(len(page)))
+                self.end_headers()
+                self.wfile.write(page)
+                return
+            with suppress(ConnectionError):
+                answer(self)
+            self.close_connection = True
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    running = ThreadingHTTPServer(("127.0.0.1", 0), Pages)
+    running.daemon_threads = True
+    threading.Thread(target=running.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{running.server_port}"
+    finally:
+        running.shutdown()
+        running.server_close()
+
+
+def test_an_answer_without_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+
+    def endless(page: BaseHTTPRequestHandler) -> None:
+        page.send_header("Transfer-Encoding", "chunked")
+        page.end_headers()
+        while True:
+            page.wfile.write(b"10000\r\n" + bytes(0x10000) + b"\r\n")
+            sent.append(0x10000)
+
+    monkeypatch.setattr("pipeline.storage.http_answer.MAX_FILE_BYTES", 1_000_000)
+    with misbehaving(endless) as url, pytest.raises(OSError, match="sent more than 1,000,000 bytes"):
+        RemoteSource(Url(f"{url}/photos")).read("a.png")
+    assert sum(sent) < 50_000_000
+
+
+def test_a_server_that_stops_sending_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    finished = threading.Event()
+
+    def silent(page: BaseHTTPRequestHandler) -> None:
+        page.send_header("Content-Length", "1000")
+        page.end_headers()
+        page.wfile.write(b"x")
+        page.wfile.flush()
+        finished.wait(60)
+
+    monkeypatch.setattr("pipeline.storage.http_client.SILENCE_S", 0.5)
+    with misbehaving(silent) as url:
+        with pytest.raises(OSError, match="Timeout"):
+            RemoteSource(Url(f"{url}/photos")).read("a.png")
+        finished.set()
 
 
 def test_no_message_about_a_source_contains_its_query() -> None:

@@ -1,4 +1,4 @@
-"""HTTP clients for fsspec that do not follow a redirect away from the server of the dataset.
+"""HTTP clients for fsspec that a web server cannot lead elsewhere, keep waiting or fill with data.
 
 A web server decides where its redirects lead. Without this, one that serves a dataset could make this machine
 read an address that only this machine can reach, such as the metadata service of a cloud, as a caption.
@@ -18,18 +18,31 @@ HTTP_PROTOCOLS = ("http", "https")
 """Protocols that fsspec opens with an aiohttp client."""
 
 
+ANSWER_S = 300.0
+"""Time for one request, including its answer."""
+
+SILENCE_S = 60.0
+"""Time that a server may send nothing within an answer."""
+
+
 class RedirectRefusedError(OSError):
     """A redirect to another server, which was not followed."""
 
 
-async def same_server_client(**options: Any) -> ClientSession:
-    """Return an aiohttp session that raises RedirectRefusedError for a redirect to another server.
+async def bounded_client(**options: Any) -> ClientSession:
+    """Return an aiohttp session with bounded answers, which stays on one server.
+
+    A redirect to another server raises RedirectRefusedError, and an answer without end OversizedAnswerError.
 
     Args:
-        **options: Arguments of `aiohttp.ClientSession`.
+        **options: Arguments of `aiohttp.ClientSession`. A `timeout` among them replaces the default.
     """
     import aiohttp
 
+    from pipeline.storage.http_answer import BoundedAnswer
+
+    options.setdefault("timeout", aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=30, sock_read=SILENCE_S))
+    options.setdefault("response_class", BoundedAnswer)
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(_refuse_other_server)
     traces = [*options.pop("trace_configs", []), trace]

@@ -1,0 +1,230 @@
+"""Datasets behind an fsspec address: in an object store, an archive or on a web server."""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.errors import DatasetError
+from pipeline.escaping import without_secrets
+from pipeline.storage.addresses import Url
+from pipeline.storage.http_client import RedirectRefusedError
+from pipeline.storage.regular_files import (
+    MAX_FILE_BYTES,
+    RefusedFileError,
+    require_size,
+)
+from pipeline.storage.remote_folder import (
+    as_os_error,
+    join_path,
+    open_url,
+    request_lock,
+    stat_from_info,
+    text_number,
+    unreadable_error,
+)
+from pipeline.storage.source import MAX_BUFFERED_BYTES, NO_FILE, Opened, Source, Stat, stat_array
+
+REMOTE_THREADS = 16
+"""Number of concurrent requests to a remote source; each mostly waits for the server."""
+
+
+class ListedPath(NamedTuple):
+    """One item of a remote folder.
+
+    Attributes:
+        path: Path below the source.
+        stat: Stat of a file; None for a folder or a special item.
+        is_special: True for an item that is neither a file nor a folder, or whose name cannot be used.
+    """
+
+    path: str
+    stat: Stat | None
+    is_special: bool = False
+
+
+class RemoteSource(Source):
+    """A folder on a file system opened by fsspec: an object store, an archive or a web server."""
+
+    threads = REMOTE_THREADS
+    compared_columns = (0, 1, 3)
+
+    def __init__(self, url: Url, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+        """Open the file system.
+
+        Raises:
+            DatasetError: A package is missing, or the address cannot be opened.
+        """
+        super().__init__(url, max_file_bytes=max_file_bytes)
+        try:
+            self._files, base = open_url(url)
+        except Exception as err:
+            raise unreadable_error(url, err) from err
+        self._base = base.rstrip("/")
+        self._default_version = text_number(url)
+        self._lock = request_lock(self._files)
+
+    def __repr__(self) -> str:
+        return f"RemoteSource({without_secrets(str(self.address))!r})"
+
+    def open(self, path: str, num_bytes: int = 0) -> Opened:
+        """See `Source.open`."""
+        require_size(num_bytes, self.max_file_bytes)
+        if num_bytes <= MAX_BUFFERED_BYTES:
+            return io.BytesIO(self.read(path, num_bytes))
+        try:
+            with self._lock:
+                return self._files.open(self._full(path), "rb")
+        except Exception as err:
+            raise as_os_error(err) from err
+
+    def read(self, path: str, num_bytes: int = 0) -> bytes:
+        """See `Source.read`; `num_bytes` is the listed size, if known."""
+        if self._files.async_impl:
+            return self._read(path)
+
+        # An archive states its members' sizes, and a member can be larger. Reading one byte more than stated
+        # shows the difference without unpacking all of it.
+        try:
+            with self._lock:
+                full = self._full(path)
+                stated = num_bytes or self._files.info(full).get("size") or self.max_file_bytes
+                require_size(stated, self.max_file_bytes)
+                with self._files.open(full, "rb") as file:
+                    return bytes(file.read(stated + 1))
+        except RefusedFileError:
+            raise
+        except Exception as err:
+            raise as_os_error(err) from err
+
+    def open_text(self, path: str, num_bytes: int = 0) -> Opened:
+        """See `Source.open_text`. The walk lists no links of a remote source."""
+        return self.open(path, num_bytes)
+
+    def stat_open(self, file: Opened, listed: Stat) -> Stat:
+        """See `Source.stat_open`. Only the size is current; the rest is the listed stat."""
+        position = file.tell()
+        size = file.seek(0, os.SEEK_END)
+        file.seek(position)
+        return (size, *listed[1:])
+
+    def read_start(self, path: str, num_bytes: int) -> bytes:
+        """Return the first `num_bytes` bytes of a file.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        return self._read(path, start=0, end=num_bytes)[:num_bytes]
+
+    def stats(self, paths: Sequence[str]) -> npt.NDArray[np.int64]:
+        """See `Source.stats`. Each folder that contains one of the files is listed once."""
+        folders = sorted({posixpath.dirname(path) for path in paths})
+        stat_of: dict[str, Stat | None] = {}
+        with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
+            for items in pool.map(self._list_or_empty, folders):
+                stat_of.update((item.path, item.stat) for item in items)
+        return stat_array([stat_of.get(path) or NO_FILE for path in paths])
+
+    def sibling_names(self, path: str) -> list[str]:
+        """See `Source.sibling_names`."""
+        try:
+            return [posixpath.basename(item.path) for item in self.list_folder(posixpath.dirname(path))]
+        except DatasetError:
+            return []
+
+    def list_folder(self, folder: str) -> list[ListedPath]:
+        """Return the items of a folder, "" for the source itself, without using a cached listing.
+
+        Raises:
+            DatasetError: The folder does not exist, is a file, or cannot be listed. Its cause is the error
+                raised by fsspec.
+        """
+        try:
+            with self._lock:
+                self._files.invalidate_cache()
+                infos: list[dict[str, Any]] = self._files.ls(self._full(folder), detail=True)
+
+                # fsspec lists a file as a folder that contains only itself.
+                listed = [(info["name"].strip("/"), info["type"]) for info in infos]
+                if listed == [(self._full(folder).strip("/"), "file")]:
+                    raise NotADirectoryError("it is a file")
+                return list(self._items(folder, infos))
+        except Exception as err:
+            raise unreadable_error(self.where(folder) if folder else self.address, err) from err
+
+    def walk_files(self, folder: str = "") -> Iterator[ListedPath]:
+        """Yield every file below a folder, without files and folders whose names begin with a dot."""
+        for item in self.list_folder(folder):
+            if posixpath.basename(item.path).startswith("."):
+                continue
+            if item.stat is None and not item.is_special:
+                yield from self.walk_files(item.path)
+            else:
+                yield item
+
+    def _read(self, path: str, **limits: int) -> bytes:
+        try:
+            with self._lock:
+                return bytes(self._files.cat_file(self._full(path), **limits))
+        except Exception as err:
+            raise as_os_error(err) from err
+
+    def _list_or_empty(self, folder: str) -> list[ListedPath]:
+        try:
+            return self.list_folder(folder)
+        except DatasetError as err:
+            if isinstance(err.__cause__, (FileNotFoundError, NotADirectoryError)):
+                return []
+            raise
+
+    def _items(self, folder: str, infos: Sequence[Mapping[str, Any]]) -> Iterator[ListedPath]:
+        top = self._full(folder).strip("/")
+        without_size: list[str] = []
+        for info in infos:
+            # Listings may contain a marker of the folder itself, and those of web pages other links.
+            full_name = str(info["name"]).strip("/")
+            name = full_name[len(top) :].lstrip("/") if full_name.startswith(top) else ""
+            if not name or "/" in name or name.startswith("?"):
+                continue
+
+            path = f"{folder}/{name}" if folder else name
+            if info["type"] != "file":
+                yield ListedPath(path, None, is_special=info["type"] != "directory")
+            elif "\0" in name:  # allowed in keys of object stores, but not in paths
+                yield ListedPath(path, None, is_special=True)
+            elif info.get("size") is None:
+                without_size.append(path)
+            else:
+                yield ListedPath(path, self._stat(info))
+
+        with ThreadPoolExecutor(REMOTE_THREADS, thread_name_prefix="stats") as pool:
+            full_infos = pool.map(self._info, without_size)
+            for path, info in zip(without_size, full_infos, strict=True):
+                yield ListedPath(path, self._stat(info))
+
+    def _info(self, path: str) -> Mapping[str, Any]:
+        """Return fsspec's information about a file; an empty file for a redirect that is not followed.
+
+        Reading such a file fails with the reason, which rejects one sample instead of the dataset.
+        """
+        try:
+            return self._files.info(self._full(path))
+        except FileNotFoundError as err:
+            if isinstance(err.__cause__, RedirectRefusedError):
+                return {"size": 0}
+            raise
+
+    def _stat(self, info: Mapping[str, Any]) -> Stat:
+        """Return the stat of a file, with a hash of the address in place of a missing version."""
+        num_bytes, time_ns, changed_ns, version = stat_from_info(info)
+        return num_bytes, time_ns, changed_ns, version or self._default_version
+
+    def _full(self, path: str) -> str:
+        return join_path(self._base, path)

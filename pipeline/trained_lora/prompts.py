@@ -1,0 +1,151 @@
+"""The prompts that previews and `latentline sample` draw, with their cache entries and settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.cache.store import EntrySpec
+from pipeline.images.geometry import Size, placement_of
+from pipeline.recipe.previews import DEFAULT_PREVIEW_STEPS
+from pipeline.trained_lora.previews import number_text, preview_heading
+from pipeline.trained_lora.samples import tensors_from_json, tensors_json
+
+if TYPE_CHECKING:
+    from pipeline.cache.requests import RecipeEntries
+    from pipeline.recipe import PreviewPrompt
+
+
+@dataclass(frozen=True)
+class CaptionEntry:
+    """A caption with its cache entry."""
+
+    caption: str
+    text: EntrySpec
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt with its cache entry, and how its picture is drawn.
+
+    Attributes:
+        caption: The prompt.
+        text: Its cache entry.
+        size_hw: Height and width of the picture in pixels.
+        has_own_size: Whether the recipe sets the size.
+        negative: Negative prompt; None for the pipeline's empty one.
+        steps: Number of denoising steps.
+        guidance_scale: Guidance scale; None for the family's.
+        seed: Seed of the first noise; None for that of the job.
+        lora_scale: Factor of the LoRA's effect.
+    """
+
+    caption: str
+    text: EntrySpec
+    size_hw: tuple[int, int]
+    has_own_size: bool = False
+    negative: CaptionEntry | None = None
+    steps: int = DEFAULT_PREVIEW_STEPS
+    guidance_scale: float | None = None
+    seed: int | None = None
+    lora_scale: float = 1.0
+
+    def settings(self) -> dict[str, str]:
+        """Return the settings that differ from the defaults as text, by `previews.SETTING_KEYS`."""
+        settings: dict[str, str] = {}
+        if self.negative is not None:
+            settings["negative_prompt"] = self.negative.caption
+        if self.has_own_size:
+            settings |= {"height": str(self.size_hw[0]), "width": str(self.size_hw[1])}
+        if self.steps != DEFAULT_PREVIEW_STEPS:
+            settings["steps"] = str(self.steps)
+        if self.guidance_scale is not None:
+            settings["guidance_scale"] = number_text(self.guidance_scale)
+        if self.seed is not None:
+            settings["seed"] = str(self.seed)
+        if self.lora_scale != 1.0:
+            settings["lora_scale"] = number_text(self.lora_scale)
+        return settings
+
+    @property
+    def heading(self) -> str:
+        """Heading on sheets: the prompt and the settings that differ from the defaults."""
+        return preview_heading(self.caption, self.settings())
+
+    def entries(self) -> dict[str, EntrySpec]:
+        """Return the cache entries of the prompt and of its negative prompt, by caption."""
+        negative = {} if self.negative is None else {self.negative.caption: self.negative.text}
+        return {self.caption: self.text, **negative}
+
+
+def square_prompts(entries: RecipeEntries, captions: Iterable[str]) -> tuple[Prompt, ...]:
+    """Return the captions as prompts, drawn in the squarest bucket of the recipe's largest resolution."""
+    size = _squarest_bucket(entries)
+    return tuple(Prompt(caption, entries.text_spec(caption), size) for caption in captions)
+
+
+def recipe_prompts(entries: RecipeEntries, previews: Iterable[PreviewPrompt]) -> tuple[Prompt, ...]:
+    """Return the preview prompts of a recipe; those without a size are drawn as in `square_prompts`."""
+    default_size = _squarest_bucket(entries)
+    prompts: list[Prompt] = []
+    for preview in previews:
+        own_size = None
+        if preview.height is not None and preview.width is not None:
+            own_size = Size(preview.height, preview.width)
+        negative = preview.negative_prompt
+        prompt = Prompt(
+            caption=preview.prompt,
+            text=entries.text_spec(preview.prompt),
+            size_hw=own_size or default_size,
+            has_own_size=own_size is not None,
+            negative=None if negative is None else CaptionEntry(negative, entries.text_spec(negative)),
+            steps=preview.steps,
+            guidance_scale=preview.guidance_scale,
+            seed=preview.seed,
+            lora_scale=preview.lora_scale,
+        )
+        prompts.append(prompt)
+    return tuple(prompts)
+
+
+def _squarest_bucket(entries: RecipeEntries) -> Size:
+    sizes = placement_of(entries.recipe.buckets).sets[-1].sizes
+    return min(sizes, key=lambda size: (max(size) / min(size), -size.height))
+
+
+def prompts_to_json(prompts: Iterable[Prompt]) -> list[dict[str, Any]]:
+    """Return JSON values for `prompts_from_json`."""
+    return [
+        {
+            **vars(prompt),
+            "text": entry_to_json(prompt.text),
+            "negative": prompt.negative
+            and {"caption": prompt.negative.caption, "text": entry_to_json(prompt.negative.text)},
+        }
+        for prompt in prompts
+    ]
+
+
+def prompts_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Prompt, ...]:
+    """Return the prompts of `prompts_to_json`; those of earlier versions have no settings."""
+    prompts: list[Prompt] = []
+    for value in values:
+        settings = dict(value)
+        settings["text"] = entry_from_json(settings["text"])
+        settings["size_hw"] = Size(*settings["size_hw"])
+        if (negative := settings.get("negative")) is not None:
+            settings["negative"] = CaptionEntry(negative["caption"], entry_from_json(negative["text"]))
+        prompts.append(Prompt(**settings))
+    return tuple(prompts)
+
+
+def entry_to_json(entry: EntrySpec) -> dict[str, Any]:
+    """Return JSON values for `entry_from_json`."""
+    return {"kind": entry.kind, "key": entry.key, "tensors": json.loads(tensors_json(entry.tensors))}
+
+
+def entry_from_json(value: Mapping[str, Any]) -> EntrySpec:
+    """Return the entry of `entry_to_json`."""
+    return EntrySpec(value["kind"], value["key"], tensors_from_json(value["tensors"]))

@@ -1,0 +1,65 @@
+"""A trial step before training: it surfaces missing memory in the first minute, and leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.errors import TrainingError
+
+if TYPE_CHECKING:
+    from pipeline.trained_lora.plan.steps import Slot, StepPlan, TrainingPlan
+    from pipeline.trained_lora.samples import TrainingInputs
+    from pipeline.trained_lora.worker.engine import Engine
+    from pipeline.trained_lora.worker.loader import MicroInput
+
+_NUM_STEPS = 1000
+"""Number of steps from the start of the plan among which the largest is tried."""
+
+
+def largest_step(plan: TrainingPlan, inputs: TrainingInputs) -> StepPlan:
+    """Return the step with the most latent values in one micro-batch of one rank; the first such step.
+
+    Only the first `_NUM_STEPS` steps are compared.
+    """
+    return max((plan[number] for number in range(min(len(plan), _NUM_STEPS))), key=_largest_share(inputs))
+
+
+def _largest_share(inputs: TrainingInputs) -> Callable[[StepPlan], int]:
+    def values(share: tuple[Slot, ...]) -> int:
+        # All samples of a micro-batch are from one bucket.
+        view = inputs.named(share[0].variant_id).views[share[0].view]
+        return len(share) * max(math.prod(tensor.shape) for tensor in view.entry.tensors.values())
+
+    return lambda step: max(values(share) for micro in step.micro_batches for share in micro)
+
+
+def run_trial_step(
+    engine: Engine, step: StepPlan, make_input: Callable[[int, tuple[Slot, ...]], MicroInput]
+) -> None:
+    """Run one optimizer step and undo it bit for bit; every rank calls it with the same step.
+
+    An error of the step other than missing memory is ignored, because training meets it again and keeps the
+    weights from before it.
+
+    Args:
+        engine: Engine that has not trained yet.
+        step: Step of the plan.
+        make_input: `MicroBatchMaker.make`.
+    """
+    before = engine.state(0)
+    before = replace(before, optimizer=copy.deepcopy(before.optimizer))
+
+    def inputs() -> Iterator[tuple[StepPlan, MicroInput]]:
+        for micro in step.micro_batches:
+            yield step, make_input(step.step, micro[engine.accelerator.process_index])
+
+    with suppress(TrainingError):
+        engine.step(step, inputs(), stop=False)
+    for weight in engine.weights:
+        weight.grad = None  # a step that failed leaves its gradients
+    engine.restore(before)

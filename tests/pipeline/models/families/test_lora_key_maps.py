@@ -1,0 +1,147 @@
+"""The names that each family gives to every adaptable module in the files of kohya's tools and ComfyUI.
+
+A module's expected name is where its weights are in a checkpoint of the original code. The functions that
+write such checkpoints are also the oracle of the conversion, and share nothing with the key maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from demo.tiny_models import TINY
+from pipeline.errors import FamilyError
+from pipeline.models.families import Family, Layer, detect
+from tests.pipeline.models.convert.state_dicts import State, fuse, replace_all, weights
+from tests.pipeline.models.convert.transformer_originals import flux, krea2, lumina2, sd3_transformer
+from tests.pipeline.models.convert.unet_originals import unet
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`FluxPosEmbed` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
+]
+
+Originals = Callable[[Path], State]
+
+
+def ideogram4(folder: Path) -> State:
+    """Return the weights of Ideogram 4 with the stacked layers of its own code."""
+    state = weights(folder)
+    for block in {name.split(".attention.")[0] for name in state if ".attention.to_q." in name}:
+        fuse(state, [f"{block}.attention.to_{each}" for each in "qkv"], f"{block}.attention.qkv")
+    return {replace_all(name, {".to_out.0": ".o"}): tensor for name, tensor in state.items()}
+
+
+class Names(NamedTuple):
+    """Names that the readers of a family's files use, after `lora_unet_` in kohya's layout."""
+
+    kohya: Originals
+    comfyui: Originals | None
+    """Original code whose names follow the prefix; None if the layout uses kohya's keys."""
+
+    prefix: str = "transformer."
+
+
+UNET_PREFIX = "diffusion_model."
+
+NAMES: dict[str, Names] = {
+    "Stable Diffusion 1.x and 2.x": Names(weights, unet, UNET_PREFIX),
+    "Stable Diffusion XL": Names(unet, unet, UNET_PREFIX),
+    "Stable Diffusion 3 and 3.5": Names(sd3_transformer, weights),
+    "FLUX.1 dev": Names(flux, weights),
+    "FLUX.1 schnell": Names(flux, weights),
+    "FLUX.2 klein": Names(flux, weights),
+    "FLUX.2 dev": Names(flux, weights),
+    "Qwen-Image": Names(weights, weights),
+    "Z-Image": Names(weights, weights),
+    "Chroma": Names(flux, weights),
+    "Lumina Image 2": Names(lumina2, None),
+    "Sana": Names(weights, weights),
+    "AuraFlow": Names(weights, weights),
+    "HiDream": Names(weights, weights),
+    "Kolors": Names(weights, unet, UNET_PREFIX),
+    "CogView4": Names(weights, weights),
+    "ERNIE-Image": Names(weights, weights, UNET_PREFIX),
+    "Krea 2": Names(krea2, krea2, UNET_PREFIX),
+    "Ideogram 4": Names(ideogram4, None),
+    "Kandinsky 5 (image)": Names(weights, weights),
+    "Bria FIBO": Names(weights, weights),
+}
+"""Names by kind of model. sd-scripts and ComfyUI read diffusers' names where no original code is given."""
+
+
+WHAT = ("kohya's key", "kohya's layer of modules", "ComfyUI's key")
+
+
+def modules_of(state: State) -> dict[str, torch.Tensor]:
+    """Return the weight of each module that an adapter could change: linear layers and convolutions."""
+    return {
+        name.removesuffix(".weight"): weight
+        for name, weight in state.items()
+        if name.endswith(".weight") and weight.ndim >= 2
+    }
+
+
+def layers_by_module(state: State, originals: State) -> dict[str, Layer]:
+    """Return, by module, the original layer that contains its rows, with the layer's modules in order."""
+    places = {
+        row.numpy().tobytes(): (name, number)
+        for name, weight in modules_of(originals).items()
+        for number, row in enumerate(weight)
+    }
+    layers: dict[str, dict[int, str]] = {}
+    for module, weight in modules_of(state).items():
+        if place := places.get(weight[0].numpy().tobytes()):
+            layers.setdefault(place[0], {})[place[1]] = module
+    return {
+        module: Layer(name, tuple(modules[row] for row in sorted(modules)))
+        for name, modules in layers.items()
+        for module in modules.values()
+    }
+
+
+def adapted(family: Family, module: str) -> bool:
+    """Return whether peft adapts the module by default."""
+    return any(module == target or module.endswith(f".{target}") for target in family.lora_targets())
+
+
+@pytest.mark.parametrize("kind", TINY)
+def test_every_module_has_the_name_of_its_weights_in_the_code_that_reads_the_file(
+    kind: str, tmp_path: Path
+) -> None:
+    TINY[kind](tmp_path)
+    family, names = detect(tmp_path), NAMES[kind]
+    state = weights(tmp_path / family.denoiser_name)
+    kohya = layers_by_module(state, names.kohya(tmp_path / family.denoiser_name))
+    comfyui = layers_by_module(state, (names.comfyui or names.kohya)(tmp_path / family.denoiser_name))
+
+    wrong = list[str]()
+    named = set[str]()
+    for module in modules_of(state):
+        try:
+            actual = (*vars(family.kohya_layer(module)).values(), family.comfyui_key(module))
+        except FamilyError:
+            continue
+        named.add(module)
+        layer = kohya[module]
+        kohya_key = f"lora_unet_{layer.key.replace('.', '_')}"
+        comfyui_key = f"{names.prefix}{comfyui[module].key}" if names.comfyui else kohya_key
+        expected = (kohya_key, layer.modules, comfyui_key)
+        wrong += [
+            f"{module}: {what} is {ours}, its weights are in {theirs}"
+            for what, ours, theirs in zip(WHAT, actual, expected, strict=True)
+            if ours != theirs
+        ]
+
+    assert not wrong, "\n".join(wrong)
+    without_name = {module for module in modules_of(state) if adapted(family, module)} - named
+    assert without_name == set(), "modules that are adapted by default have no name"
+    assert len(named) >= 8, f"only {sorted(named)} have names"
+
+
+def test_every_kind_of_model_has_expected_names() -> None:
+    assert NAMES.keys() == TINY.keys()

@@ -1,0 +1,93 @@
+"""Preview prompts that the base model cannot draw are found before anything is scanned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from demo.tiny_models import (
+    make_tiny_flux,
+    make_tiny_flux2_dev,
+    make_tiny_flux2_klein,
+    make_tiny_ideogram4,
+    make_tiny_lumina2,
+    make_tiny_sana,
+    make_tiny_sd3,
+)
+from pipeline.errors import RecipeError
+from pipeline.models.families import detect
+from pipeline.models.preview_prompts import require_preview_prompts
+from pipeline.recipe import Recipe, load_recipe
+from pipeline.storage.atomic import write_text
+
+
+def recipe(folder: Path, base: Path | str, prompt: str) -> Recipe:
+    file = folder / "one.yaml"
+    file.write_text(
+        f"datasets: [{{name: d, path: {folder}/photos}}]\noutput_dir: {folder}/one\n"
+        f"cache_dir: {folder}/cache\nmodel:\n  base: {base}\ntraining:\n  sample_prompts:\n"
+        f"    - a cat\n    - {{prompt: a dog, {prompt}}}\n",
+        encoding="utf-8",
+    )
+    return load_recipe(file)
+
+
+def problem(recipe: Recipe) -> RecipeError:
+    with pytest.raises(RecipeError) as raised:
+        require_preview_prompts(recipe)
+    return raised.value
+
+
+def test_a_size_that_is_not_a_multiple_is_an_error_with_line_and_nearest_size(tmp_path: Path) -> None:
+    make_tiny_flux(tmp_path / "flux")
+    error = problem(recipe(tmp_path, tmp_path / "flux", "height: 72, width: 1000"))
+    assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].height"
+    assert "must be multiples of 16" in error.what
+    assert "got 72x1000" in error.what
+    assert error.fix == "use height: 64 and width: 992, or remove both"
+    require_preview_prompts(recipe(tmp_path, tmp_path / "flux", "height: 80, width: 992"))
+
+
+def test_a_size_beyond_the_position_table_is_an_error(tmp_path: Path) -> None:
+    make_tiny_sd3(tmp_path / "sd3")
+    assert "is too large for" in problem(recipe(tmp_path, tmp_path / "sd3", "height: 64, width: 8192")).what
+    require_preview_prompts(recipe(tmp_path, tmp_path / "sd3", "height: 64, width: 64"))
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (make_tiny_flux, "its guidance is distilled"),
+        (make_tiny_flux2_dev, "its guidance is distilled"),
+        (make_tiny_ideogram4, "its guidance uses a second transformer, which sees no text"),
+        (make_tiny_sana, "its pipeline encodes negative prompts in another way than captions"),
+        (make_tiny_lumina2, "its pipeline encodes negative prompts in another way than captions"),
+    ],
+)
+def test_a_negative_prompt_of_a_model_that_would_ignore_or_misread_it_is_an_error(
+    tmp_path: Path, make: Callable[[Path], object], reason: str
+) -> None:
+    make(tmp_path / "base")
+    error = problem(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry"))
+    assert error.where == f"{tmp_path / 'one.yaml'}:9, training.sample_prompts[1].negative_prompt"
+    assert error.what.endswith(f"cannot have a negative_prompt, because {reason}")
+    assert error.fix == "remove negative_prompt"
+    require_preview_prompts(recipe(tmp_path, tmp_path / "base", "guidance_scale: 2.0"))
+
+
+def test_only_distilled_klein_refuses_negative_prompts(tmp_path: Path) -> None:
+    make_tiny_flux2_klein(tmp_path / "base")
+    require_preview_prompts(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry"))
+    index = tmp_path / "base" / "model_index.json"
+    write_text(index, index.read_text("utf-8").replace('"is_distilled": false', '"is_distilled": true'))
+    assert "distilled" in problem(recipe(tmp_path, tmp_path / "base", "negative_prompt: blurry")).what
+
+
+def test_a_model_of_the_hub_is_checked_when_its_family_is_known(tmp_path: Path) -> None:
+    make_tiny_flux(tmp_path / "flux")
+    hub = recipe(tmp_path, "black-forest-labs/FLUX.1-dev", "negative_prompt: blurry")
+    require_preview_prompts(hub)
+    with pytest.raises(RecipeError, match="cannot have a negative_prompt"):
+        require_preview_prompts(hub, detect(tmp_path / "flux"))

@@ -1,0 +1,139 @@
+"""Attention masks, and waiting for the GPU, in the denoisers' forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from demo.tiny_models import TINY
+from pipeline.images.geometry import Size
+from pipeline.models.worker.family import WorkerFamily, load_family
+
+MASKED = ["Qwen-Image", "Krea 2", "Bria FIBO"]
+WITHOUT_WAITING = [*MASKED, "Kandinsky 5 (image)", "Ideogram 4", "Z-Image"]
+
+Loaded = tuple[WorkerFamily, nn.Module]
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
+    """Return a function that makes a tiny model of a kind once, and loads its denoiser."""
+    models: dict[str, Loaded] = {}
+
+    def load(kind: str) -> Loaded:
+        if kind not in models:
+            folder = tmp_path_factory.mktemp("models") / "tiny"
+            TINY[kind](folder)
+            family = load_family(folder)
+            models[kind] = family, family.denoiser.load("float32", "cpu")
+        return models[kind]
+
+    return load
+
+
+def predict(model: Loaded, lengths: list[int]) -> Tensor:
+    """Call the denoiser with a batch of captions of these lengths."""
+    family, denoiser = model
+    shapes = family.text_shapes()
+    texts = [
+        {
+            name: torch.randn(length, *shape[1:]) if name == "text_embedding" else torch.randn(shape)
+            for name, shape in shapes.items()
+        }
+        for length in lengths
+    ]
+    noisy = torch.randn(len(lengths), *family.latent_shape(Size(64, 64)))
+    conditions = family.text.stack(texts)
+    with torch.no_grad():
+        return family.denoiser.predict(denoiser, noisy, torch.full((len(lengths),), 500.0), conditions)
+
+
+class AttentionMasks(TorchFunctionMode):
+    """Record whether attention gets a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.given: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
+            self.given.append(mask is not None)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", MASKED)
+@pytest.mark.parametrize("lengths", [[5], [7, 7]], ids=["batch 1", "equal lengths"])
+def test_no_mask_reaches_attention_if_no_caption_is_padded(
+    loaded: Callable[[str], Loaded], kind: str, lengths: list[int]
+) -> None:
+    with AttentionMasks() as masks:
+        predict(loaded(kind), lengths)
+    assert masks.given
+    assert not any(masks.given)
+
+
+@pytest.mark.parametrize("kind", MASKED)
+def test_a_mask_hides_the_padding_of_shorter_captions(loaded: Callable[[str], Loaded], kind: str) -> None:
+    with AttentionMasks() as masks:
+        predict(loaded(kind), [5, 7])
+    assert any(masks.given)
+
+
+WAITING = (
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__bool__,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.nonzero,
+    torch.nonzero,
+    torch.masked_select,
+    Tensor.cpu,
+)
+"""Calls for which the host waits for the GPU, besides indexing by booleans."""
+
+
+class NeverWaiting(TorchFunctionMode):
+    """Raise for calls that would make the host wait for a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_booleans = (
+            func is Tensor.__getitem__ and isinstance(args[1], Tensor) and args[1].dtype == torch.bool
+        )
+        if func in WAITING or by_booleans:
+            raise AssertionError(f"{func.__name__} waits for the GPU")
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_imitation_notices_each_way_of_waiting() -> None:
+    value = torch.ones(1)
+    ways: list[Callable[[], object]] = [
+        value.item,
+        value.tolist,
+        lambda: bool(value),
+        lambda: int(value),
+        lambda: value[value.bool()],
+        lambda: torch.nonzero(value),
+    ]
+    for way in ways:
+        with pytest.raises(AssertionError, match="waits for the GPU"), NeverWaiting():
+            way()
+
+
+@pytest.mark.parametrize("kind", WITHOUT_WAITING)
+@pytest.mark.parametrize("lengths", [[5], [7, 7], [5, 7]], ids=["batch 1", "equal", "padded"])
+def test_the_host_never_waits_for_the_gpu_inside_a_forward_pass(
+    loaded: Callable[[str], Loaded], kind: str, lengths: list[int]
+) -> None:
+    model = loaded(kind)
+    predict(model, lengths)  # tables of positions are computed once
+    with NeverWaiting():
+        assert predict(model, lengths).shape[0] == len(lengths)

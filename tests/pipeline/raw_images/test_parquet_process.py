@@ -1,0 +1,58 @@
+"""A bomb or a damaged Parquet file ends the process that reads it, and not the job."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pytest
+from polars.testing import assert_frame_equal
+
+from pipeline.errors import DatasetError
+from pipeline.raw_images.parquet_process import read_parquet
+
+
+def parquet(table: pl.DataFrame) -> bytes:
+    file = io.BytesIO()
+    table.write_parquet(file)
+    return file.getvalue()
+
+
+def bomb(num_rows: int = 5_000_000) -> bytes:
+    """Return some kilobytes that hold one long caption so many times."""
+    return parquet(pl.select(path=pl.repeat("a.png", num_rows), caption=pl.repeat("a rose " * 100, num_rows)))
+
+
+def test_the_table_is_the_one_that_polars_reads_whether_local_or_in_memory(tmp_path: Path) -> None:
+    table = pl.DataFrame(
+        {"path": ["a.png", "b.png"], "caption": ["Blüte", None], "tags": [["x", "y"], []], "n": [1, 2]}
+    ).with_columns(kind=pl.Series(["p", "q"], dtype=pl.Categorical), day=pl.date(2026, 1, 1))
+    (tmp_path / "list.parquet").write_bytes(parquet(table))
+    with (tmp_path / "list.parquet").open("rb") as file:
+        assert_frame_equal(read_parquet(file), table)
+    assert_frame_equal(read_parquet(io.BytesIO(parquet(table))), table)
+
+
+def test_a_manifest_that_needs_too_much_memory_is_an_error_with_manifest_and_fix(folder: Any) -> None:
+    manifest = folder.root / "list.parquet"
+    manifest.write_bytes(bomb())
+    assert manifest.stat().st_size < 100_000
+    folder.dataset = {"path": str(manifest)}
+    with pytest.raises(DatasetError, match="more than 1,000,000,000 bytes of memory") as caught:
+        folder.scan()
+    assert caught.value.where == str(manifest)
+    assert "JSON lines" in caught.value.fix
+
+
+def test_bytes_on_which_polars_panics_are_reported_as_damaged() -> None:
+    data = bytearray(parquet(pl.DataFrame({"path": ["a.png"], "n": [1]})))
+    for position in range(80, len(data) - 8):
+        damaged = bytes(data[:position]) + b"\xff" * 8 + bytes(data[position + 8 :])
+        try:
+            read_parquet(io.BytesIO(damaged))
+        except pl.exceptions.ComputeError as err:
+            if "Panic" in str(err):
+                return
+    pytest.fail("no damage made Polars panic")

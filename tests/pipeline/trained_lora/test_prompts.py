@@ -1,0 +1,64 @@
+"""Prompts carry their settings into the worker and onto the sheets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from pipeline.trained_lora.prompts import Prompt, prompts_from_json, prompts_to_json
+
+if TYPE_CHECKING:
+    from conftest import Project
+
+OWN = {
+    "prompt": "a red cat",
+    "negative_prompt": "a dog",
+    "height": 64,
+    "width": 96,
+    "steps": 3,
+    "guidance_scale": 2.5,
+    "seed": 11,
+    "lora_scale": 0.5,
+}
+
+
+def own_and_plain(make_project: Callable[..., Project]) -> tuple[Prompt, ...]:
+    return make_project(sample_every=2, sample_prompts=[OWN, "a cat"]).job().prompts
+
+
+def test_a_prompt_takes_its_settings_from_the_recipe(make_project: Callable[..., Project]) -> None:
+    own, plain = own_and_plain(make_project)
+    assert own.negative is not None
+    assert own.negative.caption == "a dog"
+    assert list(own.entries()) == ["a red cat", "a dog"]
+    assert (own.size_hw, own.steps, own.guidance_scale, own.seed, own.lora_scale) == (
+        (64, 96),
+        3,
+        2.5,
+        11,
+        0.5,
+    )
+    assert (plain.size_hw, plain.steps, plain.guidance_scale, plain.seed) == ((64, 64), 20, None, None)
+    assert list(plain.entries()) == ["a cat"]
+
+
+def test_a_heading_states_the_settings_that_differ_from_the_defaults(
+    make_project: Callable[..., Project],
+) -> None:
+    own, plain = own_and_plain(make_project)
+    assert plain.heading == "a cat"
+    assert own.heading == (
+        "a red cat (negative prompt: a dog, height: 64, width: 96, steps: 3, guidance scale: 2.5, seed: 11, "
+        "lora scale: 0.5)"
+    )
+
+
+def test_prompts_survive_json_and_those_of_earlier_versions_have_default_settings(
+    make_project: Callable[..., Project],
+) -> None:
+    prompts = own_and_plain(make_project)
+    values = json.loads(json.dumps(prompts_to_json(prompts)))
+    assert prompts_from_json(values) == prompts
+    earlier = [{key: values[1][key] for key in ("caption", "text", "size_hw")}]
+    assert prompts_from_json(earlier) == prompts[1:]

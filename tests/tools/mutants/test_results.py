@@ -1,0 +1,59 @@
+"""The lists of mutated modules and of accepted survivors, and the file of results."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tools.mutants import results
+from tools.mutants.copies import ROOT
+from tools.mutants.places import lines_of_change, mutants_of
+from tools.mutants.results import Result
+
+RESULT = Result(
+    module="pipeline/cache/keys.py",
+    line=7,
+    operator="NumberReplacer",
+    was="x = 1",
+    becomes="x =  2",
+    outcome="survived",
+    by="",
+    seconds=1.5,
+)
+
+
+def test_modules_and_tests_of_the_list_exist() -> None:
+    tests = results.tests_by_module()
+    missing = {
+        name for module, files in tests.items() for name in (module, *files) if not (ROOT / name).is_file()
+    }
+    assert missing == set()
+    assert [module for module, files in tests.items() if not files] == [], "modules without tests"
+
+
+@pytest.mark.parametrize("module", sorted({module for module, _, _ in results.accepted()}))
+def test_each_accepted_survivor_is_a_mutant_of_today(module: str) -> None:
+    source = (ROOT / module).read_text(encoding="utf-8")
+    wanted = {(was, becomes) for each, was, becomes in results.accepted() if each == module}
+    lines = {was for was, _ in wanted}
+    numbers = {number for number, line in enumerate(source.splitlines(), 1) if line.strip() in lines}
+    near = [each for each in mutants_of(module, source) if each.span[0][0] in numbers]
+    found = {lines_of_change(source, each.mutated(source)) for each in near}
+    assert wanted - found == set(), "remove these entries of accepted.toml, or correct them"
+
+
+def test_each_accepted_survivor_has_a_reason() -> None:
+    assert [entry for entry, reason in results.accepted().items() if len(reason.split()) < 4] == []
+
+
+def test_the_last_result_of_a_mutant_counts_and_an_incomplete_line_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "build" / "results.jsonl"
+    assert results.read(file) == []
+    other = replace(RESULT, line=8)
+    for each in (RESULT, other, replace(RESULT, outcome="killed", by="a test")):
+        results.append(file, each)
+    with file.open("a") as opened:
+        opened.write('{"module": "pipe')
+    assert results.read(file) == [replace(RESULT, outcome="killed", by="a test"), other]
