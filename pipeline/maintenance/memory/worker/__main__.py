@@ -16,11 +16,12 @@ def main(job_file: Path) -> None:
     # The text encoder of Kolors compiles functions that do not accept the meta device.
     os.environ["PYTORCH_JIT"] = "0"
     with reporter():
-        from pipeline.maintenance.memory.job import read_job, write_result
-        from pipeline.maintenance.memory.worker.stages import forecast_stages
         from pipeline.models.worker.loading import keep_quiet
 
         keep_quiet()
+        from pipeline.maintenance.memory.job import read_job, write_result
+        from pipeline.maintenance.memory.worker.stages import forecast_stages
+
         write_result(forecast_stages(read_job(job_file)), job_file)
 
 

@@ -48,7 +48,7 @@ def _changes(recipe: Recipe, variant: Variant) -> Iterator[tuple[tuple[str, ...]
         variant = replace(variant, batch_size=1)
         yield settings, variant
     if variant.quantize == "none" and _can_pack(recipe):
-        for kind in ("int8_torchao", "nf4"):
+        for kind in ("int8", "nf4"):
             yield (*settings, f"training.quantize: {kind}"), replace(variant, quantize=kind)
 
 

@@ -9,13 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.models.worker.loading import component_class
+from pipeline.models.worker.loading import component_class, drop_unused_parts
 
 if TYPE_CHECKING:
     from pipeline.models.families import Family
-
-_UNUSED_PARTS = ("visual", "vision_tower", "multi_modal_projector", "lm_head")
-"""Attributes of language models that captions do not use and that are dropped after loading."""
 
 
 def skeleton(family: Family, role: str, dtype: str) -> nn.Module:
@@ -38,10 +35,7 @@ def skeleton(family: Family, role: str, dtype: str) -> nn.Module:
 def text_encoder_skeleton(family: Family, role: str, dtype: str) -> nn.Module:
     """Return a text encoder as `skeleton`, without the parts that captions do not use."""
     network = skeleton(family, role, dtype)
-    for module in list(network.modules()):
-        for name in _UNUSED_PARTS:
-            if isinstance(getattr(module, name, None), nn.Module):
-                setattr(module, name, nn.Identity())
+    drop_unused_parts(network)
     return network
 
 

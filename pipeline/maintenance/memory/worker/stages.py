@@ -16,6 +16,8 @@ from pipeline.maintenance.memory.worker.training import TrainingForecast
 from pipeline.models.worker.family import load_family
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeline.images.geometry import Size
     from pipeline.recipe import Recipe
 
@@ -39,10 +41,11 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     family = load_family(job.model_folder, job.component_folders)
     recipe, size = job.recipe, largest_size(job.recipe)
     training = TrainingForecast(family, recipe, size)
+    vae_dtype = family.vae_compute_dtype(recipe.latents.compute_dtype)
+    text_dtypes = family.text_compute_dtypes(recipe.text.compute_dtype)
     try:
-        vae, latents_device = latents_bytes(family, size, recipe.latents.compute_dtype)
-        roles = [role for role in family.text_roles() if role.startswith("text_encoder")]
-        encoder, text_device = text_bytes(family, dict.fromkeys(roles, recipe.text.compute_dtype))
+        vae, latents_device = latents_bytes(family, size, vae_dtype)
+        encoder, text_device = text_bytes(family, text_dtypes)
         trained = training.memory(training.variant)
     except (RuntimeError, NotImplementedError) as err:
         raise ModelError(
@@ -57,8 +60,8 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     return MemoryForecast(
         stages=(
             StageMemory("encode latents", latents_device, process_bytes + vae, _LATENTS_NOTE),
-            StageMemory("encode text", text_device, process_bytes + encoder, _text_note(recipe)),
-            StageMemory("train", trained.device, process_bytes + trained.loaded),
+            StageMemory("encode text", text_device, process_bytes + encoder, _text_note(text_dtypes)),
+            StageMemory("train", trained.device, process_bytes + trained.host),
         ),
         card=card,
         card_bytes=card_bytes,
@@ -67,9 +70,9 @@ def forecast_stages(job: MemoryJob) -> MemoryForecast:
     )
 
 
-def _text_note(recipe: Recipe) -> str:
-    half = "text.compute_dtype: bfloat16 takes half of it"
-    return half if recipe.text.compute_dtype == "float32" else ""
+def _text_note(dtypes: Mapping[str, str]) -> str:
+    is_float32 = set(dtypes.values()) == {"float32"}
+    return "text.compute_dtype: bfloat16 takes half of it" if is_float32 else ""
 
 
 def largest_size(recipe: Recipe) -> Size:

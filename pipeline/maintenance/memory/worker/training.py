@@ -47,7 +47,7 @@ class Variant:
         quantize: Value of `training.quantize`.
         checkpointing: Value of `training.gradient_checkpointing`.
         batch_size: Value of `training.batch_size`.
-        mixed_precision: Value of `accelerate.mixed_precision`.
+        mixed_precision: "no", "fp16" or "bf16".
     """
 
     quantize: str
@@ -76,13 +76,13 @@ class TrainingMemory:
         base: Frozen base weights, packed if the recipe packs them.
         trained: Adapter weights, their gradients, the optimizer's state, and moving averages.
         step: Peak of everything that a step creates and frees.
-        loaded: Base weights as they are read, before packing.
+        host: Base weights that the host holds while they are loaded.
     """
 
     base: int
     trained: int
     step: int
-    loaded: int
+    host: int
 
     @property
     def device(self) -> int:
@@ -109,7 +109,7 @@ class TrainingForecast:
             training.quantize,
             training.gradient_checkpointing,
             training.batch_size,
-            self._recipe.accelerate.mixed_precision,
+            self._family.mixed_precision(self._recipe.accelerate.mixed_precision),
         )
 
     def memory(self, variant: Variant) -> TrainingMemory:
@@ -118,12 +118,14 @@ class TrainingForecast:
         base = [weight for weight in tensors_of(denoiser) if not weight.requires_grad]
         packed = _packable(denoiser) if variant.packing else {}
         packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
+        largest = max(map(_unpacked_bytes, packed.values()), default=0)
         plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
         return TrainingMemory(
             base=packed_bytes + plain_bytes,
             trained=self._trained_bytes(denoiser),
-            step=self._step(variant, largest=max(map(_unpacked_bytes, packed.values()), default=0)),
-            loaded=num_bytes(base),
+            step=self._step(variant, largest=largest),
+            # Weights that are packed move to the GPU one at a time, the others together.
+            host=max(map(_unpacked_bytes, base)) if packed else num_bytes(base),
         )
 
     def _step(self, variant: Variant, *, largest: int) -> int:
