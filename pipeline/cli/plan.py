@@ -1,4 +1,4 @@
-"""`latentline plan`: forecast the next cache job, with the reason for each entry."""
+"""`latentline plan`: forecast the next cache job, with the reason for each entry, and each stage's memory."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from dataclasses import asdict
 import click
 
 from pipeline.cli.conventions import RECIPE, bytes_text, echo, log_to_stderr, seconds_text
-from pipeline.errors import counted
+from pipeline.cli.memory import GIB, show_memory
+from pipeline.errors import ModelError, counted
 from pipeline.escaping import json_text
 from pipeline.maintenance.forecast import Expected, Forecast, forecast
+from pipeline.maintenance.memory.forecast import forecast_memory
+from pipeline.maintenance.memory.job import MemoryForecast
 from pipeline.recipe import Recipe
 from pipeline.recipe.gates import PATH_ISOLATION
 from pipeline.storage.tables import Tables
@@ -24,24 +27,66 @@ MAX_NAMED = 3
 @click.option(
     "--json", "as_json", is_flag=True, help="Print the complete forecast as JSON, with all samples."
 )
-def command(recipe: Recipe, as_json: bool) -> None:
-    """Show which entries the cache job of RECIPE would encode now, and why.
+@click.option(
+    "--vram",
+    type=click.FloatRange(min=1.0),
+    metavar="GB",
+    help="Compare the memory forecast with a GPU of this size instead of this machine's.",
+)
+@click.option("--no-memory", is_flag=True, help="Do not forecast memory, which takes some seconds.")
+@click.option(
+    "--only-memory",
+    is_flag=True,
+    help="Forecast memory alone; of a model on the Hub, only configuration files are downloaded.",
+)
+def command(recipe: Recipe, as_json: bool, vram: float | None, no_memory: bool, only_memory: bool) -> None:
+    """Show which entries the cache job of RECIPE would encode now, and why, and the memory of each stage.
 
     Nothing is encoded. The only file written is fingerprints.json in cache_dir, which caches hashes of the
     base model's files. New and changed images are decoded to find out which samples would be kept.
 
+    The memory forecast is computed from the base model's configuration, without a GPU. If training does not
+    fit, it names the cheapest changes that make it fit.
+
     If a gate would stop the job, the gate and its fix are shown first, and the exit status is 1.
     """
+    if no_memory and only_memory:
+        raise click.UsageError("--no-memory and --only-memory exclude each other")
+    if only_memory:
+        memory = forecast_memory(recipe, card_bytes=_card_bytes(vram))
+        if as_json:
+            echo(json_text({"memory": asdict(memory)}))
+        else:
+            show_memory(memory)
+        return
+
     result = forecast(recipe, Tables(recipe.output_dir), log=log_to_stderr)
+    is_isolated = not any(gate.name == PATH_ISOLATION.name for gate in result.closed)
+    memory = _memory(recipe, vram) if is_isolated and not no_memory else None
     if as_json:
-        echo(json_text(_as_json(result)))
-    elif any(gate.name == PATH_ISOLATION.name for gate in result.closed):
+        echo(json_text({**_as_json(result), "memory": None if memory is None else asdict(memory)}))
+    elif not is_isolated:
         echo(f"{recipe.name}: the job would stop at {result.closed[0].asset}, before any work:")
         _show_gates(result)
     else:
         _show(recipe, result)
+        if memory is not None:
+            show_memory(memory)
     if result.closed:
         sys.exit(1)
+
+
+def _card_bytes(vram: float | None) -> int | None:
+    return None if vram is None else int(vram * GIB)
+
+
+def _memory(recipe: Recipe, vram: float | None) -> MemoryForecast | None:
+    """Return the memory forecast; if the model does not allow one, report the reason and return None."""
+    try:
+        return forecast_memory(recipe, card_bytes=_card_bytes(vram))
+    except ModelError as err:
+        log_to_stderr(f"{err.what}; {err.fix}")
+        return None
 
 
 def _show(recipe: Recipe, result: Forecast) -> None:

@@ -56,7 +56,7 @@ def resolve_base(recipe: Recipe, *, log: Log = discard) -> Path:
             `model.components` names a component that the family does not have.
         FamilyError: The family of its pipeline class is not supported.
     """
-    local = _local_base(recipe)
+    local = local_base(recipe)
     if local is not None:
         _require_roles(recipe, family_spec(local))
         family = detect(local, resolve_components(recipe, log=log))
@@ -83,7 +83,7 @@ def check_local_base(recipe: Recipe) -> None:
         ModelError: See `resolve_base`.
         FamilyError: See `resolve_base`.
     """
-    local = _local_base(recipe)
+    local = local_base(recipe)
     if local is None:
         return
     _require_roles(recipe, family_spec(local))
@@ -151,7 +151,7 @@ def _where(recipe: Recipe) -> str:
     return f"{recipe.source}, model.base"
 
 
-def _local_base(recipe: Recipe) -> Path | None:
+def local_base(recipe: Recipe) -> Path | None:
     """Return the folder named by `model.base`, or None for a Hub id.
 
     Raises:

@@ -77,17 +77,17 @@ def load_text_encoder(family: Family, role: str, dtype: str, device: str) -> nn.
     if dtype == "float16" or stored is None:
         # In float16, transformers keeps T5's overflowing layers in float32.
         network = read_component(family, role, dtype)
-        _drop_unused_parts(network)
+        drop_unused_parts(network)
         return network.to(device)
 
     network = read_component(family, role, stored)
-    _drop_unused_parts(network)
+    drop_unused_parts(network)
     for weight in network.parameters():
         weight.data = weight.data.to(device, getattr(torch, dtype))
     return network.to(device)
 
 
-def _drop_unused_parts(network: nn.Module) -> None:
+def drop_unused_parts(network: nn.Module) -> None:
     """Remove the vision encoder and the output layer of a language model, whose hidden states are used."""
     for module in list(network.modules()):
         for name in _VISION_PARTS:

@@ -1,0 +1,121 @@
+"""Files between the command and the process that forecasts memory: the job, and its result."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.recipe import Recipe
+from pipeline.storage.atomic import write_text
+from pipeline.trained_lora.job import recipe_from_json
+
+RESULT_FILE = "memory.json"
+"""Name of the result, which is written next to the job."""
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """A recipe to forecast.
+
+    Attributes:
+        recipe: Recipe with absolute paths.
+        model_folder: Folder of the base model, which may contain configuration files only.
+        component_folders: Folders of the components that replace those of the model, by role.
+        card_bytes: Memory of the GPU to compare with; None for the GPU of this machine, if there is one.
+    """
+
+    recipe: Recipe
+    model_folder: Path
+    component_folders: Mapping[str, Path]
+    card_bytes: int | None
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Peak memory of one stage. The attributes are keys of `latentline plan --json`.
+
+    Attributes:
+        stage: "encode latents", "encode text" or "train".
+        device_bytes: Peak bytes on one GPU.
+        host_bytes: Peak bytes of one process on the host.
+        note: What the stage does if it does not fit; empty for training.
+    """
+
+    stage: str
+    device_bytes: int
+    host_bytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Changes of the recipe that make training fit. The attributes are keys of `latentline plan --json`.
+
+    Attributes:
+        settings: Changed settings with their new values.
+        device_bytes: Peak bytes on one GPU with all of them.
+        fits: Whether that fits; False if no combination does.
+    """
+
+    settings: tuple[str, ...]
+    device_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True)
+class MemoryForecast:
+    """Memory of a recipe. The attributes are keys of `latentline plan --json`.
+
+    Attributes:
+        stages: Peak memory of each stage, in the order of a job.
+        card: Name of the GPU, or None if there is none to compare with.
+        card_bytes: Memory of the GPU.
+        usable_bytes: Part of it that tensors can use.
+        change: Cheapest changes that make training fit; None if it fits, or without a GPU.
+    """
+
+    stages: tuple[StageMemory, ...]
+    card: str | None
+    card_bytes: int | None
+    usable_bytes: int | None
+    change: Change | None
+
+
+def write_job(job: MemoryJob, path: Path) -> None:
+    """Write a job for `read_job`."""
+    values: dict[str, Any] = {
+        "recipe": job.recipe.model_dump(mode="json"),
+        "model_folder": str(job.model_folder),
+        "component_folders": {role: str(folder) for role, folder in job.component_folders.items()},
+        "card_bytes": job.card_bytes,
+    }
+    write_text(path, json.dumps(values))
+
+
+def read_job(path: Path) -> MemoryJob:
+    """Return the job written by `write_job`."""
+    values = json.loads(path.read_text(encoding="utf-8"))
+    return MemoryJob(
+        recipe_from_json(values["recipe"]),
+        Path(values["model_folder"]),
+        {role: Path(folder) for role, folder in values["component_folders"].items()},
+        values["card_bytes"],
+    )
+
+
+def write_result(forecast: MemoryForecast, job_file: Path) -> None:
+    """Write the result of a job for `read_result`."""
+    write_text(job_file.with_name(RESULT_FILE), json.dumps(asdict(forecast)))
+
+
+def read_result(job_file: Path) -> MemoryForecast:
+    """Return the result of a job."""
+    values = json.loads(job_file.with_name(RESULT_FILE).read_text(encoding="utf-8"))
+    stages = tuple(StageMemory(**stage) for stage in values.pop("stages"))
+    change = values.pop("change")
+    if change is not None:
+        change = Change(tuple(change["settings"]), change["device_bytes"], change["fits"])
+    return MemoryForecast(stages=stages, change=change, **values)

@@ -1,0 +1,1 @@
+"""The part of the memory forecast that needs torch."""

@@ -1,0 +1,242 @@
+"""How CUDA treats dtypes and memory where the meta device differs.
+
+The meta device has no autocast, materialises the weights of attention, and has no packed weights. These rules
+imitate CUDA's. Autocast's lists are those of `ATen/autocast_mode.h` in torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
+
+Packing = Literal["dequantized_again", "dequantized_once"]
+"""Whether a packed layer unpacks its weight again in the backward pass (bitsandbytes), or autograd keeps the
+unpacked weight of the forward pass (torchao)."""
+
+_LOWER = frozenset(
+    [
+        "linear",
+        "matmul",
+        "__matmul__",
+        "__rmatmul__",
+        "mm",
+        "bmm",
+        "baddbmm",
+        "addmm",
+        "addbmm",
+        "einsum",
+        "conv1d",
+        "conv2d",
+        "conv3d",
+        "conv_transpose1d",
+        "conv_transpose2d",
+        "conv_transpose3d",
+        "prelu",
+        "scaled_dot_product_attention",
+    ]
+)
+"""Operators that run in half precision: AT_FORALL_LOWER_PRECISION_FP."""
+
+_FLOAT32 = frozenset(
+    [
+        "acos",
+        "asin",
+        "exp",
+        "log",
+        "reciprocal",
+        "rsqrt",
+        "pow",
+        "__pow__",
+        "softplus",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "l1_loss",
+        "smooth_l1_loss",
+        "huber_loss",
+        "mse_loss",
+        "logsumexp",
+        "interpolate",
+        "prod",
+        "softmax",
+        "log_softmax",
+        "cumprod",
+        "cumsum",
+        "norm",
+        "sum",
+    ]
+)
+"""Operators that run in float32: AT_FORALL_FP32 and AT_FORALL_FP32_SET_OPT_DTYPE."""
+
+
+class CudaRules(TorchFunctionMode):
+    """Runs operators on meta tensors with CUDA's dtypes and allocations.
+
+    Autocast applies if `autocast` is a half-precision dtype. `packed` holds the ids of packed weights.
+    """
+
+    def __init__(
+        self,
+        autocast: torch.dtype | None,
+        packed: Mapping[int, Packing] | None = None,
+        count: Callable[[Any], None] = lambda result: None,
+    ) -> None:
+        """Prepare the rules. `count` receives the tensors that are allocated inside of operators."""
+        super().__init__()
+        self._autocast = autocast
+        self._packed = packed or {}
+        self._count = count
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operator as CUDA would."""
+        given: dict[str, Any] = dict(kwargs or {})
+        name = func.__name__
+        if self._autocast is not None and name in _LOWER:
+            args, given = (
+                _cast(args, self._autocast, self._packed),
+                _cast(given, self._autocast, self._packed),
+            )
+        elif self._autocast is not None and name in _FLOAT32 and given.get("dtype") is None:
+            args, given = _cast(args, torch.float32, {}), _cast(given, torch.float32, {})
+
+        if not (_any_meta(args) or _any_meta(given.values())):
+            return func(*args, **given)
+        if name != "__getitem__":
+            args, given = _to_meta(args), _to_meta(given)
+
+        if name == "scaled_dot_product_attention":
+            return self._attention(*args, **given)
+        if name == "rms_norm":
+            return self._rms_norm(*args, **given)
+        if name == "linear" and (packing := self._packed.get(id(args[1]))):
+            return self._packed_linear(packing, *args, **given)
+        return func(*args, **given)
+
+    def _attention(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, **options: Any) -> Tensor:
+        result = cast("Tensor", _FusedAttention.apply(query, key, value, self._count))
+        self._count(result)
+        return result
+
+    def _rms_norm(
+        self, hidden: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None
+    ) -> Tensor:
+        result = cast("Tensor", _FusedRmsNorm.apply(hidden, weight, self._count))
+        self._count(result)
+        return result
+
+    def _packed_linear(
+        self, packing: Packing, hidden: Tensor, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor:
+        dtype = self._autocast or hidden.dtype
+        if packing == "dequantized_again":
+            result = cast("Tensor", _PackedLinear.apply(hidden, weight, bias, dtype, self._count))
+        else:
+            unpacked = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+            self._count(unpacked)
+            result = torch.nn.functional.linear(hidden, unpacked, bias)
+        self._count(result)
+        return result
+
+
+class _FusedAttention(Function):
+    """Flash or memory-efficient attention: keeps inputs, output, and one number per query and head."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, count: Callable[[Any], None]
+    ) -> Any:
+        output = torch.empty(*query.shape[:-1], value.shape[-1], dtype=query.dtype, device=query.device)
+        sums = torch.empty(query.shape[:-1], dtype=torch.float32, device=query.device)
+        count((output, sums))
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.count = count  # pyright: ignore[reportAttributeAccessIssue]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        query, key, value, _, _ = ctx.saved_tensors
+        inputs = tuple(torch.empty_like(each) for each in (query, key, value))
+        ctx.count(inputs)
+        return (*inputs, None)
+
+
+class _FusedRmsNorm(Function):
+    """RMS norm in one kernel: it keeps its input and one number per row."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor, weight: Tensor | None, count: Callable[[Any], None]) -> Any:
+        output = torch.empty_like(hidden)
+        scales = torch.empty(hidden.shape[:-1], dtype=torch.float32, device=hidden.device)
+        count((output, scales))
+        ctx.save_for_backward(hidden, scales)
+        ctx.count = count  # pyright: ignore[reportAttributeAccessIssue]
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        hidden, _ = ctx.saved_tensors
+        result = torch.empty_like(hidden)
+        ctx.count(result)
+        return result, None, None
+
+
+class _PackedLinear(Function):
+    """A linear layer of bitsandbytes: its weight is unpacked in the forward and in the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, count: Any
+    ) -> Any:
+        ctx.unpacked = lambda: torch.empty(weight.shape, dtype=dtype, device=weight.device)
+        ctx.count, ctx.shape, ctx.dtype = count, hidden.shape, hidden.dtype
+        unpacked = ctx.unpacked()
+        count(unpacked)
+        output = torch.empty(*hidden.shape[:-1], weight.shape[0], dtype=dtype, device=hidden.device)
+        count(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        unpacked = ctx.unpacked()
+        result = torch.empty(ctx.shape, dtype=ctx.dtype, device=unpacked.device)
+        ctx.count((unpacked, result))
+        return result, None, None, None, None
+
+
+def _cast(values: Any, dtype: torch.dtype, packed: Mapping[int, Packing]) -> Any:
+    """Return arguments with all floating-point tensors in `dtype`, except packed weights."""
+    if isinstance(values, Tensor):
+        keep = not values.is_floating_point() or values.dtype == dtype or id(values) in packed
+        return values if keep else values.to(dtype)
+    if isinstance(values, dict):
+        return {name: _cast(each, dtype, packed) for name, each in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(_cast(each, dtype, packed) for each in values)
+    return values
+
+
+def _any_meta(values: Iterable[Any]) -> bool:
+    return any(
+        value.device.type == "meta" if isinstance(value, Tensor) else _any_meta(value)
+        for value in values
+        if isinstance(value, Tensor | list | tuple)
+    )
+
+
+def _to_meta(values: Any) -> Any:
+    """Return arguments with tensors of the CPU, such as masks, on the meta device; numbers stay."""
+    if isinstance(values, Tensor):
+        return values.to("meta") if values.device.type == "cpu" and values.dim() > 0 else values
+    if isinstance(values, dict):
+        return {name: _to_meta(each) for name, each in values.items()}
+    if type(values) in (list, tuple):
+        return type(values)(_to_meta(each) for each in values)
+    return values

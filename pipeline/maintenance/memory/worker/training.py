@@ -1,0 +1,238 @@
+"""Memory of one training step: base weights, adapter, gradients, optimizer, and the step's own tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from pipeline.maintenance.memory.worker.cuda_rules import CudaRules, Packing
+from pipeline.maintenance.memory.worker.live_memory import LiveMemory
+from pipeline.maintenance.memory.worker.skeletons import num_bytes, skeleton, tensors_of
+from pipeline.trained_lora.worker.adapter.lora import add_lora, trainable_weights
+from pipeline.trained_lora.worker.base_model import BASE_DTYPES
+from pipeline.trained_lora.worker.loss import sample_losses
+from pipeline.trained_lora.worker.optimizers import make_optimizer
+
+if TYPE_CHECKING:
+    from diffusers.models.modeling_utils import ModelMixin
+
+    from pipeline.images.geometry import Size
+    from pipeline.models.worker.family import WorkerFamily
+    from pipeline.recipe import Recipe, TrainingSettings
+
+_NF4_BYTES = 0.5 + 4 / 64
+"""Bytes per weight: 4 bits, and a float32 scale per block of 64 weights."""
+
+_GRADIENT_BYTES = 4
+"""Bytes per trained weight for its gradient; adapters are float32."""
+
+PROBE_EDGE = 256
+"""Edge of the matrix that an optimizer is run on to measure the size of its state."""
+
+_EIGHT_BIT_STATE_BYTES = 2 + 8 / 256
+"""Bytes per weight of bitsandbytes' 8-bit optimizers: two values, and two float32 scales per 256 weights."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The settings of a training that decide its memory.
+
+    Attributes:
+        quantize: Value of `training.quantize`.
+        checkpointing: Value of `training.gradient_checkpointing`.
+        batch_size: Value of `training.batch_size`.
+        mixed_precision: "no", "fp16" or "bf16".
+    """
+
+    quantize: str
+    checkpointing: bool
+    batch_size: int
+    mixed_precision: str
+
+    @property
+    def dtype(self) -> str:
+        """Dtype of the unpacked base weights."""
+        return BASE_DTYPES[self.mixed_precision]
+
+    @property
+    def packing(self) -> Packing | None:
+        """How packed weights are used; None if they are not packed."""
+        if self.quantize == "none":
+            return None
+        return "dequantized_again" if self.quantize == "nf4" else "dequantized_once"
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of a training, by purpose.
+
+    Attributes:
+        base: Frozen base weights, packed if the recipe packs them.
+        trained: Adapter weights, their gradients, the optimizer's state, and moving averages.
+        step: Peak of everything that a step creates and frees.
+        host: Base weights that the host holds while they are loaded.
+    """
+
+    base: int
+    trained: int
+    step: int
+    host: int
+
+    @property
+    def device(self) -> int:
+        """Peak bytes on the GPU."""
+        return self.base + self.trained + self.step
+
+
+class TrainingForecast:
+    """Memory of a recipe's training, for its own settings and for others."""
+
+    def __init__(self, family: WorkerFamily, recipe: Recipe, size: Size) -> None:
+        """Prepare to forecast steps whose images have the given size."""
+        self._family = family
+        self._recipe = recipe
+        self._size = size
+        self.step_bytes = lru_cache(self._step_bytes)
+        self._adapted = lru_cache(self._make_adapted)
+
+    @property
+    def variant(self) -> Variant:
+        """The recipe's own settings."""
+        training = self._recipe.training
+        return Variant(
+            training.quantize,
+            training.gradient_checkpointing,
+            training.batch_size,
+            self._family.mixed_precision(self._recipe.accelerate.mixed_precision),
+        )
+
+    def memory(self, variant: Variant) -> TrainingMemory:
+        """Return the memory of a training with these settings."""
+        denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
+        base = [weight for weight in tensors_of(denoiser) if not weight.requires_grad]
+        packed = _packable(denoiser) if variant.packing else {}
+        packed_bytes = sum(_packed_bytes(weight, variant.quantize) for weight in packed.values())
+        largest = max(map(_unpacked_bytes, packed.values()), default=0)
+        plain_bytes = num_bytes(weight for weight in base if id(weight) not in packed)
+        return TrainingMemory(
+            base=packed_bytes + plain_bytes,
+            trained=self._trained_bytes(denoiser),
+            step=self._step(variant, largest=largest),
+            # Weights that are packed move to the GPU one at a time, the others together.
+            host=max(map(_unpacked_bytes, base)) if packed else num_bytes(base),
+        )
+
+    def _step(self, variant: Variant, *, largest: int) -> int:
+        """Return the peak bytes of a step's tensors.
+
+        For packed variants other than the recipe's, it is that of the unpacked model plus the largest weight,
+        which is unpacked while it is used. This needs no further run of the model.
+        """
+        if variant.packing is None or variant == self.variant or not variant.checkpointing:
+            return self.step_bytes(variant)
+        return self.step_bytes(replace(variant, quantize="none")) + largest
+
+    @cached_property
+    def _optimizer_bytes(self) -> float:
+        return optimizer_bytes_per_weight(self._recipe.training)
+
+    def _make_adapted(self, dtype: str, *, checkpointing: bool) -> nn.Module:
+        denoiser = skeleton(self._family, self._family.denoiser_name, dtype)
+        targets, lora = self._family.lora_targets(), self._recipe.training.lora
+        with torch.device("meta"):
+            add_lora(cast("ModelMixin", denoiser), lora, targets=targets, seed=self._recipe.training.seed)
+        if checkpointing:
+            self._family.denoiser.recompute_activations(denoiser)
+        return denoiser.train()
+
+    def _trained_bytes(self, denoiser: nn.Module) -> int:
+        weights = trainable_weights(denoiser)
+        num_weights = sum(weight.numel() for weight in weights)
+        per_weight = _GRADIENT_BYTES + self._optimizer_bytes
+        # Distributed training exchanges gradients in buffers of their size.
+        per_weight += _GRADIENT_BYTES if self._recipe.accelerate.num_processes > 1 else 0
+        per_weight += 4 if self._recipe.training.ema_decay is not None else 0
+        return num_bytes(weights) + int(num_weights * per_weight)
+
+    def _step_bytes(self, variant: Variant) -> int:
+        """Return the peak bytes of a step's tensors, without gradients of the trained weights."""
+        denoiser = self._adapted(variant.dtype, checkpointing=variant.checkpointing)
+        packing = variant.packing
+        packed: dict[int, Packing] = {}
+        if packing is not None:
+            packed = dict.fromkeys(_packable(denoiser), packing)
+        autocast = None if variant.mixed_precision == "no" else getattr(torch, variant.dtype)
+
+        # The gradients of trained weights are counted with these weights.
+        weights = trainable_weights(denoiser)
+        for weight in weights:
+            weight.grad = torch.empty_like(weight)
+        gradients = [weight.grad for weight in weights if weight.grad is not None]
+        memory = LiveMemory(without=[*tensors_of(denoiser), *gradients])
+
+        @contextmanager
+        def modes() -> Generator[None]:
+            with memory, CudaRules(autocast, packed, memory.count):
+                yield
+
+        with modes(), memory.counting_saved():
+            loss = self._loss(denoiser, variant.batch_size)
+        memory.backward(loss, denoiser, modes)
+        return memory.peak_bytes
+
+    def _loss(self, denoiser: nn.Module, batch_size: int) -> Tensor:
+        shape = (batch_size, *self._family.latent_shape(self._size))
+        noisy, target = (torch.empty(shape, device="meta") for _ in range(2))
+        timesteps = torch.empty(batch_size, device="meta")
+        conditions = self._conditions(batch_size)
+        prediction = self._family.denoiser.predict(denoiser, noisy, timesteps, conditions)
+        return sample_losses(prediction, target, self._recipe.training.loss).mean()
+
+    def _conditions(self, batch_size: int) -> dict[str, Any]:
+        """Return conditions of the longest captions; lengths and masks have values, which decide shapes."""
+        shapes = self._family.text_shapes()
+        conditions: dict[str, Any] = {
+            name: torch.empty(batch_size, *shape, device="meta") for name, shape in shapes.items()
+        }
+        for name in ("original_size_hw", "crop_top_left", "target_size_hw"):
+            conditions[name] = torch.empty(batch_size, 2, dtype=torch.long, device="meta")
+        if self._family.text_padding == "masked":
+            length = shapes["text_embedding"][0]
+            conditions["text_mask"] = torch.ones(batch_size, length)
+            conditions["text_lengths"] = (length,) * batch_size
+        return conditions
+
+
+def _packable(denoiser: nn.Module) -> dict[int, Tensor]:
+    """Return the base weights of linear layers by id."""
+    linear = (module for module in denoiser.modules() if isinstance(module, nn.Linear))
+    return {id(module.weight): module.weight for module in linear if not module.weight.requires_grad}
+
+
+def _unpacked_bytes(weight: Tensor) -> int:
+    return weight.numel() * weight.element_size()
+
+
+def _packed_bytes(weight: Tensor, kind: str) -> int:
+    """Return the bytes of a packed weight: 4 bits with scales per block, or 8 bits with a scale per row."""
+    if kind == "nf4":
+        return int(weight.numel() * _NF4_BYTES)
+    return weight.numel() + weight.shape[0] * weight.element_size()
+
+
+def optimizer_bytes_per_weight(settings: TrainingSettings) -> float:
+    """Return the size of an optimizer's state per trained weight, measured on a small matrix."""
+    if settings.optimizer.endswith("8bit"):
+        return _EIGHT_BIT_STATE_BYTES
+    weight = nn.Parameter(torch.ones(PROBE_EDGE, PROBE_EDGE))
+    weight.grad = torch.ones_like(weight)
+    optimizer = make_optimizer([weight], settings)
+    optimizer.step()
+    state = [value for value in optimizer.state[weight].values() if isinstance(value, Tensor)]
+    return num_bytes(state) / weight.numel()

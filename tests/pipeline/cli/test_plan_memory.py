@@ -1,0 +1,80 @@
+"""The memory forecast of `latentline plan`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from bench.gpu.configurations import PUBLISHED
+from pipeline.cli.main import latentline
+from pipeline.cli.memory import GIB, show_memory
+from pipeline.errors import ModelError
+from pipeline.maintenance.memory.job import Change, MemoryForecast, StageMemory
+
+TEXT = """\
+datasets: [{{name: photos, path: {folder}/photos}}]
+output_dir: {folder}/out
+model: {{base: {folder}/model}}
+training: {{batch_size: 2, lora: {{rank: 16, alpha: 16}}}}
+accelerate: {{mixed_precision: bf16}}
+"""
+
+
+@pytest.fixture
+def configs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "configs"
+    folder.mkdir()
+    (folder / "flowers.yaml").write_text(TEXT.format(folder=tmp_path), encoding="utf-8")
+    monkeypatch.setenv("LATENTLINE_CONFIGS", str(folder))
+    return tmp_path
+
+
+def test_plan_forecasts_a_published_model_from_its_configuration_files(configs: Path) -> None:
+    next(each for each in PUBLISHED if each.name == "Stable Diffusion 1.5").write(configs / "model")
+    completed = CliRunner().invoke(latentline, ["plan", "flowers", "--only-memory", "--json", "--vram", "5"])
+    assert completed.exception is None, completed.output
+    memory = json.loads(completed.stdout)["memory"]
+    assert [stage["stage"] for stage in memory["stages"]] == ["encode latents", "encode text", "train"]
+    assert memory["card_bytes"] == 5 * GIB
+    # Batch 2 without checkpointing needs about 10 GiB.
+    assert memory["stages"][2]["device_bytes"] > 5 * GIB
+    assert memory["change"]["settings"] == ["training.gradient_checkpointing: true"]
+    assert memory["change"]["fits"]
+    assert 2 * GIB < memory["change"]["device_bytes"] < 4 * GIB
+
+
+def test_missing_configuration_files_are_named(configs: Path) -> None:
+    folder = next(each for each in PUBLISHED if each.name == "SDXL").write(configs / "model")
+    (folder / "unet" / "config.json").unlink()
+    completed = CliRunner().invoke(latentline, ["plan", "flowers", "--only-memory"])
+    assert isinstance(completed.exception, ModelError)
+    assert "unet" in completed.exception.where
+
+
+def test_the_two_memory_options_exclude_each_other(configs: Path) -> None:
+    completed = CliRunner().invoke(latentline, ["plan", "flowers", "--only-memory", "--no-memory"])
+    assert completed.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("card", "change", "line"),
+    [
+        (None, None, "compare with one of 24 GB with --vram 24"),
+        ("a GPU of 24 GB", None, "Training fits into a GPU of 24 GB, of which about 23.0 GiB are usable."),
+        ("a GPU of 24 GB", Change(("a: b",), 20 * GIB, True), "change that fits: a: b (about 20.0 GiB)"),
+        ("a GPU of 24 GB", Change(("a: b",), 30 * GIB, False), "which does not fit either"),
+    ],
+)
+def test_the_table_says_whether_training_fits_and_what_to_change(
+    card: str | None, change: Change | None, line: str, capsys: Any
+) -> None:
+    stages = (StageMemory("encode latents", GIB, GIB, "a note"), StageMemory("train", 25 * GIB, 2 * GIB))
+    bytes_of = (None, None) if card is None else (24 * GIB, 23 * GIB)
+    show_memory(MemoryForecast(stages, card, *bytes_of, change))
+    shown = capsys.readouterr().out
+    assert "encode latents        1.0 GiB    1.0 GiB   a note" in shown
+    assert line in shown

@@ -1,0 +1,130 @@
+"""The forecast of a training step against an independent accounting, for six models of published sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+from bench.gpu.configurations import PUBLISHED, Published
+from pipeline.images.geometry import Size
+from pipeline.maintenance.memory.worker.training import TrainingForecast
+from pipeline.models.worker.family import load_family
+from pipeline.models.worker.loading import component_class
+from pipeline.recipe import recipe_from_mapping
+from tests.pipeline.maintenance.memory.fake_accounting import step_peak_bytes
+
+TOKENS = 4096
+"""Tokens of an image of 1024 x 1024 px with a VAE that divides edges by 8 and patches of 2."""
+
+
+def sdxl(network: Any) -> Tensor:
+    conditions = {"text_embeds": torch.empty(1, 1280), "time_ids": torch.empty(1, 6)}
+    latent, text = torch.empty(1, 4, 128, 128), torch.empty(1, 77, 2048)
+    return network(latent, torch.empty(1), encoder_hidden_states=text, added_cond_kwargs=conditions).sample
+
+
+def sd35(network: Any) -> Tensor:
+    latent, text, pooled = torch.empty(1, 16, 128, 128), torch.empty(1, 333, 4096), torch.empty(1, 2048)
+    return network(latent, text, pooled, torch.empty(1), return_dict=False)[0]
+
+
+def flux(network: Any) -> Tensor:
+    return network(
+        hidden_states=torch.empty(1, TOKENS, 64),
+        timestep=torch.empty(1),
+        guidance=torch.empty(1),
+        pooled_projections=torch.empty(1, 768),
+        encoder_hidden_states=torch.empty(1, 512, 4096),
+        txt_ids=torch.empty(512, 3),
+        img_ids=torch.empty(TOKENS, 3),
+        return_dict=False,
+    )[0]
+
+
+def flux2(network: Any) -> Tensor:
+    return network(
+        hidden_states=torch.empty(1, TOKENS, 128),
+        timestep=torch.empty(1),
+        guidance=torch.empty(1),
+        encoder_hidden_states=torch.empty(1, 512, 15360),
+        txt_ids=torch.empty(1, 512, 4),
+        img_ids=torch.empty(1, TOKENS, 4),
+        return_dict=False,
+    )[0]
+
+
+def z_image(network: Any) -> Tensor:
+    latent, text = torch.empty(16, 1, 128, 128), torch.empty(512, 2560)
+    return network([latent], torch.empty(1), [text], return_dict=False)[0][0]
+
+
+def qwen_image(network: Any) -> Tensor:
+    return network(
+        hidden_states=torch.empty(1, TOKENS, 64),
+        timestep=torch.empty(1),
+        encoder_hidden_states=torch.empty(1, 512, 3584),
+        encoder_hidden_states_mask=None,
+        img_shapes=[[(1, 64, 64)]],
+        return_dict=False,
+    )[0]
+
+
+PREDICT: dict[str, Callable[[Any], Tensor]] = {
+    "SDXL": sdxl,
+    "SD3.5 medium": sd35,
+    "Z-Image": z_image,
+    "FLUX.1 dev": flux,
+    "Qwen-Image": qwen_image,
+    "FLUX.2 dev": flux2,
+}
+
+SHALLOW = {"num_layers": 2, "num_single_layers": 4}
+"""Numbers of blocks of a FLUX.1 dev whose step is accounted in seconds."""
+
+
+def test_the_forecast_of_a_few_blocks_is_within_a_tenth_of_the_accounting(tmp_path: Path) -> None:
+    published = next(each for each in PUBLISHED if each.name == "FLUX.1 dev")
+    transformer = {**published.networks["transformer"], **SHALLOW}
+    shallow = replace(published, networks={**published.networks, "transformer": transformer})
+    forecast_bytes, accounted_bytes = forecast_and_accounting(shallow, flux, tmp_path)
+    assert forecast_bytes == pytest.approx(accounted_bytes, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PREDICT)
+def test_the_forecast_is_within_a_tenth_of_the_accounting(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    published = next(each for each in PUBLISHED if each.name == name)
+    forecast_bytes, accounted_bytes = forecast_and_accounting(published, PREDICT[name], tmp_path)
+    record_property("forecast, accounting in GiB", (forecast_bytes / 2**30, accounted_bytes / 2**30))
+    assert forecast_bytes == pytest.approx(accounted_bytes, rel=0.1)
+
+
+def forecast_and_accounting(
+    published: Published, predict: Callable[[Any], Tensor], tmp_path: Path
+) -> tuple[int, int]:
+    family = load_family(published.write(tmp_path / "model"))
+    values = {
+        "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
+        "output_dir": str(tmp_path / "out"),
+        "model": {"base": str(tmp_path / "model")},
+        "training": {"batch_size": 1, "gradient_checkpointing": True, "lora": {"rank": 16, "alpha": 16}},
+        "accelerate": {"mixed_precision": "bf16"},
+    }
+    training = TrainingForecast(family, recipe_from_mapping("memory", values), Size(1024, 1024))
+    forecast_bytes = training.memory(training.variant).device
+
+    def make() -> Any:
+        return component_class(family, family.denoiser_name).from_config(family.denoiser_config).bfloat16()
+
+    adapter = LoraConfig(r=16, lora_alpha=16, target_modules=family.lora_targets())
+    accounted_bytes = step_peak_bytes(make, predict, adapter=adapter, checkpointing=True)
+    return forecast_bytes, accounted_bytes

@@ -1,0 +1,43 @@
+"""The card that each example recipe states, against the forecast."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.gpu.configurations import PUBLISHED
+from pipeline.maintenance.memory.job import MemoryJob
+from pipeline.maintenance.memory.worker.stages import forecast_stages
+from pipeline.recipe import load_recipe
+
+GIB = 2**30
+EXAMPLES = Path(__file__).resolve().parents[4] / "configs" / "examples"
+PROMISE = re.compile(r"^# Fits a GPU of (\d+) GB", re.MULTILINE)
+BY_BASE = {each.hub_id: each for each in PUBLISHED}
+FAST = ("flowers_sd15", "flowers_flux2_klein")
+NAMES = [
+    pytest.param(path.stem, marks=[] if path.stem in FAST else [pytest.mark.slow])
+    for path in sorted(EXAMPLES.glob("*.yaml"))
+    if any(f"base: {base}" in path.read_text(encoding="utf-8") for base in BY_BASE)
+]
+
+
+def test_an_example_of_every_published_model_is_compared() -> None:
+    assert len(NAMES) == len(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_fits_the_card_that_it_states(name: str, tmp_path: Path) -> None:
+    path = EXAMPLES / f"{name}.yaml"
+    promise = PROMISE.search(path.read_text(encoding="utf-8"))
+    assert promise is not None, f"{path.name} states no GPU"
+
+    recipe = load_recipe(path)
+    folder = BY_BASE[recipe.model.base].write(tmp_path / "model")
+    memory = forecast_stages(MemoryJob(recipe, folder, {}, int(promise[1]) * GIB))
+    assert memory.usable_bytes is not None
+    # Latents are encoded in smaller batches if memory runs out; the other stages cannot adapt.
+    needed = {stage.stage: stage.device_bytes for stage in memory.stages if stage.stage != "encode latents"}
+    assert {stage: size for stage, size in needed.items() if size > memory.usable_bytes} == {}

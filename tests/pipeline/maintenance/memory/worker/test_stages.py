@@ -1,0 +1,68 @@
+"""The memory of the stages, and how it follows from a recipe, for FLUX.1 dev with few blocks."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.gpu.configurations import PUBLISHED
+from pipeline.maintenance.memory.job import MemoryForecast, MemoryJob
+from pipeline.maintenance.memory.worker.stages import forecast_stages
+from pipeline.recipe import recipe_from_mapping
+
+GIB = 2**30
+
+
+@pytest.fixture
+def forecast(tmp_path: Path) -> Any:
+    """Return the forecast of a recipe with changed sections."""
+    published = next(each for each in PUBLISHED if each.name == "FLUX.1 dev")
+    transformer = {**published.networks["transformer"], "num_layers": 2, "num_single_layers": 4}
+    networks = {**published.networks, "transformer": transformer}
+    folder = replace(published, networks=networks).write(tmp_path / "model")
+
+    def run(card_bytes: int | None = None, **sections: Any) -> MemoryForecast:
+        values: dict[str, Any] = {
+            "datasets": [{"name": "photos", "path": str(tmp_path / "photos")}],
+            "output_dir": str(tmp_path / "out"),
+            "model": {"base": str(folder)},
+            "training": {"gradient_checkpointing": True},
+        }
+        recipe = recipe_from_mapping("memory", values | sections)
+        return forecast_stages(MemoryJob(recipe, folder, {}, card_bytes))
+
+    return run
+
+
+def test_auto_is_forecast_with_the_dtypes_that_it_resolves_to(forecast: Any) -> None:
+    stated = {"latents": {"compute_dtype": "float32"}, "accelerate": {"mixed_precision": "bf16"}}
+    auto, explicit = forecast(), forecast(**stated)
+    assert auto.stages[0].device_bytes == explicit.stages[0].device_bytes
+    assert auto.stages[2].device_bytes == explicit.stages[2].device_bytes
+
+    # CLIP is small and stays float32; T5 has 4.8 billion weights.
+    assert auto.stages[1].note == ""
+    float32 = forecast(text={"compute_dtype": "float32"}).stages[1]
+    assert float32.note == "text.compute_dtype: bfloat16 takes half of it"
+    assert float32.device_bytes == pytest.approx(2 * auto.stages[1].device_bytes, rel=0.1)
+
+
+def test_the_host_holds_no_unpacked_model_if_weights_are_packed_on_the_gpu(forecast: Any) -> None:
+    training = {"gradient_checkpointing": True, "quantize": "int8"}
+    plain, packed = forecast().stages[2], forecast(training=training).stages[2]
+    assert packed.host_bytes < plain.host_bytes - 1.5 * GIB
+    assert packed.device_bytes < plain.device_bytes - 0.5 * GIB
+    same_kind = {**training, "quantize": "int8_torchao"}
+    assert forecast(training=same_kind).stages[2].device_bytes == packed.device_bytes
+
+
+def test_packing_is_proposed_with_the_gentlest_kind_that_fits(forecast: Any) -> None:
+    packed = forecast(training={"gradient_checkpointing": True, "quantize": "int8"})
+    needed = packed.stages[2].device_bytes
+    change = forecast(card_bytes=needed + int(1.2 * GIB)).change
+    assert (change.settings, change.fits) == (("training.quantize: int8",), True)
+    change = forecast(card_bytes=needed + int(0.8 * GIB)).change
+    assert (change.settings, change.fits) == (("training.quantize: nf4",), True)
