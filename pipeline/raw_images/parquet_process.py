@@ -42,6 +42,7 @@ def read_parquet(
     file: io.BufferedReader | io.BytesIO,
     *,
     max_cpu_s: int = MAX_CPU_S,
+    max_wall_s: float = MAX_WALL_S,
     min_table_bytes: int = MIN_TABLE_BYTES,
 ) -> pl.DataFrame:
     """Return the table in an opened Parquet file.
@@ -66,11 +67,11 @@ def read_parquet(
                 **source,
                 env={**os.environ, "PYTHONPATH": path, "POLARS_MAX_THREADS": _THREADS},
                 capture_output=True,
-                timeout=MAX_WALL_S,
+                timeout=max_wall_s,
                 check=False,
             )
         except subprocess.TimeoutExpired as err:
-            raise _too_slow(f"{MAX_WALL_S} s") from err
+            raise _too_slow(f"{max_wall_s:g} s") from err
         if process.returncode != 0:
             raise _failure(process.returncode, process.stderr.decode("utf-8", "replace"), arguments)
         return pl.read_ipc(table)

@@ -155,6 +155,7 @@ def _read(path: Path, where: str) -> _Contents:
             shapes = {key: tuple(opened.get_slice(key).get_shape()) for key in keys}
             layout = _layout_of(shapes, where)
             matches = {key: match for key in shapes if (match := _DOWN_KEYS[layout].fullmatch(key))}
+            _require_matrices({key: shapes[key] for key in matches}, where)
             modules = [
                 _Module(match["network"], match["path"], shapes[key])
                 for key, match in matches.items()
@@ -167,6 +168,16 @@ def _read(path: Path, where: str) -> _Contents:
             fix=f"set {START_KEY} to a complete .safetensors file of a LoRA that this user may read",
         ) from err
     return _Contents(layout, modules, dora=any(key.endswith(_MAGNITUDE_ENDINGS) for key in shapes))
+
+
+def _require_matrices(shapes: Mapping[str, tuple[int, ...]], where: str) -> None:
+    """Raise TrainingError if a down matrix has fewer than two dimensions."""
+    for key, shape in shapes.items():
+        if len(shape) < 2:
+            what = f"the LoRA to start from has the shape {list(shape)} for {key}, which is no matrix"
+            raise TrainingError(
+                what, where=where, fix=f"set {START_KEY} to a file that a trainer has written"
+            )
 
 
 def _layout_of(keys: Mapping[str, Any], where: str) -> Layout:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from polars.testing import assert_frame_equal
 
 from pipeline.errors import DatasetError
 from pipeline.raw_images.parquet_process import read_parquet
+from pipeline.storage.regular_files import RefusedFileError
 
 
 def parquet(table: pl.DataFrame) -> bytes:
@@ -44,6 +46,14 @@ def test_a_manifest_that_needs_too_much_memory_is_an_error_with_manifest_and_fix
         folder.scan()
     assert caught.value.where == str(manifest)
     assert "JSON lines" in caught.value.fix
+
+
+def test_a_file_that_delivers_no_bytes_ends_after_the_time_limit() -> None:
+    read_end, write_end = os.pipe()
+    with os.fdopen(write_end, "wb"), os.fdopen(read_end, "rb") as silent:
+        with pytest.raises(RefusedFileError, match=r"took more than 0\.5 s and was stopped") as caught:
+            read_parquet(silent, max_wall_s=0.5)
+    assert (caught.value.reason, caught.value.fix) == ("too_slow", "write the manifest as JSON lines or CSV")
 
 
 def test_bytes_on_which_polars_panics_are_reported_as_damaged() -> None:

@@ -159,6 +159,14 @@ def test_a_file_in_no_layout_is_an_error(path: Path, name: str, message: str) ->
     assert "pytorch_lora_weights.safetensors" in error.fix
 
 
+@pytest.mark.parametrize("shape", [(), (4,)])
+def test_a_down_matrix_without_two_dimensions_is_an_error(path: Path, shape: tuple[int, ...]) -> None:
+    key = f"{DIFFUSERS}.lora_A.weight"
+    save_file({**module(DIFFUSERS), key: np.ones(shape, np.float32)}, path)
+    error = error_of(starting_from(path))
+    assert error.what == f"the LoRA to start from has the shape {list(shape)} for {key}, which is no matrix"
+
+
 def test_a_missing_file_suggests_the_closest_name(path: Path) -> None:
     assert "set training.lora.start_from to an existing LoRA file" in error_of(starting_from(path)).fix
     save_file(module(DIFFUSERS), path)
