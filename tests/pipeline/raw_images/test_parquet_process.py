@@ -50,9 +50,13 @@ def test_a_manifest_that_needs_too_much_memory_is_an_error_with_manifest_and_fix
 
 def test_a_file_that_delivers_no_bytes_ends_after_the_time_limit() -> None:
     read_end, write_end = os.pipe()
-    with os.fdopen(write_end, "wb"), os.fdopen(read_end, "rb") as silent:
-        with pytest.raises(RefusedFileError, match=r"took more than 0\.5 s and was stopped") as caught:
-            read_parquet(silent, max_wall_s=0.5)
+    message = r"took more than 0\.5 s and was stopped"
+    with (
+        os.fdopen(write_end, "wb"),
+        os.fdopen(read_end, "rb") as silent,
+        pytest.raises(RefusedFileError, match=message) as caught,
+    ):
+        read_parquet(silent, max_wall_s=0.5)
     assert (caught.value.reason, caught.value.fix) == ("too_slow", "write the manifest as JSON lines or CSV")
 
 
