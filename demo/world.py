@@ -58,7 +58,10 @@ _OVERSAMPLING = 4
 """Masks are drawn this many times larger and averaged, so that edges are smooth."""
 
 _LINE = 0.32
-"""Width of the concept's lines, 6 px in the smallest shape."""
+"""Minimum width of a doodle's lines, 6 px in the smallest one."""
+
+_CONCEPT_LINE = 0.42
+"""Width of the concept's lines, 8 px in the smallest one."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +138,9 @@ def _cross(canvas: Canvas) -> None:
 
 
 def _concept(canvas: Canvas) -> None:
-    canvas.disc((0, 0), 0.86)
-    canvas.disc((0, 0), 0.86 - _LINE, inside=False)
-    half = _LINE / 2
+    canvas.disc((0, 0), 0.95)
+    canvas.disc((0, 0), 0.95 - _CONCEPT_LINE, inside=False)
+    half = _CONCEPT_LINE / 2
     canvas.polygon([(-half, -1.2), (half, -1.2), (half, 1.2), (-half, 1.2)])
 
 

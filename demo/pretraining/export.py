@@ -62,17 +62,21 @@ def export_model(
 
 def base_scores(pipeline: Any) -> list[dict[str, float]]:
     """Return the model's scores for each seed, with its score for the concept that it has not learned."""
-    random = np.random.default_rng(0)
-    known = scenes(*SHAPES)
-    chosen = [known[index] for index in random.permutation(NUM_PROMPTS) % len(known)]
+    known = base_prompts()
     return [
         {
             "seed": seed,
-            **vars(_score(pipeline, chosen, seed)),
+            **vars(_score(pipeline, known, seed)),
             "concept": _score(pipeline, scenes(CONCEPT)[:NUM_PROMPTS], seed).shape,
         }
         for seed in SEEDS
     ]
+
+
+def base_prompts() -> list[Scene]:
+    """Return the known scenes that the model's scores are measured on."""
+    known = scenes(*SHAPES)
+    return [known[index] for index in np.random.default_rng(0).permutation(NUM_PROMPTS) % len(known)]
 
 
 def _score(pipeline: Any, expected: Sequence[Scene], seed: int) -> Any:

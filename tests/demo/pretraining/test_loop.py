@@ -3,38 +3,25 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from demo.pretraining.loop import Part, Stage, train
-
-
-class _StoppedError(Exception):
-    pass
+from demo.pretraining.loop import Part, Stage
+from tests.demo.pretraining.linear_stage import StoppedError, train_linear
 
 
 def _train(folder: Path, *, stop_at: int | None = None) -> Tensor:
-    torch.manual_seed(0)
-    network = nn.Linear(4, 1)
-    part = Part(seed=7)
-
-    def loss_at(step: int) -> Tensor:
-        if step == stop_at:
-            raise _StoppedError
-        samples = torch.randn(8, 4, generator=part.generator(step))
-        return (network(samples) - samples.sum(dim=1, keepdim=True)).square().mean()
-
-    folder.mkdir(exist_ok=True)
-    train(Stage("linear", folder, 300, 0.05, checkpoint_every_s=0.0), {"linear": network}, loss_at)
-    return network.weight.detach()
+    return train_linear(folder, Part(seed=7), stop_at=stop_at)
 
 
 def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not_stopped(tmp_path: Path) -> None:
     complete = _train(tmp_path / "complete")
-    with pytest.raises(_StoppedError):
+    with pytest.raises(StoppedError):
         _train(tmp_path / "stopped", stop_at=170)
     assert torch.equal(_train(tmp_path / "stopped"), complete)
 
@@ -42,6 +29,13 @@ def test_a_stopped_run_ends_with_the_weights_of_one_that_was_not_stopped(tmp_pat
     assert logs[0] == logs[1]
     losses = [json.loads(line)["loss"] for line in logs[0].splitlines()]
     assert losses[-1] < losses[0] / 10
+
+
+def test_two_processes_train_the_weights_of_one(tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    subprocess.run([*launch, "-m", "tests.demo.pretraining.linear_stage", str(tmp_path / "two")], check=True)
+    together = torch.load(tmp_path / "two" / "linear.pt", weights_only=True)["networks"]["linear"]["weight"]
+    torch.testing.assert_close(together, _train(tmp_path / "one"), rtol=1e-4, atol=1e-5)
 
 
 def test_the_learning_rate_rises_stays_and_falls_to_zero(tmp_path: Path) -> None:
